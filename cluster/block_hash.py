@@ -1,0 +1,59 @@
+"""Chained block hashes: one hash names a whole token prefix.
+
+    block_hash[i] = BLAKE2b(key=deployment secret, block_hash[i-1] ‖ tokens of block i ‖ salt)     16 bytes
+
+Token ids are little-endian uint32. The salt separates what must not share: model, adapter, tenant. Only full
+blocks have a hash. The first 8 bytes are the key in the radix index; workers compare all 16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+HASH_BYTES = 16
+INDEX_KEY_BYTES = 8
+_ROOT = bytes(HASH_BYTES)
+
+
+def make_salt(model_id: str, adapter: str = "", tenant: str = "") -> bytes:
+    """16-byte salt of (model, adapter, tenant), each length-prefixed so that no two triples collide."""
+    digest = hashlib.blake2b(digest_size=HASH_BYTES)
+    for part in (model_id, adapter, tenant):
+        raw = part.encode()
+        digest.update(struct.pack("<I", len(raw)) + raw)
+    return digest.digest()
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32: the wire's and the hash's form."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(packed) // 4}I", packed))
+
+
+def hash_block(parent: bytes | None, packed_block: bytes, *, secret: bytes, salt: bytes) -> bytes:
+    """Hash of one full block after `parent` (None for the first block)."""
+    message = (parent or _ROOT) + packed_block + salt
+    return hashlib.blake2b(message, digest_size=HASH_BYTES, key=secret).digest()
+
+
+def hash_blocks(packed: bytes, page_size: int, *, secret: bytes, salt: bytes) -> list[bytes]:
+    """Hashes of every full block of a packed token list, in order. About 0.5 µs a block."""
+    step = page_size * 4
+    hashes: list[bytes] = []
+    parent = _ROOT
+    blake2b = hashlib.blake2b
+    for begin in range(0, len(packed) - step + 1, step):
+        message = parent + packed[begin : begin + step] + salt
+        parent = blake2b(message, digest_size=HASH_BYTES, key=secret).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def index_keys(hashes: Sequence[bytes]) -> bytes:
+    """The hashes' 8-byte index keys, packed: the argument of the radix index scripts."""
+    return b"".join(block[:INDEX_KEY_BYTES] for block in hashes)

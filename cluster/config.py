@@ -1,0 +1,97 @@
+"""Configuration: one frozen model per role, read from YAML, environment (`BATON_…`) and flags, in rising order.
+
+`"auto"` values are resolved once, by the process that owns them, into a new object; nothing else reads the
+environment.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Role = Literal["prefill", "decode"]
+LocalPrefill = Literal["never", "fallback", "auto"]
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineConfig(Frozen):
+    """How one engine runs its model."""
+
+    model: Path = Field(description="Hugging Face model directory")
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = Field("auto", description='"auto", "cpu" or "cuda"')
+    max_model_len: int = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
+    kv_memory_bytes: int = Field(0, ge=0, description="KV pool of one rank; 0 = chosen from free memory")
+    page_size: int = Field(16, ge=1, description="tokens in a block; one value per deployment")
+    max_batch_tokens: int = Field(2048, ge=1, description="token budget of one step (prefill chunk size)")
+    max_batch_requests: int = Field(256, ge=1)
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    attention_backend: str = Field("auto", description="auto | sdpa | varlen | flash")
+    tensor_parallel: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, description="CPU threads of one rank")
+
+
+class TransferConfig(Frozen):
+    """How KV moves between workers."""
+
+    transport: Literal["auto", "nixl", "grpc"] = "auto"
+    require_transport: str = Field("", description="refuse to start a pair on any other transport")
+    ring_bytes: int = Field(64 << 20, ge=1 << 16, description="landing ring of one rank")
+    ring_max_bytes: int = Field(256 << 20, description="the ring's growth limit while slots are quarantined")
+    slot_bytes: int = Field(4 << 20, ge=1 << 12, description="one landing slot; the largest part")
+    part_bytes: int = Field(4 << 20, ge=1 << 12, description="send a part as soon as this much is computed")
+    staging_bytes: int = Field(32 << 20, ge=1 << 16, description="send staging of one rank")
+    digests: Literal["all", "off"] = "all"
+
+
+class WorkerConfig(Frozen):
+    """One prefill or decode worker."""
+
+    role: Role
+    worker_id: str = Field(default_factory=lambda: f"worker-{secrets.token_hex(4)}")
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = chosen by the system")
+    metrics_port: int = Field(0, ge=0, le=65535)
+    redis_url: str = Field("", description="redis://… or unix://…")
+    namespace: str = Field("baton", description="prefix of every Redis key of this deployment")
+    secret: str = Field("baton", description="deployment secret that keys the block hashes")
+    place: str = Field("", description="rack/zone label of this host; equal labels are near")
+    engine: EngineConfig
+    transfer: TransferConfig = TransferConfig()
+    max_queued_requests: int = Field(1024, ge=1)
+    step_stall_seconds: float = Field(30.0, gt=0, description="an engine with work that stands still this long is dead")
+    drain_seconds: float = Field(30.0, ge=0)
+
+
+class RouterConfig(Frozen):
+    """One router."""
+
+    router_id: str = Field(default_factory=lambda: f"router-{secrets.token_hex(4)}")
+    host: str = "127.0.0.1"
+    http_port: int = Field(8000, ge=0, le=65535)
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    redis_url: str = ""
+    namespace: str = "baton"
+    secret: str = "baton"
+    model: Path = Field(description="model directory: tokenizer, chat template, generation config")
+    served_model_name: str = Field("", description="name clients use; default: the directory's name")
+    max_model_len: int = Field(0, ge=0)
+    page_size: int = 16
+    local_prefill: LocalPrefill = "auto"
+    aggregated: bool = Field(False, description="decode workers prefill everything themselves")
+    index_feeds: Literal["hybrid", "reported", "predicted"] = "hybrid"
+    admission_seconds: float = Field(30.0, gt=0, description="how long a request may wait for a place")
+    request_seconds: float = Field(600.0, gt=0, description="longest life of a request without a client deadline")
+    max_attempts: int = Field(8, ge=1)
+    max_concurrent_requests: int = Field(1024, ge=1)
+    max_body_bytes: int = Field(8 << 20, ge=1)
+    max_choices: int = Field(16, ge=1)
+    max_stop_strings: int = Field(16, ge=1)
+    max_logprobs: int = Field(20, ge=0)

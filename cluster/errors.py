@@ -1,0 +1,181 @@
+"""Every error that may cross a process border, in one tree.
+
+BatonError
+├── InvalidRequestError            400 INVALID_ARGUMENT    the request is wrong; `field` and `limit` say where
+│   ├── UnknownModelError          400 INVALID_ARGUMENT
+│   ├── UnsupportedFieldError      400 INVALID_ARGUMENT
+│   └── ContextLengthError         400 INVALID_ARGUMENT
+├── RequestTooLargeError           413 RESOURCE_EXHAUSTED
+├── OverloadedError                429 RESOURCE_EXHAUSTED  try again after `retry_after_seconds`
+├── UnavailableError               503 UNAVAILABLE         no worker of a role, or draining
+├── DeadlineError                  504 DEADLINE_EXCEEDED
+├── CancelledError                 499 CANCELLED
+├── SetupError                     500 FAILED_PRECONDITION before any request is taken
+│   ├── ConfigError                                        a flag, variable or file is wrong
+│   └── ModelError                                         unknown architecture, missing tensor, wrong shape
+├── HandoffError                   503 UNAVAILABLE         between workers; the router dispatches again
+│   ├── LayoutMismatchError                                KV that can't be converted; names the field
+│   ├── BlocksExhaustedError                               the decode worker has no room now
+│   ├── StaleEpochError                                    addressed to an earlier life of this worker
+│   ├── StaleTransferError                                 an attempt that already ended
+│   ├── DigestMismatchError                                corrupted twice
+│   ├── PeerLostError                                      connection broken, or no beat for 5 s
+│   └── TransportError                                     NIXL or gRPC could not move the bytes
+└── InternalError                  500 INTERNAL            a fault of ours
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+from wire import common_pb2
+
+
+class BatonError(Exception):
+    """Base of every error with a meaning outside its process.
+
+    Attributes:
+        field: the request field or setting concerned, or "".
+        limit: the limit that was passed, as text, or "".
+        retry_after_seconds: when trying again may help; 0 where unknown.
+    """
+
+    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, field: str = "", limit: str = "", retry_after_seconds: float = 0.0):
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.limit = limit
+        self.retry_after_seconds = retry_after_seconds
+
+    def to_wire(self) -> common_pb2.ErrorDetail:
+        return common_pb2.ErrorDetail(
+            code=type(self).__name__,
+            message=self.message,
+            field=self.field,
+            limit=self.limit,
+            retryable=self.retryable,
+            retry_after_seconds=self.retry_after_seconds,
+        )
+
+
+class InvalidRequestError(BatonError):
+    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+
+class UnknownModelError(InvalidRequestError):
+    pass
+
+
+class UnsupportedFieldError(InvalidRequestError):
+    pass
+
+
+class ContextLengthError(InvalidRequestError):
+    pass
+
+
+class RequestTooLargeError(BatonError):
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 413
+
+
+class OverloadedError(BatonError):
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+    retryable = True
+
+
+class UnavailableError(BatonError):
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    retryable = True
+
+
+class DeadlineError(BatonError):
+    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+    retryable = True
+
+
+class CancelledError(BatonError):
+    grpc_status = grpc.StatusCode.CANCELLED
+    http_status = 499
+
+
+class SetupError(BatonError):
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class ConfigError(SetupError):
+    pass
+
+
+class ModelError(SetupError):
+    pass
+
+
+class HandoffError(BatonError):
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    retryable = True
+
+
+class LayoutMismatchError(HandoffError):
+    retryable = False
+
+
+class BlocksExhaustedError(HandoffError):
+    pass
+
+
+class StaleEpochError(HandoffError):
+    pass
+
+
+class StaleTransferError(HandoffError):
+    retryable = False
+
+
+class DigestMismatchError(HandoffError):
+    pass
+
+
+class PeerLostError(HandoffError):
+    pass
+
+
+class TransportError(HandoffError):
+    pass
+
+
+class InternalError(BatonError):
+    pass
+
+
+def _all_subclasses(cls: type[BatonError]) -> list[type[BatonError]]:
+    return [cls] + [deep for sub in cls.__subclasses__() for deep in _all_subclasses(sub)]
+
+
+_BY_NAME = {cls.__name__: cls for cls in _all_subclasses(BatonError)}
+
+
+def from_wire(detail: common_pb2.ErrorDetail) -> BatonError:
+    """The error a peer reported; a class this build does not know becomes InternalError."""
+    cls = _BY_NAME.get(detail.code, InternalError)
+    return cls(
+        detail.message,
+        field=detail.field,
+        limit=detail.limit,
+        retry_after_seconds=detail.retry_after_seconds,
+    )
+
+
+class IllegalTransition(AssertionError):
+    """A state machine was asked for a step its table does not have: a fault of ours, never a peer's."""

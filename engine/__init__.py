@@ -1,0 +1,1 @@
+"""Runs a model: cache, scheduler, attention, layers, sampling, tensor parallel. Knows nothing of networks."""

@@ -1,0 +1,115 @@
+"""What goes into the engine and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen; engine/sampling documents the order of operations."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One request, or one attempt at it.
+
+    `output_tokens` are tokens that earlier attempts already sent (n = 1 only): they are computed like prompt,
+    but penalties, limits and positions count them as output. `sampling.max_tokens` counts them too.
+    With `prefill_only` the engine samples every choice's first token and then holds the blocks until
+    `Engine.release`.
+    """
+
+    request_id: str
+    prompt_tokens: list[int]
+    sampling: SamplingParams
+    output_tokens: list[int] = field(default_factory=list)
+    first_choice: int = 0
+    n: int = 1
+    salt: bytes = bytes(16)
+    priority: int = 0
+    prefill_only: bool = False
+    export: bool = False  # tell the export sink about every computed layer
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """One sampled token. `position` is its index in prompt + output."""
+
+    request_id: str
+    choice: int
+    position: int
+    token_id: int
+    logprob: float = 0.0
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class RequestDone:
+    """A request left the engine's batch (every choice finished, or it was given back)."""
+
+    request_id: str
+    preempted: bool = False  # given back to the router at its position
+    cached_tokens: int = 0
+    computed_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    tokens: list[TokenOutput]
+    done: list[RequestDone]
+
+
+@dataclass(frozen=True)
+class ChainReport:
+    """Of the prefix chain `hashes` (16 bytes each, from the root) this worker holds the first `held` blocks."""
+
+    hashes: list[bytes]
+    held: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and gauges of now."""
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_for_kv: int = 0
+    waiting_prefill_tokens: int = 0
+    resident_tokens: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0  # never used or only cached: available to a new request
+    blocks_held: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    output_tokens: int = 0
+    prefill_chunks: int = 0
+    preemptions: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0

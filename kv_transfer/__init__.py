@@ -1,0 +1,1 @@
+"""Moves KV blocks between workers: contract, transports, part format, landing ring, fencing."""

@@ -1,0 +1,1 @@
+"""Generated from proto/wire/*.proto by `make proto`. Never edited by hand."""
