@@ -1,0 +1,83 @@
+"""Between the wire's messages and the engine's types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cluster.block_hash import unpack_tokens
+from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from wire import common_pb2
+
+_FINISH_TO_WIRE = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+
+def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p or 1.0,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=tuple(params.stop_token_ids),
+        logit_bias=dict(params.logit_bias),
+        logprobs=params.logprobs,
+        top_logprobs=params.top_logprobs,
+    )
+
+
+def request_from_wire(
+    request_id: str, spec: common_pb2.GenerateSpec, *, prefill_only: bool = False
+) -> EngineRequest:
+    """`request_id` is the engine's name for the attempt. A prefill-only request exports its KV."""
+    return EngineRequest(
+        request_id=request_id,
+        prompt_tokens=unpack_tokens(spec.prompt_tokens),
+        output_tokens=unpack_tokens(spec.output_tokens),
+        sampling=sampling_from_wire(spec.sampling),
+        first_choice=spec.first_choice,
+        n=max(1, spec.n),
+        salt=spec.salt,
+        priority=spec.priority,
+        prefill_only=prefill_only,
+        export=prefill_only,
+    )
+
+
+def token_to_wire(token: TokenOutput) -> common_pb2.Token:
+    return common_pb2.Token(
+        choice=token.choice,
+        position=token.position,
+        token_id=token.token_id,
+        logprob=token.logprob,
+        top_logprobs=[
+            common_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
+            for token_id, logprob in token.top_logprobs
+        ],
+        finish=_FINISH_TO_WIRE[token.finish],
+    )
+
+
+def tokens_from_wire(request_id: str, tokens: Iterable[common_pb2.Token]) -> list[TokenOutput]:
+    return [
+        TokenOutput(
+            request_id=request_id,
+            choice=token.choice,
+            position=token.position,
+            token_id=token.token_id,
+            logprob=token.logprob,
+            top_logprobs=tuple((top.token_id, top.logprob) for top in token.top_logprobs),
+            finish=_FINISH_FROM_WIRE[token.finish],
+        )
+        for token in tokens
+    ]

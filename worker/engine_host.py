@@ -1,0 +1,151 @@
+"""The thread that owns an engine.
+
+The asyncio front never touches the engine: it hands functions over, which run between two steps, and hears of
+each step's output on its own loop. So the front never blocks a step and a step never waits for the front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from cluster.errors import InternalError
+from engine.engine import Engine
+from engine.request import StepOutput
+
+T = TypeVar("T")
+Command = Callable[[], None]
+log = logging.getLogger(__name__)
+
+
+class EngineHost:
+    """Runs one engine on its own thread.
+
+    `on_output` is called on the loop after every step that produced something. `on_failure` is called on the
+    loop once, if a step raises: an engine that failed is not stepped again, its process should end.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_output: Callable[[StepOutput], None],
+        on_failure: Callable[[BaseException], None],
+        step_stall_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._engine = engine
+        self._on_output = on_output
+        self._on_failure = on_failure
+        self._step_stall_seconds = step_stall_seconds
+        self._clock = clock
+        # Bounded by the requests a worker admits: every command belongs to one.
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopping = False
+        self._failed: BaseException | None = None
+        self._busy_since: float | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends the thread after the step in progress; what still waits is refused."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join, self._step_stall_seconds)
+
+    @property
+    def steps(self) -> int:
+        return self._engine.steps
+
+    def healthy(self) -> bool:
+        """False once the engine failed, or has work and has not finished a step for `step_stall_seconds`."""
+        if self._failed is not None:
+            return False
+        since = self._busy_since
+        return since is None or self._clock() - since < self._step_stall_seconds
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Runs `function(engine)` between two steps; its result or error comes back here."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def command() -> None:
+            try:
+                result = function(self._engine)
+            except BaseException as error:  # handed to whoever asked, whatever it is
+                loop.call_soon_threadsafe(_set_exception, future, error)
+            else:
+                loop.call_soon_threadsafe(_set_result, future, result)
+
+        if self._stopping or self._failed is not None:
+            raise InternalError(f"the engine has stopped: {self._failed or 'shutting down'}")
+        self._commands.put(command)
+        return await future
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._run_commands()
+                if not self._stopping and self._engine.has_work:
+                    self._step()
+        except BaseException as error:
+            log.exception("engine failed")
+            self._failed = error
+            self._notify(self._on_failure, error)
+        finally:
+            self._stopping = True
+            self._refuse_the_rest()
+
+    def _run_commands(self) -> None:
+        """Runs what waits; blocks for the next command only while the engine has nothing to do."""
+        while True:
+            idle = not self._engine.has_work
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                return
+            if command is None:
+                self._stopping = True
+                return
+            command()
+
+    def _step(self) -> None:
+        self._busy_since = self._clock()
+        output = self._engine.step()
+        self._busy_since = None
+        if output.tokens or output.done or output.evicted_reservations:
+            self._notify(self._on_output, output)
+
+    def _notify(self, callback: Callable[[T], None], argument: T) -> None:
+        assert self._loop is not None, "start() comes first"
+        try:
+            self._loop.call_soon_threadsafe(callback, argument)
+        except RuntimeError:  # the loop has closed: nobody is left to hear it
+            self._stopping = True
+
+    def _refuse_the_rest(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if command is not None:
+                command()
+
+
+def _set_result(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
