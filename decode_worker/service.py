@@ -1,0 +1,69 @@
+"""The Decode service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from cluster import rpc
+from cluster.errors import BatonError
+from decode_worker.role import DecodeRole
+from kv_transfer.base import HandoffState
+from kv_transfer.receiver import HandoffReceiver
+from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, role: DecodeRole, receiver: HandoffReceiver):
+        self._role = role
+        self._receiver = receiver
+
+    async def Attach(
+        self, request: decode_pb2.AttachRequest, context: Context
+    ) -> AsyncIterator[common_pb2.AttemptEvent]:
+        try:
+            attempt = self._role.attach(request)
+        except BatonError as error:
+            await rpc.abort(context, error)
+        events = self._role.attempts.read(
+            attempt, request.from_position, lambda: self._role.resume(attempt)
+        )
+        async for event in events:
+            yield event
+
+    async def Run(
+        self, request: decode_pb2.DecodeRunRequest, context: Context
+    ) -> AsyncIterator[common_pb2.AttemptEvent]:
+        try:
+            attempt = await self._role.run(request)
+        except BatonError as error:
+            await rpc.abort(context, error)
+        async for event in self._role.attempts.read(attempt, 0, lambda: self._role.resume(attempt)):
+            yield event
+
+    async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:
+        state = await self._role.abort(request.transfer_id)
+        committed = state is HandoffState.COMMITTED
+        return decode_pb2.AbortResponse(
+            state=decode_pb2.ATTEMPT_STATE_COMMITTED if committed else decode_pb2.ATTEMPT_STATE_ABORTED
+        )
+
+    async def Cancel(
+        self, request: decode_pb2.DecodeCancelRequest, context: Context
+    ) -> decode_pb2.DecodeCancelResponse:
+        attempt = self._role.attempts.get(request.transfer_id)
+        if attempt is None:
+            await self._role.abort(request.transfer_id)
+            return decode_pb2.DecodeCancelResponse(known=False)
+        await self._role.cancel(attempt)
+        return decode_pb2.DecodeCancelResponse(known=True)
+
+    async def Handoff(
+        self, request_iterator: AsyncIterator[handoff_pb2.PrefillToDecode], context: Context
+    ) -> AsyncIterator[handoff_pb2.DecodeToPrefill]:
+        async for reply in self._receiver.serve(request_iterator):
+            yield reply

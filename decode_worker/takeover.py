@@ -1,0 +1,76 @@
+"""What the hand-off asks of the decode worker: room, then the moment a request joins the batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from cluster.errors import CancelledError
+from decode_worker.attempt import DecodeState
+from decode_worker.role import DecodeRole
+from engine.engine import Engine
+from kv_transfer.base import HandoffSpec, Reservation, TransferId
+from wire import common_pb2
+from worker.convert import request_from_wire, tokens_from_wire
+from worker.core import WorkerCore
+
+# Blocks are set aside for this many new tokens of each choice; longer answers grow block by block.
+PROJECTED_GROWTH_TOKENS = 256
+
+
+class Takeover:
+    """Implements kv_transfer.base.DecodeEngine for one decode worker."""
+
+    def __init__(self, core: WorkerCore, role: DecodeRole):
+        self._core = core
+        self._role = role
+
+    async def reserve(self, spec: HandoffSpec) -> Reservation:
+        self._core.check_accepting()
+        attempt = self._role.attempts.get(spec.transfer_id)
+        if attempt is None:  # Reserve came before Attach
+            attempt = self._role.open(spec.transfer_id, spec.request_id)
+            self._role.attempts.expect_reader(attempt)
+        attempt.choices = max(1, spec.spec.n)
+        reservation = await self._core.host.call(self._reserve_blocks(attempt.engine_id, spec))
+        if attempt.machine.state is not DecodeState.EXPECTED:  # ended while the engine was asked
+            await self._core.host.call(lambda engine: engine.abort(attempt.engine_id))
+            raise CancelledError("the attempt ended while its blocks were being reserved")
+        attempt.machine.to(DecodeState.RESERVED)
+        attempt.report.not_shipped_tokens = reservation.held_tokens
+        return reservation
+
+    @staticmethod
+    def _reserve_blocks(engine_id: str, spec: HandoffSpec) -> Callable[[Engine], Reservation]:
+        request = request_from_wire(engine_id, spec.spec)
+        left = request.sampling.max_tokens - len(request.output_tokens)
+        growth = max(1, min(left, PROJECTED_GROWTH_TOKENS))
+
+        def reserve(engine: Engine) -> Reservation:
+            taken = engine.reserve(request, spec.block_hashes, growth)
+            return Reservation(list(taken.block_ids), taken.held_tokens)
+
+        return reserve
+
+    async def commit(
+        self,
+        transfer_id: TransferId,
+        first_tokens: Sequence[common_pb2.Token],
+        report: common_pb2.WorkReport,
+    ) -> None:
+        attempt = self._role.attempts.get(transfer_id)
+        if attempt is None or attempt.machine.state is not DecodeState.RESERVED:
+            raise CancelledError("the attempt has ended")
+        first = tokens_from_wire(attempt.engine_id, first_tokens)
+        attempt.machine.to(DecodeState.DECODING)
+        attempt.entered = time.monotonic()
+        self._role.by_engine_id[attempt.engine_id] = attempt
+        # Before the engine hears of it: its own tokens must come after these.
+        for token in first_tokens:
+            attempt.log.add(token)
+        await self._core.host.call(lambda engine: engine.commit(attempt.engine_id, first))
+
+    async def abort(self, transfer_id: TransferId, verified_tokens: int) -> None:
+        engine_id = transfer_id.hex()
+        await self._core.host.call(lambda engine: engine.abort(engine_id, verified_tokens))
+        self._role.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, None)

@@ -1,0 +1,79 @@
+"""One attempt at a prompt, as the prefill worker sees it.
+
+    QUEUED → ADMITTED → COMPUTING → SENT → RELEASED
+       └────────┴───────────┴────────┴──► DRAINING → DRAINED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cluster.state_machine import StateMachine
+from engine.request import RequestDone, TokenOutput
+from wire import common_pb2, prefill_pb2
+from worker.attempt_log import AttemptLog
+
+
+class PrefillState(Enum):
+    QUEUED = "queued"  # waits for its turn; nothing reserved
+    ADMITTED = "admitted"  # its turn: a place to land is asked for
+    COMPUTING = "computing"  # in the engine; parts leave as layers finish
+    SENT = "sent"  # computed; the last parts and Finish are on their way
+    RELEASED = "released"  # D has committed (or nothing was left to decode): blocks are prefix cache
+    DRAINING = "draining"  # ended early; transfers are not terminal yet
+    DRAINED = "drained"
+
+
+_END = frozenset({PrefillState.DRAINING})
+TRANSITIONS: dict[PrefillState, frozenset[PrefillState]] = {
+    PrefillState.QUEUED: _END | {PrefillState.ADMITTED},
+    PrefillState.ADMITTED: _END | {PrefillState.COMPUTING},
+    PrefillState.COMPUTING: _END | {PrefillState.SENT, PrefillState.RELEASED},
+    PrefillState.SENT: _END | {PrefillState.RELEASED},
+    PrefillState.DRAINING: frozenset({PrefillState.DRAINED}),
+}
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What the engine made of a prompt: the first token of every choice, and how much it had to compute."""
+
+    tokens: list[TokenOutput]
+    done: RequestDone
+
+
+@dataclass(eq=False)
+class PrefillAttempt:
+    request: prefill_pb2.PrefillRunRequest
+    log: AttemptLog
+    received: float = field(default_factory=time.monotonic)
+    machine: StateMachine[PrefillState] = field(init=False)
+    report: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
+    task: asyncio.Task[None] | None = None
+    prefilled: asyncio.Future[Prefilled] = field(init=False)
+    tokens: list[TokenOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.machine = StateMachine(PrefillState.QUEUED, TRANSITIONS, f"prefill {self.engine_id}")
+        self.prefilled = asyncio.get_running_loop().create_future()
+
+    @property
+    def transfer_id(self) -> bytes:
+        return self.request.transfer_id
+
+    @property
+    def engine_id(self) -> str:
+        """The engine's name for this attempt: every attempt is a request of its own there."""
+        return self.request.transfer_id.hex()
+
+    @property
+    def token_count(self) -> int:
+        return (len(self.request.spec.prompt_tokens) + len(self.request.spec.output_tokens)) // 4
+
+    @property
+    def deadline(self) -> float:
+        """When it must have found a place to land (monotonic seconds)."""
+        return self.received + (self.request.admission_deadline_ms or 30_000) / 1000

@@ -1,0 +1,40 @@
+"""The Prefill service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from cluster import rpc
+from cluster.errors import BatonError
+from prefill_worker.role import PrefillRole
+from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, role: PrefillRole):
+        self._role = role
+
+    async def Run(
+        self, request: prefill_pb2.PrefillRunRequest, context: Context
+    ) -> AsyncIterator[common_pb2.AttemptEvent]:
+        try:
+            attempt = self._role.open(request)
+        except BatonError as error:
+            await rpc.abort(context, error)
+        async for event in self._role.attempts.read(attempt):
+            yield event
+
+    async def Cancel(
+        self, request: prefill_pb2.PrefillCancelRequest, context: Context
+    ) -> prefill_pb2.PrefillCancelResponse:
+        attempt = self._role.attempts.get(request.transfer_id)
+        if attempt is None:
+            self._role.attempts.remember_ended(request.transfer_id)
+            return prefill_pb2.PrefillCancelResponse(known=False)
+        await self._role.cancel(attempt)
+        return prefill_pb2.PrefillCancelResponse(known=True)

@@ -1,0 +1,136 @@
+"""The attempts a worker knows, and what happens when nobody reads one.
+
+    open ──reader gone──► detached ──1.5 s──► cancelled
+      │ end                  │ reader back
+      ▼                      ▼
+    ended ──end read, or 1.5 s──► forgotten (its transfer id is remembered and refused)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Generic, Protocol, TypeVar
+
+from cluster.errors import OverloadedError, StaleTransferError
+from wire import common_pb2
+from worker.attempt_log import AttemptLog
+from worker.ended import EndedAttempts
+
+DETACH_SECONDS = 1.5
+
+
+class HasLog(Protocol):
+    @property
+    def transfer_id(self) -> bytes: ...
+    @property
+    def log(self) -> AttemptLog: ...
+
+
+A = TypeVar("A", bound=HasLog)
+
+
+class Attempts(Generic[A]):
+    """Live attempts by transfer id. `cancel` ends one whose reader went away."""
+
+    def __init__(
+        self,
+        *,
+        cancel: Callable[[A], Awaitable[None]],
+        max_attempts: int,
+        detach_seconds: float = DETACH_SECONDS,
+    ):
+        self._cancel = cancel
+        self._max_attempts = max_attempts
+        self._detach_seconds = detach_seconds
+        self._live: dict[bytes, A] = {}
+        self._ended = EndedAttempts()
+        self._timers: dict[bytes, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def all(self) -> list[A]:
+        """A snapshot: attempts may end while it is walked."""
+        return list(self._live.values())
+
+    def get(self, transfer_id: bytes) -> A | None:
+        return self._live.get(transfer_id)
+
+    def refuse_ended(self, transfer_id: bytes) -> None:
+        """Raises StaleTransferError if the attempt is over."""
+        if transfer_id in self._ended:
+            raise StaleTransferError(f"attempt {transfer_id.hex()} has ended", field="transfer_id")
+
+    def open(self, attempt: A) -> None:
+        """Raises StaleTransferError or OverloadedError (the worker's queue is full)."""
+        self.refuse_ended(attempt.transfer_id)
+        if len(self._live) >= self._max_attempts:
+            raise OverloadedError(
+                f"this worker already has {self._max_attempts} requests; try again shortly",
+                limit=str(self._max_attempts),
+                retry_after_seconds=1.0,
+            )
+        self._live[attempt.transfer_id] = attempt
+
+    async def read(
+        self, attempt: A, from_position: int = 0, on_progress: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[common_pb2.AttemptEvent]:
+        """The attempt's events; when the reader goes away before the end, the detach timer starts."""
+        self._stop_timer(attempt.transfer_id)
+        try:
+            async for event in attempt.log.read(from_position, on_progress):
+                yield event
+        finally:
+            if attempt.log.end_taken:
+                self.forget(attempt.transfer_id)
+            else:
+                self.expect_reader(attempt)
+
+    def expect_reader(self, attempt: A, seconds: float | None = None) -> None:
+        """Cancels and forgets the attempt unless somebody reads it within `seconds`."""
+        if self._live.get(attempt.transfer_id) is not attempt or attempt.log.has_reader:
+            return
+        self._stop_timer(attempt.transfer_id)
+        loop = asyncio.get_running_loop()
+        self._timers[attempt.transfer_id] = loop.call_later(
+            self._detach_seconds if seconds is None else seconds, self._give_up, attempt
+        )
+
+    def forget(self, transfer_id: bytes) -> None:
+        self._stop_timer(transfer_id)
+        if self._live.pop(transfer_id, None) is not None:
+            self._ended.add(transfer_id)
+
+    def remember_ended(self, transfer_id: bytes) -> None:
+        """Refuse this transfer id from now on, also if it was never seen."""
+        self._ended.add(transfer_id)
+
+    async def close(self) -> None:
+        """Cancels what is left."""
+        for transfer_id in list(self._timers):
+            self._stop_timer(transfer_id)
+        for attempt in list(self._live.values()):
+            await self._cancel(attempt)
+            self.forget(attempt.transfer_id)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5.0)
+
+    def _give_up(self, attempt: A) -> None:
+        self._timers.pop(attempt.transfer_id, None)
+        if attempt.log.has_reader:
+            return
+        task = asyncio.get_running_loop().create_task(self._cancel_and_forget(attempt))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _cancel_and_forget(self, attempt: A) -> None:
+        if not attempt.log.ended:
+            await self._cancel(attempt)
+        self.forget(attempt.transfer_id)
+
+    def _stop_timer(self, transfer_id: bytes) -> None:
+        timer = self._timers.pop(transfer_id, None)
+        if timer is not None:
+            timer.cancel()

@@ -1,0 +1,60 @@
+"""A worker's gRPC server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from cluster.errors import ConfigError
+
+# A part travels whole in one message on the gRPC transport; prompts travel as 4 bytes a token.
+MAX_MESSAGE_BYTES = 64 << 20
+
+OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # two workers on one port would share it silently
+    # Routers and workers ping each other through idle streams; without these the server answers "too many pings".
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class WorkerServer:
+    """Serves a role's services and gRPC health on one port."""
+
+    def __init__(self, host: str, port: int):
+        self._server = grpc.aio.server(options=OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._host = host
+        self._port = port
+
+    @property
+    def address(self) -> str:
+        return f"{self._host}:{self._port}"
+
+    def add(self, register: Callable[[grpc.aio.Server], None]) -> None:
+        register(self._server)
+
+    def bind(self) -> None:
+        """Takes the port. Raises ConfigError when it is not to be had."""
+        try:
+            bound = self._server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {self.address}: {error}", field="port") from error
+        self._port = bound
+
+    async def start(self) -> None:
+        await self._server.start()
+        await self.set_serving(True)
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set("", status)
+
+    async def stop(self, grace_seconds: float) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_seconds)
