@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Role = Literal["prefill", "decode"]
 LocalPrefill = Literal["never", "fallback", "auto"]
@@ -55,7 +55,7 @@ class WorkerConfig(Frozen):
     """One prefill or decode worker."""
 
     role: Role
-    worker_id: str = Field(default_factory=lambda: f"worker-{secrets.token_hex(4)}")
+    worker_id: str = Field("", description="unique per process; default: the role and a random suffix")
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = chosen by the system")
     metrics_port: int = Field(0, ge=0, le=65535)
@@ -68,6 +68,13 @@ class WorkerConfig(Frozen):
     max_queued_requests: int = Field(1024, ge=1)
     step_stall_seconds: float = Field(30.0, gt=0, description="an engine with work that stands still this long is dead")
     drain_seconds: float = Field(30.0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_worker(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("worker_id"):
+            return {**values, "worker_id": f"{values.get('role', 'worker')}-{secrets.token_hex(3)}"}
+        return values
 
 
 class RouterConfig(Frozen):

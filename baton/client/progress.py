@@ -1,0 +1,181 @@
+"""How far a stream has come, and how to go on elsewhere. No input or output: both clients drive it.
+
+    request() ──► a router ──► feed(event)* ──► done
+        ▲                          │ connection lost, another router left, n = 1
+        └──────────────────────────┘ the next request carries the tokens held and the seed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton.client.types import Choice, Chunk, Completion, Timings, TokenLogprob, Usage
+from cluster.errors import BatonError, InternalError, UnavailableError
+from cluster.rpc import error_from_rpc
+from wire import common_pb2
+from wire import inference_pb2 as pb
+
+# What a stream ends with when its router dies or stops, as opposed to answering with an error.
+_LOST = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+
+
+@dataclass
+class _Held:
+    """What one choice has received so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        self.text.append(chunk.text)
+        self.token_ids.extend(chunk.token_ids)
+        self.logprobs.extend(chunk.logprobs)
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+
+    def choice(self) -> Choice:
+        return Choice("".join(self.text), tuple(self.token_ids), tuple(self.logprobs), self.finish_reason)
+
+
+class StreamProgress:
+    """One call of `stream` or `generate`, over all the routers it takes."""
+
+    def __init__(self, request: pb.GenerateRequest, max_reconnects: int) -> None:
+        self._request = request
+        self._choices = request.options.n if request.options.HasField("n") else 1
+        self._wants_logprobs = request.options.HasField("logprobs")
+        self._reconnects_left = max_reconnects
+        self._held: dict[int, _Held] = {index: _Held() for index in range(max(1, self._choices))}
+        self._started: pb.Started | None = None
+        self._completed: pb.Completed | None = None
+        self.reconnects = 0
+
+    def request(self) -> pb.GenerateRequest:
+        """The next attempt's request: the first one's, or one that resumes after the tokens held."""
+        if self._started is None:
+            return self._request
+        resumed = pb.GenerateRequest()
+        resumed.CopyFrom(self._request)
+        resumed.request_id = self._started.request_id
+        resumed.options.seed = self._started.seed
+        if self._held[0].token_ids:
+            resumed.resume_tokens.ids.extend(self._held[0].token_ids)
+        return resumed
+
+    def feed(self, event: pb.GenerateResponse) -> Chunk | None:
+        """Takes one event; returns the chunk to hand out, if it is one."""
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            self._started = event.started
+        elif kind == "completed":
+            self._completed = event.completed
+        elif kind == "chunk":
+            return self._take(event.chunk)
+        return None
+
+    @property
+    def done(self) -> bool:
+        return self._completed is not None
+
+    @property
+    def started(self) -> pb.Started | None:
+        return self._started
+
+    @property
+    def usage(self) -> Usage | None:
+        if self._completed is None:
+            return None
+        usage = self._completed.usage
+        return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+
+    @property
+    def timings(self) -> Timings | None:
+        if self._completed is None:
+            return None
+        wire = self._completed.timings
+        return Timings(**{name: getattr(wire, name) for name in Timings.__dataclass_fields__})
+
+    def completion(self) -> Completion:
+        """Raises InternalError while the stream is not done."""
+        if self._completed is None:
+            raise InternalError("the stream has not ended")
+        started = self._started or pb.Started()
+        usage, timings = self.usage, self.timings
+        assert usage is not None
+        assert timings is not None
+        return Completion(
+            started.request_id,
+            started.model,
+            started.seed,
+            tuple(held.choice() for held in self._held.values()),
+            usage,
+            timings,
+            self._completed.explanation,
+            self.reconnects,
+        )
+
+    def lost(self, error: grpc.RpcError | None) -> None:
+        """The attempt ended without Completed. Returns if another router may go on with it.
+
+        Raises the typed error if not: it was an answer, nothing is left to try, or several choices were under way.
+        """
+        failure = _typed(error)
+        if self._all_finished():
+            self._finish_without_farewell()
+            return
+        resumable = self._choices <= 1 or not any(held.token_ids for held in self._held.values())
+        if self._reconnects_left <= 0 or not resumable or not _connection_lost(error):
+            raise failure from error
+        self._reconnects_left -= 1
+        self.reconnects += 1
+
+    def _take(self, chunk: pb.Chunk) -> Chunk:
+        held = self._held.setdefault(chunk.choice, _Held())
+        self._check_position(chunk, len(held.token_ids))
+        taken = Chunk(
+            chunk.choice,
+            chunk.text,
+            tuple(token.token_id for token in chunk.tokens),
+            tuple(_logprob(token) for token in chunk.tokens) if self._wants_logprobs else (),
+            chunk.finish_reason or None,
+        )
+        held.add(taken)
+        return taken
+
+    def _check_position(self, chunk: pb.Chunk, held_tokens: int) -> None:
+        # A lost or repeated token must never pass unseen: every token says where it belongs.
+        expected = (self._started.prompt_tokens if self._started else 0) + held_tokens
+        for offset, token in enumerate(chunk.tokens):
+            if token.position != expected + offset:
+                raise InternalError(f"token at position {token.position}, expected {expected + offset}")
+
+    def _all_finished(self) -> bool:
+        return self._started is not None and all(held.finish_reason for held in self._held.values())
+
+    def _finish_without_farewell(self) -> None:
+        # Every token is here and only the farewell is lost: asking again would compute it all for nothing.
+        assert self._started is not None
+        tokens = sum(len(held.token_ids) for held in self._held.values())
+        usage = pb.Usage(prompt_tokens=self._started.prompt_tokens, completion_tokens=tokens)
+        self._completed = pb.Completed(usage=usage)
+
+
+def _typed(error: grpc.RpcError | None) -> BatonError:
+    if error is None:
+        return UnavailableError("the router closed the stream before its end")
+    return error_from_rpc(error)
+
+
+def _connection_lost(error: grpc.RpcError | None) -> bool:
+    if error is None:
+        return True
+    status: grpc.StatusCode = error.code()
+    return status in _LOST and not isinstance(_typed(error), BatonError) or status in _LOST
+
+
+def _logprob(token: common_pb2.Token) -> TokenLogprob:
+    top = tuple((item.token_id, item.logprob) for item in token.top_logprobs)
+    return TokenLogprob(token.token_id, token.logprob, top)

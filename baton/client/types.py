@@ -1,0 +1,133 @@
+"""What goes into a client and what comes out. Everything that comes out is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypedDict
+
+
+class Message(TypedDict):
+    """One turn of a conversation. Roles are those of the model's chat template: system, user, assistant."""
+
+    role: str
+    content: str
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a conversation for the model's chat template."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """How to generate. What is left out falls back to the model's generation_config.json, then to the defaults."""
+
+    max_tokens: int  # default: what is left of the context
+    temperature: float  # default 1; 0 is greedy
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    n: int  # choices; default 1
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    ignore_eos: bool
+    logprobs: int  # alternatives to report beside the chosen token; left out = none
+    logit_bias: Mapping[int, float]
+    include_stop_text: bool
+    priority: int  # higher is more important
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The chosen token's log probability, and those of the likeliest alternatives as (token id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What arrived at once for one choice. `text` may be empty while a stop string or a UTF-8 sequence is undecided."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None  # "stop" | "length" on the choice's last chunk
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens that no worker computed for this request
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Where the request's time went (seconds), what was shipped (bytes) and who worked on it."""
+
+    router_queue_seconds: float = 0.0
+    placement_seconds: float = 0.0
+    prefill_queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    handoff_exposed_seconds: float = 0.0
+    decode_queue_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    total_seconds: float = 0.0
+    kv_bytes_shipped: int = 0
+    not_shipped_tokens: int = 0
+    transport: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    attempts: int = 0
+    placement_calls: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One finished answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. `reconnects` counts the routers that were lost on the way."""
+
+    request_id: str
+    model: str
+    seed: int
+    choices: tuple[Choice, ...]
+    usage: Usage
+    timings: Timings
+    explanation: str = ""
+    reconnects: int = 0
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    id: str
+    max_model_len: int
+    created_unix_seconds: int

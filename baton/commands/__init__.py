@@ -1,0 +1,1 @@
+"""The commands of `baton`, one file each; every file starts only what it needs."""

@@ -1,0 +1,96 @@
+"""Child processes of `baton up`: started in sessions of their own, watched, and ended by pid."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.errors import SetupError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """Linux sends us SIGTERM when the parent dies, however it dies: no orphans after a SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@dataclass
+class Child:
+    """One process and the file its output goes to."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    def tail(self, lines: int = 12) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self, deadline_seconds: float) -> None:
+        """SIGTERM, then SIGKILL to whatever is left of its session."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(deadline_seconds)
+            except subprocess.TimeoutExpired:
+                pass
+        self._kill_session()
+        self.process.wait(5.0)
+
+    def _kill_session(self) -> None:
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+def start(name: str, command: Sequence[str], logs: Path, env: dict[str, str] | None = None) -> Child:
+    """Starts a child in its own session (Ctrl-C reaches only `baton up`, which stops it in order)."""
+    log = logs / f"{name}.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+            env={**os.environ, **(env or {})},
+        )
+    return Child(name, process, log)
+
+
+def baton_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "baton", *arguments]
+
+
+def check_alive(children: Sequence[Child]) -> None:
+    """Raises SetupError with the end of its log if one has exited."""
+    for child in children:
+        code = child.exit_code()
+        if code is not None:
+            raise SetupError(f"{child.name} exited with code {code}:\n{child.tail()}")
+
+
+def stop_all(children: Sequence[Child], deadline_seconds: float) -> None:
+    """Tells all to stop at once, then waits for each until the common deadline."""
+    for child in children:
+        if child.exit_code() is None:
+            child.process.terminate()
+    deadline = time.monotonic() + deadline_seconds
+    for child in children:
+        child.stop(max(0.1, deadline - time.monotonic()))

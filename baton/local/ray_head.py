@@ -1,0 +1,76 @@
+"""A light Ray head of our own: the child of `baton up`, addressed by its port, never found by search.
+
+Every port is assigned, because 10001 and 52365 are fixed otherwise and two clusters on a machine would clash.
+Ray listens on all addresses whatever it is told, so a token, new for every cluster, guards it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.local import children
+from baton.local.ports import free_ports
+from cluster.errors import SetupError
+
+START_SECONDS = 60.0
+STOP_SECONDS = 30.0
+_PORT_FLAGS = (
+    "--port",
+    "--node-manager-port",
+    "--object-manager-port",
+    "--ray-client-server-port",
+    "--dashboard-agent-listen-port",
+    "--dashboard-agent-grpc-port",
+    "--runtime-env-agent-port",
+    "--metrics-export-port",
+)
+OBJECT_STORE_BYTES = 80_000_000  # Ray carries no tokens and no KV: the smallest store it accepts
+
+
+@dataclass(frozen=True)
+class RayHead:
+    child: children.Child
+    address: str
+    env: dict[str, str]
+
+    def stop(self) -> None:
+        self.child.stop(STOP_SECONDS)
+
+
+def start(num_cpus: int, logs: Path, temp_dir: Path) -> RayHead:
+    """Starts a head with `num_cpus` logical CPUs and returns once it accepts connections."""
+    ports = free_ports(len(_PORT_FLAGS))
+    env = {
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+    }
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
+    command += [f"{flag}={port}" for flag, port in zip(_PORT_FLAGS, ports, strict=True)]
+    command += [
+        "--node-ip-address=127.0.0.1",
+        f"--num-cpus={num_cpus}",
+        "--include-dashboard=False",
+        "--include-log-monitor=False",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--disable-usage-stats",
+        f"--temp-dir={temp_dir}",
+    ]
+    head = RayHead(children.start("ray", command, logs, env), f"127.0.0.1:{ports[0]}", env)
+    _wait_until_started(head)
+    return head
+
+
+def _wait_until_started(head: RayHead) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while "Ray runtime started" not in head.child.tail(200):
+        children.check_alive([head.child])
+        if time.monotonic() > deadline:
+            head.stop()
+            raise SetupError(f"Ray did not start within {START_SECONDS:.0f} s:\n{head.child.tail()}")
+        time.sleep(0.1)

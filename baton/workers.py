@@ -1,0 +1,28 @@
+"""Starts the worker of a role: in the foreground (`baton prefill`, `baton decode`) or inside a Ray replica."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from cluster.config import WorkerConfig
+
+
+class RunningWorker(Protocol):
+    @property
+    def worker_id(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    def healthy(self) -> bool: ...
+    async def wait_failed(self) -> BaseException: ...
+    async def stop(self) -> None: ...
+
+
+async def start_worker(config: WorkerConfig) -> RunningWorker:
+    """Loads the model and serves. Raises ModelError or ConfigError before anything listens."""
+    if config.role == "prefill":
+        from prefill_worker import worker as prefill
+
+        return await prefill.start(config)
+    from decode_worker import worker as decode
+
+    return await decode.start(config)

@@ -1,0 +1,156 @@
+"""What a worker is, whatever its role: an engine on its thread, a server, an identity, a place in the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from cluster.config import WorkerConfig
+from cluster.errors import StaleEpochError, UnavailableError
+from cluster.index.reporter import ChainReporter
+from cluster.membership.registration import Registration
+from cluster.membership.types import WorkerInfo
+from engine.engine import Engine
+from engine.request import ChainReport, StepOutput
+from engine.runner import ModelRunner
+from wire import common_pb2
+from worker.engine_host import EngineHost
+from worker.server import WorkerServer
+
+log = logging.getLogger(__name__)
+WIRE_VERSION = 1
+
+
+class WorkerCore:
+    """Owns the engine, the gRPC server and the registration. A role adds its service and hears `on_output`.
+
+    Life: construct (model is loaded) → `start` → serving → `drain` → `stop`.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        runner: ModelRunner,
+        *,
+        model_id: str,
+        on_failure: Callable[[BaseException], None],
+    ):
+        self.config = config
+        self.runner = runner
+        self.epoch = secrets.randbits(64) or 1
+        self.model_id = model_id
+        self.page_size = runner.page_size
+        self.on_output: Callable[[StepOutput], None] = lambda output: None
+        self.status: Callable[[], dict[str, Any]] = dict
+        self.draining = False
+        self._reporter: ChainReporter | None = None
+        self._registration: Registration | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.engine = Engine(
+            runner, runner.config, secret=config.secret.encode(), on_chain=self._chain_changed
+        )
+        self.host = EngineHost(
+            self.engine,
+            on_output=lambda output: self.on_output(output),
+            on_failure=on_failure,
+            step_stall_seconds=config.step_stall_seconds,
+        )
+        self.server = WorkerServer(config.host, config.port)
+        self.server.bind()
+
+    @property
+    def worker_id(self) -> str:
+        return self.config.worker_id
+
+    @property
+    def ref(self) -> common_pb2.WorkerRef:
+        return common_pb2.WorkerRef(worker_id=self.worker_id, epoch=self.epoch, address=self.server.address)
+
+    @property
+    def layout(self) -> common_pb2.KvLayout:
+        """What a pair compares field by field before KV moves."""
+        model = self.runner.model_config
+        return common_pb2.KvLayout(
+            wire_version=WIRE_VERSION,
+            model_id=self.model_id,
+            dtype=self.runner.config.dtype,
+            page_size=self.page_size,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            tensor_parallel=self.runner.config.tensor_parallel,
+        )
+
+    def beat_step(self) -> int | None:
+        """The step counter a beat carries; None while the engine hangs: a hung engine is a dead one."""
+        return self.host.steps if self.host.healthy() else None
+
+    def check_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise StaleEpochError(
+                f"{self.worker_id} now lives under another epoch; look its registration up again",
+                field="worker_epoch",
+            )
+
+    def check_accepting(self) -> None:
+        if self.draining:
+            raise UnavailableError(f"{self.worker_id} is draining", retry_after_seconds=0.5)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs a short follow-up; its failure is logged, its end awaited at stop."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("follow-up failed: %r", task.exception())
+
+    async def start(self) -> None:
+        self.host.start()
+        await self.server.start()
+        if self.config.redis_url:
+            self._register()
+
+    def _register(self) -> None:
+        info = WorkerInfo(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            slot=0,
+            role=self.config.role,
+            model_id=self.model_id,
+            address=self.server.address,
+            metrics_address="",
+            layout=self.layout.SerializeToString(),
+            place=self.config.place,
+            host=socket.gethostname(),
+            max_model_len=self.runner.model_config.max_model_len,
+            blocks_total=self.runner.num_blocks,
+        )
+        self._registration = Registration(
+            self.config.redis_url,
+            self.config.namespace,
+            info,
+            healthy=self.host.healthy,
+            status=lambda: {"pid": os.getpid(), **self.status()},
+        )
+        self._registration.start()
+
+    def _chain_changed(self, chain: ChainReport) -> None:
+        if self._reporter is not None:
+            self._reporter.report(chain.hashes, chain.held)
+
+    async def stop(self, grace_seconds: float = 1.0) -> None:
+        """Leaves the cluster first, so that nothing new comes; then ends streams, follow-ups and the engine."""
+        if self._registration is not None:
+            await asyncio.to_thread(self._registration.stop)
+        await self.server.stop(grace_seconds)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_seconds)
+        await self.host.stop()
