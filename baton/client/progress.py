@@ -1,8 +1,8 @@
 """How far a stream has come, and how to go on elsewhere. No input or output: both clients drive it.
 
-    request() ──► a router ──► feed(event)* ──► done
-        ▲                          │ connection lost, another router left, n = 1
-        └──────────────────────────┘ the next request carries the tokens held and the seed
+request() ──► a router ──► feed(event)* ──► done
+    ▲                          │ connection lost, another router left, n = 1
+    └──────────────────────────┘ the next request carries the tokens held and the seed
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import grpc
 
 from baton.client.types import Choice, Chunk, Completion, Timings, TokenLogprob, Usage
 from cluster.errors import BatonError, InternalError, UnavailableError
-from cluster.rpc import error_from_rpc
+from cluster.rpc import ERROR_KEY, error_from_rpc
 from wire import common_pb2
 from wire import inference_pb2 as pb
-
-# What a stream ends with when its router dies or stops, as opposed to answering with an error.
-_LOST = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 
 
 @dataclass
@@ -170,10 +167,13 @@ def _typed(error: grpc.RpcError | None) -> BatonError:
 
 
 def _connection_lost(error: grpc.RpcError | None) -> bool:
+    """True for what a dying router leaves behind, False for a router's answer."""
     if error is None:
         return True
-    status: grpc.StatusCode = error.code()
-    return status in _LOST and not isinstance(_typed(error), BatonError) or status in _LOST
+    status: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+    metadata = error.trailing_metadata() or ()  # type: ignore[attr-defined]
+    answered = any(key == ERROR_KEY for key, _ in metadata)
+    return status is grpc.StatusCode.UNAVAILABLE or (status is grpc.StatusCode.CANCELLED and not answered)
 
 
 def _logprob(token: common_pb2.Token) -> TokenLogprob:

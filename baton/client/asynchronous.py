@@ -1,0 +1,221 @@
+"""The client for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar, Unpack
+
+import grpc
+
+from baton.client.progress import StreamProgress
+from baton.client.request import generate_request, tokenize_request
+from baton.client.routers import CHANNEL_OPTIONS, Routers, default_reconnects, pause_seconds
+from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
+from cluster.errors import CancelledError, DeadlineError
+from cluster.rpc import error_from_rpc
+from wire import inference_pb2 as pb
+from wire import inference_pb2_grpc as rpc
+
+_Answer = TypeVar("_Answer")
+
+
+class AsyncClient:
+    """`Client` for one event loop: the same arguments, the same types, `await` in front.
+
+    Args:
+        addresses: host:port of a router's gRPC port, or several of the same cluster.
+        timeout_seconds: deadline of every call, over all its reconnects, where the call names none.
+        max_reconnects: how often one call may move on to another router; default: each router twice.
+
+    Every method raises a class of `cluster.errors`.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str] = "127.0.0.1:50051",
+        *,
+        timeout_seconds: float = 600.0,
+        max_reconnects: int | None = None,
+    ) -> None:
+        self._routers = Routers(addresses)
+        self._timeout_seconds = timeout_seconds
+        reconnects = default_reconnects(self._routers.addresses)
+        self._max_reconnects = reconnects if max_reconnects is None else max_reconnects
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        request_id: str = "",
+        explain: bool = False,
+        timeout_seconds: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream:
+        """A completion's chunks as they come. Leaving `async with`, or `aclose()`, cancels the request."""
+        request = generate_request(prompt, options, model=model, request_id=request_id, explain=explain)
+        return AsyncStream(
+            self, StreamProgress(request, self._max_reconnects), self._seconds(timeout_seconds)
+        )
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        request_id: str = "",
+        explain: bool = False,
+        timeout_seconds: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """The whole answer at once. Cancelling the task cancels the request."""
+        request = generate_request(prompt, options, model=model, request_id=request_id, explain=explain)
+        progress = StreamProgress(request, self._max_reconnects)
+        async with AsyncStream(self, progress, self._seconds(timeout_seconds)) as stream:
+            async for _ in stream:
+                pass
+        return progress.completion()
+
+    async def tokenize(
+        self, prompt: str | Sequence[Message], *, model: str = "", timeout_seconds: float | None = None
+    ) -> list[int]:
+        """Token ids of a text, or of a conversation under the model's chat template."""
+        request = tokenize_request(prompt, model=model)
+        answer = await self._unary(lambda stub, left: stub.Tokenize(request, timeout=left), timeout_seconds)
+        return list(answer.token_ids)
+
+    async def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
+        """The models served."""
+        answer = await self._unary(
+            lambda stub, left: stub.ListModels(pb.ListModelsRequest(), timeout=left), timeout_seconds
+        )
+        return [ModelInfo(item.id, item.max_model_len, item.created_unix_seconds) for item in answer.models]
+
+    async def aclose(self) -> None:
+        """Closes the connections; streams still open are cancelled."""
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _unary(
+        self,
+        call: Callable[[rpc.InferenceAsyncStub, float], Awaitable[_Answer]],
+        timeout_seconds: float | None,
+    ) -> _Answer:
+        deadline = time.monotonic() + self._seconds(timeout_seconds)
+        for attempt in range(self._max_reconnects + 1):
+            address, stub = self._stub()
+            try:
+                return await call(stub, deadline - time.monotonic())
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt == self._max_reconnects:
+                    raise error_from_rpc(error) from error
+                self._routers.failed(address)
+                await asyncio.sleep(pause_seconds(attempt + 1, len(self._routers.addresses)))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _seconds(self, timeout_seconds: float | None) -> float:
+        return self._timeout_seconds if timeout_seconds is None else timeout_seconds
+
+    def _stub(self) -> tuple[str, rpc.InferenceAsyncStub]:
+        # Channels are made inside a call: a grpc.aio channel belongs to the running event loop.
+        address = self._routers.current
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return address, rpc.InferenceStub(self._channels[address])
+
+
+class AsyncStream(AsyncIterator[Chunk]):
+    """The chunks of one request. After the last one `usage`, `timings` and `completion()` are there."""
+
+    def __init__(self, client: AsyncClient, progress: StreamProgress, timeout_seconds: float) -> None:
+        self._client = client
+        self._progress = progress
+        self._deadline = time.monotonic() + timeout_seconds
+        self._address = ""
+        self._closed = False
+        self._call: grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse] | None = None
+        self._connect()
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        while not self._progress.done and not self._closed:
+            chunk = await self._read()
+            if chunk is not None:
+                return chunk
+        raise StopAsyncIteration
+
+    async def _read(self) -> Chunk | None:
+        assert self._call is not None
+        try:
+            event = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            await self._reconnect(error)
+        except asyncio.CancelledError:
+            # Raised by our own aclose() as well as by a cancelled task; only the latter goes on upwards.
+            if self._closed:
+                raise CancelledError("the stream was closed") from None
+            self._call.cancel()
+            raise
+        else:
+            if isinstance(event, pb.GenerateResponse):
+                return self._progress.feed(event)
+            await self._reconnect(None)
+        return None
+
+    async def aclose(self) -> None:
+        """Cancels the request, if it is still running. Its blocks are freed within a second."""
+        self._closed = True
+        if self._call is not None and not self._progress.done:
+            self._call.cancel()
+
+    def completion(self) -> Completion:
+        """Everything received, once the stream has ended."""
+        return self._progress.completion()
+
+    @property
+    def usage(self) -> Usage | None:
+        return self._progress.usage
+
+    @property
+    def timings(self) -> Timings | None:
+        return self._progress.timings
+
+    @property
+    def request_id(self) -> str:
+        """The request's name in the servers' logs; empty before the first chunk."""
+        started = self._progress.started
+        return started.request_id if started else ""
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _connect(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError("the deadline passed before the stream's end")
+        self._address, stub = self._client._stub()
+        self._call = stub.Generate(self._progress.request(), timeout=left)
+
+    async def _reconnect(self, error: grpc.aio.AioRpcError | None) -> None:
+        self._progress.lost(error)
+        if self._progress.done:
+            return
+        routers = self._client._routers
+        routers.failed(self._address)
+        await asyncio.sleep(pause_seconds(self._progress.reconnects, len(routers.addresses)))
+        self._connect()

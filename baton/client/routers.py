@@ -1,0 +1,50 @@
+"""The routers a client was given, and which one it talks to now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.errors import ConfigError
+
+# A dead router is noticed within 20 s even where its host fell silent; one that came back is tried within 1 s.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+
+
+class Routers:
+    """A ring of addresses. A failure moves on from the address that failed, once, whoever reports it."""
+
+    def __init__(self, addresses: str | Sequence[str]) -> None:
+        self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
+        if not self._addresses:
+            raise ConfigError("a client needs the address of at least one router", field="addresses")
+        self._current = 0
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(self._addresses)
+
+    @property
+    def current(self) -> str:
+        return self._addresses[self._current]
+
+    def failed(self, address: str) -> None:
+        if self.current == address:
+            self._current = (self._current + 1) % len(self._addresses)
+
+
+def default_reconnects(addresses: Sequence[str]) -> int:
+    """Each router twice; a single one is not asked again."""
+    return 0 if len(addresses) < 2 else 2 * len(addresses) - 1
+
+
+def pause_seconds(reconnects: int, routers: int) -> float:
+    """The first round over the other routers is immediate, later ones wait a little longer each."""
+    rounds = reconnects // max(1, routers)
+    return min(1.0, 0.1 * rounds)

@@ -1,0 +1,119 @@
+"""`baton up`: a whole cluster on this machine."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from baton.commands.output import console, say
+from baton.local.cluster import LocalCluster
+from baton.local.options import UpOptions
+from cluster.config import LocalPrefill
+from cluster.errors import ConfigError
+
+WATCH_SECONDS = 0.5
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+
+# Typer reads annotations: a Literal it would not understand in older versions is spelled as a choice here.
+PoolChoice = Annotated[Literal["ray", "process"], typer.Option(help="Who runs the workers.")]
+DtypeChoice = Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Weights and KV cache.")]
+LocalChoice = Annotated[LocalPrefill, typer.Option(help="May a decode worker prefill by itself?")]
+
+
+def up(
+    model: Annotated[Path, typer.Option(help="Model directory (default: the demo model).")] = DEMO_MODEL,
+    routers: Annotated[int, typer.Option(help="Routers; each takes the next ports.")] = 1,
+    prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
+    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a prefill worker.")] = 1,
+    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a decode worker.")] = 1,
+    aggregated: Annotated[bool, typer.Option("--aggregated", help="Decode workers prefill everything.")] = False,
+    local_prefill: LocalChoice = "auto",
+    pool: PoolChoice = "ray",
+    dtype: DtypeChoice = "auto",
+    max_model_len: Annotated[int, typer.Option(help="Longest context; 0 = the model's.")] = 0,
+    kv_memory: Annotated[str, typer.Option(help="KV pool of one rank, e.g. 512MiB; 0 = a share.")] = "0",
+    page_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
+    max_batch_tokens: Annotated[int, typer.Option(help="Token budget of a step; 0 = by role.")] = 0,
+    chunked_prefill: Annotated[bool, typer.Option(help="Split long prompts over steps.")] = True,
+    served_model_name: Annotated[str, typer.Option(help="Name clients use.")] = "",
+    threads_per_worker: Annotated[int, typer.Option(help="CPU threads of one rank.")] = 1,
+    http_port: Annotated[int, typer.Option(help="OpenAI HTTP; 0 = any free port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC; 0 = any free port.")] = 50051,
+    redis_url: Annotated[str, typer.Option(help="A Redis to use; default: an embedded one.")] = "",
+    state_file: Annotated[Path | None, typer.Option(help="Write ids, pids and addresses here (JSON).")] = None,
+) -> None:
+    """Start a whole cluster here: Redis, routers, prefill and decode workers. Ctrl-C stops all of it."""
+    options = UpOptions(
+        model=model,
+        routers=routers,
+        prefill=prefill,
+        decode=decode,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        aggregated=aggregated,
+        local_prefill=local_prefill,
+        pool=pool,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kv_memory=parse_bytes(kv_memory, "kv_memory"),
+        page_size=page_size,
+        max_batch_tokens=max_batch_tokens,
+        chunked_prefill=chunked_prefill,
+        served_model_name=served_model_name,
+        threads_per_worker=threads_per_worker,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        redis_url=redis_url,
+        state_file=state_file,
+    )
+    run(options)
+
+
+def run(options: UpOptions) -> None:
+    """Starts, says so, waits for a signal, stops."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with console.status("starting") as status:
+            cluster = LocalCluster(options, progress=lambda line: status.update(line))
+            try:
+                state = cluster.start()
+            except BaseException:
+                cluster.stop()
+                raise
+        say(f"ready  http {state.http}  grpc {state.grpc}")
+        try:
+            while not stop.wait(WATCH_SECONDS):
+                for line in cluster.watch():
+                    say(line)
+        finally:
+            with console.status("stopping"):
+                cluster.stop()
+    except KeyboardInterrupt:
+        say("stopped")
+
+
+def _interrupt(*_: object) -> None:
+    """SIGTERM stops as Ctrl-C does, also in the middle of a start; a second one changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def parse_bytes(text: str, field: str) -> int:
+    """`512MiB`, `2gib`, `1000000`. Raises ConfigError naming the flag."""
+    number = text.strip().lower().rstrip("bgikm")
+    unit = text.strip().lower()[len(number) :]
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"--{field.replace('_', '-')} {text!r} is not a size; write for example 512MiB", field=field
+        ) from None

@@ -1,0 +1,214 @@
+"""Starts, watches and stops everything that `baton up` promises.
+
+    Redis ─► routers + workers (side by side) ─► all registered, routers ready ─► state file
+    stop:  routers ─► workers (and Ray) ─► Redis          only what was started here
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from baton.local import children, ray_head
+from baton.local.children import Child
+from baton.local.options import UpOptions
+from baton.local.state import ClusterState, RedisState, RouterState, WorkerState
+from cluster.config import Role
+from cluster.errors import SetupError
+from cluster.membership.reader import read_workers
+from cluster.membership.types import WorkerInfo
+from cluster.redis.embedded import EmbeddedRedis
+
+START_SECONDS = 300.0
+STOP_SECONDS = 40.0
+Progress = Callable[[str], None]
+
+
+class LocalCluster:
+    """A cluster on this machine. `start`, then `watch` now and then, then `stop` whatever happened."""
+
+    def __init__(self, options: UpOptions, progress: Progress = lambda line: None):
+        self._options = options
+        self._progress = progress
+        self._dir = Path(tempfile.mkdtemp(prefix="baton-"))
+        self._logs = self._dir / "logs"
+        self._logs.mkdir()
+        self._redis: EmbeddedRedis | None = None
+        self._redis_url = options.redis_url
+        self._namespace = options.namespace or f"baton-{secrets.token_hex(4)}"
+        self._secret = secrets.token_hex(16)
+        self._ray: ray_head.RayHead | None = None
+        self._routers: list[Child] = []
+        self._workers: list[Child] = []
+        self._lost: set[str] = set()
+
+    @property
+    def logs(self) -> Path:
+        return self._logs
+
+    def start(self) -> ClusterState:
+        """Raises SetupError, ConfigError or ModelError; then `stop` still has to be called."""
+        self._start_redis()
+        self._start_routers()
+        if self._options.pool == "ray":
+            self._start_ray_pools()
+        else:
+            self._start_worker_processes()
+        workers = self._wait_for_workers()
+        routers = self._wait_for_routers()
+        self._wait_until_ready(routers[0].http)
+        state = self._state(routers, workers)
+        if self._options.state_file is not None:
+            state.write(self._options.state_file)
+        return state
+
+    def watch(self) -> list[str]:
+        """Names of children that have exited since the last call."""
+        gone = [c for c in self._all_children() if c.exit_code() is not None and c.name not in self._lost]
+        self._lost.update(child.name for child in gone)
+        return [f"{child.name} exited with code {child.exit_code()}" for child in gone]
+
+    def stop(self) -> None:
+        """Stops what was started here and nothing else; safe to call at any point of a start."""
+        children.stop_all(self._routers, STOP_SECONDS)
+        children.stop_all(self._workers, STOP_SECONDS)
+        if self._ray is not None:
+            self._ray.stop()
+        if self._redis is not None:
+            self._redis.stop()
+        if self._options.state_file is not None:
+            self._options.state_file.unlink(missing_ok=True)
+        shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _all_children(self) -> list[Child]:
+        ray = [self._ray.child] if self._ray is not None else []
+        return [*self._routers, *self._workers, *ray]
+
+    def _start_redis(self) -> None:
+        if self._redis_url:
+            return
+        self._progress("starting Redis")
+        self._redis = EmbeddedRedis.start(self._dir / "redis")
+        self._redis_url = self._redis.url
+
+    def _start_routers(self) -> None:
+        self._progress(f"starting {self._options.routers} router(s)")
+        for index in range(self._options.routers):
+            config = self._options.router_config(index, self._redis_url, self._namespace, self._secret)
+            name = f"router-{index}"
+            path = self._write_config(name, config.model_dump(mode="json"))
+            command = children.baton_command(
+                "router", "--config", str(path), "--ready-file", str(self._dir / f"{name}.ready")
+            )
+            self._routers.append(children.start(name, command, self._logs))
+
+    def _worker_configs(self) -> dict[Role, list[dict[str, Any]]]:
+        counts: dict[Role, int] = {"decode": self._options.decode, "prefill": self._options.prefill_workers}
+        return {
+            role: [
+                self._options.worker_config(role, self._redis_url, self._namespace, self._secret).model_dump(
+                    mode="json"
+                )
+                for _ in range(count)
+            ]
+            for role, count in counts.items()
+        }
+
+    def _start_worker_processes(self) -> None:
+        self._progress("starting workers")
+        for configs in self._worker_configs().values():
+            for config in configs:
+                path = self._write_config(config["worker_id"], config)
+                command = children.baton_command(config["role"], "--config", str(path))
+                environment = self._options.worker_environment()
+                self._workers.append(children.start(config["worker_id"], command, self._logs, environment))
+
+    def _start_ray_pools(self) -> None:
+        self._progress("starting Ray")
+        options = self._options
+        cpus = options.prefill_workers * options.prefill_tp + options.decode * options.decode_tp
+        self._ray = ray_head.start(cpus + 1, self._logs, self._dir / "ray")
+        self._progress("deploying the pools")
+        described = {**self._worker_configs(), "environment": options.worker_environment()}
+        path = self._write_config("pools", described)
+        command = children.baton_command(
+            "pools",
+            "--config",
+            str(path),
+            "--address",
+            self._ray.address,
+        )
+        self._workers.append(children.start("pools", command, self._logs, self._ray.env))
+
+    def _write_config(self, name: str, config: dict[str, Any]) -> Path:
+        path = self._dir / f"{name}.json"
+        path.touch(mode=0o600)  # it holds the deployment secret
+        path.write_text(json.dumps(config))
+        return path
+
+    def _wait_for_workers(self) -> list[WorkerInfo]:
+        wanted = self._options.decode + self._options.prefill_workers
+
+        def registered() -> list[WorkerInfo] | None:
+            workers = read_workers(self._redis_url, self._namespace)
+            live = [worker for worker in workers if worker.lease == "live"]
+            self._progress(f"workers: {len(live)} of {wanted} ready")
+            return live if len(live) >= wanted else None
+
+        return self._poll(registered, "the workers did not register")
+
+    def _wait_for_routers(self) -> list[RouterState]:
+        self._progress("waiting for the routers")
+        states = []
+        for child in self._routers:
+            path = self._dir / f"{child.name}.ready"
+            self._poll(lambda path=path: path if path.exists() else None, f"{child.name} did not start")
+            states.append(RouterState(**json.loads(path.read_text())))
+        return states
+
+    def _wait_until_ready(self, http: str) -> None:
+        def ready() -> bool | None:
+            try:
+                with urllib.request.urlopen(f"{http}/ready", timeout=2.0) as answer:
+                    return True if answer.status == 200 else None
+            except (urllib.error.URLError, OSError):
+                return None
+
+        self._poll(ready, "the router did not become ready")
+
+    def _poll(self, check: Callable[[], Any], failure: str) -> Any:
+        deadline = time.monotonic() + START_SECONDS
+        while (result := check()) is None:
+            children.check_alive(self._all_children())
+            if time.monotonic() > deadline:
+                raise SetupError(f"{failure} within {START_SECONDS:.0f} s; logs: {self._logs}")
+            time.sleep(0.1)
+        return result
+
+    def _state(self, routers: list[RouterState], workers: list[WorkerInfo]) -> ClusterState:
+        def of_role(role: Role) -> list[WorkerState]:
+            return [
+                WorkerState(w.worker_id, int(w.status.get("pid", 0)), w.address, w.metrics_address)
+                for w in workers
+                if w.role == role
+            ]
+
+        return ClusterState(
+            http=routers[0].http,
+            grpc=routers[0].grpc,
+            redis=RedisState(self._redis_url, self._redis.pid if self._redis is not None else None),
+            router=routers,
+            prefill=of_role("prefill"),
+            decode=of_role("decode"),
+            pid=os.getpid(),
+            logs=str(self._logs),
+        )
