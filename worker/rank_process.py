@@ -1,0 +1,139 @@
+"""A tensor-parallel rank in a process of its own, beside its leader.
+
+The leader and a rank speak twice: step plans go through torch.distributed (engine/parallel), hand-off messages
+through a pipe, both ways, so that moving KV never waits for a step.
+
+    leader ──plan (gloo/NCCL)──►  rank: engine thread = its main thread
+    leader ◄──messages (pipe)──►  rank: pipe thread → its hand-off endpoint
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from cluster.errors import SetupError
+
+START_SECONDS = 300.0
+
+
+class RankEndpoint(Protocol):
+    """A rank's share of the hand-off: told things by the leader, telling the leader things back."""
+
+    on_event: Callable[[Any], None]
+
+    def handle(self, message: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Ready:
+    hello: Any  # what the endpoint wants its leader to know (for example its agent's metadata)
+
+
+@dataclass(frozen=True)
+class _Failed:
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Close:
+    pass
+
+
+class RemoteRank:
+    """The leader's handle on a rank process; has the same face as the endpoint it stands for."""
+
+    def __init__(self, rank: int, target: Callable[..., None], *arguments: Any):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.rank = rank
+        self.hello: Any = None
+        self.on_event: Callable[[Any], None] = lambda event: None
+        self.on_exit: Callable[[int], None] = lambda rank: None
+        self._closing = False
+        self._send_lock = threading.Lock()
+        self._process = context.Process(
+            target=target, args=(rank, theirs, *arguments), name=f"rank-{rank}", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}-pipe", daemon=True)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    def wait_ready(self) -> None:
+        """Raises SetupError if the rank does not come up."""
+        try:
+            if not self._pipe.poll(START_SECONDS):
+                raise SetupError(f"rank {self.rank} did not start within {START_SECONDS:.0f} s")
+            first = self._pipe.recv()
+        except EOFError as error:
+            raise SetupError(f"rank {self.rank} died while starting") from error
+        if isinstance(first, _Failed):
+            raise SetupError(f"rank {self.rank} could not start: {first.reason}")
+        self.hello = first.hello
+        self._thread.start()
+
+    def handle(self, message: Any) -> None:
+        with self._send_lock:
+            self._pipe.send(message)
+
+    def close(self) -> None:
+        """The rank's engine loop has been told to stop by its leader's group; this ends the rest."""
+        self._closing = True
+        try:
+            self.handle(_Close())
+        except (OSError, BrokenPipeError):
+            pass  # it is gone already, which is what was wanted
+        self._process.join(10.0)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                event = self._pipe.recv()
+            except (EOFError, OSError):
+                if not self._closing:
+                    self.on_exit(self.rank)
+                return
+            self.on_event(event)
+
+
+def serve_pipe(pipe: Connection, endpoint: RankEndpoint, hello: Any) -> None:
+    """In the rank: tells the leader it is ready, then passes messages both ways on a thread."""
+    lock = threading.Lock()
+
+    def send(event: Any) -> None:
+        with lock:
+            pipe.send(event)
+
+    endpoint.on_event = send
+    send(_Ready(hello))
+    threading.Thread(target=_receive, args=(pipe, endpoint), name="leader-pipe", daemon=True).start()
+
+
+def report_failure(pipe: Connection, error: BaseException) -> None:
+    pipe.send(_Failed(f"{type(error).__name__}: {error}"))
+
+
+def _receive(pipe: Connection, endpoint: RankEndpoint) -> None:
+    while True:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            # The leader died: a rank alone holds memory and answers nobody.
+            os._exit(1)
+        if isinstance(message, _Close):
+            endpoint.close()
+            os._exit(0)
+        endpoint.handle(message)
