@@ -83,6 +83,7 @@ class RequestDone:
 class StepOutput:
     tokens: list[TokenOutput]
     done: list[RequestDone]
+    evicted_reservations: list[str] = field(default_factory=list)  # growth took their blocks back
 
 
 @dataclass(frozen=True)

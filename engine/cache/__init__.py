@@ -1,0 +1,1 @@
+"""Which blocks belong to whom, and which prefixes they hold."""

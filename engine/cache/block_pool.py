@@ -1,0 +1,121 @@
+"""Blocks of the KV cache: reference counts, an LRU free list, and the prefix cache over them.
+
+    held      reference count > 0
+    free      reference count 0; keeps its hash and contents until it is taken again (then it is evicted)
+
+free + held = total, always.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from cluster.errors import BlocksExhaustedError
+
+Evicted = Callable[[list[bytes], int], None]
+
+
+class BlockPool:
+    """`on_evicted(chain, held)` hears that of the prefix chain (from the root) only `held` blocks are left."""
+
+    def __init__(self, num_blocks: int, on_evicted: Evicted = lambda chain, held: None):
+        self._refs = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._parent: dict[bytes, bytes | None] = {}
+        # Least recently used first: the next to be taken. Never used ones come before all cached ones.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._on_evicted = on_evicted
+
+    @property
+    def total(self) -> int:
+        return len(self._refs)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks that hold the longest cached prefix of `hashes`; takes no references."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def free_among(self, blocks: Iterable[int]) -> int:
+        return sum(block in self._free for block in blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more reference on each."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._free[block]
+            self._refs[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks to write to, one reference each. Raises BlocksExhaustedError and takes none."""
+        if count > len(self._free):
+            raise BlocksExhaustedError(
+                f"{count} KV blocks are needed, {len(self._free)} are free", retry_after_seconds=0.05
+            )
+        taken = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """One reference less on each. The tail of a prefix is freed first, so that it is evicted first."""
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def shared(self, block: int) -> bool:
+        return self._refs[block] > 1
+
+    def remember(self, block: int, block_hash: bytes, parent: bytes | None) -> bool:
+        """The block now holds this prefix. False if another block already does: one copy is enough."""
+        if block_hash in self._block_of:
+            return False
+        self._forget(block)
+        self._hash_of[block] = block_hash
+        self._block_of[block_hash] = block
+        self._parent[block_hash] = parent
+        return True
+
+    def chains(self) -> list[list[bytes]]:
+        """Every cached prefix that is not the beginning of a longer one."""
+        inner = {parent for parent in self._parent.values() if parent is not None}
+        return [self._chain(leaf) for leaf in self._block_of if leaf not in inner]
+
+    def _chain(self, block_hash: bytes) -> list[bytes]:
+        chain: list[bytes] = []
+        node: bytes | None = block_hash
+        while node is not None and node in self._parent:
+            chain.append(node)
+            node = self._parent[node]
+        return chain[::-1]
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            chain = self._chain(block_hash)
+            self._hash_of[block] = None
+            del self._block_of[block_hash]
+            del self._parent[block_hash]
+            self._on_evicted(chain, len(chain) - 1)
+
+    def check_integrity(self) -> None:
+        held = sum(count > 0 for count in self._refs)
+        assert held + len(self._free) == self.total, f"{held} held + {len(self._free)} free != {self.total}"
+        assert all(self._refs[block] == 0 for block in self._free), "a free block has references"
+        assert all(self._hash_of[block] == h for h, block in self._block_of.items()), "hash table broken"

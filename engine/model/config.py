@@ -1,0 +1,137 @@
+"""What a Hugging Face config.json says, in our terms."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.errors import ModelError
+
+_FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_model_len: int
+    rope: dict[str, Any]
+    tie_embeddings: bool
+    attention_bias: bool  # q, k, v
+    output_bias: bool  # o
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int, ...]  # per layer; 0 = full attention
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelConfig:
+        """Raises ModelError naming the key."""
+        try:
+            raw: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{directory}/config.json: {error}", field="config.json") from error
+        name = (raw.get("architectures") or ["none"])[0]
+        if name not in _FAMILIES:
+            raise ModelError(
+                f"architecture {name} is not supported; supported: {', '.join(_FAMILIES)}", field="architectures"
+            )
+        if raw.get("quantization_config"):
+            raise ModelError("quantised checkpoints are not supported yet", field="quantization_config")
+        family = _FAMILIES[name]
+
+        def need(key: str) -> Any:
+            if raw.get(key) is None:
+                raise ModelError(f"config.json has no {key}", field=key)
+            return raw[key]
+
+        heads = need("num_attention_heads")
+        layers = need("num_hidden_layers")
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+        bias = bool(raw.get("attention_bias", False))
+        return cls(
+            family=family,
+            vocab_size=need("vocab_size"),
+            hidden_size=need("hidden_size"),
+            intermediate_size=need("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or need("hidden_size") // heads,
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            max_model_len=raw.get("max_position_embeddings", 2048),
+            rope=rope,
+            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            attention_bias=True if family == "qwen2" else bias,
+            output_bias=bias and family in ("llama", "qwen3"),
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            windows=_windows(raw, family, layers),
+            eos_token_ids=_eos(directory, raw),
+            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").replace("torch.", ""),
+        )
+
+
+def _windows(raw: dict[str, Any], family: str, layers: int) -> tuple[int, ...]:
+    window = raw.get("sliding_window") or 0
+    if not window or family == "llama":
+        return (0,) * layers
+    if family == "mistral":
+        return (window,) * layers
+    if not raw.get("use_sliding_window", False):
+        return (0,) * layers
+    types = raw.get("layer_types")
+    if types:
+        return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    first = raw.get("max_window_layers", layers)
+    return tuple(window if layer >= first else 0 for layer in range(layers))
+
+
+def _eos(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    eos = raw.get("eos_token_id")
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        eos = json.loads(generation.read_text()).get("eos_token_id", eos)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """[head_dim / 2] in fp32; Llama 3's scaling as in its reference code."""
+    rope = config.rope
+    dim = config.head_dim
+    freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return freq
+    if kind == "linear":
+        return freq / rope["factor"]
+    if kind != "llama3":
+        raise ModelError(f"rope type {kind!r} is not supported", field="rope_parameters.rope_type")
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    old = rope["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / freq
+    scaled = torch.where(wavelength > old / low, freq / factor, freq)
+    smooth = (old / wavelength - low) / (high - low)
+    middle = ~(wavelength < old / high) & ~(wavelength > old / low)
+    return torch.where(middle, (1 - smooth) / factor * freq + smooth * freq, scaled)

@@ -1,0 +1,51 @@
+"""One choice of one request, and its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.state_machine import StateMachine
+from engine.request import EngineRequest
+from engine.scheduler.states import TRANSITIONS, SequenceState
+
+
+@dataclass(eq=False)
+class Sequence:
+    """
+    ──────────────num_computed────────len(tokens)──
+      KV is in the blocks │ to compute │
+    """
+
+    request: EngineRequest
+    choice: int
+    tokens: list[int]
+    arrival: int
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    registered_blocks: int = 0  # leading blocks that the prefix cache knows
+    cached_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    chunks: int = 0
+    paused: bool = False
+    machine: StateMachine[SequenceState] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.machine = StateMachine(SequenceState.WAITING, TRANSITIONS, self.request.request_id)
+
+    @property
+    def state(self) -> SequenceState:
+        return self.machine.state
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_tokens)
+
+    @property
+    def missing(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who comes first; the last is preempted first."""
+        return (-self.request.priority, self.arrival)

@@ -1,0 +1,27 @@
+"""The life of a sequence in the engine.
+
+    WAITING ──admitted──► RUNNING ──► FINISHED
+       ▲                  │  ▲  └─prefill_only─► HELD ──► FINISHED
+       └───preempted──────┘  └─commit─ WAITING_FOR_KV (reserved, KV on its way)
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    WAITING_FOR_KV = "waiting_for_kv"
+    RUNNING = "running"
+    HELD = "held"
+    FINISHED = "finished"
+
+
+S = SequenceState
+TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    S.WAITING: frozenset({S.RUNNING, S.FINISHED}),
+    S.WAITING_FOR_KV: frozenset({S.RUNNING, S.FINISHED}),
+    S.RUNNING: frozenset({S.WAITING, S.HELD, S.FINISHED}),
+    S.HELD: frozenset({S.FINISHED}),
+}
