@@ -13,7 +13,7 @@ from baton.client.progress import StreamProgress
 from baton.client.request import generate_request, tokenize_request
 from baton.client.routers import CHANNEL_OPTIONS, Routers, default_reconnects, pause_seconds
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
-from cluster.errors import CancelledError, DeadlineError
+from cluster.errors import CancelledError, DeadlineError, InternalError
 from cluster.rpc import error_from_rpc
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc as rpc
@@ -98,7 +98,7 @@ class AsyncClient:
         """Closes the connections; streams still open are cancelled."""
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
-            await channel.close()
+            await channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -170,9 +170,16 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise
         else:
             if isinstance(event, pb.GenerateResponse):
-                return self._progress.feed(event)
+                return await self._feed(event)
             await self._reconnect(None)
         return None
+
+    async def _feed(self, event: pb.GenerateResponse) -> Chunk | None:
+        try:
+            return self._progress.feed(event)
+        except InternalError:
+            await self.aclose()
+            raise
 
     async def aclose(self) -> None:
         """Cancels the request, if it is still running. Its blocks are freed within a second."""

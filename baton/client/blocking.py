@@ -14,7 +14,7 @@ from baton.client.progress import StreamProgress
 from baton.client.request import generate_request, tokenize_request
 from baton.client.routers import CHANNEL_OPTIONS, Routers, default_reconnects, pause_seconds
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
-from cluster.errors import CancelledError, DeadlineError
+from cluster.errors import CancelledError, DeadlineError, InternalError
 from cluster.rpc import error_from_rpc
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc as rpc
@@ -57,7 +57,7 @@ class Client:
         timeout_seconds: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """Starts a completion and hands out its chunks as they come. Closing the stream cancels the request."""
+        """Starts a completion and hands out its chunks as they come. Closing it cancels the request."""
         request = generate_request(prompt, options, model=model, request_id=request_id, explain=explain)
         return Stream(self, StreamProgress(request, self._max_reconnects), self._seconds(timeout_seconds))
 
@@ -162,7 +162,7 @@ class Stream(Iterator[Chunk]):
     def _read(self) -> Chunk | None:
         assert self._call is not None
         try:
-            event = next(self._call)
+            event: pb.GenerateResponse = next(self._call)  # type: ignore[call-overload]
         except StopIteration:
             self._reconnect(None)
         except grpc.RpcError as error:
@@ -170,14 +170,21 @@ class Stream(Iterator[Chunk]):
                 raise CancelledError("the stream was closed") from error
             self._reconnect(error)
         else:
-            return self._progress.feed(event)
+            return self._feed(event)
         return None
+
+    def _feed(self, event: pb.GenerateResponse) -> Chunk | None:
+        try:
+            return self._progress.feed(event)
+        except InternalError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Cancels the request, if it is still running. Its blocks are freed within a second."""
         self._closed = True
         if self._call is not None and not self._progress.done:
-            self._call.cancel()
+            self._call.cancel()  # type: ignore[no-untyped-call]
 
     def completion(self) -> Completion:
         """Everything received, once the stream has ended."""

@@ -8,6 +8,7 @@ request() ──► a router ──► feed(event)* ──► done
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -117,7 +118,7 @@ class StreamProgress:
     def lost(self, error: grpc.RpcError | None) -> None:
         """The attempt ended without Completed. Returns if another router may go on with it.
 
-        Raises the typed error if not: it was an answer, nothing is left to try, or several choices were under way.
+        Raises the typed error if not: it was an answer, no reconnect is left, or several choices had begun.
         """
         failure = _typed(error)
         if self._all_finished():
@@ -170,8 +171,8 @@ def _connection_lost(error: grpc.RpcError | None) -> bool:
     """True for what a dying router leaves behind, False for a router's answer."""
     if error is None:
         return True
-    status: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
-    metadata = error.trailing_metadata() or ()  # type: ignore[attr-defined]
+    status = error.code()
+    metadata: Any = error.trailing_metadata() or ()
     answered = any(key == ERROR_KEY for key, _ in metadata)
     return status is grpc.StatusCode.UNAVAILABLE or (status is grpc.StatusCode.CANCELLED and not answered)
 

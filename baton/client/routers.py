@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cluster.errors import ConfigError
 
-# A dead router is noticed within 20 s even where its host fell silent; one that came back is tried within 1 s.
+# A router is noticed to be gone within 20 s even where its host fell silent, and tried again within 1 s.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),

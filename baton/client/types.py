@@ -19,7 +19,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """How to generate. What is left out falls back to the model's generation_config.json, then to the defaults."""
+    """How to generate. What is left out comes from the model's generation_config.json, else the defaults."""
 
     max_tokens: int  # default: what is left of the context
     temperature: float  # default 1; 0 is greedy
@@ -52,7 +52,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What arrived at once for one choice. `text` may be empty while a stop string or a UTF-8 sequence is undecided."""
+    """What arrived at once for one choice.
+
+    `text` may be empty while a stop string or a UTF-8 sequence is undecided.
+    """
 
     choice: int
     text: str

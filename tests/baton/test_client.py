@@ -1,0 +1,287 @@
+"""Both clients against a real gRPC server; the same tests for each, through one blocking face."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import baton
+from baton.client import Chunk, Completion
+from cluster.errors import (
+    CancelledError,
+    ContextLengthError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from tests.baton.stub_inference import StubRouter, text_of, token_at
+
+
+@pytest.fixture
+def router() -> Iterator[StubRouter]:
+    stub = StubRouter()
+    yield stub
+    stub.stop()
+
+
+@pytest.fixture
+def other() -> Iterator[StubRouter]:
+    stub = StubRouter()
+    yield stub
+    stub.stop()
+
+
+Outcome = tuple[list[Chunk], Completion]
+Streamer = Callable[..., Outcome]
+
+
+def _blocking(addresses: Any, prompt: Any, hook: Any = None, settings: Any = None, **options: Any) -> Outcome:
+    with baton.Client(addresses, **(settings or {})) as client, client.stream(prompt, **options) as stream:
+        chunks = []
+        for chunk in stream:
+            chunks.append(chunk)
+            if hook:
+                hook(chunks)
+        return chunks, stream.completion()
+
+
+def _asyncio(addresses: Any, prompt: Any, hook: Any = None, settings: Any = None, **options: Any) -> Outcome:
+    async def run() -> Outcome:
+        async with (
+            baton.AsyncClient(addresses, **(settings or {})) as client,
+            client.stream(prompt, **options) as stream,
+        ):
+            chunks = []
+            async for chunk in stream:
+                chunks.append(chunk)
+                if hook:
+                    await asyncio.to_thread(hook, chunks)
+            return chunks, stream.completion()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(params=[_blocking, _asyncio], ids=["blocking", "asyncio"])
+def stream(request: pytest.FixtureRequest) -> Streamer:
+    streamer: Streamer = request.param
+    return streamer
+
+
+def test_stream_hands_out_chunks_and_ends_with_usage_and_timings(
+    stream: Streamer, router: StubRouter
+) -> None:
+    chunks, completion = stream(router.address, "one two three", max_tokens=5, seed=9)
+    expected = [token_at(9, 0, 3 + index) for index in range(5)]
+    assert [chunk.token_ids[0] for chunk in chunks] == expected
+    assert completion.text == "".join(map(text_of, expected)) == "".join(chunk.text for chunk in chunks)
+    assert (completion.finish_reason, completion.seed, completion.model) == ("length", 9, "stub")
+    assert completion.usage.prompt_tokens == 3
+    assert completion.usage.cached_tokens == 2
+    assert completion.timings.kv_bytes_shipped == 4096
+    assert completion.timings.transport == "nixl"
+
+
+def test_every_kind_of_prompt_arrives(stream: Streamer, router: StubRouter) -> None:
+    stream(router.address, [5, 6, 7], max_tokens=1)
+    stream(router.address, [{"role": "user", "content": "hi"}], max_tokens=1)
+    tokens, chat = router.inference.requests
+    assert list(tokens.token_ids.ids) == [5, 6, 7]
+    assert (chat.chat.messages[0].role, chat.chat.messages[0].content) == ("user", "hi")
+
+
+def test_options_left_out_stay_unset_and_zero_is_sent(stream: Streamer, router: StubRouter) -> None:
+    stream(
+        router.address, "x", max_tokens=1, temperature=0.0, stop=["a", "b"], logit_bias={3: -1.5}, logprobs=2
+    )
+    options = router.inference.requests[0].options
+    assert options.HasField("temperature")
+    assert options.temperature == 0.0
+    assert not options.HasField("top_p")
+    assert list(options.stop) == ["a", "b"]
+    assert dict(options.logit_bias) == {3: -1.5}
+
+
+def test_logprobs(stream: Streamer, router: StubRouter) -> None:
+    _, completion = stream(router.address, "x", max_tokens=2, logprobs=2)
+    assert [item.logprob for item in completion.choices[0].logprobs] == [-0.5, -0.5]
+    assert completion.choices[0].logprobs[0].top == ((0, -1.0), (1, -2.0))
+
+
+def test_several_choices(stream: Streamer, router: StubRouter) -> None:
+    _, completion = stream(router.address, "x", max_tokens=3, n=2, seed=1)
+    for index, choice in enumerate(completion.choices):
+        assert choice.token_ids == tuple(token_at(1, index, 1 + step) for step in range(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"top_k": -1}, "top_k"),
+        ({"max_tokens": 2**40}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temprature": 1.0}, "temprature"),
+        ({"stop": ["\ud800"]}, "stop"),
+    ],
+)
+def test_what_the_wire_cannot_carry_is_refused_by_name(stream: Streamer, options: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        stream("127.0.0.1:1", "x", **options)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("prompt", [[-1], [1.5], "\udc80", [{"content": "no role"}]])
+def test_bad_prompts_are_refused(stream: Streamer, prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        stream("127.0.0.1:1", prompt)
+    assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ContextLengthError("too long", field="max_tokens", limit="4096"),
+        OverloadedError("busy", retry_after_seconds=2.5),
+    ],
+)
+def test_typed_errors_cross_the_wire(stream: Streamer, router: StubRouter, error: Any) -> None:
+    router.inference.error = error
+    with pytest.raises(type(error)) as caught:
+        stream(router.address, "x")
+    assert caught.value.message == error.message
+    assert caught.value.field == error.field
+    assert caught.value.limit == error.limit
+    assert caught.value.retry_after_seconds == error.retry_after_seconds
+
+
+def test_deadline(stream: Streamer, router: StubRouter) -> None:
+    router.inference.hang_after = 2
+    with pytest.raises(DeadlineError):
+        stream(router.address, "x", timeout_seconds=0.3)
+    assert router.inference.cancelled.wait(5)
+
+
+def test_nobody_there(stream: Streamer) -> None:
+    with pytest.raises(UnavailableError):
+        stream(["127.0.0.1:1", "127.0.0.1:2"], "x", timeout_seconds=20)
+
+
+def test_a_token_left_out_is_an_error(stream: Streamer, router: StubRouter) -> None:
+    router.inference.skip_position_at = 2
+    with pytest.raises(InternalError, match="position"):
+        stream(router.address, "x", max_tokens=5)
+
+
+def test_moves_on_to_a_router_that_answers(stream: Streamer, router: StubRouter) -> None:
+    _, completion = stream(["127.0.0.1:1", router.address], "x", max_tokens=2)
+    assert completion.reconnects == 1
+
+
+def test_resumes_at_another_router_without_losing_or_repeating_a_token(
+    stream: Streamer, router: StubRouter, other: StubRouter
+) -> None:
+    router.inference.hang_after = 3
+    router.inference.default_seed = 77  # drawn by the first router, unknown to the second
+
+    def kill(chunks: list[Chunk]) -> None:
+        if len(chunks) == 3:
+            router.stop()
+
+    chunks, completion = stream([router.address, other.address], "a b", kill, max_tokens=8)
+    expected = tuple(token_at(77, 0, 2 + index) for index in range(8))
+    assert completion.token_ids == expected
+    assert [chunk.token_ids[0] for chunk in chunks] == list(expected)
+    assert completion.reconnects == 1
+    resumed = other.inference.requests[0]
+    assert list(resumed.resume_tokens.ids) == list(expected[:3])
+    assert resumed.options.seed == 77
+    assert resumed.request_id == completion.request_id
+
+
+def test_a_stream_that_just_ends_is_resumed(stream: Streamer, router: StubRouter, other: StubRouter) -> None:
+    router.inference.end_early_at = 2
+    _, completion = stream([router.address, other.address], "a b", max_tokens=4)
+    assert len(completion.token_ids) == 4
+    assert completion.reconnects == 1
+
+
+def test_several_choices_are_not_resumed(stream: Streamer, router: StubRouter, other: StubRouter) -> None:
+    router.inference.end_early_at = 2
+    with pytest.raises(UnavailableError):
+        stream([router.address, other.address], "a b", max_tokens=4, n=2)
+    assert not other.inference.requests
+
+
+def test_reconnects_are_bounded(stream: Streamer, router: StubRouter, other: StubRouter) -> None:
+    router.inference.end_early_at = other.inference.end_early_at = 0
+    with pytest.raises(UnavailableError):
+        stream([router.address, other.address], "x", settings={"max_reconnects": 2})
+    assert len(router.inference.requests) + len(other.inference.requests) == 3
+
+
+def test_a_single_router_is_not_asked_again(stream: Streamer, router: StubRouter) -> None:
+    router.inference.end_early_at = 1
+    with pytest.raises(UnavailableError):
+        stream(router.address, "x")
+    assert len(router.inference.requests) == 1
+
+
+def test_closing_the_stream_cancels_the_request(router: StubRouter) -> None:
+    router.inference.hang_after = 2
+    with baton.Client(router.address) as client:
+        stream = client.stream("x", max_tokens=5)
+        next(stream)
+        stream.close()
+        assert router.inference.cancelled.wait(5)
+        assert list(stream) == []
+
+
+def test_closing_from_another_thread_ends_the_wait(router: StubRouter) -> None:
+    router.inference.hang_after = 1
+    with baton.Client(router.address) as client, client.stream("x", max_tokens=5) as stream:
+        closer = threading.Thread(target=lambda: (router.inference.hanging.wait(5), stream.close()))
+        closer.start()
+        with pytest.raises(CancelledError):
+            list(stream)
+        closer.join(5)
+
+
+async def test_cancelling_the_task_cancels_the_request(router: StubRouter) -> None:
+    router.inference.hang_after = 1
+    async with baton.AsyncClient(router.address) as client:
+        task = asyncio.create_task(client.generate("x", max_tokens=5))
+        assert await asyncio.to_thread(router.inference.hanging.wait, 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(router.inference.cancelled.wait, 5)
+
+
+async def test_aclose_cancels_the_request(router: StubRouter) -> None:
+    router.inference.hang_after = 2
+    async with baton.AsyncClient(router.address) as client:
+        stream = client.stream("x", max_tokens=5)
+        await anext(stream)
+        await stream.aclose()
+        assert await asyncio.to_thread(router.inference.cancelled.wait, 5)
+
+
+async def test_tokenize_and_models_of_both_clients(router: StubRouter) -> None:
+    async with baton.AsyncClient(["127.0.0.1:1", router.address]) as client:
+        assert await client.tokenize("a bb ccc") == [1, 2, 3]
+        assert (await client.models())[0].id == "stub"
+    with baton.Client(["127.0.0.1:1", router.address]) as blocking:
+        assert blocking.tokenize([{"role": "user", "content": "dddd"}]) == [4]
+        assert blocking.models()[0].max_model_len == 4096
+
+
+def test_generate_is_the_stream_in_one(router: StubRouter) -> None:
+    with baton.Client(router.address) as client:
+        assert client.generate("a b", max_tokens=3, seed=5).token_ids == tuple(
+            token_at(5, 0, 2 + i) for i in range(3)
+        )
