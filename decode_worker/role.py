@@ -131,7 +131,7 @@ class DecodeRole:
             self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
 
     def end(
-        self, transfer_id: bytes, outcome: common_pb2.AttemptOutcome, error: BatonError | None
+        self, transfer_id: bytes, outcome: common_pb2.AttemptOutcome.ValueType, error: BatonError | None
     ) -> None:
         attempt = self.attempts.get(transfer_id)
         if attempt is None or attempt.machine.state is DecodeState.ENDED:

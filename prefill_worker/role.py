@@ -139,7 +139,6 @@ class PrefillRole:
         report.prefill_seconds = time.monotonic() - started
         report.cached_tokens = prefilled.done.cached_tokens
         report.computed_prompt_tokens = prefilled.done.computed_prompt_tokens
-        self._core.metrics_prefilled(report)
         return prefilled
 
     async def _hand_over(

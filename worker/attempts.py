@@ -63,6 +63,9 @@ class Attempts(Generic[A]):
         if transfer_id in self._ended:
             raise StaleTransferError(f"attempt {transfer_id.hex()} has ended", field="transfer_id")
 
+    def is_ended(self, transfer_id: bytes) -> bool:
+        return transfer_id in self._ended
+
     def open(self, attempt: A) -> None:
         """Raises StaleTransferError or OverloadedError (the worker's queue is full)."""
         self.refuse_ended(attempt.transfer_id)

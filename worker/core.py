@@ -7,18 +7,20 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import Any
 
 from cluster.config import WorkerConfig
 from cluster.errors import StaleEpochError, UnavailableError
-from cluster.index.reporter import ChainReporter
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from engine.engine import Engine
 from engine.request import ChainReport, StepOutput
-from engine.runner import ModelRunner
+from engine.build import load_runner
 from wire import common_pb2
+from worker.build import make_model_id
 from worker.engine_host import EngineHost
 from worker.server import WorkerServer
 
@@ -32,23 +34,18 @@ class WorkerCore:
     Life: construct (model is loaded) → `start` → serving → `drain` → `stop`.
     """
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        runner: ModelRunner,
-        *,
-        model_id: str,
-        on_failure: Callable[[BaseException], None],
-    ):
+    def __init__(self, config: WorkerConfig):
+        """Loads the model. Raises ModelError or ConfigError."""
         self.config = config
-        self.runner = runner
+        self.model_id = make_model_id(config.engine.model)
+        self.runner = runner = load_runner(config.engine)
         self.epoch = secrets.randbits(64) or 1
-        self.model_id = model_id
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.page_size = runner.page_size
         self.on_output: Callable[[StepOutput], None] = lambda output: None
         self.status: Callable[[], dict[str, Any]] = dict
         self.draining = False
-        self._reporter: ChainReporter | None = None
+        self.on_chain: Callable[[ChainReport], None] = lambda chain: None
         self._registration: Registration | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self.engine = Engine(
@@ -57,7 +54,7 @@ class WorkerCore:
         self.host = EngineHost(
             self.engine,
             on_output=lambda output: self.on_output(output),
-            on_failure=on_failure,
+            on_failure=self._engine_failed,
             step_stall_seconds=config.step_stall_seconds,
         )
         self.server = WorkerServer(config.host, config.port)
@@ -138,13 +135,36 @@ class WorkerCore:
             self.config.namespace,
             info,
             healthy=self.host.healthy,
-            status=lambda: {"pid": os.getpid(), **self.status()},
+            status=self._status,
         )
         self._registration.start()
 
+    def _engine_failed(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    def _status(self) -> dict[str, Any]:
+        """What `baton status` shows of this worker. Runs on the registration's thread: it only reads."""
+        stats = self.engine.stats()
+        seen = stats.prompt_tokens_cached + stats.prompt_tokens_computed
+        return {
+            "pid": os.getpid(),
+            **asdict(stats),
+            "kv_usage_ratio": stats.blocks_held / max(1, stats.blocks_total),
+            "prefix_hit_ratio": stats.prompt_tokens_cached / max(1, seen),
+            **self.status(),
+        }
+
     def _chain_changed(self, chain: ChainReport) -> None:
-        if self._reporter is not None:
-            self._reporter.report(chain.hashes, chain.held)
+        self.on_chain(chain)
+
+    async def drain(self, idle: Callable[[], bool]) -> None:
+        """Takes nothing new and waits until `idle`, or the drain limit."""
+        self.draining = True
+        await self.server.set_serving(False)
+        deadline = time.monotonic() + self.config.drain_seconds
+        while not idle() and self.host.healthy() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Leaves the cluster first, so that nothing new comes; then ends streams, follow-ups and the engine."""

@@ -27,7 +27,7 @@ class WorkerServer:
 
     def __init__(self, host: str, port: int):
         self._server = grpc.aio.server(options=OPTIONS)
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._host = host
         self._port = port

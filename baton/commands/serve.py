@@ -118,7 +118,10 @@ async def _run_worker(config: WorkerConfig, ready_file: Path | None) -> None:
     stop = stop_event()
     worker = await start_worker(config)
     say(f"{worker.worker_id} serves {config.role} on {worker.address}")
-    write_ready(ready_file, {"id": worker.worker_id, "pid": os.getpid(), "address": worker.address})
+    write_ready(
+        ready_file,
+        {"id": worker.worker_id, "pid": os.getpid(), "address": worker.address, "epoch": worker.epoch},
+    )
     failed = asyncio.create_task(worker.wait_failed())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([failed, stopped], return_when=asyncio.FIRST_COMPLETED)

@@ -120,12 +120,12 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     """[head_dim / 2] in fp32; Llama 3's scaling as in its reference code."""
     rope = config.rope
     dim = config.head_dim
-    freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    freq: torch.Tensor = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return freq
     if kind == "linear":
-        return freq / rope["factor"]
+        return freq / float(rope["factor"])
     if kind != "llama3":
         raise ModelError(f"rope type {kind!r} is not supported", field="rope_parameters.rope_type")
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]

@@ -83,7 +83,7 @@ class Decoder:
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         for index, layer in enumerate(self.layers):
             y = self._rms(x, layer.input_norm)
-            q, k, v = F.linear(y, layer.qkv, layer.qkv_bias).split([q_size, kv_size, kv_size], dim=-1)
+            q, k, v = torch.split(F.linear(y, layer.qkv, layer.qkv_bias), [q_size, kv_size, kv_size], dim=-1)
             q = q.view(-1, c.num_heads, c.head_dim)
             k = k.view(-1, c.num_kv_heads, c.head_dim)
             v = v.view(-1, c.num_kv_heads, c.head_dim)

@@ -38,7 +38,7 @@ class Checkpoint:
         if file is None:
             raise ModelError(f"tensor {name} is missing from {self._directory}", field=name)
         with safe_open(str(file), "pt") as handle:
-            tensor = handle.get_tensor(name)
+            tensor: torch.Tensor = handle.get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}", field=name)
         return tensor.to(self._dtype)

@@ -85,7 +85,7 @@ def _adjust(logits: Tensor, row: Row) -> None:
     if params.presence_penalty or params.frequency_penalty:
         output = torch.tensor(row.tokens[row.num_prompt :], dtype=torch.int64)
         if output.numel():
-            ids, counts = output.unique(return_counts=True)
+            ids, counts = torch.unique(output, return_counts=True)
             logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
     if row.forbidden:
         logits[torch.tensor(row.forbidden)] = float("-inf")

@@ -1,0 +1,28 @@
+"""Names of the keys. `{namespace}` in braces is a Redis Cluster hash tag: all of a deployment's keys share a slot."""
+
+from __future__ import annotations
+
+
+def members(namespace: str) -> str:
+    """Hash: worker_id → registration (JSON)."""
+    return f"{{{namespace}}}:members"
+
+
+def leases(namespace: str) -> str:
+    """Sorted set: worker_id → Redis time of the last renewal, in ms."""
+    return f"{{{namespace}}}:leases"
+
+
+def status(namespace: str) -> str:
+    """Hash: worker_id → status (JSON), refreshed with renewals."""
+    return f"{{{namespace}}}:status"
+
+
+def slots(namespace: str) -> str:
+    """Counter: the last slot given out."""
+    return f"{{{namespace}}}:slots"
+
+
+def slot_owners(namespace: str) -> str:
+    """Hash: slot → worker_id@epoch. A slot that is missing is stale."""
+    return f"{{{namespace}}}:owners"

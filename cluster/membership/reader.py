@@ -1,0 +1,114 @@
+"""Reading the registry: once, or again and again for a router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+
+from cluster.config import Role
+from cluster.membership import keys, scripts
+from cluster.membership.types import LEASE_DEAD_SECONDS, WorkerInfo, lease_of
+from cluster.redis.connect import connect, connect_async
+
+log = logging.getLogger(__name__)
+FORGET_SECONDS = 300.0
+REFRESH_SECONDS = 0.25
+
+
+def _keys(namespace: str) -> list[str]:
+    return [f(namespace) for f in (keys.members, keys.leases, keys.status, keys.slots, keys.slot_owners)]
+
+
+def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
+    """The answer of the READ script."""
+    now = int(answer[0])
+    workers = []
+    for index in range(1, len(answer), 4):
+        facts: dict[str, Any] = json.loads(answer[index + 1])
+        facts["layout"] = bytes.fromhex(facts["layout"])
+        facts["epoch"] = int(facts["epoch"], 16)
+        lease = lease_of((now - int(answer[index + 2])) / 1000)
+        workers.append(WorkerInfo(**facts, lease=lease, status=json.loads(answer[index + 3])))
+    return sorted(workers, key=lambda worker: worker.worker_id)
+
+
+def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
+    """Who is registered now. Raises redis.RedisError."""
+    client = connect(redis_url)
+    try:
+        forget = int(FORGET_SECONDS * 1000)
+        return decode(client.eval(scripts.READ, 5, *_keys(namespace), forget))
+    finally:
+        client.close()
+
+
+class Members:
+    """A router's view, refreshed every 0.25 s; the last one known is kept while Redis is gone.
+
+    If all workers of a role seem dead at once, the fault is taken to be Redis's: they stay in the view.
+    """
+
+    def __init__(self, redis_url: str, namespace: str):
+        self._client = connect_async(redis_url)
+        self._read = self._client.register_script(scripts.READ)
+        self._keys = _keys(namespace)
+        self._workers: list[WorkerInfo] = []
+        self._task: asyncio.Task[None] | None = None
+        self.redis_ok = False
+        self.refreshed = 0.0
+
+    @property
+    def all(self) -> list[WorkerInfo]:
+        return self._workers
+
+    @property
+    def prefill(self) -> list[WorkerInfo]:
+        return self._usable("prefill")
+
+    @property
+    def decode(self) -> list[WorkerInfo]:
+        return self._usable("decode")
+
+    def _usable(self, role: Role) -> list[WorkerInfo]:
+        ready = [w for w in self._workers if w.role == role and w.state == "ready"]
+        live = [worker for worker in ready if worker.lease == "live"]
+        return live or [worker for worker in ready if worker.lease == "suspect"] or ready
+
+    async def start(self) -> None:
+        await self.refresh()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def refresh(self) -> None:
+        """Reads once; keeps what is known when Redis does not answer."""
+        try:
+            async with asyncio.timeout(LEASE_DEAD_SECONDS / 5):
+                answer = await self._read(keys=self._keys, args=[int(FORGET_SECONDS * 1000)])
+        except (redis.RedisError, TimeoutError, OSError) as error:
+            if self.redis_ok:
+                log.warning("Redis is out of reach, going on with the last membership: %s", error)
+            self.redis_ok = False
+            return
+        workers = decode(answer)
+        came_back_empty = not workers and self._workers and not self.redis_ok
+        self.redis_ok = True
+        if came_back_empty:
+            return  # emptied by a restart: workers register again within a renewal
+        self._workers = workers
+        self.refreshed = time.monotonic()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            await self.refresh()

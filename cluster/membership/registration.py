@@ -1,0 +1,127 @@
+"""A worker's place in the registry, kept by a thread of its own so that no long step delays a renewal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import redis
+
+from cluster.membership import keys, scripts
+from cluster.membership.types import RENEW_SECONDS, WorkerInfo
+from cluster.redis.connect import connect
+
+log = logging.getLogger(__name__)
+
+
+def encode(info: WorkerInfo) -> str:
+    facts = asdict(info)
+    del facts["lease"], facts["status"]
+    facts["layout"] = info.layout.hex()
+    facts["epoch"] = f"{info.epoch:016x}"
+    return json.dumps(facts)
+
+
+class Registration:
+    """Registers, renews every 0.5 s, registers again when Redis no longer knows us, leaves at `stop`.
+
+    The worker starts and serves without Redis; it registers when Redis comes. While `healthy` says no, the lease
+    is left to run out: a hung engine is a dead worker.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        namespace: str,
+        info: WorkerInfo,
+        *,
+        healthy: Callable[[], bool] = lambda: True,
+        status: Callable[[], Mapping[str, Any]] = dict,
+        on_registered: Callable[[int], None] = lambda slot: None,
+    ):
+        self._client = connect(redis_url)
+        self._keys = [
+            f(namespace) for f in (keys.members, keys.leases, keys.status, keys.slots, keys.slot_owners)
+        ]
+        self._register = self._client.register_script(scripts.REGISTER)
+        self._renew = self._client.register_script(scripts.RENEW)
+        self._leave = self._client.register_script(scripts.LEAVE)
+        self._info = info
+        self._healthy = healthy
+        self._status = status
+        self._on_registered = on_registered
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._unreachable = False
+        self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
+
+    @property
+    def slot(self) -> int:
+        """0 until registered."""
+        return self._info.slot
+
+    @property
+    def name(self) -> str:
+        return self._info.name
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def set_draining(self) -> None:
+        with self._lock:
+            self._info = replace(self._info, state="draining")
+        self._try(self._do_register)
+
+    def register_again(self) -> None:
+        """A new slot: what the index holds under the old one is stale from now on."""
+        self._try(self._do_register)
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+        self._try(self._do_leave)
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0 if self.slot == 0 and not self._unreachable else RENEW_SECONDS):
+            if self._healthy():
+                self._try(self._do_renew if self.slot else self._do_register)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except redis.RedisError as error:
+            if not self._unreachable:
+                log.warning("Redis is out of reach, going on without it: %s", error)
+            self._unreachable = True
+        else:
+            if self._unreachable:
+                log.info("Redis is back")
+            self._unreachable = False
+
+    def _do_register(self) -> None:
+        with self._lock:
+            info = replace(self._info, slot=0)
+            answer = self._register(
+                keys=self._keys,
+                args=[info.worker_id, info.name, encode(info), json.dumps(self._status())],
+            )
+            self._info = replace(info, slot=int(answer))
+        self._on_registered(self._info.slot)
+
+    def _do_renew(self) -> None:
+        info = self._info
+        known = self._renew(
+            keys=self._keys, args=[info.worker_id, info.name, info.slot, json.dumps(self._status())]
+        )
+        if not known:
+            self._do_register()
+
+    def _do_leave(self) -> None:
+        if self._info.slot:
+            self._leave(keys=self._keys, args=[self._info.worker_id, self._info.name, self._info.slot])

@@ -1,0 +1,68 @@
+"""The registry's scripts (Redis ≥ 6.2). Times are Redis's: clocks of machines are never compared."""
+
+from __future__ import annotations
+
+# KEYS: members leases status slots owners   ARGV: worker_id name(worker@epoch) registration status
+# → slot. A worker that registers again gets a new slot, so entries under its old one go stale at once.
+REGISTER = """
+local now = redis.call('TIME')
+local ms = now[1] * 1000 + math.floor(now[2] / 1000)
+local old = redis.call('HGET', KEYS[1], ARGV[1])
+if old then
+  local last = string.match(old, '"slot": ?(%d+)')
+  if last then redis.call('HDEL', KEYS[5], last) end
+end
+local slot = redis.call('INCR', KEYS[4])
+local registration = string.gsub(ARGV[3], '"slot": ?0', '"slot": ' .. slot, 1)
+redis.call('HSET', KEYS[1], ARGV[1], registration)
+redis.call('ZADD', KEYS[2], ms, ARGV[1])
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
+redis.call('HSET', KEYS[5], slot, ARGV[2])
+return slot
+"""
+
+# KEYS: members leases status slots owners   ARGV: worker_id name slot status
+# → 1 renewed, 0 register again (Redis was emptied, rolled back, or another life took the name)
+RENEW = """
+if redis.call('HGET', KEYS[5], ARGV[3]) ~= ARGV[2] then return 0 end
+local now = redis.call('TIME')
+redis.call('ZADD', KEYS[2], now[1] * 1000 + math.floor(now[2] / 1000), ARGV[1])
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
+return 1
+"""
+
+# Same keys   ARGV: worker_id name slot
+LEAVE = """
+if redis.call('HGET', KEYS[5], ARGV[3]) ~= ARGV[2] then return 0 end
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('HDEL', KEYS[3], ARGV[1])
+redis.call('HDEL', KEYS[5], ARGV[3])
+return 1
+"""
+
+# Same keys   ARGV: forget_after_ms
+# → now_ms, then worker_id, registration, last renewal ms, status for each. Long dead workers are forgotten.
+READ = """
+local now = redis.call('TIME')
+local ms = now[1] * 1000 + math.floor(now[2] / 1000)
+local out = {ms}
+local all = redis.call('HGETALL', KEYS[1])
+for i = 1, #all, 2 do
+  local id = all[i]
+  local seen = tonumber(redis.call('ZSCORE', KEYS[2], id) or '0')
+  if ms - seen > tonumber(ARGV[1]) then
+    local slot = string.match(all[i + 1], '"slot": ?(%d+)')
+    redis.call('HDEL', KEYS[1], id)
+    redis.call('ZREM', KEYS[2], id)
+    redis.call('HDEL', KEYS[3], id)
+    if slot then redis.call('HDEL', KEYS[5], slot) end
+  else
+    out[#out + 1] = id
+    out[#out + 1] = all[i + 1]
+    out[#out + 1] = seen
+    out[#out + 1] = redis.call('HGET', KEYS[3], id) or '{}'
+  end
+end
+return out
+"""

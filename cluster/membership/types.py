@@ -1,0 +1,47 @@
+"""A worker as the cluster knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cluster.config import Role
+
+LEASE_SUSPECT_SECONDS = 2.0
+LEASE_DEAD_SECONDS = 5.0
+RENEW_SECONDS = 0.5
+
+Lease = Literal["live", "suspect", "dead"]
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    worker_id: str
+    epoch: int
+    slot: int
+    role: Role
+    model_id: str
+    address: str  # host:port of its gRPC server
+    metrics_address: str
+    layout: bytes  # serialised KvLayout
+    place: str
+    host: str
+    max_model_len: int
+    blocks_total: int
+    page_size: int = 16
+    state: Literal["ready", "draining"] = "ready"
+    lease: Lease = "live"
+    status: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Names one life of the worker: load is keyed by it."""
+        return f"{self.worker_id}@{self.epoch:016x}"
+
+
+def lease_of(age_seconds: float) -> Lease:
+    """From the time since the last renewal, by Redis's clock."""
+    if age_seconds < LEASE_SUSPECT_SECONDS:
+        return "live"
+    return "suspect" if age_seconds < LEASE_DEAD_SECONDS else "dead"

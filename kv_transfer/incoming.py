@@ -1,0 +1,84 @@
+"""One hand-off at the decode worker: what has arrived, and what is still missing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.state_machine import StateMachine
+from kv_transfer.base import HandoffSpec, HandoffState, Reservation
+from kv_transfer.geometry import Flow
+from kv_transfer.messages import PartLanded
+from wire import handoff_pb2
+
+H = HandoffState
+TRANSITIONS: dict[HandoffState, frozenset[HandoffState]] = {
+    H.RESERVED: frozenset({H.RECEIVING, H.COMMITTED, H.ABORTED}),
+    H.RECEIVING: frozenset({H.COMMITTED, H.ABORTED}),
+}
+
+
+@dataclass(eq=False)
+class IncomingHandoff:
+    spec: HandoffSpec
+    reservation: Reservation
+    peer: str
+    prefill_epoch: int
+    flows: list[Flow]
+    num_layers: int
+    machine: StateMachine[HandoffState] = field(init=False)
+    parts: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # flow → verified part numbers
+    resent: set[tuple[int, int, int]] = field(default_factory=set)
+    finish: handoff_pb2.Finish | None = None
+    finish_received: float = 0.0
+    committing: bool = False
+    bytes: int = 0
+    first_part: float = 0.0
+    last_part: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.machine = StateMachine(H.RESERVED, TRANSITIONS, "hand-off")
+        # Layers verified, per flow and token: the bitmap that says what may be kept after an abort.
+        self._layers: dict[tuple[int, int], NDArray[np.int32]] = {
+            (flow.source_rank, flow.target_rank): np.zeros(self.spec.token_count, dtype=np.int32)
+            for flow in self.flows
+        }
+
+    def part_verified(self, part: PartLanded) -> bool:
+        """False if it was here already."""
+        key = (part.source_rank, part.rank)
+        seen = self.parts.setdefault(key, set())
+        if part.part in seen or key not in self._layers:
+            return False
+        seen.add(part.part)
+        self._layers[key][part.tokens[0] : part.tokens[1]] += part.layers[1] - part.layers[0]
+        self.bytes += part.bytes
+        self.last_part = time.monotonic()
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """Finish has come, and every flow has the parts it names."""
+        if self.finish is None:
+            return False
+        announced = {(flow.source_rank, flow.target_rank): flow.parts for flow in self.finish.flows}
+        return all(len(self.parts.get(key, ())) == count for key, count in announced.items())
+
+    @property
+    def covered(self) -> bool:
+        """Every token that had to be shipped is here in every layer from every flow: Finish told the truth."""
+        held = self.reservation.held_tokens
+        return all(bool((layers[held:] == self.num_layers).all()) for layers in self._layers.values())
+
+    @property
+    def verified_tokens(self) -> int:
+        """Leading tokens that are whole: held, or verified for every layer and rank."""
+        whole = self.spec.token_count
+        for layers in self._layers.values():
+            missing = np.flatnonzero(layers[self.reservation.held_tokens :] < self.num_layers)
+            if missing.size:
+                whole = min(whole, self.reservation.held_tokens + int(missing[0]))
+        return whole

@@ -1,0 +1,25 @@
+"""Can KV of one layout be moved into another? Compared field by field; a refusal names the field."""
+
+from __future__ import annotations
+
+from cluster.errors import LayoutMismatchError
+from wire import common_pb2
+
+# TP degrees may differ: heads are re-sharded on the way.
+_MUST_EQUAL = ("wire_version", "model_id", "dtype", "page_size", "num_layers", "num_kv_heads", "head_dim")
+
+
+def check_layouts(prefill: common_pb2.KvLayout, decode: common_pb2.KvLayout) -> None:
+    """Raises LayoutMismatchError."""
+    for field in _MUST_EQUAL:
+        theirs, ours = getattr(prefill, field), getattr(decode, field)
+        if theirs != ours:
+            raise LayoutMismatchError(
+                f"KV can't be handed over: {field} is {theirs!r} at the prefill worker, {ours!r} here", field=field
+            )
+
+
+def token_bytes(layout: common_pb2.KvLayout) -> int:
+    """KV bytes of one token, all layers and heads."""
+    width = 4 if layout.dtype == "float32" else 2
+    return layout.num_layers * 2 * layout.num_kv_heads * layout.head_dim * width

@@ -1,0 +1,226 @@
+"""The control stream from a prefill worker to one decode worker: hello, beats, and everything hand-offs say.
+
+Opened for the first hand-off of the pair, closed when none has lived for a while. Lost means: the stream broke, or
+nothing came for 5 s. A lost link ends its hand-offs; it proves nothing about writes under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from cluster import errors, rpc
+from kv_transfer import messages as m
+from wire import common_pb2, decode_pb2_grpc, handoff_pb2
+
+if TYPE_CHECKING:
+    from kv_transfer.sender import HandoffSender, OutgoingHandoff
+
+log = logging.getLogger(__name__)
+BEAT_SECONDS = 0.5
+LOST_SECONDS = 5.0
+LINGER_SECONDS = 10.0
+PROBE_SECONDS = 3.0
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_QUEUED_MESSAGES = 4096
+
+
+class LinkToDecode:
+    def __init__(self, name: str, decode: common_pb2.WorkerRef, sender: HandoffSender):
+        self.name = name
+        self.decode = decode
+        self.decode_layout = common_pb2.KvLayout()
+        self.transport = ""
+        self.slot_bytes = 0
+        self.lost = False
+        self._sender = sender
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._ready.add_done_callback(lambda f: f.cancelled() or f.exception())
+        self._probe: asyncio.Future[bool] = loop.create_future()
+        self._queue: asyncio.Queue[handoff_pb2.PrefillToDecode | None] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self._handoffs: dict[bytes, OutgoingHandoff] = {}
+        self._reserving: dict[bytes, asyncio.Future[handoff_pb2.ReserveReply]] = {}
+        self._last_heard = time.monotonic()
+        self._idle_since = time.monotonic()
+        self._channel = grpc.aio.insecure_channel(
+            decode.address,
+            options=[
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ],
+        )
+        self._tasks = [loop.create_task(self._run()), loop.create_task(self._beat())]
+
+    async def ready(self) -> None:
+        """Returns when the pair has agreed on everything. Raises what it could not agree on."""
+        await asyncio.shield(self._ready)
+
+    def send(self, **message: Any) -> None:
+        """Queues one message; a link that is lost drops it: its hand-offs have failed already."""
+        if self.lost:
+            return
+        try:
+            self._queue.put_nowait(handoff_pb2.PrefillToDecode(**message))
+        except asyncio.QueueFull:
+            self._lose(errors.PeerLostError(f"{self.name} takes no messages"))
+
+    def attach(self, handoff: OutgoingHandoff) -> None:
+        self._handoffs[handoff.transfer_id] = handoff
+
+    def detach(self, handoff: OutgoingHandoff) -> None:
+        self._handoffs.pop(handoff.transfer_id, None)
+        self._idle_since = time.monotonic()
+
+    async def ask_reserve(self, reserve: handoff_pb2.Reserve) -> handoff_pb2.ReserveReply:
+        if self.lost:
+            raise errors.PeerLostError(f"{self.name} is lost")
+        future: asyncio.Future[handoff_pb2.ReserveReply] = asyncio.get_running_loop().create_future()
+        self._reserving[reserve.transfer_id] = future
+        try:
+            self.send(reserve=reserve)
+            return await future
+        except BaseException:
+            # D may have reserved by now: it must not keep what nobody will fill.
+            self.send(abort=handoff_pb2.AbortHandoff(transfer_id=reserve.transfer_id, reason="given up"))
+            self.send(drained=handoff_pb2.Drained(transfer_id=reserve.transfer_id))
+            raise
+        finally:
+            del self._reserving[reserve.transfer_id]
+
+    def probe_failed(self, reason: str) -> None:
+        log.warning("NIXL probe of %s failed: %s", self.name, reason)
+        if not self._probe.done():
+            self._probe.set_result(False)
+
+    async def close(self) -> None:
+        self._lose(errors.PeerLostError("closed"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close(None)
+
+    # --- the stream --------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        call = decode_pb2_grpc.DecodeStub(self._channel).Handoff(self._outgoing())
+        try:
+            async for reply in call:
+                self._last_heard = time.monotonic()
+                await self._on_reply(reply)
+            self._lose(errors.PeerLostError(f"{self.name} ended the stream"))
+        except grpc.aio.AioRpcError as error:
+            cause = rpc.error_from_rpc(error)
+            handoff = isinstance(cause, errors.HandoffError)
+            self._lose(cause if handoff else errors.PeerLostError(f"{self.name}: {cause.message}"))
+        except errors.BatonError as error:
+            self._lose(error)
+        finally:
+            call.cancel()
+            self._lose(errors.PeerLostError(f"{self.name}: the stream ended"))
+            await self._channel.close(None)
+
+    async def _outgoing(self) -> AsyncIterator[handoff_pb2.PrefillToDecode]:
+        ranks = [rank.hello for rank in self._sender.ranks]
+        yield handoff_pb2.PrefillToDecode(
+            hello=handoff_pb2.Hello(
+                prefill=self._sender.worker,
+                decode_epoch=self.decode.epoch,
+                layout=self._sender.layout,
+                ranks=[
+                    handoff_pb2.RankEndpoint(rank=r.rank, agent_name=r.agent_name, agent_metadata=r.metadata)
+                    for r in ranks
+                ],
+                transports=self._offered(all(rank.agent_name for rank in ranks)),
+            )
+        )
+        while (message := await self._queue.get()) is not None:
+            yield message
+
+    def _offered(self, has_nixl: bool) -> list[str]:
+        wanted = self._sender.config.transport
+        if wanted == "grpc" or not has_nixl:
+            return ["grpc"]
+        return ["nixl"] if wanted == "nixl" else ["nixl", "grpc"]
+
+    async def _on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
+        kind = reply.WhichOneof("message")
+        if kind == "welcome":
+            self._tasks.append(asyncio.get_running_loop().create_task(self._welcome(reply.welcome)))
+        elif kind == "reserve_reply":
+            future = self._reserving.get(reply.reserve_reply.transfer_id)
+            if future is not None and not future.done():
+                future.set_result(reply.reserve_reply)
+        elif kind == "probe_result":
+            if not self._probe.done():
+                self._probe.set_result(reply.probe_result.arrived)
+        elif kind is not None and kind != "beat":
+            handoff = self._handoffs.get(getattr(reply, kind).transfer_id)
+            if handoff is not None:
+                handoff.on_reply(reply)
+
+    async def _welcome(self, welcome: handoff_pb2.Welcome) -> None:
+        if welcome.HasField("refused"):
+            self._lose(errors.from_wire(welcome.refused))
+            return
+        self.decode_layout = welcome.layout
+        self.slot_bytes = welcome.slot_bytes
+        self.transport = welcome.transport
+        if welcome.transport == "nixl" and not await self._probe_nixl(welcome):
+            if self._sender.config.transport == "nixl" or self._sender.config.require_transport:
+                self._lose(errors.TransportError(f"NIXL does not reach {self.name}", field="require_transport"))
+                return
+            log.warning("NIXL does not reach %s: this pair uses gRPC", self.name)
+            self.transport = "grpc"
+        for transfer_id in self._sender.take_undelivered(self.name):
+            self.send(drained=handoff_pb2.Drained(transfer_id=transfer_id))
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+    async def _probe_nixl(self, welcome: handoff_pb2.Welcome) -> bool:
+        """One notification from every rank: it arrives, or the pair does without NIXL."""
+        ranks = [m.PeerRank(r.rank, r.agent_name, r.agent_metadata) for r in welcome.ranks]
+        nonce = f"{self._sender.worker.worker_id}:{secrets.token_hex(8)}"
+        for rank in self._sender.ranks:
+            rank.handle(m.Connect(self.name, ranks, nonce))
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                return await self._probe
+        except TimeoutError:
+            return False
+
+    async def _beat(self) -> None:
+        while not self.lost:
+            await asyncio.sleep(BEAT_SECONDS)
+            now = time.monotonic()
+            if now - self._last_heard > LOST_SECONDS:
+                self._lose(errors.PeerLostError(f"nothing heard from {self.name} for {LOST_SECONDS:.0f} s"))
+            idle = not self._handoffs and not self._reserving
+            if idle and self._ready.done() and now - self._idle_since > LINGER_SECONDS:
+                self._lose(errors.PeerLostError("idle"))
+            self.send(beat=common_pb2.Beat())
+
+    def _lose(self, error: errors.BatonError) -> None:
+        if self.lost:
+            return
+        self.lost = True
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        for future in self._reserving.values():
+            if not future.done():
+                future.set_exception(error)
+        for handoff in list(self._handoffs.values()):
+            handoff.fail(error)
+        for rank in self._sender.ranks:
+            rank.handle(m.Disconnect(self.name))
+        self._sender.link_closed(self)
+        try:
+            self._queue.put_nowait(None)
+        except asyncio.QueueFull:
+            self._tasks[0].cancel()

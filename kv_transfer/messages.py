@@ -1,0 +1,198 @@
+"""What a leader tells its ranks' hand-off endpoints, and what they tell it: plain, picklable data.
+
+A rank may live in its leader's process or in another one; neither side can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer.geometry import Flow
+
+
+@dataclass(frozen=True)
+class PeerRank:
+    """A rank of the other worker: how its transport endpoint is reached."""
+
+    rank: int
+    agent_name: str
+    metadata: bytes
+
+
+# --- leader → sending rank ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Connect:
+    """A pair comes up: remember the peer's ranks under `peer`, and send each a probe."""
+
+    peer: str
+    ranks: Sequence[PeerRank]
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Disconnect:
+    peer: str
+
+
+@dataclass(frozen=True)
+class OpenTransfer:
+    """KV of engine request `request_id`, tokens [held_tokens, token_count), goes to `peer`."""
+
+    transfer_id: bytes
+    request_id: str
+    peer: str
+    transport: str
+    flows: Sequence[Flow]
+    held_tokens: int
+    token_count: int
+    slot_bytes: int
+    prefill_epoch: int
+    decode_epoch: int
+
+
+@dataclass(frozen=True)
+class Granted:
+    transfer_id: bytes
+    target_rank: int
+    part: int
+    slot: int
+    generation: int
+    address: int
+    device: int
+    deadline_seconds: float
+
+
+@dataclass(frozen=True)
+class PartAnswered:
+    transfer_id: bytes
+    target_rank: int
+    part: int
+    verified: bool
+
+
+@dataclass(frozen=True)
+class CloseTransfer:
+    """Committed, or given up: stop posting; answer Drained when every handle is terminal."""
+
+    transfer_id: bytes
+
+
+# --- sending rank → leader ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlotWanted:
+    transfer_id: bytes
+    source_rank: int
+    target_rank: int
+    part: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """gRPC transport: the leader's stream carries the bytes. `header` is a serialised PartHeader."""
+
+    transfer_id: bytes
+    header: bytes
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class AllGathered:
+    """Every token of every layer is in a part: how many parts each of this rank's flows has."""
+
+    transfer_id: bytes
+    source_rank: int
+    parts: Sequence[tuple[int, int]]  # (target rank, parts)
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TransferFailed:
+    transfer_id: bytes
+    reason: str
+
+
+@dataclass(frozen=True)
+class TransferDrained:
+    transfer_id: bytes
+    source_rank: int
+
+
+@dataclass(frozen=True)
+class ProbeFailed:
+    peer: str
+    reason: str
+
+
+# --- leader → receiving rank -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expect:
+    """A slot is granted: the part that lands there belongs to these blocks."""
+
+    slot: int
+    generation: int
+    transfer_id: bytes
+    part: int
+    source_rank: int
+    prefill_epoch: int
+    block_ids: Sequence[int]  # of the whole request
+
+
+@dataclass(frozen=True)
+class Forget:
+    """The slot's part is no longer wanted: whatever lands there is dropped."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Land:
+    """gRPC transport: put these bytes into the slot, then treat them as landed."""
+
+    header: bytes
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class AddSegment:
+    slots: int
+
+
+# --- receiving rank → leader -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartLanded:
+    """Verified and scattered, or not (`error` says why: "digest" or what else is wrong)."""
+
+    rank: int
+    slot: int
+    generation: int
+    transfer_id: bytes
+    source_rank: int
+    part: int
+    layers: tuple[int, int]
+    tokens: tuple[int, int]
+    heads: int
+    bytes: int
+    error: str
+
+
+@dataclass(frozen=True)
+class ProbeArrived:
+    rank: int
+    nonce: str
+
+
+@dataclass(frozen=True)
+class SegmentAdded:
+    rank: int
+    addresses: Sequence[int]

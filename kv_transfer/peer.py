@@ -1,0 +1,133 @@
+"""The control stream of one prefill worker, seen from the decode worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from cluster import errors
+from kv_transfer import messages as m
+from kv_transfer.layout import check_layouts
+from kv_transfer.link import BEAT_SECONDS, LOST_SECONDS, MAX_QUEUED_MESSAGES
+from wire import common_pb2, handoff_pb2
+
+if TYPE_CHECKING:
+    from kv_transfer.receiver import HandoffReceiver
+
+log = logging.getLogger(__name__)
+
+
+class PeerLink:
+    def __init__(self, receiver: HandoffReceiver):
+        self.prefill = common_pb2.WorkerRef()
+        self.layout = common_pb2.KvLayout()
+        self.closed = False
+        self._receiver = receiver
+        self._queue: asyncio.Queue[handoff_pb2.DecodeToPrefill | None] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self._last_heard = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefill.worker_id}@{self.prefill.epoch:x}"
+
+    def send(self, **message: Any) -> None:
+        if self.closed:
+            return
+        try:
+            self._queue.put_nowait(handoff_pb2.DecodeToPrefill(**message))
+        except asyncio.QueueFull:
+            self.end()
+
+    def end(self) -> None:
+        """The stream ends once what is queued has been sent."""
+        self.closed = True
+        try:
+            self._queue.put_nowait(None)
+        except asyncio.QueueFull:
+            self._queue.get_nowait()
+            self._queue.put_nowait(None)
+
+    async def replies(self) -> AsyncIterator[handoff_pb2.DecodeToPrefill]:
+        """What to send; a beat in silence; ends when the peer is silent too long."""
+        while time.monotonic() - self._last_heard < LOST_SECONDS:
+            try:
+                async with asyncio.timeout(BEAT_SECONDS):
+                    message = await self._queue.get()
+            except TimeoutError:
+                yield handoff_pb2.DecodeToPrefill(beat=common_pb2.Beat())
+                continue
+            if message is None:
+                return
+            yield message
+        self.closed = True
+
+    async def read(self, requests: AsyncIterator[handoff_pb2.PrefillToDecode]) -> None:
+        try:
+            async for message in requests:
+                self._last_heard = time.monotonic()
+                await self._on_message(message)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("the stream of %s broke", self.name)
+        finally:
+            self.end()
+
+    async def _on_message(self, message: handoff_pb2.PrefillToDecode) -> None:
+        receiver = self._receiver
+        match message.WhichOneof("message"):
+            case "hello":
+                self._hello(message.hello)
+            case "reserve":
+                await receiver.reserve(self, message.reserve)
+            case "slot_request":
+                receiver.slot_wanted(self, message.slot_request)
+            case "part":
+                self._land(message.part)
+            case "finish":
+                await receiver.finish(self, message.finish)
+            case "abort":
+                await receiver.abort_by_peer(self, message.abort)
+            case "drained":
+                receiver.drained(self, message.drained.transfer_id)
+
+    def _land(self, part: handoff_pb2.PartData) -> None:
+        self._receiver.land(
+            part.header.target_rank, m.Land(part.header.SerializeToString(), part.payload)
+        )
+
+    def _hello(self, hello: handoff_pb2.Hello) -> None:
+        self.prefill.CopyFrom(hello.prefill)
+        self.layout.CopyFrom(hello.layout)
+        welcome = handoff_pb2.Welcome(
+            decode_epoch=self._receiver.worker.epoch,
+            layout=self._receiver.layout,
+            slot_bytes=self._receiver.config.slot_bytes,
+        )
+        try:
+            if hello.decode_epoch != self._receiver.worker.epoch:
+                raise errors.StaleEpochError("this worker lives under another epoch now", field="decode_epoch")
+            check_layouts(hello.layout, self._receiver.layout)
+            welcome.transport = self._choose(list(hello.transports))
+        except errors.BatonError as error:
+            welcome.refused.CopyFrom(error.to_wire())
+        else:
+            welcome.ranks.extend(self._receiver.endpoints())
+            self._receiver.register(self)
+        self.send(welcome=welcome)
+
+    def _choose(self, offered: list[str]) -> str:
+        config = self._receiver.config
+        has_nixl = all(endpoint.agent_name for endpoint in self._receiver.endpoints())
+        ours = {"auto": ["nixl", "grpc"], "nixl": ["nixl"], "grpc": ["grpc"]}[config.transport]
+        usable = [name for name in offered if name in ours and (name != "nixl" or has_nixl)]
+        if config.require_transport:
+            usable = [name for name in usable if name == config.require_transport]
+        if not usable:
+            raise errors.TransportError(
+                f"no common transport: offered {offered}, allowed here {ours}", field="transport"
+            )
+        return usable[0]

@@ -1,0 +1,229 @@
+"""One rank's end at the decode worker: a ring of memory, and a thread that verifies and scatters what lands.
+
+The leader keeps the ring's accounts; this thread knows only what it was told to expect in which slot. A
+notification that does not match (generation, transfer, epoch) is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.config import TransferConfig
+from kv_transfer import messages as m
+from kv_transfer.digest import digest
+from kv_transfer.geometry import scatter
+from kv_transfer.memory import aligned_bytes
+from kv_transfer.transports.base import Endpoint
+from wire import handoff_pb2
+
+log = logging.getLogger(__name__)
+
+# Polling: fast while a part is expected, slower and slower when none comes, asleep when none is expected.
+FAST_POLL_SECONDS = 50e-6
+SLOW_POLL_SECONDS = 2e-3
+IDLE_POLL_SECONDS = 0.25  # an unpolled side completes nothing for its peer over TCP
+LINGER_SECONDS = 1.0
+PROBE_PREFIX = b"probe:"
+
+
+@dataclass(frozen=True)
+class RingMemory:
+    """Where the slots of one segment lie."""
+
+    memory: Tensor
+    slots: int
+    slot_bytes: int
+
+    def address(self, slot: int) -> int:
+        return self.memory.data_ptr() + slot * self.slot_bytes
+
+
+class ReceiverRank:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        kv_cache: Tensor,
+        kv_head_range: tuple[int, int],
+        endpoint: Endpoint | None,
+        config: TransferConfig,
+        decode_epoch: int,
+    ):
+        self.rank = rank
+        self.on_event: Callable[[Any], None] = lambda event: None
+        self._cache = kv_cache
+        self._heads = kv_head_range
+        self._endpoint = endpoint
+        self._slot_bytes = config.slot_bytes
+        self._epoch = decode_epoch
+        self._slots: list[Tensor] = []
+        self._expected: dict[int, m.Expect] = {}
+        self._inbox: deque[Any] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self.dropped: Counter[str] = Counter()
+        self.first_addresses = self._add_segment(max(4, config.ring_bytes // config.slot_bytes))
+        self._thread = threading.Thread(target=self._run, name=f"landing-{rank}", daemon=True)
+        self._thread.start()
+
+    @property
+    def hello(self) -> m.PeerRank:
+        if self._endpoint is None:
+            return m.PeerRank(self.rank, "", b"")
+        return m.PeerRank(self.rank, self._endpoint.name, self._endpoint.metadata)
+
+    def handle(self, message: Any) -> None:
+        with self._wake:
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(5.0)
+
+    def _add_segment(self, slots: int) -> list[int]:
+        memory = aligned_bytes(slots * self._slot_bytes, self._cache.device)
+        if self._endpoint is not None:
+            self._endpoint.register(memory)
+        segment = RingMemory(memory, slots, self._slot_bytes)
+        self._slots += [memory[i * self._slot_bytes : (i + 1) * self._slot_bytes] for i in range(slots)]
+        return [segment.address(slot) for slot in range(slots)]
+
+    def _run(self) -> None:
+        last_useful = 0.0
+        while not self._closing:
+            worked = self._handle_inbox()
+            worked |= self._poll()
+            now = time.monotonic()
+            if worked:
+                last_useful = now
+                continue
+            self._pause(now - last_useful)
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def _pause(self, quiet_seconds: float) -> None:
+        if self._expected:
+            pause = FAST_POLL_SECONDS if quiet_seconds < 0.05 else SLOW_POLL_SECONDS
+        else:
+            pause = SLOW_POLL_SECONDS if quiet_seconds < LINGER_SECONDS else IDLE_POLL_SECONDS
+        with self._wake:
+            if not self._inbox and not self._closing:
+                self._wake.wait(pause)
+
+    def _handle_inbox(self) -> bool:
+        worked = False
+        while self._inbox:
+            message = self._inbox.popleft()
+            worked = True
+            match message:
+                case m.Expect():
+                    self._expected[message.slot] = message
+                case m.Forget():
+                    expected = self._expected.get(message.slot)
+                    if expected is not None and expected.generation == message.generation:
+                        del self._expected[message.slot]
+                case m.Land():
+                    self._land(message)
+                case m.AddSegment():
+                    self.on_event(m.SegmentAdded(self.rank, self._add_segment(message.slots)))
+        return worked
+
+    def _poll(self) -> bool:
+        if self._endpoint is None:
+            return False
+        arrived = self._endpoint.notifications()
+        for message in arrived:
+            if message.startswith(PROBE_PREFIX):
+                self.on_event(m.ProbeArrived(self.rank, message[len(PROBE_PREFIX) :].decode()))
+            else:
+                self._part(message)
+        return bool(arrived)
+
+    def _land(self, message: m.Land) -> None:
+        header = handoff_pb2.PartHeader.FromString(message.header)
+        if header.slot < len(self._slots) and len(message.payload) <= self._slot_bytes:
+            payload = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
+            self._slots[header.slot][: payload.numel()].copy_(payload)
+        self._part(message.header)
+
+    def _part(self, raw: bytes) -> None:
+        try:
+            header = handoff_pb2.PartHeader.FromString(raw)
+        except Exception:
+            self.dropped["malformed"] += 1
+            return
+        # The grant may still be in the inbox: the peer can be faster than our own wake-up.
+        self._handle_inbox_expectations()
+        expected = self._expected.get(header.slot)
+        if (
+            expected is None
+            or expected.generation != header.generation
+            or expected.transfer_id != header.transfer_id
+            or expected.prefill_epoch != header.prefill_epoch
+            or self._epoch != header.decode_epoch
+            or expected.part != header.part
+            or expected.source_rank != header.source_rank
+        ):
+            self.dropped["stale"] += 1
+            return
+        del self._expected[header.slot]
+        error = self._verify_and_scatter(header, expected)
+        self.on_event(
+            m.PartLanded(
+                rank=self.rank,
+                slot=header.slot,
+                generation=header.generation,
+                transfer_id=header.transfer_id,
+                source_rank=header.source_rank,
+                part=header.part,
+                layers=(header.layer_begin, header.layer_end),
+                tokens=(header.token_begin, header.token_end),
+                heads=header.head_end - header.head_begin,
+                bytes=header.bytes,
+                error=error,
+            )
+        )
+
+    def _handle_inbox_expectations(self) -> None:
+        while self._inbox and isinstance(self._inbox[0], m.Expect | m.Forget):
+            message = self._inbox.popleft()
+            if isinstance(message, m.Expect):
+                self._expected[message.slot] = message
+            else:
+                self._expected.pop(message.slot, None)
+
+    def _verify_and_scatter(self, header: handoff_pb2.PartHeader, expected: m.Expect) -> str:
+        cache = self._cache
+        page, dim = cache.shape[4], cache.shape[5]
+        layers = range(header.layer_begin, header.layer_end)
+        heads = range(header.head_begin - self._heads[0], header.head_end - self._heads[0])
+        tokens = range(header.token_begin, header.token_end)
+        shape = (len(layers), 2, len(heads), len(tokens), dim)
+        size = torch.Size(shape).numel() * cache.element_size()
+        if (
+            size != header.bytes
+            or not 0 < size <= self._slot_bytes
+            or heads.start < 0
+            or heads.stop > cache.shape[3]
+            or layers.stop > cache.shape[1]
+            or tokens.stop > len(expected.block_ids) * page
+        ):
+            return "geometry"
+        data = self._slots[header.slot][:size]
+        if digest(data, header.digest_kind) != header.digest:
+            return "digest"
+        blocks = expected.block_ids[tokens.start // page : -(-tokens.stop // page)]
+        scatter(cache, data.view(cache.dtype).view(shape), blocks, layers, heads, tokens)
+        return ""

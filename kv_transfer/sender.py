@@ -1,0 +1,290 @@
+"""The prefill worker's side of hand-offs: one control stream per decode worker, any number of hand-offs on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+from cluster import errors
+from cluster.config import TransferConfig
+from kv_transfer import messages as m
+from kv_transfer.base import HandoffReport, HandoffSpec
+from kv_transfer.geometry import plan_flows
+from kv_transfer.link import LinkToDecode
+from kv_transfer.ranks import Rank
+from wire import common_pb2, handoff_pb2
+
+log = logging.getLogger(__name__)
+FINISH_SECONDS = 60.0
+MAX_UNDELIVERED = 4096
+
+
+class OutgoingHandoff:
+    """One hand-off at the sender. Made by HandoffSender.reserve; ends with `finish` or `abort`, once."""
+
+    def __init__(self, sender: HandoffSender, link: LinkToDecode, spec: HandoffSpec, held_tokens: int):
+        self._sender = sender
+        self._link = link
+        self._spec = spec
+        self.held_tokens = held_tokens
+        self._gathered: dict[int, m.AllGathered] = {}
+        self._drained_ranks: set[int] = set()
+        loop = asyncio.get_running_loop()
+        self._all_gathered: asyncio.Future[None] = loop.create_future()
+        self._committed: asyncio.Future[handoff_pb2.Committed] = loop.create_future()
+        self._all_drained: asyncio.Future[None] = loop.create_future()
+        self._closed = False
+        # Whoever awaits them hears of a failure; nobody may.
+        for future in (self._all_gathered, self._committed, self._all_drained):
+            future.add_done_callback(lambda f: f.cancelled() or f.exception())
+
+    @property
+    def transfer_id(self) -> bytes:
+        return self._spec.transfer_id
+
+    def start(self, request_id: str) -> None:
+        """From now on every layer the engine computes for `request_id` is sent. Call it before the engine
+        hears of the request."""
+        layout, peer = self._sender.layout, self._link
+        flows = plan_flows(
+            layout.num_kv_heads, layout.tensor_parallel, peer.decode_layout.tensor_parallel, self.transfer_id
+        )
+        for index, rank in enumerate(self._sender.ranks):
+            rank.handle(
+                m.OpenTransfer(
+                    transfer_id=self.transfer_id,
+                    request_id=request_id,
+                    peer=peer.name,
+                    transport=peer.transport,
+                    flows=[flow for flow in flows if flow.source_rank == index],
+                    held_tokens=self.held_tokens,
+                    token_count=self._spec.token_count,
+                    slot_bytes=peer.slot_bytes,
+                    prefill_epoch=self._sender.worker.epoch,
+                    decode_epoch=peer.decode.epoch,
+                )
+            )
+
+    async def finish(
+        self, first_tokens: Sequence[common_pb2.Token], report: common_pb2.WorkReport
+    ) -> HandoffReport:
+        """Waits until D has every part and committed. Raises HandoffError; then call `abort`."""
+        prefill_ended = time.monotonic()
+        try:
+            async with asyncio.timeout(FINISH_SECONDS):
+                await self._all_gathered
+                flows = [
+                    handoff_pb2.FlowParts(source_rank=rank, target_rank=target, parts=parts)
+                    for rank, gathered in self._gathered.items()
+                    for target, parts in gathered.parts
+                ]
+                self._link.send(
+                    finish=handoff_pb2.Finish(
+                        transfer_id=self.transfer_id, first_tokens=first_tokens, flows=flows, report=report
+                    )
+                )
+                await self._committed
+        except TimeoutError:
+            raise errors.TransportError(f"the hand-off did not commit within {FINISH_SECONDS:.0f} s") from None
+        self._close()
+        shipped = sum(gathered.bytes for gathered in self._gathered.values())
+        parts = sum(count for gathered in self._gathered.values() for _, count in gathered.parts)
+        return HandoffReport(self.held_tokens, shipped, parts, self._link.transport, time.monotonic() - prefill_ended)
+
+    async def abort(self, reason: str) -> None:
+        """Stops posting and tells D; says Drained once every write is terminal (in the background)."""
+        if self._closed:
+            return
+        self._link.send(abort=handoff_pb2.AbortHandoff(transfer_id=self.transfer_id, reason=reason[:200]))
+        self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        for rank in self._sender.ranks:
+            rank.handle(m.CloseTransfer(self.transfer_id))
+
+    # --- events (on the loop) ----------------------------------------------------------------------------
+
+    def on_rank_event(self, event: Any) -> None:
+        match event:
+            case m.SlotWanted():
+                self._link.send(
+                    slot_request=handoff_pb2.SlotRequest(
+                        transfer_id=event.transfer_id,
+                        source_rank=event.source_rank,
+                        target_rank=event.target_rank,
+                        part=event.part,
+                        bytes=event.bytes,
+                    )
+                )
+            case m.PartBytes():
+                header = handoff_pb2.PartHeader.FromString(event.header)
+                self._link.send(part=handoff_pb2.PartData(header=header, payload=event.payload))
+            case m.AllGathered():
+                self._gathered[event.source_rank] = event
+                if len(self._gathered) == len(self._sender.ranks) and not self._all_gathered.done():
+                    self._all_gathered.set_result(None)
+            case m.TransferFailed():
+                self.fail(errors.TransportError(event.reason))
+            case m.TransferDrained():
+                self._drained_ranks.add(event.source_rank)
+                if len(self._drained_ranks) == len(self._sender.ranks):
+                    self._sender.say_drained(self, self._link)
+
+    def on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
+        match reply.WhichOneof("message"):
+            case "slot_grant":
+                grant = reply.slot_grant
+                self._sender.ranks[grant.source_rank].handle(
+                    m.Granted(
+                        transfer_id=grant.transfer_id,
+                        target_rank=grant.target_rank,
+                        part=grant.part,
+                        slot=grant.slot,
+                        generation=grant.generation,
+                        address=grant.address,
+                        device=grant.device,
+                        deadline_seconds=grant.deadline_seconds,
+                    )
+                )
+            case "part_result":
+                result = reply.part_result
+                self._sender.count_part(result.verified)
+                self._sender.ranks[result.source_rank].handle(
+                    m.PartAnswered(result.transfer_id, result.target_rank, result.part, result.verified)
+                )
+            case "committed":
+                if not self._committed.done():
+                    self._committed.set_result(reply.committed)
+            case "aborted":
+                self.fail(errors.from_wire(reply.aborted.error))
+
+    def fail(self, error: errors.BatonError) -> None:
+        for future in (self._all_gathered, self._committed):
+            if not future.done():
+                future.set_exception(error)
+
+
+class HandoffSender:
+    """All hand-offs of one prefill worker."""
+
+    def __init__(
+        self,
+        *,
+        worker: common_pb2.WorkerRef,
+        layout: common_pb2.KvLayout,
+        ranks: Sequence[Rank],
+        config: TransferConfig,
+    ):
+        self.worker = worker
+        self.layout = layout
+        self.ranks = ranks
+        self.config = config
+        self._links: dict[str, LinkToDecode] = {}
+        self._live: dict[bytes, OutgoingHandoff] = {}
+        self._undelivered: dict[str, deque[bytes]] = {}
+        self._loop = asyncio.get_running_loop()
+        self.handoffs = 0
+        self.parts = 0
+        self.resends = 0
+        for rank in ranks:
+            rank.on_event = self._from_rank
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    async def reserve(
+        self, decode: common_pb2.WorkerRef, spec: HandoffSpec, deadline_seconds: float
+    ) -> OutgoingHandoff:
+        """Asks D for a place to land. Raises BlocksExhaustedError, LayoutMismatchError, StaleEpochError,
+        PeerLostError, DeadlineError, …; then nothing is held anywhere."""
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                link = await self._link(decode)
+                reply = await link.ask_reserve(
+                    handoff_pb2.Reserve(
+                        transfer_id=spec.transfer_id,
+                        request_id=spec.request_id,
+                        spec=spec.spec,
+                        token_count=spec.token_count,
+                        block_hashes=b"".join(spec.block_hashes),
+                    )
+                )
+        except TimeoutError:
+            raise errors.DeadlineError(f"{decode.worker_id} did not answer Reserve in time") from None
+        if reply.HasField("refused"):
+            raise errors.from_wire(reply.refused)
+        handoff = OutgoingHandoff(self, link, spec, reply.held_tokens)
+        self._live[spec.transfer_id] = handoff
+        link.attach(handoff)
+        self.handoffs += 1
+        return handoff
+
+    async def _link(self, decode: common_pb2.WorkerRef) -> LinkToDecode:
+        name = f"{decode.worker_id}@{decode.epoch:x}"
+        link = self._links.get(name)
+        if link is None or link.lost:
+            link = LinkToDecode(name, decode, self)
+            self._links[name] = link
+        await link.ready()
+        return link
+
+    def link_closed(self, link: LinkToDecode) -> None:
+        if self._links.get(link.name) is link:
+            del self._links[link.name]
+
+    def say_drained(self, handoff: OutgoingHandoff, link: LinkToDecode) -> None:
+        """Every write of the hand-off is terminal: D may reuse what it quarantined. Kept for the next link
+        if this one is lost."""
+        self._live.pop(handoff.transfer_id, None)
+        link.detach(handoff)
+        if link.lost:
+            waiting = self._undelivered.setdefault(link.name, deque(maxlen=MAX_UNDELIVERED))
+            waiting.append(handoff.transfer_id)
+        else:
+            link.send(drained=handoff_pb2.Drained(transfer_id=handoff.transfer_id))
+
+    def take_undelivered(self, name: str) -> Iterable[bytes]:
+        return self._undelivered.pop(name, ())
+
+    def count_part(self, verified: bool) -> None:
+        if verified:
+            self.parts += 1
+        else:
+            self.resends += 1
+
+    def _from_rank(self, event: Any) -> None:
+        """Called on a rank's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, event)
+        except RuntimeError:
+            log.debug("an event came after the loop had closed: %r", type(event))
+
+    def _dispatch(self, event: Any) -> None:
+        if isinstance(event, m.ProbeFailed):
+            link = self._links.get(event.peer)
+            if link is not None:
+                link.probe_failed(event.reason)
+            return
+        handoff = self._live.get(event.transfer_id)
+        if handoff is not None:
+            handoff.on_rank_event(event)
+
+    async def close(self) -> None:
+        for handoff in list(self._live.values()):
+            await handoff.abort("the prefill worker stops")
+        deadline = time.monotonic() + 2.0
+        while self._live and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        for link in list(self._links.values()):
+            await link.close()
+        for rank in self.ranks:
+            await asyncio.to_thread(rank.close)
+
+

@@ -1,0 +1,1 @@
+"""How bytes get into a peer's slot. `nixl` is the default, `grpc` the portable fallback."""

@@ -1,0 +1,42 @@
+"""The contract of a one-sided transport."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class PendingWrite(Protocol):
+    """A write on its way. There is no way to take it back: it may land until `poll` says it is terminal."""
+
+    def poll(self) -> str:
+        """"pending", "done" or "error"; an error means terminal, never "did not land"."""
+
+
+class Endpoint(Protocol):
+    """One rank's end. Not thread-safe: one thread uses it."""
+
+    name: str
+
+    @property
+    def metadata(self) -> bytes: ...
+
+    def register(self, memory: Tensor) -> None: ...
+
+    def connect(self, agent_name: str, metadata: bytes) -> None: ...
+
+    def disconnect(self, agent_name: str) -> None: ...
+
+    def write(
+        self, agent_name: str, source: Tensor, address: int, device: int, notification: bytes
+    ) -> PendingWrite:
+        """Starts copying `source` (contiguous uint8, registered) to the peer's address; the peer gets the
+        notification after the bytes. Raises TransportError."""
+
+    def notify(self, agent_name: str, message: bytes) -> None: ...
+
+    def notifications(self) -> list[bytes]:
+        """What has come since the last call; also drives progress, so both sides must call it."""
+
+    def close(self) -> None: ...

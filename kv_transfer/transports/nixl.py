@@ -1,0 +1,105 @@
+"""NIXL over UCX. Facts behind the settings: one progress thread per idle agent burns a core and halves the
+rate, so it is off and our own threads poll; UCX needs `tcp` in its list even on one host."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor
+
+from cluster.errors import TransportError
+from kv_transfer.transports.base import PendingWrite
+
+_STATES = {"DONE": "done", "PROC": "pending"}
+
+
+class NixlWrite:
+    def __init__(self, agent: Any, handle: Any, state: str):
+        self._agent = agent
+        self._handle = handle
+        self._state = _STATES.get(state, "error")
+
+    def poll(self) -> str:
+        if self._state == "pending":
+            try:
+                self._state = _STATES.get(self._agent.check_xfer_state(self._handle), "error")
+            except Exception:  # NIXL raises its own types; whichever it is, the handle is terminal
+                self._state = "error"
+        if self._state != "pending" and self._handle is not None:
+            self._agent.release_xfer_handle(self._handle)
+            self._handle = None
+        return self._state
+
+
+class NixlEndpoint:
+    """One agent. Raises TransportError where NIXL is missing or does not start."""
+
+    def __init__(self, name: str):
+        os.environ.setdefault("UCX_LOG_LEVEL", "error")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+
+            config = nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"])
+            self._agent = nixl_agent(name, config)
+        except Exception as error:
+            raise TransportError(f"NIXL does not start: {error}") from error
+        self.name = name
+        self._registered: list[Any] = []
+        self._peers: set[str] = set()
+
+    @property
+    def metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def register(self, memory: Tensor) -> None:
+        self._registered.append(self._agent.register_memory([memory]))
+
+    def connect(self, agent_name: str, metadata: bytes) -> None:
+        if agent_name in self._peers:
+            return
+        try:
+            known = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise TransportError(f"NIXL cannot reach {agent_name}: {error}") from error
+        if (known.decode() if isinstance(known, bytes) else known) != agent_name:
+            raise TransportError(f"NIXL metadata of {agent_name} names {known!r}")
+        self._peers.add(agent_name)
+
+    def disconnect(self, agent_name: str) -> None:
+        if agent_name in self._peers:
+            self._peers.discard(agent_name)
+            try:
+                self._agent.remove_remote_agent(agent_name)
+            except Exception as error:
+                raise TransportError(f"NIXL cannot forget {agent_name}: {error}") from error
+
+    def write(
+        self, agent_name: str, source: Tensor, address: int, device: int, notification: bytes
+    ) -> PendingWrite:
+        agent = self._agent
+        kind = "DRAM" if source.device.type == "cpu" else "VRAM"
+        try:
+            local = agent.get_xfer_descs([(source.data_ptr(), source.numel(), source.device.index or 0)], kind)
+            remote = agent.get_xfer_descs([(address, source.numel(), device)], kind)
+            handle = agent.initialize_xfer("WRITE", local, remote, agent_name, notification)
+            return NixlWrite(agent, handle, agent.transfer(handle))
+        except Exception as error:
+            raise TransportError(f"NIXL write to {agent_name}: {error}") from error
+
+    def notify(self, agent_name: str, message: bytes) -> None:
+        try:
+            self._agent.send_notif(agent_name, message)
+        except Exception as error:
+            raise TransportError(f"NIXL notification to {agent_name}: {error}") from error
+
+    def notifications(self) -> list[bytes]:
+        return [message for messages in self._agent.get_new_notifs().values() for message in messages]
+
+    def close(self) -> None:
+        for registered in self._registered:
+            self._agent.deregister_memory(registered)
+        self._registered.clear()
+        for peer in list(self._peers):
+            self.disconnect(peer)
