@@ -1,0 +1,14 @@
+-- KEYS: owners, sequences   ARGV: prefix, slot, name(worker@epoch), sequence, ttl_ms, then (held, chain) pairs
+-- -> 'ok' | 'register' | the sequence number to resend from
+if redis.call('HGET', KEYS[1], ARGV[2]) ~= ARGV[3] then return 'register' end
+local sequence = tonumber(ARGV[4])
+local expected = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '1')
+if sequence > expected then return expected end
+if sequence == expected then
+  local now = now_ms()
+  for i = 6, #ARGV, 2 do
+    insert(ARGV[1], ARGV[i + 1], ARGV[2], tonumber(ARGV[i]), true, 0, now + tonumber(ARGV[5]))
+  end
+  redis.call('HSET', KEYS[2], ARGV[2], expected + 1)
+end
+return 'ok'

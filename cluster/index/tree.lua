@@ -1,0 +1,176 @@
+-- The radix tree. A node is two keys, named by the 8-byte key of its first block:
+--   n:<key>  label: the keys of its run of blocks, packed
+--   w:<key>  hash: slot -> (confirmed, predicted, predicted_until_ms); field "c" marks a node with children
+-- Chained hashes name whole prefixes, so a child is found by the key after the run: no child pointers.
+
+local KEY = 8
+local PACK = '>I4I4I8'
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function read(raw)
+  local c, p, u = struct.unpack(PACK, raw)
+  return c, p, u
+end
+
+local function covered(raw, now)
+  local c, p, u = read(raw)
+  if u > now and p > c then return p end
+  return c
+end
+
+-- Blocks that label and chain (from block `pos`) share. Chained hashes that agree at i agree before i,
+-- so one comparison decides the common case and a binary search the rest.
+local function shared(label, chain, pos)
+  local size = #label
+  local rest = #chain - pos * KEY
+  if rest < size then size = rest end
+  local base = pos * KEY
+  if string.sub(label, 1, size) == string.sub(chain, base + 1, base + size) then return size / KEY end
+  local low, high = 0, size / KEY
+  while high - low > 1 do
+    local mid = math.floor((low + high) / 2)
+    if string.sub(label, mid * KEY - KEY + 1, mid * KEY) == string.sub(chain, base + mid * KEY - KEY + 1, base + mid * KEY) then
+      low = mid
+    else
+      high = mid
+    end
+  end
+  return low
+end
+
+local function node_key(chain, pos)
+  return string.sub(chain, pos * KEY + 1, pos * KEY + KEY)
+end
+
+local function touch(prefix, key, expire_at)
+  redis.call('PEXPIREAT', prefix .. 'n:' .. key, expire_at)
+  redis.call('PEXPIREAT', prefix .. 'w:' .. key, expire_at)
+end
+
+-- slot -> leading blocks of `chain` it covers. Walks on while some worker covers a whole run.
+local function match(prefix, chain, now, expire_at, owners, budget)
+  local cover = {}
+  local total = #chain / KEY
+  local pos = 0
+  while pos < total do
+    local key = node_key(chain, pos)
+    local label = redis.call('GET', prefix .. 'n:' .. key)
+    if not label then break end
+    local run = #label / KEY
+    local m = shared(label, chain, pos)
+    local onward = false
+    local fields = redis.call('HGETALL', prefix .. 'w:' .. key)
+    for i = 1, #fields, 2 do
+      local slot = fields[i]
+      if slot ~= 'c' then
+        local have = covered(fields[i + 1], now)
+        if have > m then have = m end
+        if pos == 0 or cover[slot] == pos then
+          cover[slot] = pos + have
+          if have == run then onward = true end
+        end
+        if budget > 0 and redis.call('HEXISTS', owners, slot) == 0 then
+          redis.call('HDEL', prefix .. 'w:' .. key, slot)
+          cover[slot] = nil
+          budget = budget - 1
+        end
+      end
+    end
+    touch(prefix, key, expire_at)
+    if m < run or not onward then break end
+    pos = pos + run
+  end
+  return cover
+end
+
+-- confirmed: set to `held` (a report); otherwise predicted: set to `held` until `until_ms` (a placement).
+local function mark(prefix, key, slot, held, confirmed, until_ms)
+  local raw = redis.call('HGET', prefix .. 'w:' .. key, slot)
+  local c, p, u = 0, 0, 0
+  if raw then c, p, u = read(raw) end
+  if confirmed then
+    c = held
+    if c == 0 and p == 0 then
+      redis.call('HDEL', prefix .. 'w:' .. key, slot)
+      return
+    end
+    -- A worker's own word ends a prediction that promised more.
+    p, u = 0, 0
+    if c == 0 then
+      redis.call('HDEL', prefix .. 'w:' .. key, slot)
+      return
+    end
+  else
+    if held < p and u > until_ms - 60000 then held = math.max(held, p) end
+    p, u = held, until_ms
+  end
+  redis.call('HSET', prefix .. 'w:' .. key, slot, struct.pack(PACK, c, p, u))
+end
+
+-- Cuts a node after `m` blocks: the rest becomes its child.
+local function split(prefix, key, label, m, expire_at)
+  local rest = string.sub(label, m * KEY + 1)
+  local child = string.sub(rest, 1, KEY)
+  local fields = redis.call('HGETALL', prefix .. 'w:' .. key)
+  redis.call('DEL', prefix .. 'n:' .. child, prefix .. 'w:' .. child)
+  redis.call('SET', prefix .. 'n:' .. child, rest)
+  redis.call('SET', prefix .. 'n:' .. key, string.sub(label, 1, m * KEY))
+  for i = 1, #fields, 2 do
+    local slot = fields[i]
+    if slot == 'c' then
+      redis.call('HSET', prefix .. 'w:' .. child, 'c', '1')
+    else
+      local c, p, u = read(fields[i + 1])
+      if c > m or p > m then
+        redis.call('HSET', prefix .. 'w:' .. child, slot, struct.pack(PACK, math.max(0, c - m), math.max(0, p - m), u))
+      end
+      redis.call('HSET', prefix .. 'w:' .. key, slot, struct.pack(PACK, math.min(c, m), math.min(p, m), u))
+    end
+  end
+  redis.call('HSET', prefix .. 'w:' .. key, 'c', '1')
+  touch(prefix, child, expire_at)
+end
+
+-- Of `chain`, `slot` holds the first `held` blocks. Sets it in the nodes of the path; a report also clears the
+-- slot below the end. Only as much of the chain as is held creates nodes.
+local function insert(prefix, chain, slot, held, confirmed, until_ms, expire_at)
+  local total = #chain / KEY
+  local pos = 0
+  local last = nil
+  while pos < total do
+    local key = node_key(chain, pos)
+    local label = redis.call('GET', prefix .. 'n:' .. key)
+    if not label then
+      if held <= pos then return end
+      local rest = string.sub(chain, pos * KEY + 1, held * KEY)
+      if last and redis.call('HEXISTS', prefix .. 'w:' .. last.key, 'c') == 0 then
+        redis.call('APPEND', prefix .. 'n:' .. last.key, rest)
+        mark(prefix, last.key, slot, held - last.pos, confirmed, until_ms)
+      else
+        if last then redis.call('HSET', prefix .. 'w:' .. last.key, 'c', '1') end
+        redis.call('DEL', prefix .. 'w:' .. key)
+        redis.call('SET', prefix .. 'n:' .. key, rest)
+        mark(prefix, key, slot, held - pos, confirmed, until_ms)
+        touch(prefix, key, expire_at)
+      end
+      return
+    end
+    local run = #label / KEY
+    local m = shared(label, chain, pos)
+    if m < run and pos + m < total and held > pos + m then
+      split(prefix, key, label, m, expire_at)
+      run = m
+    end
+    local mine = math.min(math.max(held - pos, 0), math.min(m, run))
+    if mine > 0 or confirmed then mark(prefix, key, slot, mine, confirmed, until_ms) end
+    touch(prefix, key, expire_at)
+    if m < run then return end
+    if held <= pos and not confirmed then return end
+    last = {key = key, pos = pos}
+    pos = pos + run
+  end
+end

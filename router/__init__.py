@@ -1,0 +1,1 @@
+"""Front doors, placement, and the life of a request."""

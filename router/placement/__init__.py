@@ -1,0 +1,1 @@
+"""Which prefill worker, which decode worker: one atomic Redis script, one round trip."""

@@ -1,0 +1,38 @@
+"""The cost model's constants, learned from what workers report: prefill seconds = a·u + b·u·(L − u/2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_WEIGHT = 0.1
+_START_A = 1e-3
+
+
+@dataclass
+class Calibration:
+    a: float = _START_A  # seconds a token
+    b: float = 0.0  # seconds a token pair
+    bandwidth: float = 1e9  # bytes a second between workers
+    token_bytes: float = 1.0
+    decode_token_seconds: float = 2e-8  # what a resident token adds to a step
+
+    @property
+    def rate(self) -> float:
+        """Prefill tokens a second."""
+        return 1.0 / self.a
+
+    def observe_prefill(self, computed_tokens: int, total_tokens: int, seconds: float) -> None:
+        """Least-mean-squares on the two terms; both stay positive."""
+        if computed_tokens < 16 or seconds <= 0:
+            return
+        pairs = computed_tokens * (total_tokens - computed_tokens / 2)
+        error = seconds - (self.a * computed_tokens + self.b * pairs)
+        scale = computed_tokens**2 + (1e-3 * pairs) ** 2
+        self.a = max(1e-8, self.a + _WEIGHT * error * computed_tokens / scale)
+        self.b = max(0.0, self.b + _WEIGHT * error * 1e-6 * pairs / scale)
+
+    def observe_transfer(self, shipped_bytes: int, shipped_tokens: int, seconds: float) -> None:
+        if shipped_tokens > 0:
+            self.token_bytes = shipped_bytes / shipped_tokens
+        if shipped_bytes >= 1 << 20 and seconds > 1e-4:
+            self.bandwidth += _WEIGHT * (shipped_bytes / seconds - self.bandwidth)

@@ -1,0 +1,208 @@
+"""The router's placement: asks the script, keeps this router's charges, goes on alone when Redis is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib import resources
+
+import redis
+
+from cluster.config import RouterConfig
+from cluster.errors import UnavailableError
+from cluster.index import scripts
+from cluster.membership import keys
+from cluster.membership.reader import Members
+from cluster.membership.types import WorkerInfo
+from cluster.redis.connect import connect_async
+from router.placement.calibration import Calibration
+from router.placement.local_view import LocalView
+from router.placement.types import Charge, Mode, Placed, PlacementRequest
+
+log = logging.getLogger(__name__)
+SETTLE_SECONDS = 0.05
+LEASE_SECONDS = 5.0
+PREDICT_SECONDS = 10.0
+SCRIPT_SECONDS = 0.1  # a hung Redis must not delay a request more than this
+RETRY_SECONDS = 0.5
+_TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty")
+
+
+def _lua(name: str) -> str:
+    return resources.files("router.placement").joinpath(name).read_text()
+
+
+class Placement:
+    def __init__(self, config: RouterConfig, members: Members, rng: random.Random | None = None):
+        self._config = config
+        self._members = members
+        self._rng = rng or random.Random()
+        self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
+        self._place = self._client.register_script(scripts.tree() + _lua("place.lua"))
+        self._settle = self._client.register_script(_lua("settle.lua"))
+        tag = f"{{{config.namespace}}}:"
+        self._load_key, self._routers_key, self._calls_key = tag + "load", tag + "routers", tag + "calls"
+        self._charges_key = tag + "chg:" + config.router_id
+        self._owners_key = keys.slot_owners(config.namespace)
+        self.calibration = Calibration()
+        self._local = LocalView(self._rng)
+        self._charges: dict[bytes, Charge] = {}
+        self._dirty = asyncio.Event()
+        self._down_until = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self.calls = 0
+
+    async def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._settle_forever())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._charges.clear()
+        await self._settle_once()
+        await self._client.aclose()
+
+    @property
+    def mode(self) -> Mode:
+        return "always" if self._config.aggregated else self._config.local_prefill
+
+    async def place(self, request: PlacementRequest) -> Placed:
+        """One script call. Raises UnavailableError when a role that is needed has nobody."""
+        prefill = self._usable(self._members.prefill, request)
+        decode = self._usable(self._members.decode, request)
+        if self.mode == "always":
+            prefill = []
+        if not decode:
+            raise UnavailableError("no decode worker is there", retry_after_seconds=1.0)
+        if not prefill and self.mode == "never":
+            raise UnavailableError("no prefill worker is there", retry_after_seconds=1.0)
+        self.calls += 1
+        if time.monotonic() >= self._down_until:
+            try:
+                async with asyncio.timeout(SCRIPT_SECONDS * 2):
+                    return await self._ask(request, prefill, decode)
+            except (redis.RedisError, TimeoutError, OSError) as error:
+                log.warning("placing without Redis: %s", error)
+                self._down_until = time.monotonic() + RETRY_SECONDS
+        return self._alone(request, prefill, decode)
+
+    @staticmethod
+    def _usable(workers: list[WorkerInfo], request: PlacementRequest) -> list[WorkerInfo]:
+        """Without those that failed this request, unless nobody else is left."""
+        others = [worker for worker in workers if worker.worker_id not in request.excluded]
+        return others or workers
+
+    async def _ask(
+        self, request: PlacementRequest, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo]
+    ) -> Placed:
+        workers = [*prefill, *decode]
+        model_id = decode[0].model_id
+        c = self.calibration
+        arguments: list[bytes | str | int | float] = [
+            scripts.prefix(self._config.namespace, model_id),
+            self._config.router_id,
+            request.chain,
+            request.token_count,
+            self._config.page_size,
+            request.output_tokens,
+            self.mode,
+            self._rng.random(),
+            c.a,
+            c.b,
+            c.token_bytes,
+            c.bandwidth,
+            c.decode_token_seconds,
+            self._config.index_feeds,
+            int(scripts.NODE_TTL_SECONDS * 1000),
+            int(PREDICT_SECONDS * 1000),
+            len(prefill),
+        ]
+        for worker in workers:
+            capacity = worker.blocks_total * worker.page_size
+            arguments += [worker.slot, worker.name, worker.place or worker.host, c.rate, capacity]
+        answer = await self._place(
+            keys=[self._owners_key, self._load_key, self._routers_key, self._calls_key, self._charges_key],
+            args=arguments,
+        )
+        p_index, d_index, hit, decode_hit, uncached = (int(value) for value in answer[:5])
+        p = workers[p_index - 1] if p_index else None
+        d = workers[d_index - 1]
+        terms = {name: float(value) for name, value in zip(_TERMS, answer[5:], strict=True)}
+        self._charge(request, p, d, uncached)
+        return Placed(p, d, hit, decode_hit, True, terms)
+
+    def _alone(
+        self, request: PlacementRequest, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo]
+    ) -> Placed:
+        load = self._own_load()
+        d = self._local.pick(decode, load, request.chain)
+        p = self._local.pick(prefill, load, request.chain) if prefill else None
+        self._charge(request, p, d, request.token_count)
+        return Placed(p, d, 0, 0, False)
+
+    def _charge(self, request: PlacementRequest, p: WorkerInfo | None, d: WorkerInfo, uncached: int) -> None:
+        self._local.remember(request.chain, (p or d).worker_id)
+        self._charges[request.transfer_id] = Charge(
+            (p or d).name, d.name, uncached, request.token_count + request.output_tokens
+        )
+
+    def _own_load(self) -> Counter[str]:
+        load: Counter[str] = Counter()
+        for charge in self._charges.values():
+            load[charge.prefill] += charge.prefill_tokens
+            load[charge.decode] += charge.decode_tokens
+        return load
+
+    def prefilled(self, transfer_id: bytes) -> None:
+        """The first token came: its prompt no longer waits anywhere."""
+        charge = self._charges.get(transfer_id)
+        if charge is not None and charge.prefill_tokens:
+            charge.prefill_tokens = 0
+            self._dirty.set()
+
+    def release(self, transfer_id: bytes) -> None:
+        """The attempt is over."""
+        if self._charges.pop(transfer_id, None) is not None:
+            self._dirty.set()
+
+    async def calls_in_redis(self) -> int | None:
+        """The script's own count, over all routers. None while Redis is gone."""
+        try:
+            return int(await self._client.get(self._calls_key) or 0)
+        except (redis.RedisError, TimeoutError, OSError):
+            return None
+
+    async def _settle_forever(self) -> None:
+        renewed = 0.0
+        while True:
+            try:
+                async with asyncio.timeout(LEASE_SECONDS / 5):
+                    await self._dirty.wait()
+            except TimeoutError:
+                pass
+            # Nothing charged and nothing changed: no lease is needed, and an idle router stays quiet.
+            if self._dirty.is_set() or (self._charges and time.monotonic() - renewed > LEASE_SECONDS / 5):
+                self._dirty.clear()
+                await self._settle_once()
+                renewed = time.monotonic()
+            await asyncio.sleep(SETTLE_SECONDS)
+
+    async def _settle_once(self) -> None:
+        table: Counter[str] = Counter()
+        for charge in self._charges.values():
+            table["p:" + charge.prefill] += charge.prefill_tokens
+            table["d:" + charge.decode] += charge.decode_tokens
+        pairs = [part for field, amount in table.items() if amount for part in (field, amount)]
+        try:
+            await self._settle(
+                keys=[self._load_key, self._routers_key, self._charges_key],
+                args=[self._config.router_id, int(LEASE_SECONDS * 1000), *pairs],
+            )
+        except (redis.RedisError, TimeoutError, OSError) as error:
+            log.debug("charges wait for Redis: %s", error)
+            self._dirty.set()

@@ -1,0 +1,40 @@
+"""What placement is asked and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cluster.membership.types import WorkerInfo
+
+Mode = Literal["never", "fallback", "auto", "always"]
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    transfer_id: bytes
+    chain: bytes  # packed 8-byte index keys of the prompt's full blocks
+    token_count: int
+    output_tokens: int  # expected
+    excluded: frozenset[str] = frozenset()  # worker ids that failed this request
+    explain: bool = False
+
+
+@dataclass(frozen=True)
+class Placed:
+    prefill: WorkerInfo | None  # None: the decode worker prefills
+    decode: WorkerInfo
+    cached_prefill_tokens: int
+    cached_decode_tokens: int
+    from_redis: bool
+    terms: dict[str, float] = field(default_factory=dict)  # seconds
+
+
+@dataclass
+class Charge:
+    """What one attempt added to the load that all routers share."""
+
+    prefill: str  # worker@epoch
+    decode: str
+    prefill_tokens: int
+    decode_tokens: int
