@@ -1,0 +1,230 @@
+"""`baton load`: flags, and what they become."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Literal
+
+import orjson
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from loadgen.config import Arrival, LoadConfig, PromptKind, Protocol, WorkloadName
+from loadgen.report import Report
+from loadgen.run import run_all
+from loadgen.table import print_report
+
+_ARRIVE, _ASK, _JUDGE, _TELL = "How requests arrive", "What they ask", "What counts as good", "Where it goes"
+
+Protocols = Annotated[
+    list[Literal["grpc", "http"]],
+    typer.Option(
+        "--protocol",
+        help="grpc is Baton's own, http any OpenAI server. Give both to load both at once, half each.",
+    ),
+]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--target",
+        help="Server, e.g. 127.0.0.1:50051 or http://127.0.0.1:8000; several: conversations take turns. "
+        "With two protocols, http://… targets belong to http.",
+    ),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        help="Open loop: requests a second, due on a schedule made beforehand. A slow server does not slow "
+        "them down, and waiting counts. Without it, a closed loop.",
+        rich_help_panel=_ARRIVE,
+    ),
+]
+ArrivalOption = Annotated[
+    Arrival,
+    typer.Option(help="Open loop: poisson is what independent users do.", rich_help_panel=_ARRIVE),
+]
+Concurrency = Annotated[
+    int,
+    typer.Option(
+        help="Closed loop: users who each wait for their answer and ask again at once. Shows the most a "
+        "server gives, not what users would wait.",
+        rich_help_panel=_ARRIVE,
+    ),
+]
+Requests = Annotated[int | None, typer.Option(help="Stop after so many.", rich_help_panel=_ARRIVE)]
+Seconds = Annotated[
+    float | None, typer.Option(help="Or: start none later than this [30].", rich_help_panel=_ARRIVE)
+]
+Warmup = Annotated[
+    int, typer.Option(help="Requests before, one by one, not counted.", rich_help_panel=_ARRIVE)
+]
+Timeout = Annotated[float, typer.Option(help="Deadline of a request, seconds.", rich_help_panel=_ARRIVE)]
+Workload = Annotated[
+    WorkloadName,
+    typer.Option(
+        help="plain: nothing in common. shared: one system prompt, then something of its own. conversation: "
+        "each question follows everything said before.",
+        rich_help_panel=_ASK,
+    ),
+]
+Kind = Annotated[
+    PromptKind | None,
+    typer.Option(
+        "--prompts",
+        help="text and chat have about the length asked for, tokens exactly.",
+        rich_help_panel=_ASK,
+    ),
+]
+PromptTokens = Annotated[int, typer.Option(help="Length of a prompt's own part.", rich_help_panel=_ASK)]
+Spread = Annotated[float, typer.Option(help="Vary it evenly by this share.", rich_help_panel=_ASK)]
+PrefixTokens = Annotated[int, typer.Option(help="shared: length of the system prompt.", rich_help_panel=_ASK)]
+Prefixes = Annotated[int, typer.Option(help="shared: how many different ones.", rich_help_panel=_ASK)]
+Turns = Annotated[int, typer.Option(help="conversation: questions each.", rich_help_panel=_ASK)]
+Think = Annotated[float, typer.Option(help="conversation: pause between, seconds.", rich_help_panel=_ASK)]
+Questions = Annotated[
+    Path | None, typer.Option(help="conversation: a file with one question a line.", rich_help_panel=_ASK)
+]
+VocabSize = Annotated[int, typer.Option(help="tokens: ids stay below this.", rich_help_panel=_ASK)]
+MaxTokens = Annotated[int, typer.Option(help="Longest answer.", rich_help_panel=_ASK)]
+Temperature = Annotated[float, typer.Option(help="0 = greedy.", rich_help_panel=_ASK)]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option("--ignore-eos", help="Every answer as long as that (Baton, vLLM).", rich_help_panel=_ASK),
+]
+Seed = Annotated[int, typer.Option(help="Same seed, same prompts and same schedule.", rich_help_panel=_ASK)]
+ExtraBody = Annotated[str, typer.Option(help="http: more fields for the body, JSON.", rich_help_panel=_ASK)]
+SloTtft = Annotated[
+    float | None, typer.Option(help="First token within so many seconds.", rich_help_panel=_JUDGE)
+]
+SloTpot = Annotated[
+    float | None, typer.Option(help="Seconds a token after it, on average.", rich_help_panel=_JUDGE)
+]
+SloE2e = Annotated[float | None, typer.Option(help="Last token within so many.", rich_help_panel=_JUDGE)]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures.", rich_help_panel=_TELL)]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", help="Write a page with plots, all in one file.", rich_help_panel=_TELL),
+]
+
+
+def load(
+    protocol: Protocols = ["grpc"],  # noqa: B006 (typer wants a list, and copies it)
+    target: Targets = None,
+    model: Annotated[str, typer.Option(help="Default: the first one served.")] = "",
+    rate: Rate = None,
+    arrival: ArrivalOption = "poisson",
+    concurrency: Concurrency = 8,
+    requests: Requests = None,
+    seconds: Seconds = None,
+    warmup: Warmup = 0,
+    timeout: Timeout = 120.0,
+    workload: Workload = "plain",
+    prompts: Kind = None,
+    prompt_tokens: PromptTokens = 256,
+    prompt_spread: Spread = 0.0,
+    prefix_tokens: PrefixTokens = 256,
+    prefixes: Prefixes = 1,
+    turns: Turns = 4,
+    think: Think = 0.0,
+    questions: Questions = None,
+    vocab_size: VocabSize = 4096,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    ignore_eos: IgnoreEos = False,
+    seed: Seed = 0,
+    extra_body: ExtraBody = "{}",
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    slo_e2e: SloE2e = None,
+    json: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """Offer a server a load, and report what its clients saw.
+
+    Latencies count from the moment a request was due, so a server that stalls cannot hide the requests it
+    held up. Figures the server reports itself (stages, cached tokens, shipped KV) appear where it does.
+    """
+    if requests is None and seconds is None:
+        seconds = 30.0
+    shares = _shares(list(dict.fromkeys(protocol)), target or [], rate, concurrency, requests)
+    settings = {
+        "model": model,
+        "arrival": arrival,
+        "seconds": seconds,
+        "warmup_requests": warmup,
+        "timeout_seconds": timeout,
+        "workload": workload,
+        "prompt_kind": prompts,
+        "prompt_tokens": prompt_tokens,
+        "prompt_spread": prompt_spread,
+        "prefix_tokens": prefix_tokens,
+        "prefixes": prefixes,
+        "turns": turns,
+        "think_seconds": think,
+        "questions": _lines(questions),
+        "vocab_size": vocab_size,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "ignore_eos": ignore_eos,
+        "slo": {"ttft_seconds": slo_ttft, "tpot_seconds": slo_tpot, "e2e_seconds": slo_e2e},
+    }
+    try:
+        body = orjson.loads(extra_body)
+        configs = [
+            LoadConfig.model_validate({**settings, **share, "extra_body": body, "seed": seed + index})
+            for index, share in enumerate(shares)
+        ]
+    except (ValidationError, orjson.JSONDecodeError) as error:
+        raise typer.BadParameter(_sentence(error)) from error
+    console = Console()
+    report = asyncio.run(run_all(configs, console=console))
+    print_report(report, console)
+    write_files(report, json, html)
+    if report.failed == report.requests:
+        raise typer.Exit(1)
+
+
+def write_files(report: Report, json_file: Path | None, html_file: Path | None) -> None:
+    """Writes what is asked for, making folders on the way."""
+    from loadgen.html import page
+
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_bytes(orjson.dumps(report.to_json(), option=orjson.OPT_INDENT_2) + b"\n")
+    if html_file is not None:
+        html_file.parent.mkdir(parents=True, exist_ok=True)
+        html_file.write_text(page(report))
+
+
+def _shares(
+    protocols: list[Protocol], targets: list[str], rate: float | None, concurrency: int, requests: int | None
+) -> list[dict[str, object]]:
+    """The load divided evenly between the protocols."""
+    count = len(protocols)
+    shares: list[dict[str, object]] = []
+    for index, protocol in enumerate(protocols):
+        own = [item for item in targets if count == 1 or item.startswith("http") == (protocol == "http")]
+        share: dict[str, object] = {"protocol": protocol, "targets": tuple(own)}
+        share["rate"] = rate / count if rate is not None else None
+        share["concurrency"] = max(1, _part(concurrency, count, index))
+        share["requests"] = max(1, _part(requests, count, index)) if requests is not None else None
+        shares.append(share)
+    return shares
+
+
+def _part(total: int, count: int, index: int) -> int:
+    return total // count + (1 if index < total % count else 0)
+
+
+def _lines(file: Path | None) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    return tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+    return f"--extra-body: {error}"

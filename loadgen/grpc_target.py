@@ -1,0 +1,101 @@
+"""Baton's own gRPC service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from loadgen.config import LoadConfig
+from loadgen.record import STAGES, RequestRecord, ServerTimings
+from loadgen.target import Clock, RequestFailed
+from loadgen.workload import ChatPrompt, Prompt, TextPrompt
+from wire import common_pb2, inference_pb2_grpc
+from wire import inference_pb2 as pb
+
+_ERROR_KEY = "baton-error-bin"
+
+
+class GrpcTarget:
+    def __init__(self, config: LoadConfig, address: str, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._channel = grpc.aio.insecure_channel(address.removeprefix("grpc://"))
+        self._stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def send(self, prompt: Prompt, record: RequestRecord) -> str:
+        request = self._request(prompt)
+        record.sent = self._clock()
+        call = self._stub.Generate(request, timeout=self._config.timeout_seconds)
+        try:
+            return await self._read(call, record)
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from error
+        finally:
+            call.cancel()  # nothing to a call that has ended
+
+    async def _read(self, call: Any, record: RequestRecord) -> str:
+        text: list[str] = []
+        completed = False
+        async for event in call:
+            kind = event.WhichOneof("event")
+            if kind == "chunk":
+                if event.chunk.tokens or event.chunk.text:
+                    record.arrived(self._clock(), max(1, len(event.chunk.tokens)))
+                text.append(event.chunk.text)
+            elif kind == "started":
+                record.prompt_tokens = event.started.prompt_tokens
+            elif kind == "completed":
+                completed = True
+                _note_completed(event.completed, record)
+        if not completed:
+            raise RequestFailed("cut_off", "the stream ended without its last event")
+        return "".join(text)
+
+    def _request(self, prompt: Prompt) -> pb.GenerateRequest:
+        config = self._config
+        request = pb.GenerateRequest(model=config.model)
+        request.options.max_tokens = config.max_tokens
+        request.options.temperature = config.temperature
+        request.options.ignore_eos = config.ignore_eos
+        if isinstance(prompt, TextPrompt):
+            request.text = prompt.text
+        elif isinstance(prompt, ChatPrompt):
+            turns = [pb.ChatMessage(role=role, content=content) for role, content in prompt.messages]
+            request.chat.messages.extend(turns)
+        else:
+            request.token_ids.ids.extend(prompt.ids)
+        return request
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+
+def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
+    record.prompt_tokens = completed.usage.prompt_tokens
+    record.usage_tokens = completed.usage.completion_tokens
+    record.cached_tokens = completed.usage.cached_tokens
+    timings = completed.timings
+    record.timings = ServerTimings(
+        stages={stage: getattr(timings, stage) for stage in STAGES},
+        total_seconds=timings.total_seconds,
+        kv_bytes_shipped=timings.kv_bytes_shipped,
+        not_shipped_tokens=timings.not_shipped_tokens,
+        transport=timings.transport,
+        prefill_worker=timings.prefill_worker,
+        decode_worker=timings.decode_worker,
+        attempts=timings.attempts,
+        placement_calls=timings.placement_calls,
+    )
+
+
+def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:
+    """By the server's own name for the error where it gave one, else by the status."""
+    metadata: Any = error.trailing_metadata() or ()
+    for key, value in metadata:
+        if key == _ERROR_KEY:
+            detail = common_pb2.ErrorDetail.FromString(value)
+            return RequestFailed(detail.code, detail.message)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RequestFailed("deadline", "no end within the request's deadline")
+    return RequestFailed(f"grpc_{error.code().name.lower()}", error.details() or "")

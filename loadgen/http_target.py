@@ -1,0 +1,167 @@
+"""Any server that speaks OpenAI's HTTP API, streaming. What Baton adds to it is read where it is there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+
+from loadgen.config import LoadConfig
+from loadgen.http_connection import HttpConnection, HttpPool
+from loadgen.record import STAGES, RequestRecord, ServerTimings
+from loadgen.sse import SseDecoder
+from loadgen.target import Clock, RequestFailed
+from loadgen.workload import ChatPrompt, Prompt, TextPrompt
+
+_MAX_MESSAGE_CHARACTERS = 300
+
+
+class HttpTarget:
+    def __init__(self, config: LoadConfig, address: str, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._pool = HttpPool(address, clock)
+        self._model = config.model
+        self._finding_model = asyncio.Lock()
+
+    async def send(self, prompt: Prompt, record: RequestRecord) -> str:
+        if not self._model:
+            await self._find_model()
+        path, body = self._body(prompt)
+        request = self._pool.request("POST", path, orjson.dumps(body))
+        record.sent = self._clock()
+        connection, status = await self._pool.begin(request)
+        finished = False
+        try:
+            if status != 200:
+                raise _refused(status, await _whole_body(connection))
+            text = await self._read(connection, record)
+            finished = True
+            return text
+        finally:
+            self._pool.release(connection, finished=finished)
+
+    async def _read(self, connection: HttpConnection, record: RequestRecord) -> str:
+        decoder, events, done = SseDecoder(), _Events(record), False
+        while (piece := await connection.piece()) is not None:
+            arrival, data = piece
+            for payload in decoder.feed(data):
+                if payload == b"[DONE]":
+                    done = True
+                else:
+                    events.take(arrival, orjson.loads(payload))
+        if not done:
+            raise RequestFailed("cut_off", "the stream ended without [DONE]")
+        return "".join(events.text)
+
+    def _body(self, prompt: Prompt) -> tuple[str, dict[str, Any]]:
+        config = self._config
+        body: dict[str, Any] = {
+            "model": self._model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": config.max_tokens,
+            "temperature": config.temperature,
+            **config.extra_body,
+        }
+        if config.ignore_eos:
+            body["ignore_eos"] = True
+        if isinstance(prompt, ChatPrompt):
+            body["messages"] = [{"role": role, "content": content} for role, content in prompt.messages]
+            return "/v1/chat/completions", body
+        body["prompt"] = prompt.text if isinstance(prompt, TextPrompt) else prompt.ids
+        return "/v1/completions", body
+
+    async def _find_model(self) -> None:
+        async with self._finding_model:
+            if self._model:
+                return
+            connection, status = await self._pool.begin(self._pool.request("GET", "/v1/models"))
+            finished = False
+            try:
+                body = await _whole_body(connection)
+                finished = True
+            finally:
+                self._pool.release(connection, finished=finished)
+            if status != 200:
+                raise _refused(status, body)
+            self._model = orjson.loads(body)["data"][0]["id"]
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+class _Events:
+    """Reads a stream's events into the record."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self._record = record
+        self.text: list[str] = []
+
+    def take(self, arrival: float, event: dict[str, Any]) -> None:
+        if "error" in event:
+            error = event["error"]
+            raise RequestFailed(str(error.get("type") or error.get("code")), str(error.get("message")))
+        for choice in event.get("choices") or ():
+            self._take_choice(arrival, choice)
+        if event.get("usage"):
+            self._take_usage(event["usage"])
+        if event.get("baton"):
+            self._record.timings = _timings(event["baton"])
+
+    def _take_choice(self, arrival: float, choice: dict[str, Any]) -> None:
+        delta = choice.get("delta")
+        text = choice.get("text") if delta is None else delta.get("content")
+        tokens = _tokens_in(choice, text, is_role=delta is not None and "role" in delta)
+        if tokens:
+            self._record.arrived(arrival, tokens)
+        self.text.append(text or "")
+
+    def _take_usage(self, usage: dict[str, Any]) -> None:
+        self._record.prompt_tokens = usage.get("prompt_tokens", 0)
+        self._record.usage_tokens = usage.get("completion_tokens")
+        details = usage.get("prompt_tokens_details") or {}
+        self._record.cached_tokens = details.get("cached_tokens") or 0
+
+
+def _tokens_in(choice: dict[str, Any], text: str | None, *, is_role: bool) -> int:
+    """How many tokens an event brings: by the ids where the server sends them, else one if it looks like one.
+
+    A token whose text is still undecided comes with an empty text. So do the opening event of a chat, which
+    carries the role, and the closing one of some servers, which carries the finish reason: no tokens, those.
+    """
+    if choice.get("token_ids") is not None:
+        return len(choice["token_ids"])
+    if text:
+        return 1
+    return int(text is not None and not is_role and choice.get("finish_reason") is None)
+
+
+def _timings(said: dict[str, Any]) -> ServerTimings:
+    return ServerTimings(
+        stages={stage: float(said.get(stage, 0.0)) for stage in STAGES},
+        total_seconds=float(said.get("total_seconds", 0.0)),
+        kv_bytes_shipped=int(said.get("kv_bytes_shipped", 0)),
+        not_shipped_tokens=int(said.get("not_shipped_tokens", 0)),
+        transport=str(said.get("transport", "")),
+        prefill_worker=str(said.get("prefill_worker", "")),
+        decode_worker=str(said.get("decode_worker", "")),
+        attempts=int(said.get("attempts", 0)),
+        placement_calls=int(said.get("placement_calls", 0)),
+    )
+
+
+async def _whole_body(connection: HttpConnection) -> bytes:
+    pieces = []
+    while (piece := await connection.piece()) is not None:
+        pieces.append(piece[1])
+    return b"".join(pieces)
+
+
+def _refused(status: int, body: bytes) -> RequestFailed:
+    try:
+        message = orjson.loads(body)["error"]["message"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        message = body.decode(errors="replace")
+    return RequestFailed(f"http_{status}", message[:_MAX_MESSAGE_CHARACTERS])

@@ -1,0 +1,110 @@
+"""What happened to one request, as its client saw it. All times are seconds since the run began."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from loadgen.config import Protocol, Slo
+
+STAGES = (
+    "router_queue_seconds",
+    "placement_seconds",
+    "prefill_queue_seconds",
+    "prefill_seconds",
+    "handoff_exposed_seconds",
+    "decode_queue_seconds",
+    "decode_seconds",
+)
+
+
+@dataclass(frozen=True)
+class ServerTimings:
+    """What the server says of a request: the fields of the wire's Timings. Another server says nothing."""
+
+    stages: dict[str, float] = field(default_factory=dict)
+    total_seconds: float = 0.0
+    kv_bytes_shipped: int = 0
+    not_shipped_tokens: int = 0
+    transport: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    attempts: int = 0
+    placement_calls: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request failed: `kind` groups them ("deadline", "http_429", "OverloadedError" …)."""
+
+    kind: str
+    message: str = ""
+
+
+@dataclass
+class RequestRecord:
+    """Filled in while the request runs.
+
+    Every arrival is (time, tokens that came with it); where a server does not say how many, one.
+    """
+
+    protocol: Protocol
+    session: int
+    turn: int
+    intended: float  # when it was due: all latencies count from here
+    slo: Slo = field(default_factory=Slo)
+    sent: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    usage_tokens: int | None = None  # output tokens by the server's own count
+    cached_tokens: int = 0
+    timings: ServerTimings | None = None
+    failure: Failure | None = None
+    sample_prompt: str = ""
+    sample_answer: str = ""
+
+    def arrived(self, now: float, tokens: int) -> None:
+        self.arrivals.append((now, tokens))
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None and bool(self.arrivals)
+
+    @property
+    def output_tokens(self) -> int:
+        if self.usage_tokens is not None:
+            return self.usage_tokens
+        return sum(tokens for _, tokens in self.arrivals)
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0][0] - self.intended
+
+    @property
+    def e2e(self) -> float:
+        """To the last token."""
+        return self.arrivals[-1][0] - self.intended
+
+    @property
+    def tpot(self) -> float | None:
+        """(E2E − TTFT) / (n − 1); None for a single token."""
+        n = self.output_tokens
+        return (self.e2e - self.ttft) / (n - 1) if n > 1 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between arrivals: what a reader waits for. Tokens that came together share one gap."""
+        times = [at for at, _ in self.arrivals]
+        return [later - earlier for earlier, later in pairwise(times)]
+
+    @property
+    def good(self) -> bool:
+        """Answered, and within its SLO."""
+        if not self.ok:
+            return False
+        slo, tpot = self.slo, self.tpot
+        return (
+            (slo.ttft_seconds is None or self.ttft <= slo.ttft_seconds)
+            and (slo.tpot_seconds is None or tpot is None or tpot <= slo.tpot_seconds)
+            and (slo.e2e_seconds is None or self.e2e <= slo.e2e_seconds)
+        )

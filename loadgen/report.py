@@ -1,0 +1,216 @@
+"""What a run found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from loadgen.config import LoadConfig
+from loadgen.record import STAGES, RequestRecord
+from loadgen.stats import Summary, summarise
+
+_MAX_MESSAGES_PER_KIND = 3
+
+
+@dataclass(frozen=True)
+class Report:
+    """The records of a run and everything computed from them.
+
+    Failed requests count as offered and as failed; latencies are those of the requests that were answered.
+    """
+
+    configs: tuple[LoadConfig, ...]
+    records: Sequence[RequestRecord]
+    started_unix: float
+
+    @cached_property
+    def answered(self) -> list[RequestRecord]:
+        return [record for record in self.records if record.ok]
+
+    @property
+    def requests(self) -> int:
+        return len(self.records)
+
+    @property
+    def failed(self) -> int:
+        return len(self.records) - len(self.answered)
+
+    @cached_property
+    def seconds(self) -> float:
+        """From when the first request was due to the last token."""
+        if not self.answered:
+            return 0.0
+        first = min(record.intended for record in self.records)
+        return max(record.arrivals[-1][0] for record in self.answered) - first
+
+    @cached_property
+    def ttft(self) -> Summary:
+        return summarise([record.ttft for record in self.answered])
+
+    @cached_property
+    def itl(self) -> Summary:
+        return summarise([gap for record in self.answered for gap in record.gaps])
+
+    @cached_property
+    def tpot(self) -> Summary:
+        return summarise([tpot for record in self.answered if (tpot := record.tpot) is not None])
+
+    @cached_property
+    def e2e(self) -> Summary:
+        return summarise([record.e2e for record in self.answered])
+
+    @cached_property
+    def send_lag(self) -> Summary:
+        """How late requests left: the load generator's own fault, or a full `max_in_flight`."""
+        return summarise([record.sent - record.intended for record in self.answered])
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(record.output_tokens for record in self.answered)
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(record.prompt_tokens for record in self.answered)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(record.cached_tokens for record in self.answered)
+
+    @property
+    def goodput(self) -> float:
+        """The share of the offered requests that kept their SLO."""
+        if not self.records:
+            return 0.0
+        return sum(record.good for record in self.records) / self.requests
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failures by kind, the most frequent first."""
+        return dict(Counter(kind for kind, _ in self._failures()).most_common())
+
+    @cached_property
+    def stages(self) -> dict[str, Summary]:
+        """Where the server says the time went; empty for a server that does not say."""
+        timings = [record.timings for record in self.answered if record.timings is not None]
+        if not timings:
+            return {}
+        return {stage: summarise([said.stages.get(stage, 0.0) for said in timings]) for stage in STAGES}
+
+    @property
+    def kv_bytes_shipped(self) -> int:
+        return sum(record.timings.kv_bytes_shipped for record in self.answered if record.timings)
+
+    @property
+    def kv_shipped_requests(self) -> int:
+        return sum(1 for record in self.answered if record.timings and record.timings.kv_bytes_shipped)
+
+    @property
+    def transport(self) -> str:
+        """What carried the KV; with a comma where it was not always the same."""
+        used = Counter(record.timings.transport for record in self.answered if record.timings)
+        return ",".join(name for name, _ in used.most_common() if name)
+
+    @property
+    def placement_calls_per_request(self) -> float:
+        return self._per_request("placement_calls")
+
+    @property
+    def attempts_per_request(self) -> float:
+        return self._per_request("attempts")
+
+    def of_protocol(self, protocol: str) -> Report:
+        return Report(
+            tuple(config for config in self.configs if config.protocol == protocol),
+            [record for record in self.records if record.protocol == protocol],
+            self.started_unix,
+        )
+
+    @property
+    def protocols(self) -> list[str]:
+        return list(dict.fromkeys(config.protocol for config in self.configs))
+
+    def samples(self) -> list[RequestRecord]:
+        return [record for record in self.answered if record.sample_answer]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; docs/results.md and scripts read these names."""
+        found = self._figures()
+        if len(self.protocols) > 1:
+            found["by_protocol"] = {name: self.of_protocol(name)._figures() for name in self.protocols}
+        found["error_messages"] = self._error_messages()
+        found["samples"] = [
+            {"prompt": record.sample_prompt, "answer": record.sample_answer} for record in self.samples()
+        ]
+        found["started_unix_seconds"] = self.started_unix
+        found["config"] = [config.model_dump(mode="json") for config in self.configs]
+        return found
+
+    def _figures(self) -> dict[str, Any]:
+        return {
+            "requests": self.requests,
+            "failed": self.failed,
+            "seconds": self.seconds,
+            "ttft_seconds": self.ttft.to_json(),
+            "itl_seconds": self.itl.to_json(),
+            "tpot_seconds": self.tpot.to_json(),
+            "e2e_seconds": self.e2e.to_json(),
+            "send_lag_seconds": self.send_lag.to_json(),
+            "goodput": self.goodput,
+            "requests_per_second": len(self.answered) / self.seconds if self.seconds else 0.0,
+            "output_tokens": self.output_tokens,
+            "output_tokens_per_second": self.output_tokens_per_second,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "kv_bytes_shipped": self.kv_bytes_shipped,
+            "kv_shipped_requests": self.kv_shipped_requests,
+            "transport": self.transport,
+            "placement_calls_per_request": self.placement_calls_per_request,
+            "attempts_per_request": self.attempts_per_request,
+            "stages": {stage: summary.p50 for stage, summary in self.stages.items()},
+            "stages_p99": {stage: summary.p99 for stage, summary in self.stages.items()},
+            "errors": self.errors,
+        }
+
+    def _per_request(self, name: str) -> float:
+        said = [getattr(record.timings, name) for record in self.answered if record.timings]
+        return sum(said) / len(said) if said else 0.0
+
+    def _failures(self) -> Iterable[tuple[str, str]]:
+        for record in self.records:
+            if record.failure is not None:
+                yield record.failure.kind, record.failure.message
+
+    def _error_messages(self) -> dict[str, list[str]]:
+        messages: dict[str, list[str]] = {}
+        for kind, message in self._failures():
+            known = messages.setdefault(kind, [])
+            if message not in known and len(known) < _MAX_MESSAGES_PER_KIND:
+                known.append(message)
+        return messages
+
+
+def merge(reports: Sequence[Report]) -> Report:
+    """One report over several runs. Each had a clock of its own: wall time lays them side by side."""
+    start = min(report.started_unix for report in reports)
+    records: list[RequestRecord] = []
+    for report in reports:
+        records.extend(_shifted(record, report.started_unix - start) for record in report.records)
+    return Report(tuple(config for report in reports for config in report.configs), records, start)
+
+
+def _shifted(record: RequestRecord, by: float) -> RequestRecord:
+    if by == 0.0:
+        return record
+    return replace(
+        record,
+        intended=record.intended + by,
+        sent=record.sent + by,
+        arrivals=[(at + by, tokens) for at, tokens in record.arrivals],
+    )

@@ -1,0 +1,70 @@
+"""`loadgen.run`: from configuration to report."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from rich.console import Console
+
+from loadgen.config import LoadConfig
+from loadgen.progress import show_progress
+from loadgen.record import RequestRecord
+from loadgen.report import Report
+from loadgen.runner import Runner, run_clock
+from loadgen.target import Clock, RequestFailed, Target, open_target
+from loadgen.workload import make_workload
+
+_WARMUP_SEED = 1 << 40  # warm-up prompts share nothing with the measured ones
+
+
+async def run(config: LoadConfig, *, console: Console | None = None) -> Report:
+    """Runs one configuration; with a console, shows a progress bar on it."""
+    return await run_all([config], console=console)
+
+
+async def run_all(configs: Sequence[LoadConfig], *, console: Console | None = None) -> Report:
+    """Runs several at the same time, on one clock, into one report."""
+    for config in configs:
+        await _warm_up(config)
+    started_unix = time.time()
+    clock = run_clock()
+    async with AsyncExitStack() as stack:
+        runners = [await _runner(config, clock, stack) for config in configs]
+        shown = asyncio.create_task(show_progress(configs, runners, clock, console))
+        try:
+            records = await asyncio.gather(*(runner.run() for runner in runners))
+        finally:
+            shown.cancel()
+            await asyncio.gather(shown, return_exceptions=True)
+    return Report(tuple(configs), [record for group in records for record in group], started_unix)
+
+
+async def _runner(config: LoadConfig, clock: Clock, stack: AsyncExitStack) -> Runner:
+    targets: list[Target] = []
+    for address in config.addresses:
+        target = open_target(config, address, clock)
+        stack.push_async_callback(target.close)
+        targets.append(target)
+    return Runner(config, targets, make_workload(config), clock)
+
+
+async def _warm_up(config: LoadConfig) -> None:
+    """One request after the other, every target in turn. Failures are left to the measured run to report."""
+    if config.warmup_requests == 0:
+        return
+    workload = make_workload(config.model_copy(update={"seed": config.seed + _WARMUP_SEED}))
+    clock = run_clock()
+    async with AsyncExitStack() as stack:
+        runner = await _runner(config, clock, stack)
+        for index in range(config.warmup_requests):
+            prompt = workload(index).next(None)
+            assert prompt is not None
+            record = RequestRecord(config.protocol, index, 0, clock())
+            try:
+                async with asyncio.timeout(config.timeout_seconds):
+                    await runner.targets[index % len(runner.targets)].send(prompt, record)
+            except (RequestFailed, TimeoutError):
+                continue

@@ -1,0 +1,142 @@
+"""Drives sessions against targets: an open loop on a schedule, or a closed loop of users.
+
+open:    pacer thread ──due──► session ─► session ─► …      however slow the server is
+closed:  user 1: session ─► session ─► …                    the next begins when the last has ended
+         user 2: session ─► …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from loadgen.config import LoadConfig
+from loadgen.pacer import Pacer
+from loadgen.record import Failure, RequestRecord
+from loadgen.schedule import session_schedule
+from loadgen.target import Clock, RequestFailed, Target
+from loadgen.workload import ChatPrompt, Prompt, TextPrompt, Workload
+
+_SAMPLE_CHARACTERS = 2000
+
+
+@dataclass
+class Progress:
+    """How far a run is, for whoever shows it."""
+
+    started: int = 0
+    finished: int = 0
+    failed: int = 0
+    output_tokens: int = 0
+    last_ttft: float = 0.0
+
+
+class Runner:
+    """One LoadConfig's requests. `records` grows while it runs; each belongs to a request that was due."""
+
+    def __init__(
+        self, config: LoadConfig, targets: Sequence[Target], workload: Workload, clock: Clock
+    ) -> None:
+        self._config = config
+        self.targets = targets
+        self._workload = workload
+        self._clock = clock
+        self._in_flight = asyncio.Semaphore(config.max_in_flight)
+        self._next_session = 0
+        self.records: list[RequestRecord] = []
+        self.progress = Progress()
+
+    async def run(self) -> list[RequestRecord]:
+        if self._config.rate is None:
+            await self._closed_loop()
+        else:
+            await self._open_loop()
+        return self.records
+
+    async def _closed_loop(self) -> None:
+        async with asyncio.TaskGroup() as users:
+            for _ in range(self._config.concurrency):
+                users.create_task(self._user())
+
+    async def _user(self) -> None:
+        while self._may_start(now := self._clock()):
+            await self._session(now)
+
+    async def _open_loop(self) -> None:
+        schedule = session_schedule(self._config)
+        due_times = aiter(Pacer(schedule, self._clock))
+        async with aclosing(due_times), asyncio.TaskGroup() as sessions:
+            async for due in due_times:
+                sessions.create_task(self._session(due))
+
+    def _may_start(self, intended: float) -> bool:
+        if self._config.requests is not None:
+            return len(self.records) < self._config.requests
+        return intended < (self._config.seconds or 0.0)
+
+    async def _session(self, intended: float) -> None:
+        index, self._next_session = self._next_session, self._next_session + 1
+        session = self._workload(index)
+        target = self.targets[index % len(self.targets)]
+        answer: str | None = None
+        turn = 0
+        while self._may_start(intended) and (prompt := session.next(answer)) is not None:
+            record = RequestRecord(self._config.protocol, index, turn, intended, self._config.slo)
+            answer = await self._request(target, prompt, record)
+            if answer is None or self._last_turn(turn):
+                return
+            turn += 1
+            await asyncio.sleep(self._config.think_seconds)
+            intended = self._clock()
+
+    def _last_turn(self, turn: int) -> bool:
+        return turn + 1 >= self._config.session_turns
+
+    async def _request(self, target: Target, prompt: Prompt, record: RequestRecord) -> str | None:
+        """The answer, or None if it failed."""
+        self.records.append(record)
+        self.progress.started += 1
+        answer: str | None = None
+        try:
+            async with self._in_flight, asyncio.timeout(self._config.timeout_seconds):
+                answer = await target.send(prompt, record)
+        except TimeoutError:
+            record.failure = Failure("deadline", "no end within the request's deadline")
+        except RequestFailed as failed:
+            record.failure = Failure(failed.kind, failed.message)
+        else:
+            self._finish(record, prompt, answer)
+        self._count(record)
+        return answer
+
+    def _finish(self, record: RequestRecord, prompt: Prompt, answer: str) -> None:
+        if not record.arrivals:
+            record.failure = Failure("no_tokens", "the answer was empty")
+        if len(self.records) <= self._config.keep_samples:
+            record.sample_prompt = _shown(prompt)[-_SAMPLE_CHARACTERS:]
+            record.sample_answer = answer[:_SAMPLE_CHARACTERS]
+
+    def _count(self, record: RequestRecord) -> None:
+        self.progress.finished += 1
+        if record.ok:
+            self.progress.output_tokens += record.output_tokens
+            self.progress.last_ttft = record.ttft
+        else:
+            self.progress.failed += 1
+
+
+def run_clock(monotonic: Callable[[], float] = time.perf_counter) -> Clock:
+    """Seconds since now."""
+    zero = monotonic()
+    return lambda: monotonic() - zero
+
+
+def _shown(prompt: Prompt) -> str:
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    if isinstance(prompt, ChatPrompt):
+        return "\n".join(f"{role}: {content}" for role, content in prompt.messages)
+    return f"{len(prompt.ids)} token ids"

@@ -1,0 +1,117 @@
+"""An OpenAI-like HTTP server written by hand, so that a test decides how its bytes are cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+TIMINGS = {
+    "placement_seconds": 0.001,
+    "prefill_seconds": 0.01,
+    "decode_seconds": 0.02,
+    "total_seconds": 0.04,
+    "kv_bytes_shipped": 4096,
+    "transport": "nixl",
+    "attempts": 1,
+    "placement_calls": 1,
+}
+
+
+@dataclass
+class StubHttp:
+    """Answers `/v1/models` and streams `tokens` pieces for completions and chats."""
+
+    tokens: int = 4
+    piece_bytes: int = 0  # > 0: every write is at most so long, events and chunks cut anywhere
+    status: int = 200
+    baton: bool = True  # send what only Baton sends
+    cut_off_after: int | None = None  # close the connection after so many events
+    error_event_at: int | None = None
+    token_seconds: float = 0.0
+    keep_alive: bool = True
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    connections: int = 0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # a client hung up in the middle
+
+    async def __aenter__(self) -> StubHttp:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while await self._answer(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError):
+            self.gone.set()
+        finally:
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = await reader.readuntil(b"\r\n\r\n")
+        path = head.split(b" ")[1].decode()
+        length = next(
+            int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
+        )
+        body = await reader.readexactly(length)
+        if path == "/v1/models":
+            await self._plain(writer, 200, {"data": [{"id": "stub-model"}]})
+        elif self.status != 200:
+            await self._plain(writer, self.status, {"error": {"message": "no room", "type": "overloaded"}})
+        else:
+            self.bodies.append(json.loads(body))
+            return await self._stream(writer, chat=path.endswith("chat/completions"))
+        return self.keep_alive
+
+    async def _plain(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
+        body = json.dumps(value).encode()
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body)
+        await writer.drain()
+
+    async def _stream(self, writer: asyncio.StreamWriter, *, chat: bool) -> bool:
+        connection = b"" if self.keep_alive else b"Connection: close\r\n"
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + connection
+        writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        for index, event in enumerate(self._events(chat)):
+            if index == self.cut_off_after:
+                return False
+            data = b"data: " + event + b"\n\n"
+            await self._write(writer, b"%x\r\n%s\r\n" % (len(data), data))
+            await asyncio.sleep(self.token_seconds)
+        await self._write(writer, b"0\r\n\r\n")
+        return self.keep_alive
+
+    async def _write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        step = self.piece_bytes or len(data)
+        for begin in range(0, len(data), step):
+            writer.write(data[begin : begin + step])
+            await writer.drain()
+            if self.piece_bytes:
+                await asyncio.sleep(0)
+
+    def _events(self, chat: bool) -> list[bytes]:
+        events: list[dict[str, Any]] = []
+        if chat:
+            events.append({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        for index in range(self.tokens):
+            text = f" t{index}"
+            choice: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+            events.append({"choices": [{**choice, "finish_reason": None}]})
+        closing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+        events.append({"choices": [{**closing, "finish_reason": "length"}]})
+        usage = {"prompt_tokens": 7, "completion_tokens": self.tokens}
+        if self.baton:
+            usage["prompt_tokens_details"] = {"cached_tokens": 3}  # type: ignore[assignment]
+        events.append({"choices": [], "usage": usage, **({"baton": TIMINGS} if self.baton else {})})
+        if self.error_event_at is not None:
+            events.insert(
+                self.error_event_at, {"error": {"type": "UnavailableError", "message": "worker lost"}}
+            )
+        return [json.dumps(event).encode() for event in events] + [b"[DONE]"]

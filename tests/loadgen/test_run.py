@@ -1,0 +1,198 @@
+"""Whole runs against real servers of both protocols."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.errors import OverloadedError
+from loadgen import LoadConfig, Slo, run, run_all
+from loadgen.html import page
+from tests.baton.stub_inference import StubRouter
+from tests.loadgen.stub_http import StubHttp
+
+
+@pytest.fixture
+def router() -> Iterator[StubRouter]:
+    stub = StubRouter()
+    yield stub
+    stub.stop()
+
+
+def config(target: str, **settings: Any) -> LoadConfig:
+    protocol = "http" if target.startswith("http") else "grpc"
+    settings = {"concurrency": 2, "prompt_tokens": 5, "max_tokens": 4, **settings}
+    return LoadConfig(protocol=protocol, targets=(target,), **settings)
+
+
+async def test_closed_loop_over_grpc_reports_everything(router: StubRouter) -> None:
+    report = await run(config(router.address, requests=6, prompt_kind="tokens", ignore_eos=True))
+    found = report.to_json()
+    assert (found["requests"], found["failed"]) == (6, 0)
+    assert found["output_tokens"] == 24
+    assert found["ttft_seconds"]["count"] == 6
+    assert found["itl_seconds"]["count"] == 18
+    assert found["prompt_tokens"] == 30
+    assert found["cached_tokens"] == 12
+    assert found["kv_bytes_shipped"] == 6 * 4096
+    assert (found["kv_shipped_requests"], found["transport"]) == (6, "nixl")
+    assert found["placement_calls_per_request"] == 1.0
+    assert found["stages"]["prefill_seconds"] == pytest.approx(0.01)
+    assert found["errors"] == {}
+    assert all(request.options.ignore_eos for request in router.inference.requests)
+    assert len({tuple(request.token_ids.ids) for request in router.inference.requests}) == 6
+
+
+async def test_closed_loop_over_http_reports_everything() -> None:
+    async with StubHttp() as server:
+        report = await run(config(server.url, requests=6, ignore_eos=True, extra_body={"top_k": 3}))
+    found = report.to_json()
+    assert (found["requests"], found["failed"], found["output_tokens"]) == (6, 0, 24)
+    assert found["itl_seconds"]["count"] == 18
+    assert (found["prompt_tokens"], found["cached_tokens"]) == (42, 18)
+    assert (found["kv_shipped_requests"], found["transport"]) == (6, "nixl")
+    assert found["stages"]["decode_seconds"] == pytest.approx(0.02)
+    body = server.bodies[0]
+    assert (body["model"], body["top_k"], body["ignore_eos"]) == ("stub-model", 3, True)
+    assert server.connections <= 3  # kept alive: one for each user, one for the model's name
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 1000])
+async def test_http_bytes_may_be_cut_anywhere(piece_bytes: int) -> None:
+    async with StubHttp(tokens=3, piece_bytes=piece_bytes) as server:
+        report = await run(config(server.url, requests=2, prompt_kind="chat"))
+    assert report.failed == 0
+    assert [len(record.arrivals) for record in report.records] == [3, 3]
+    assert report.samples()[0].sample_answer == " t0 t1 t2"
+
+
+async def test_a_server_that_closes_after_each_answer() -> None:
+    async with StubHttp(keep_alive=False) as server:
+        report = await run(config(server.url, requests=4))
+    assert report.failed == 0
+    assert server.connections >= 4
+
+
+async def test_another_openai_server_says_less() -> None:
+    async with StubHttp(baton=False) as server:
+        report = await run(config(server.url, requests=2))
+    found = report.to_json()
+    assert (found["failed"], found["stages"], found["transport"]) == (0, {}, "")
+    assert "<svg" in page(report)
+
+
+@pytest.mark.parametrize(
+    ("stub", "kind"),
+    [
+        ({"status": 429}, "http_429"),
+        ({"cut_off_after": 2}, "connection"),
+        ({"error_event_at": 2}, "UnavailableError"),
+        ({"tokens": 0}, "no_tokens"),
+    ],
+)
+async def test_http_failures_are_counted_by_kind(stub: dict[str, Any], kind: str) -> None:
+    async with StubHttp(**stub) as server:
+        report = await run(config(server.url, requests=3))
+    assert (report.requests, report.failed, report.errors) == (3, 3, {kind: 3})
+    assert report.goodput == 0.0
+    assert kind in page(report)
+
+
+async def test_grpc_failures_are_counted_by_kind(router: StubRouter) -> None:
+    router.inference.error = OverloadedError("full")
+    report = await run(config(router.address, requests=3))
+    assert report.errors == {"OverloadedError": 3}
+    assert report.to_json()["error_messages"] == {"OverloadedError": ["full"]}
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1"])
+async def test_nobody_there(target: str) -> None:
+    report = await run(config(target, requests=2))
+    assert report.failed == 2
+
+
+async def test_a_request_past_its_deadline_is_cancelled_at_the_server(router: StubRouter) -> None:
+    router.inference.hang_after = 1
+    report = await run(config(router.address, requests=1, timeout_seconds=0.3))
+    assert report.errors == {"deadline": 1}
+    assert await asyncio.to_thread(router.inference.cancelled.wait, 5)
+
+
+async def test_http_deadline_hangs_up() -> None:
+    async with StubHttp(tokens=50, token_seconds=0.05) as server:
+        report = await run(config(server.url, requests=1, timeout_seconds=0.3))
+        assert report.errors == {"deadline": 1}
+        await asyncio.wait_for(server.gone.wait(), 5)
+
+
+async def test_conversations_carry_the_answers_on(router: StubRouter) -> None:
+    settings = {"workload": "conversation", "turns": 3, "system": "Be brief.", "concurrency": 1}
+    await run(config(router.address, requests=3, **settings))
+    turns = [[message.role for message in request.chat.messages] for request in router.inference.requests]
+    assert turns == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user", "assistant", "user", "assistant", "user"],
+    ]
+    first, second = router.inference.requests[:2]
+    assert second.chat.messages[:2] == first.chat.messages
+    assert second.chat.messages[2].content.startswith(" ")
+
+
+async def test_open_loop_counts_from_when_a_request_was_due(router: StubRouter) -> None:
+    router.inference.token_seconds = 0.05
+    # one request at a time may be in flight: later ones wait, and the wait is theirs
+    settings = {"rate": 200.0, "arrival": "constant", "max_in_flight": 1, "max_tokens": 1}
+    report = await run(config(router.address, requests=5, **settings))
+    assert [record.intended for record in report.records] == pytest.approx([0.005 * n for n in range(1, 6)])
+    assert report.failed == 0
+    assert report.records[4].ttft > 0.2
+    assert report.send_lag.max > 0.15
+
+
+async def test_open_loop_for_some_seconds(router: StubRouter) -> None:
+    report = await run(config(router.address, seconds=0.2, rate=100.0, arrival="constant"))
+    assert report.requests in (19, 20)
+    assert report.failed == 0
+
+
+async def test_closed_loop_for_some_seconds(router: StubRouter) -> None:
+    router.inference.token_seconds = 0.01
+    report = await run(config(router.address, seconds=0.2))
+    assert report.requests >= 4
+    assert max(record.intended for record in report.records) < 0.2
+
+
+async def test_goodput_is_a_share_of_what_was_offered(router: StubRouter) -> None:
+    router.inference.token_seconds = 0.02
+    good = await run(config(router.address, requests=2, slo=Slo(ttft_seconds=10, tpot_seconds=10)))
+    bad = await run(config(router.address, requests=2, slo=Slo(tpot_seconds=0.001)))
+    assert (good.goodput, bad.goodput) == (1.0, 0.0)
+
+
+async def test_warmup_is_not_counted_and_shares_nothing(router: StubRouter) -> None:
+    report = await run(config(router.address, requests=2, warmup_requests=3))
+    assert report.requests == 2
+    assert len({request.text for request in router.inference.requests}) == 5
+
+
+async def test_both_protocols_in_one_run(router: StubRouter) -> None:
+    async with StubHttp() as server:
+        report = await run_all([config(router.address, requests=4), config(server.url, requests=6)])
+    found = report.to_json()
+    assert (found["requests"], found["failed"]) == (10, 0)
+    assert {name: part["requests"] for name, part in found["by_protocol"].items()} == {"grpc": 4, "http": 6}
+    assert page(report).count("<polyline") == 8
+
+
+async def test_sessions_take_the_targets_in_turn(router: StubRouter) -> None:
+    other = StubRouter()
+    try:
+        both = LoadConfig(targets=(router.address, other.address), requests=6, concurrency=1, prompt_tokens=3)
+        await run(both)
+        assert len(router.inference.requests) == len(other.inference.requests) == 3
+    finally:
+        other.stop()
