@@ -9,7 +9,6 @@ from rich.console import Console
 
 from baton.commands import serve, talk, up
 from cluster.errors import BatonError
-# load
 
 app = typer.Typer(
     name="baton",
@@ -23,7 +22,7 @@ app.command("up", rich_help_panel="A whole cluster here")(up.up)
 app.command("status", rich_help_panel="Use and watch")(talk.status)
 app.command("generate", rich_help_panel="Use and watch")(talk.generate)
 app.command("chat", rich_help_panel="Use and watch")(talk.chat)
-# load
+
 app.command("router", rich_help_panel="Single processes")(serve.router)
 app.command("prefill", rich_help_panel="Single processes")(serve.prefill)
 app.command("decode", rich_help_panel="Single processes")(serve.decode)
@@ -36,5 +35,7 @@ def main() -> None:
         app()
     except BatonError as error:
         where = f" [{error.field}]" if error.field else ""
-        Console(stderr=True, highlight=False, markup=False).print(f"baton: {error.message}{where}", soft_wrap=True)
+        Console(stderr=True, highlight=False, markup=False).print(
+            f"baton: {error.message}{where}", soft_wrap=True
+        )
         sys.exit(1)

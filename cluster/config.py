@@ -66,7 +66,9 @@ class WorkerConfig(Frozen):
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
     max_queued_requests: int = Field(1024, ge=1)
-    step_stall_seconds: float = Field(30.0, gt=0, description="an engine with work that stands still this long is dead")
+    step_stall_seconds: float = Field(
+        30.0, gt=0, description="an engine with work that stands still this long is dead"
+    )
     drain_seconds: float = Field(30.0, ge=0)
 
     @model_validator(mode="before")
@@ -95,7 +97,9 @@ class RouterConfig(Frozen):
     aggregated: bool = Field(False, description="decode workers prefill everything themselves")
     index_feeds: Literal["hybrid", "reported", "predicted"] = "hybrid"
     admission_seconds: float = Field(30.0, gt=0, description="how long a request may wait for a place")
-    request_seconds: float = Field(600.0, gt=0, description="longest life of a request without a client deadline")
+    request_seconds: float = Field(
+        600.0, gt=0, description="longest life of a request without a client deadline"
+    )
     max_attempts: int = Field(8, ge=1)
     max_concurrent_requests: int = Field(1024, ge=1)
     max_body_bytes: int = Field(8 << 20, ge=1)

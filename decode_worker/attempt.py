@@ -1,8 +1,8 @@
 """One attempt, as the decode worker sees it.
 
-    EXPECTED → RESERVED → DECODING → ENDED        Attach may come before Reserve; commit makes it decode
-    EXPECTED → DECODING → ENDED                   Decode.Run: prefilled here
-    any → ENDED
+EXPECTED → RESERVED → DECODING → ENDED        Attach may come before Reserve; commit makes it decode
+EXPECTED → DECODING → ENDED                   Decode.Run: prefilled here
+any → ENDED
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from cluster.errors import BatonError, CancelledError
+from decode_worker.attempt import DecodeAttempt, DecodeState
 from engine.request import EngineRequest, RequestDone, StepOutput
 from kv_transfer.base import HandoffState
 from kv_transfer.receiver import HandoffReceiver
-from decode_worker.attempt import DecodeAttempt, DecodeState
 from wire import common_pb2, decode_pb2
 from worker.attempt_log import MAX_UNREAD_TOKENS, AttemptLog
 from worker.attempts import Attempts
@@ -93,9 +93,7 @@ class DecodeRole:
         if attempt.local:
             attempt.report.cached_tokens = done.cached_tokens
             attempt.report.computed_prompt_tokens = done.computed_prompt_tokens
-        outcome = (
-            common_pb2.ATTEMPT_OUTCOME_PREEMPTED if done.preempted else common_pb2.ATTEMPT_OUTCOME_DONE
-        )
+        outcome = common_pb2.ATTEMPT_OUTCOME_PREEMPTED if done.preempted else common_pb2.ATTEMPT_OUTCOME_DONE
         self.end(attempt.transfer_id, outcome, None)
 
     async def _evicted(self, transfer_id: bytes) -> None:

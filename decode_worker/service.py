@@ -29,9 +29,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             attempt = self._role.attach(request)
         except BatonError as error:
             await rpc.abort(context, error)
-        events = self._role.attempts.read(
-            attempt, request.from_position, lambda: self._role.resume(attempt)
-        )
+        events = self._role.attempts.read(attempt, request.from_position, lambda: self._role.resume(attempt))
         async for event in events:
             yield event
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,9 +70,7 @@ class Engine:
         self._copies: list[BlockCopy] = []
         self._arrival = itertools.count()
         self.steps = 0
-        self._count = dict.fromkeys(
-            ("computed", "cached", "output", "chunks", "preemptions", "evicted"), 0
-        )
+        self._count = dict.fromkeys(("computed", "cached", "output", "chunks", "preemptions", "evicted"), 0)
         self._seconds = {"prefill": 0.0, "decode": 0.0}
 
     # --- requests --------------------------------------------------------------------------------------
@@ -89,7 +88,9 @@ class Engine:
             raise InvalidRequestError("the prompt is empty", field="prompt")
         if length >= self._max_len or self._blocks_for(length) > self._pool.total:
             raise ContextLengthError(
-                f"{length} tokens do not fit a context of {self._max_len}", field="prompt", limit=str(self._max_len)
+                f"{length} tokens do not fit a context of {self._max_len}",
+                field="prompt",
+                limit=str(self._max_len),
             )
 
     def _make(self, request: EngineRequest) -> Sequence:
@@ -139,7 +140,9 @@ class Engine:
 
     # --- hand-off ---------------------------------------------------------------------------------------
 
-    def reserve(self, request: EngineRequest, block_hashes: Seq[bytes], growth_tokens: int) -> EngineReservation:
+    def reserve(
+        self, request: EngineRequest, block_hashes: Seq[bytes], growth_tokens: int
+    ) -> EngineReservation:
         self._check(request)
         length = len(request.prompt_tokens) + len(request.output_tokens)
         hashes = list(block_hashes)[: length // self._page]
@@ -292,9 +295,7 @@ class Engine:
         return True
 
     def _make_room(self, wanting: Sequence, output: StepOutput, busy: set[int]) -> bool:
-        reserved = [
-            s for family in self._requests.values() for s in family if s.state is S.WAITING_FOR_KV
-        ]
+        reserved = [s for family in self._requests.values() for s in family if s.state is S.WAITING_FOR_KV]
         if reserved:
             youngest = max(reserved, key=lambda s: s.arrival)
             output.evicted_reservations.append(youngest.request.request_id)
@@ -342,9 +343,7 @@ class Engine:
             index = len(sequence.hashes)
             block = pack_tokens(sequence.tokens[index * self._page : (index + 1) * self._page])
             parent = sequence.hashes[-1] if sequence.hashes else None
-            sequence.hashes.append(
-                hash_block(parent, block, secret=self._secret, salt=sequence.request.salt)
-            )
+            sequence.hashes.append(hash_block(parent, block, secret=self._secret, salt=sequence.request.salt))
         for index in range(sequence.registered_blocks, full):
             parent = sequence.hashes[index - 1] if index else None
             self._pool.remember(sequence.blocks[index], sequence.hashes[index], parent)

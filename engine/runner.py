@@ -25,7 +25,12 @@ class ModelRunner:
         max_len = min(config.max_model_len or model.max_model_len, model.max_model_len)
         dtype = _DTYPES[dtype_name]
         self.config = config.model_copy(
-            update={"dtype": dtype_name, "max_model_len": max_len, "device": "cpu", "attention_backend": "sdpa"}
+            update={
+                "dtype": dtype_name,
+                "max_model_len": max_len,
+                "device": "cpu",
+                "attention_backend": "sdpa",
+            }
         )
         self.model_config = model
         torch.set_num_threads(config.threads)
@@ -82,11 +87,13 @@ class ModelRunner:
         end, n = item.end, len(item.token_ids)
         count = -(-end // self.page_size)
         kv = self.kv_cache[item.block_ids[:count], layer]
-        k, v = (
-            kv[:, i].transpose(0, 1).reshape(c.num_kv_heads, -1, c.head_dim)[:, :end] for i in (0, 1)
-        )
+        k, v = (kv[:, i].transpose(0, 1).reshape(c.num_kv_heads, -1, c.head_dim)[:, :end] for i in (0, 1))
         group = c.num_heads // c.num_kv_heads
-        q = q.view(n, c.num_kv_heads, group, c.head_dim).permute(1, 2, 0, 3).reshape(c.num_kv_heads, -1, c.head_dim)
+        q = (
+            q.view(n, c.num_kv_heads, group, c.head_dim)
+            .permute(1, 2, 0, 3)
+            .reshape(c.num_kv_heads, -1, c.head_dim)
+        )
         window = c.windows[layer]
         mask = None
         if n > 1 or window:

@@ -15,7 +15,8 @@ def check_layouts(prefill: common_pb2.KvLayout, decode: common_pb2.KvLayout) -> 
         theirs, ours = getattr(prefill, field), getattr(decode, field)
         if theirs != ours:
             raise LayoutMismatchError(
-                f"KV can't be handed over: {field} is {theirs!r} at the prefill worker, {ours!r} here", field=field
+                f"KV can't be handed over: {field} is {theirs!r} at the prefill worker, {ours!r} here",
+                field=field,
             )
 
 

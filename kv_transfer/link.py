@@ -174,7 +174,9 @@ class LinkToDecode:
         self.transport = welcome.transport
         if welcome.transport == "nixl" and not await self._probe_nixl(welcome):
             if self._sender.config.transport == "nixl" or self._sender.config.require_transport:
-                self._lose(errors.TransportError(f"NIXL does not reach {self.name}", field="require_transport"))
+                self._lose(
+                    errors.TransportError(f"NIXL does not reach {self.name}", field="require_transport")
+                )
                 return
             log.warning("NIXL does not reach %s: this pair uses gRPC", self.name)
             self.transport = "grpc"

@@ -95,9 +95,7 @@ class PeerLink:
                 receiver.drained(self, message.drained.transfer_id)
 
     def _land(self, part: handoff_pb2.PartData) -> None:
-        self._receiver.land(
-            part.header.target_rank, m.Land(part.header.SerializeToString(), part.payload)
-        )
+        self._receiver.land(part.header.target_rank, m.Land(part.header.SerializeToString(), part.payload))
 
     def _hello(self, hello: handoff_pb2.Hello) -> None:
         self.prefill.CopyFrom(hello.prefill)
@@ -109,7 +107,9 @@ class PeerLink:
         )
         try:
             if hello.decode_epoch != self._receiver.worker.epoch:
-                raise errors.StaleEpochError("this worker lives under another epoch now", field="decode_epoch")
+                raise errors.StaleEpochError(
+                    "this worker lives under another epoch now", field="decode_epoch"
+                )
             check_layouts(hello.layout, self._receiver.layout)
             welcome.transport = self._choose(list(hello.transports))
         except errors.BatonError as error:

@@ -52,7 +52,9 @@ class Slot:
     address: int
     generation: int = 0
     claim: Claim | None = None
-    machine: StateMachine[SlotState] = field(default_factory=lambda: StateMachine(S.FREE, TRANSITIONS, "slot"))
+    machine: StateMachine[SlotState] = field(
+        default_factory=lambda: StateMachine(S.FREE, TRANSITIONS, "slot")
+    )
 
 
 class Ring:

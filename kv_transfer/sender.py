@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-
 from cluster import errors
 from cluster.config import TransferConfig
 from kv_transfer import messages as m
@@ -90,11 +89,15 @@ class OutgoingHandoff:
                 )
                 await self._committed
         except TimeoutError:
-            raise errors.TransportError(f"the hand-off did not commit within {FINISH_SECONDS:.0f} s") from None
+            raise errors.TransportError(
+                f"the hand-off did not commit within {FINISH_SECONDS:.0f} s"
+            ) from None
         self._close()
         shipped = sum(gathered.bytes for gathered in self._gathered.values())
         parts = sum(count for gathered in self._gathered.values() for _, count in gathered.parts)
-        return HandoffReport(self.held_tokens, shipped, parts, self._link.transport, time.monotonic() - prefill_ended)
+        return HandoffReport(
+            self.held_tokens, shipped, parts, self._link.transport, time.monotonic() - prefill_ended
+        )
 
     async def abort(self, reason: str) -> None:
         """Stops posting and tells D; says Drained once every write is terminal (in the background)."""
@@ -286,5 +289,3 @@ class HandoffSender:
             await link.close()
         for rank in self.ranks:
             await asyncio.to_thread(rank.close)
-
-

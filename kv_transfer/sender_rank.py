@@ -1,7 +1,7 @@
 """One rank's end at the prefill worker: notes computed layers, gathers them into staging, posts the writes.
 
-    engine thread:  layer_computed ──note──► jobs
-    our thread:     job ─gather─► staged part ─(slot granted)─► written ─(verified)─► staging is free again
+engine thread:  layer_computed ──note──► jobs
+our thread:     job ─gather─► staged part ─(slot granted)─► written ─(verified)─► staging is free again
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cluster.config import TransferConfig
@@ -322,9 +321,7 @@ class SenderRank:
 
     def _want_slot(self, transfer: Transfer, part: Part) -> None:
         self.on_event(
-            m.SlotWanted(
-                transfer.opened.transfer_id, self.rank, part.flow.target_rank, part.index, part.size
-            )
+            m.SlotWanted(transfer.opened.transfer_id, self.rank, part.flow.target_rank, part.index, part.size)
         )
 
     def _announce(self, transfer: Transfer) -> None:

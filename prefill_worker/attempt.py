@@ -1,7 +1,7 @@
 """One attempt at a prompt, as the prefill worker sees it.
 
-    QUEUED → ADMITTED → COMPUTING → SENT → RELEASED
-       └────────┴───────────┴────────┴──► DRAINING → DRAINED
+QUEUED → ADMITTED → COMPUTING → SENT → RELEASED
+   └────────┴───────────┴────────┴──► DRAINING → DRAINED
 """
 
 from __future__ import annotations

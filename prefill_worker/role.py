@@ -7,7 +7,7 @@ import logging
 import time
 
 from cluster.block_hash import hash_blocks
-from cluster.errors import BatonError, BlocksExhaustedError, CancelledError, InternalError, StaleEpochError
+from cluster.errors import BatonError, BlocksExhaustedError, CancelledError, InternalError
 from engine.request import StepOutput
 from kv_transfer.base import HandoffSpec
 from kv_transfer.sender import HandoffSender, OutgoingHandoff
@@ -121,9 +121,7 @@ class PrefillRole:
             secret=self._core.config.secret.encode(),
             salt=request.spec.salt,
         )
-        spec = HandoffSpec(
-            request.transfer_id, request.request_id, request.spec, attempt.token_count, hashes
-        )
+        spec = HandoffSpec(request.transfer_id, request.request_id, request.spec, attempt.token_count, hashes)
         remaining = max(0.05, attempt.deadline - time.monotonic())
         return await self._sender.reserve(request.decode, spec, remaining)
 

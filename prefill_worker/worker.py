@@ -18,9 +18,7 @@ class PrefillWorker:
         self._core = WorkerCore(config)
         core = self._core
         ranks = open_sender_ranks(core)
-        self._sender = HandoffSender(
-            worker=core.ref, layout=core.layout, ranks=ranks, config=config.transfer
-        )
+        self._sender = HandoffSender(worker=core.ref, layout=core.layout, ranks=ranks, config=config.transfer)
         self._role = PrefillRole(core, self._sender)
         core.on_output = self._role.on_output
         core.status = self._status

@@ -1,9 +1,9 @@
 """The attempts a worker knows, and what happens when nobody reads one.
 
-    open ──reader gone──► detached ──1.5 s──► cancelled
-      │ end                  │ reader back
-      ▼                      ▼
-    ended ──end read, or 1.5 s──► forgotten (its transfer id is remembered and refused)
+open ──reader gone──► detached ──1.5 s──► cancelled
+  │ end                  │ reader back
+  ▼                      ▼
+ended ──end read, or 1.5 s──► forgotten (its transfer id is remembered and refused)
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from cluster.config import WorkerConfig
 from cluster.errors import StaleEpochError, UnavailableError
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from engine.build import load_runner
 from engine.engine import Engine
 from engine.request import ChainReport, StepOutput
-from engine.build import load_runner
 from wire import common_pb2
 from worker.build import make_model_id
 from worker.engine_host import EngineHost

@@ -52,7 +52,9 @@ class WorkerServer:
         await self.set_serving(True)
 
     async def set_serving(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        status = (
+            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
         await self._health.set("", status)
 
     async def stop(self, grace_seconds: float) -> None:

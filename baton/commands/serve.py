@@ -160,5 +160,3 @@ def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
         scratch = path.with_suffix(".part")
         scratch.write_text(json.dumps(facts))
         scratch.replace(path)
-
-

@@ -31,7 +31,9 @@ def up(
     decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
     prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a prefill worker.")] = 1,
     decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a decode worker.")] = 1,
-    aggregated: Annotated[bool, typer.Option("--aggregated", help="Decode workers prefill everything.")] = False,
+    aggregated: Annotated[
+        bool, typer.Option("--aggregated", help="Decode workers prefill everything.")
+    ] = False,
     local_prefill: LocalChoice = "auto",
     pool: PoolChoice = "ray",
     dtype: DtypeChoice = "auto",
@@ -45,7 +47,9 @@ def up(
     http_port: Annotated[int, typer.Option(help="OpenAI HTTP; 0 = any free port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC; 0 = any free port.")] = 50051,
     redis_url: Annotated[str, typer.Option(help="A Redis to use; default: an embedded one.")] = "",
-    state_file: Annotated[Path | None, typer.Option(help="Write ids, pids and addresses here (JSON).")] = None,
+    state_file: Annotated[
+        Path | None, typer.Option(help="Write ids, pids and addresses here (JSON).")
+    ] = None,
 ) -> None:
     """Start a whole cluster here: Redis, routers, prefill and decode workers. Ctrl-C stops all of it."""
     options = UpOptions(
@@ -104,7 +108,16 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
 
 
 def parse_bytes(text: str, field: str) -> int:

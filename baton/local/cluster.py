@@ -1,7 +1,7 @@
 """Starts, watches and stops everything that `baton up` promises.
 
-    Redis ─► routers + workers (side by side) ─► all registered, routers ready ─► state file
-    stop:  routers ─► workers (and Ray) ─► Redis          only what was started here
+Redis ─► routers + workers (side by side) ─► all registered, routers ready ─► state file
+stop:  routers ─► workers (and Ray) ─► Redis          only what was started here
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class ModelConfig:
         name = (raw.get("architectures") or ["none"])[0]
         if name not in _FAMILIES:
             raise ModelError(
-                f"architecture {name} is not supported; supported: {', '.join(_FAMILIES)}", field="architectures"
+                f"architecture {name} is not supported; supported: {', '.join(_FAMILIES)}",
+                field="architectures",
             )
         if raw.get("quantization_config"):
             raise ModelError("quantised checkpoints are not supported yet", field="quantization_config")

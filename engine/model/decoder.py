@@ -38,9 +38,7 @@ class Decoder:
         c, get = config, checkpoint.get
         self.embedding = get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
         self.norm = get("model.norm.weight", c.hidden_size)
-        self.head = (
-            self.embedding if c.tie_embeddings else get("lm_head.weight", c.vocab_size, c.hidden_size)
-        )
+        self.head = self.embedding if c.tie_embeddings else get("lm_head.weight", c.vocab_size, c.hidden_size)
         self.layers = [self._layer(checkpoint, index) for index in range(c.num_layers)]
         freq = inverse_frequencies(c)
         angles = torch.outer(torch.arange(c.max_model_len, dtype=torch.float32), freq)
@@ -49,9 +47,18 @@ class Decoder:
 
     def _layer(self, checkpoint: Checkpoint, index: int) -> Layer:
         c, get, p = self.config, checkpoint.get, f"model.layers.{index}."
-        h, q, kv, i = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+        h, q, kv, i = (
+            c.hidden_size,
+            c.num_heads * c.head_dim,
+            c.num_kv_heads * c.head_dim,
+            c.intermediate_size,
+        )
         a = p + "self_attn."
-        qkv = [get(a + "q_proj.weight", q, h), get(a + "k_proj.weight", kv, h), get(a + "v_proj.weight", kv, h)]
+        qkv = [
+            get(a + "q_proj.weight", q, h),
+            get(a + "k_proj.weight", kv, h),
+            get(a + "v_proj.weight", kv, h),
+        ]
         bias = None
         if c.attention_bias:
             bias = torch.cat(

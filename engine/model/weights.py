@@ -24,7 +24,9 @@ class Checkpoint:
         else:
             single = directory / "model.safetensors"
             if not single.exists():
-                raise ModelError(f"{directory} has no model.safetensors and no index", field="model.safetensors")
+                raise ModelError(
+                    f"{directory} has no model.safetensors and no index", field="model.safetensors"
+                )
             with safe_open(str(single), "pt") as handle:
                 files = dict.fromkeys(handle.keys(), single)
         self._files = files

@@ -81,7 +81,9 @@ def _adjust(logits: Tensor, row: Row) -> None:
     if params.repetition_penalty != 1.0:
         ids = torch.tensor(sorted(set(row.tokens)))
         seen = logits[ids]
-        logits[ids] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+        logits[ids] = torch.where(
+            seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty
+        )
     if params.presence_penalty or params.frequency_penalty:
         output = torch.tensor(row.tokens[row.num_prompt :], dtype=torch.int64)
         if output.numel():

@@ -1,8 +1,8 @@
 """The life of a sequence in the engine.
 
-    WAITING ──admitted──► RUNNING ──► FINISHED
-       ▲                  │  ▲  └─prefill_only─► HELD ──► FINISHED
-       └───preempted──────┘  └─commit─ WAITING_FOR_KV (reserved, KV on its way)
+WAITING ──admitted──► RUNNING ──► FINISHED
+   ▲                  │  ▲  └─prefill_only─► HELD ──► FINISHED
+   └───preempted──────┘  └─commit─ WAITING_FOR_KV (reserved, KV on its way)
 """
 
 from __future__ import annotations

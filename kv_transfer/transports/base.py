@@ -11,7 +11,7 @@ class PendingWrite(Protocol):
     """A write on its way. There is no way to take it back: it may land until `poll` says it is terminal."""
 
     def poll(self) -> str:
-        """"pending", "done" or "error"; an error means terminal, never "did not land"."""
+        """ "pending", "done" or "error"; an error means terminal, never "did not land"."""
 
 
 class Endpoint(Protocol):

@@ -81,7 +81,9 @@ class NixlEndpoint:
         agent = self._agent
         kind = "DRAM" if source.device.type == "cpu" else "VRAM"
         try:
-            local = agent.get_xfer_descs([(source.data_ptr(), source.numel(), source.device.index or 0)], kind)
+            local = agent.get_xfer_descs(
+                [(source.data_ptr(), source.numel(), source.device.index or 0)], kind
+            )
             remote = agent.get_xfer_descs([(address, source.numel(), device)], kind)
             handle = agent.initialize_xfer("WRITE", local, remote, agent_name, notification)
             return NixlWrite(agent, handle, agent.transfer(handle))

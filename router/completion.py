@@ -1,0 +1,46 @@
+"""A request, whichever door it came through, and what comes back of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from wire import common_pb2, inference_pb2
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Validated: nothing here can be refused by a worker for its form."""
+
+    request_id: str
+    model: str
+    prompt_tokens: list[int]
+    sampling: common_pb2.SamplingParams
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_text: bool = False
+    priority: int = 0
+    resume_tokens: list[int] = field(default_factory=list)
+    explain: bool = False
+    deadline_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What came at once for one choice."""
+
+    choice: int
+    text: str
+    tokens: tuple[common_pb2.Token, ...]
+    finish: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The truth about a finished request."""
+
+    usage: inference_pb2.Usage
+    timings: inference_pb2.Timings
+    explanation: str = ""

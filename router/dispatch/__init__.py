@@ -1,0 +1,1 @@
+"""The life of a request: placed, attempted, merged, retried, ended."""

@@ -1,0 +1,178 @@
+"""One attempt at a request: its streams to the workers, merged into one stream of tokens.
+
+prefill worker ──Run────┐
+                        ├──► events: tokens in order of position, then how the attempt ended
+decode worker ──Attach──┘       (the first token comes from whichever is faster)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import grpc
+
+from cluster import errors, rpc
+from router.dispatch.channels import Channels
+from router.placement.types import Placed
+from wire import common_pb2, decode_pb2, prefill_pb2
+
+WIRE_VERSION = 1
+LOST_SECONDS = 5.0
+CONTROL_SECONDS = 2.0
+MAX_EVENTS = 4096
+
+
+class Source(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class TokenCame:
+    token: common_pb2.Token
+    source: Source
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A stream's end: what its worker said, or `error` when it was lost."""
+
+    source: Source
+    end: common_pb2.AttemptEnd | None
+    error: errors.BatonError | None = None
+
+
+Event = TokenCame | Ended
+
+
+@dataclass
+class Attempt:
+    """Streams of one attempt. `close` ends them and tells the workers to cancel what is not finished."""
+
+    request_id: str
+    spec: common_pb2.GenerateSpec
+    placed: Placed
+    channels: Channels
+    admission_seconds: float
+    from_position: int
+    transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    started: float = field(default_factory=time.monotonic)
+    finished: set[Source] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._events: asyncio.Queue[Event] = asyncio.Queue(MAX_EVENTS)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def is_local(self) -> bool:
+        return self.placed.prefill is None
+
+    def start(self) -> None:
+        decode = self.channels.decode(self.placed.decode.address)
+        if self.is_local:
+            run = decode_pb2.DecodeRunRequest(
+                wire_version=WIRE_VERSION,
+                transfer_id=self.transfer_id,
+                request_id=self.request_id,
+                worker_epoch=self.placed.decode.epoch,
+                spec=self.spec,
+                admission_deadline_ms=int(self.admission_seconds * 1000),
+            )
+            self._read(Source.DECODE, lambda: decode.Run(run))
+            return
+        assert self.placed.prefill is not None, "is_local says so"
+        attach = decode_pb2.AttachRequest(
+            wire_version=WIRE_VERSION,
+            transfer_id=self.transfer_id,
+            request_id=self.request_id,
+            worker_epoch=self.placed.decode.epoch,
+            from_position=self.from_position,
+            admission_deadline_ms=int(self.admission_seconds * 1000),
+        )
+        prefill_run = prefill_pb2.PrefillRunRequest(
+            wire_version=WIRE_VERSION,
+            transfer_id=self.transfer_id,
+            request_id=self.request_id,
+            worker_epoch=self.placed.prefill.epoch,
+            spec=self.spec,
+            decode=common_pb2.WorkerRef(
+                worker_id=self.placed.decode.worker_id,
+                epoch=self.placed.decode.epoch,
+                address=self.placed.decode.address,
+            ),
+            admission_deadline_ms=int(self.admission_seconds * 1000),
+        )
+        prefill = self.channels.prefill(self.placed.prefill.address)
+        self._read(Source.DECODE, lambda: decode.Attach(attach))
+        self._read(Source.PREFILL, lambda: prefill.Run(prefill_run))
+
+    def _read(self, source: Source, call: Callable[[], Any]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(self._stream(source, call)))
+
+    async def _stream(self, source: Source, open_call: Callable[[], Any]) -> None:
+        call = open_call()
+        try:
+            while True:
+                async with asyncio.timeout(LOST_SECONDS):
+                    event = await call.read()
+                if event is grpc.aio.EOF:
+                    # Ends without saying how: the worker stopped, or the status says why.
+                    await self._lost(source, errors.PeerLostError("the stream ended early"))
+                    return
+                kind = event.WhichOneof("event")
+                if kind == "token":
+                    await self._events.put(TokenCame(event.token, source))
+                elif kind == "end":
+                    self.finished.add(source)
+                    await self._events.put(Ended(source, event.end))
+                    return
+        except TimeoutError:
+            await self._lost(source, errors.PeerLostError(f"no beat for {LOST_SECONDS:.0f} s"))
+        except grpc.aio.AioRpcError as error:
+            await self._lost(source, rpc.error_from_rpc(error))
+        finally:
+            call.cancel()
+
+    async def _lost(self, source: Source, error: errors.BatonError) -> None:
+        await self._events.put(Ended(source, None, error))
+
+    async def events(self) -> AsyncIterator[Event]:
+        while True:
+            yield await self._events.get()
+
+    async def ask_arbiter(self) -> bool:
+        """Has D committed? Raises BatonError when D itself does not answer."""
+        stub = self.channels.decode(self.placed.decode.address)
+        request = decode_pb2.AbortRequest(transfer_id=self.transfer_id, worker_epoch=self.placed.decode.epoch)
+        try:
+            answer = await stub.Abort(request, timeout=CONTROL_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.error_from_rpc(error) from error
+        return bool(answer.state == decode_pb2.ATTEMPT_STATE_COMMITTED)
+
+    async def close(self) -> None:
+        """Cancels at both workers what has not ended; returns when they have answered or are out of reach."""
+        for task in self._tasks:
+            task.cancel()
+        cancels: list[Awaitable[Any]] = []
+        if Source.DECODE not in self.finished:
+            stub = self.channels.decode(self.placed.decode.address)
+            cancels.append(
+                stub.Cancel(
+                    decode_pb2.DecodeCancelRequest(transfer_id=self.transfer_id), timeout=CONTROL_SECONDS
+                )
+            )
+        if self.placed.prefill is not None and Source.PREFILL not in self.finished:
+            prefill = self.channels.prefill(self.placed.prefill.address)
+            cancels.append(
+                prefill.Cancel(
+                    prefill_pb2.PrefillCancelRequest(transfer_id=self.transfer_id), timeout=CONTROL_SECONDS
+                )
+            )
+        await asyncio.gather(*self._tasks, *cancels, return_exceptions=True)

@@ -1,0 +1,55 @@
+"""One choice of one request, as the client has seen it so far."""
+
+from __future__ import annotations
+
+from router.completion import Completion, Delta, FinishReason
+from router.tokens.detokenize import Detokenizer
+from router.tokens.stop import StopMatcher
+from router.tokens.tokenizer import ModelText
+from wire import common_pb2
+
+_FINISH: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+class GapError(Exception):
+    """A token came before the one that precedes it: the attempt can't be trusted."""
+
+
+class ChoiceStream:
+    """Forwards exactly the next position: lower ones are dropped, a gap fails the attempt."""
+
+    def __init__(self, index: int, completion: Completion, text: ModelText):
+        self.index = index
+        self.output = list(completion.resume_tokens)
+        self.new_tokens = 0
+        self.finish: FinishReason | None = None
+        self._prompt_tokens = len(completion.prompt_tokens)
+        self._detokenizer = Detokenizer(text.tokenizer, completion.prompt_tokens)
+        self._stop = StopMatcher(completion.stop, completion.include_stop_text)
+        for token in completion.resume_tokens:  # shown already; stop strings may begin in it
+            self._stop.add(self._detokenizer.add(token))
+
+    @property
+    def next_position(self) -> int:
+        return self._prompt_tokens + len(self.output)
+
+    def take(self, token: common_pb2.Token) -> Delta | None:
+        """None: already forwarded, or nothing is wanted any more. Raises GapError."""
+        if self.finish is not None or token.position < self.next_position:
+            return None
+        if token.position > self.next_position:
+            raise GapError(f"position {token.position} came, {self.next_position} was next")
+        self.output.append(token.token_id)
+        self.new_tokens += 1
+        ended = _FINISH.get(token.finish)
+        # The token that stops an answer is not part of its text (it may be an ordinary word: a stop id).
+        text = "" if ended == "stop" else self._stop.add(self._detokenizer.add(token.token_id))
+        if self._stop.stopped:
+            self.finish = "stop"
+        elif ended is not None:
+            text += self._stop.add(self._detokenizer.flush()) + self._stop.flush()
+            self.finish = "stop" if self._stop.stopped else ended
+        return Delta(self.index, text, (token,), self.finish)

@@ -1,0 +1,52 @@
+"""What every request's life uses: one bundle per router."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Coroutine
+from typing import Any
+
+from cluster.config import RouterConfig
+from cluster.errors import UnavailableError
+from cluster.membership.reader import Members
+from router.dispatch.channels import Channels
+from router.placement.placement import Placement
+from router.tokens.tokenizer import ModelText
+
+
+class Services:
+    def __init__(
+        self,
+        config: RouterConfig,
+        text: ModelText,
+        members: Members,
+        placement: Placement,
+        channels: Channels,
+    ):
+        self.config = config
+        self.text = text
+        self.members = members
+        self.placement = placement
+        self.channels = channels
+        self._cleanups: set[asyncio.Task[Any]] = set()
+
+    def new_transfer_id(self) -> bytes:
+        return secrets.token_bytes(16)
+
+    def model_id(self) -> str:
+        """Raises UnavailableError before the first worker has come."""
+        workers = self.members.all
+        if not workers:
+            raise UnavailableError("no worker is there", retry_after_seconds=1.0)
+        return workers[0].model_id
+
+    def clean_up(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Runs on after the request is over: a client that has gone must not wait for it."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._cleanups.add(task)
+        task.add_done_callback(self._cleanups.discard)
+
+    async def finish(self, seconds: float) -> None:
+        if self._cleanups:
+            await asyncio.wait(self._cleanups, timeout=seconds)

@@ -1,0 +1,156 @@
+"""The Inference service. Messages are parsed here and not by grpc.aio, which answers malformed ones with UNKNOWN."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from cluster import rpc
+from cluster.errors import BatonError, InvalidRequestError, UnknownModelError
+from router.completion import Completion, Delta
+from router.dispatch.life import RequestLife
+from router.front import Front
+from router.validate import Asked
+from wire import inference_pb2 as pb
+
+Context = grpc.aio.ServicerContext[Any, Any]
+M = TypeVar("M", bound=Message)
+SERVICE = "baton.v1.Inference"
+
+
+class InferenceService:
+    def __init__(self, front: Front):
+        self._front = front
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
+        methods = {
+            "Generate": grpc.unary_stream_rpc_method_handler(self.Generate, None, serialize),
+            "Tokenize": grpc.unary_unary_rpc_method_handler(self.Tokenize, None, serialize),
+            "ListModels": grpc.unary_unary_rpc_method_handler(self.ListModels, None, serialize),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def Generate(self, raw: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        try:
+            completion = await self._completion(_parse(pb.GenerateRequest(), raw), context)
+            with self._front.admit(completion) as life:
+                async for response in _responses(life, completion):
+                    yield response
+        except BatonError as error:
+            await rpc.abort(context, error)
+
+    async def _completion(self, request: pb.GenerateRequest, context: Context) -> Completion:
+        text = self._front.text
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            prompt = await text.encode(request.text)
+        elif kind == "token_ids":
+            prompt = list(request.token_ids.ids)
+        elif kind == "chat":
+            prompt = await text.encode(_render(self._front, request.chat), special=False)
+        else:
+            raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
+        return self._front.validator.completion(prompt, _asked(request, context))
+
+    async def Tokenize(self, raw: bytes, context: Context) -> pb.TokenizeResponse:
+        try:
+            request = _parse(pb.TokenizeRequest(), raw)
+            self._check_model(request.model)
+            if request.WhichOneof("prompt") == "chat":
+                rendered = _render(self._front, request.chat)
+                return pb.TokenizeResponse(token_ids=await self._front.text.encode(rendered, special=False))
+            return pb.TokenizeResponse(token_ids=await self._front.text.encode(request.text))
+        except BatonError as error:
+            await rpc.abort(context, error)
+
+    async def ListModels(self, raw: bytes, context: Context) -> pb.ListModelsResponse:
+        validator = self._front.validator
+        model = pb.Model(
+            id=validator.served_name,
+            max_model_len=validator.max_model_len,
+            created_unix_seconds=self._front.created_unix_seconds,
+        )
+        return pb.ListModelsResponse(models=[model])
+
+    def _check_model(self, model: str) -> None:
+        served = self._front.validator.served_name
+        if model and model != served:
+            raise UnknownModelError(f"model: {model!r} is not served here; {served!r} is", field="model")
+
+
+def _parse(message: M, raw: bytes) -> M:
+    try:
+        message.ParseFromString(raw)
+    except DecodeError as error:
+        raise InvalidRequestError(f"the message is not valid protobuf: {error}", field="message") from None
+    return message
+
+
+def _render(front: Front, chat: pb.ChatMessages) -> str:
+    if not chat.messages:
+        raise InvalidRequestError("chat: has no messages", field="chat")
+    return front.text.render([{"role": m.role, "content": m.content} for m in chat.messages])
+
+
+def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
+    o = request.options
+
+    def given(name: str) -> Any:
+        return getattr(o, name) if o.HasField(name) else None
+
+    return Asked(
+        model=request.model,
+        max_tokens=given("max_tokens"),
+        temperature=given("temperature"),
+        top_k=given("top_k"),
+        top_p=given("top_p"),
+        min_p=given("min_p"),
+        repetition_penalty=given("repetition_penalty"),
+        presence_penalty=given("presence_penalty"),
+        frequency_penalty=given("frequency_penalty"),
+        seed=given("seed"),
+        n=given("n"),
+        stop=list(o.stop),
+        stop_token_ids=list(o.stop_token_ids),
+        min_tokens=given("min_tokens"),
+        ignore_eos=o.ignore_eos,
+        logprobs=given("logprobs"),
+        logit_bias=dict(o.logit_bias),
+        include_stop_text=o.include_stop_text,
+        priority=o.priority,
+        request_id=request.request_id,
+        resume_tokens=list(request.resume_tokens.ids),
+        explain=request.explain,
+        deadline_seconds=context.time_remaining(),
+    )
+
+
+async def _responses(life: RequestLife, completion: Completion) -> AsyncIterator[pb.GenerateResponse]:
+    started = False
+    async for delta in life.deltas():
+        if not started:
+            started = True
+            yield pb.GenerateResponse(
+                started=pb.Started(
+                    request_id=completion.request_id,
+                    model=completion.model,
+                    seed=completion.sampling.seed,
+                    prompt_tokens=len(completion.prompt_tokens),
+                    worker_ids=life.worker_ids,
+                )
+            )
+        yield pb.GenerateResponse(chunk=_chunk(delta))
+    outcome = life.outcome
+    yield pb.GenerateResponse(
+        completed=pb.Completed(usage=outcome.usage, timings=outcome.timings, explanation=outcome.explanation)
+    )
+
+
+def _chunk(delta: Delta) -> pb.Chunk:
+    return pb.Chunk(
+        choice=delta.choice, text=delta.text, tokens=delta.tokens, finish_reason=delta.finish or ""
+    )

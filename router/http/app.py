@@ -1,0 +1,116 @@
+"""The HTTP application: routes, and one place that turns errors into answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.errors import BatonError, InternalError, InvalidRequestError
+from router.front import Front
+from router.http.cluster_view import cluster_view
+from router.http.errors import error_body, error_response
+from router.http.generate import Generate
+
+log = logging.getLogger(__name__)
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(front: Front) -> FastAPI:
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    generate = Generate(front)
+    app.add_api_route("/v1/chat/completions", _guard(generate.chat), methods=["POST"])
+    app.add_api_route("/v1/completions", _guard(generate.completion), methods=["POST"])
+    app.add_api_route("/v1/models", _guard(_models(front)), methods=["GET"])
+    app.add_api_route("/v1/models/{model:path}", _guard(_model(front)), methods=["GET"])
+    app.add_api_route("/v1/cluster", _guard(_cluster(front)), methods=["GET"])
+    app.add_api_route("/health", _guard(_health), methods=["GET"])
+    app.add_api_route("/ready", _guard(_ready(front)), methods=["GET"])
+    app.add_api_route("/metrics", _guard(_metrics(front)), methods=["GET"])
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+def _guard(endpoint: Endpoint) -> Endpoint:
+    """Every error leaves as an OpenAI error body; an unexpected one is logged and says nothing more."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except BatonError as error:
+            return error_response(error)
+        except Exception:
+            log.exception("%s failed", request.url.path)
+            return error_response(InternalError("internal error"))
+
+    return guarded
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    body = error_body(InvalidRequestError(f"{request.method} {request.url.path}: {error}"))
+    return _json(body, status)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+def _model_object(front: Front) -> dict[str, Any]:
+    return {
+        "id": front.validator.served_name,
+        "object": "model",
+        "created": front.created_unix_seconds,
+        "owned_by": "baton",
+        "max_model_len": front.validator.max_model_len,
+    }
+
+
+def _models(front: Front) -> Endpoint:
+    async def models(request: Request) -> Response:
+        return _json({"object": "list", "data": [_model_object(front)]})
+
+    return models
+
+
+def _model(front: Front) -> Endpoint:
+    async def model(request: Request) -> Response:
+        if request.path_params["model"] != front.validator.served_name:
+            body = error_body(InvalidRequestError("no such model", field="model"))
+            return _json(body, 404)
+        return _json(_model_object(front))
+
+    return model
+
+
+def _cluster(front: Front) -> Endpoint:
+    async def cluster(request: Request) -> Response:
+        return _json(await cluster_view(front))
+
+    return cluster
+
+
+async def _health(request: Request) -> Response:
+    return _json({"status": "ok"})
+
+
+def _ready(front: Front) -> Endpoint:
+    async def ready(request: Request) -> Response:
+        is_ready = front.ready()
+        return _json({"ready": is_ready}, 200 if is_ready else 503)
+
+    return ready
+
+
+def _metrics(front: Front) -> Endpoint:
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(front.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return metrics

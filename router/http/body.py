@@ -1,0 +1,40 @@
+"""Reading a request's body within its limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+
+from cluster.errors import InvalidRequestError, RequestTooLargeError
+
+MAX_DEPTH = 32
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The body as an object. Raises RequestTooLargeError while reading, InvalidRequestError after."""
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > max_bytes:
+            raise RequestTooLargeError(
+                f"the body exceeds {max_bytes} bytes", field="body", limit=str(max_bytes)
+            )
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", field="body") from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError("the body must be a JSON object", field="body")
+    if _depth(body, MAX_DEPTH) > MAX_DEPTH:
+        raise InvalidRequestError("the body is nested too deeply", field="body", limit=str(MAX_DEPTH))
+    return body
+
+
+def _depth(value: Any, left: int) -> int:
+    """How deeply lists and objects nest; stops counting past `left`."""
+    if left < 0 or not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(one, left - 1) for one in inner if isinstance(one, dict | list)), default=0)

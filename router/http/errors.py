@@ -1,0 +1,55 @@
+"""Errors as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from cluster.errors import (
+    BatonError,
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTooLargeError,
+    UnknownModelError,
+    UnsupportedFieldError,
+)
+
+_CODES: dict[type[BatonError], str] = {
+    UnknownModelError: "model_not_found",
+    ContextLengthError: "context_length_exceeded",
+    UnsupportedFieldError: "unsupported_parameter",
+    RequestTooLargeError: "request_too_large",
+    OverloadedError: "overloaded",
+}
+
+
+def error_body(error: BatonError) -> dict[str, Any]:
+    kind = "invalid_request_error" if isinstance(error, InvalidRequestError) else "server_error"
+    if isinstance(error, OverloadedError):
+        kind = "rate_limit_error"
+    if isinstance(error, RequestTooLargeError):
+        kind = "invalid_request_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": kind,
+            "param": error.field or None,
+            "code": _CODES.get(type(error)),
+        }
+    }
+
+
+def error_response(error: BatonError) -> Response:
+    headers = {}
+    if error.retry_after_seconds:
+        headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
+    return Response(
+        orjson.dumps(error_body(error)),
+        status_code=error.http_status,
+        media_type="application/json",
+        headers=headers,
+    )

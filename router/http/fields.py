@@ -1,0 +1,196 @@
+"""Which fields of an OpenAI request are understood, which are harmless, and which are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from router.validate import Asked
+
+_SAMPLING = {
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "min_tokens",
+}
+_SHARED = _SAMPLING | {
+    "model",
+    "stream",
+    "stream_options",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logit_bias",
+    "max_tokens",
+    "return_token_ids",
+    "priority",
+    "logprobs",
+    "include_stop_str_in_output",
+}
+COMPLETION = _SHARED | {"prompt"}
+CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
+# They change nothing about the answer.
+HARMLESS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+    "verbosity",
+}
+# Unsupported fields whose neutral value asks for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([], None),
+    "tool_choice": ("none", "auto", None),
+    "functions": ([], None),
+    "function_call": ("none", None),
+    "response_format": ({"type": "text"}, None),
+    "echo": (False, None),
+    "best_of": (1, None),
+    "suffix": ("", None),
+    "modalities": (["text"], None),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "reasoning_effort": (None,),
+    "guided_json": (None,),
+    "prompt_logprobs": (None,),
+}
+
+
+def check(body: Mapping[str, Any], known: set[str]) -> None:
+    """Raises UnsupportedFieldError or InvalidRequestError naming the first field that can't be honoured."""
+    for name, value in body.items():
+        if name in known or name in HARMLESS:
+            continue
+        if name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                raise UnsupportedFieldError(f"{name}: is not supported yet", field=name)
+            continue
+        raise UnsupportedFieldError(f"{name}: is not a field of this request", field=name)
+
+
+def _bad(name: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}: {message}", field=name)
+
+
+def boolean(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise _bad(name, "must be true or false")
+    return value
+
+
+def stops(body: Mapping[str, Any]) -> list[str]:
+    value = body.get("stop")
+    if value is None:
+        return []
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+        raise _bad("stop", "must be a string or a list of strings")
+    return values
+
+
+def integers(body: Mapping[str, Any], name: str) -> list[int]:
+    value = body.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(type(one) is int for one in value):
+        raise _bad(name, "must be a list of whole numbers")
+    return value
+
+
+def bias(body: Mapping[str, Any]) -> dict[int, float]:
+    value = body.get("logit_bias")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _bad("logit_bias", "must map token ids to numbers")
+    try:
+        return {int(key): weight for key, weight in value.items()}
+    except ValueError:
+        raise _bad("logit_bias", "its keys must be token ids") from None
+
+
+def include_usage(body: Mapping[str, Any]) -> bool:
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
+        raise _bad("stream_options", "may hold include_usage")
+    if not body.get("stream"):
+        raise _bad("stream_options", "needs stream = true")
+    return boolean(options, "include_usage")
+
+
+def asked(body: Mapping[str, Any], request_id: str, logprobs: int | None, max_tokens: Any) -> Asked:
+    model = body.get("model", "")
+    if not isinstance(model, str):
+        raise _bad("model", "must be a string")
+    return Asked(
+        model=model,
+        max_tokens=max_tokens,
+        stop=stops(body),
+        stop_token_ids=integers(body, "stop_token_ids"),
+        ignore_eos=boolean(body, "ignore_eos"),
+        logprobs=logprobs,
+        logit_bias=bias(body),
+        include_stop_text=boolean(body, "include_stop_str_in_output"),
+        priority=body.get("priority") or 0,
+        request_id=request_id,
+        **{name: body.get(name) for name in _SAMPLING},
+    )
+
+
+def chat_logprobs(body: Mapping[str, Any]) -> int | None:
+    top = body.get("top_logprobs")
+    if not boolean(body, "logprobs"):
+        if top:
+            raise _bad("top_logprobs", "needs logprobs = true")
+        return None
+    return top if top is not None else 0
+
+
+def messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Roles and texts. Content parts of type text are joined."""
+    value = body.get("messages")
+    if not isinstance(value, list) or not value:
+        raise _bad("messages", "must be a non-empty list")
+    return [_message(one, index) for index, one in enumerate(value)]
+
+
+def _message(value: Any, index: int) -> dict[str, str]:
+    name = f"messages[{index}]"
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise _bad(name, "must be an object with a role")
+    if value["role"] not in ("system", "developer", "user", "assistant"):
+        raise _bad(f"{name}.role", f"{value['role']!r} is not supported")
+    if value.get("tool_calls"):
+        raise UnsupportedFieldError(f"{name}.tool_calls: is not supported yet", field=f"{name}.tool_calls")
+    role = "system" if value["role"] == "developer" else value["role"]
+    return {"role": role, "content": _content(value.get("content"), name)}
+
+
+def _content(content: Any, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise _bad(f"{name}.content", "must be text")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _bad(f"{name}.content", "only text parts are supported")
+        texts.append(part["text"])
+    return "".join(texts)

@@ -1,0 +1,171 @@
+"""How answers look: OpenAI's objects for completions and chats, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from router.completion import Completion, Delta, Outcome
+from router.tokens.tokenizer import ModelText
+from wire import common_pb2
+
+
+def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    prompt = sum(outcome.usage.prompt_tokens for outcome in outcomes)
+    completion = sum(outcome.usage.completion_tokens for outcome in outcomes)
+    cached = sum(outcome.usage.cached_tokens for outcome in outcomes)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def baton(outcome: Outcome) -> dict[str, Any]:
+    """Timings in seconds, bytes shipped, transport, the workers' names: as in inference.proto."""
+    shown: dict[str, Any] = MessageToDict(
+        outcome.timings, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    for name in ("kv_bytes_shipped", "not_shipped_tokens"):
+        shown[name] = int(shown[name])
+    if outcome.explanation:
+        shown["explanation"] = outcome.explanation
+    return shown
+
+
+@dataclass
+class Answer:
+    """What one choice has said so far, for a whole answer."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[common_pb2.Token] = field(default_factory=list)
+    finish: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.tokens += delta.tokens
+        self.finish = delta.finish or self.finish
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One endpoint's objects. `offset` is where a prompt's choices begin in a request with several prompts."""
+
+    completion: Completion
+    text: ModelText
+    created: int
+    id: str
+    token_ids: bool  # vLLM's return_token_ids
+
+    object_name = ""
+    chunk_name = ""
+
+    def head(self, name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.completion.model}
+
+    def whole(self, choices: list[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        return {
+            **self.head(self.object_name),
+            "choices": choices,
+            "usage": usage(outcomes),
+            "baton": baton(outcomes[-1]),
+        }
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self.head(self.chunk_name), "choices": choices}
+
+    def choice(self, index: int, answer: Answer, prompt: Sequence[int]) -> dict[str, Any]:
+        raise TypeError("use ChatShape or CompletionShape")
+
+    def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        raise TypeError("use ChatShape or CompletionShape")
+
+
+class ChatShape(Shape):
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def choice(self, index: int, answer: Answer, prompt: Sequence[int]) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(answer.text), "refusal": None},
+            "logprobs": self._logprobs(answer.tokens),
+            "finish_reason": answer.finish,
+        }
+        if self.token_ids:
+            shown["token_ids"] = [token.token_id for token in answer.tokens]
+        return shown
+
+    def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        said: dict[str, Any] = {"content": delta.text}
+        if first:
+            said["role"] = "assistant"
+        shown: dict[str, Any] = {"index": index, "delta": said, "finish_reason": delta.finish}
+        shown["logprobs"] = self._logprobs(delta.tokens)
+        if self.token_ids:
+            shown["token_ids"] = [token.token_id for token in delta.tokens]
+        return shown
+
+    def _logprobs(self, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+        if not self.completion.sampling.logprobs:
+            return None
+        return {
+            "content": [
+                {
+                    **self._token(token.token_id, token.logprob),
+                    "top_logprobs": [self._token(top.token_id, top.logprob) for top in token.top_logprobs],
+                }
+                for token in tokens
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self.text.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+class CompletionShape(Shape):
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def choice(self, index: int, answer: Answer, prompt: Sequence[int]) -> dict[str, Any]:
+        return self._shown(index, "".join(answer.text), answer.tokens, answer.finish)
+
+    def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        return self._shown(index, delta.text, delta.tokens, delta.finish)
+
+    def _shown(
+        self, index: int, text: str, tokens: Sequence[common_pb2.Token], finish: str | None
+    ) -> dict[str, Any]:
+        shown = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": finish,
+        }
+        if self.token_ids:
+            shown["token_ids"] = [token.token_id for token in tokens]
+        return shown
+
+    def _logprobs(self, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+        if not self.completion.sampling.logprobs:
+            return None
+        texts = [self.text.token_text(token.token_id) for token in tokens]
+        offsets, at = [], 0
+        for text in texts:
+            offsets.append(at)
+            at += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [
+                {self.text.token_text(top.token_id): top.logprob for top in token.top_logprobs}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }

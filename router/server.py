@@ -1,0 +1,136 @@
+"""A running router: both doors over one bundle of services."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import grpc
+import uvicorn
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from cluster.config import RouterConfig
+from cluster.errors import ConfigError
+from cluster.membership.reader import Members
+from router.dispatch.channels import Channels
+from router.dispatch.services import Services
+from router.front import Front
+from router.grpc.service import SERVICE, InferenceService
+from router.http.app import build_app
+from router.metrics import RouterMetrics
+from router.placement.placement import Placement
+from router.tokens.tokenizer import ModelText
+from wire import inference_pb2
+
+GRACE_SECONDS = 5.0
+
+
+class Router:
+    """`start`, then serve until `close`. Raises ConfigError or ModelError before it listens."""
+
+    def __init__(self, config: RouterConfig):
+        self._config = config
+        self._text = ModelText(config.model)
+        self._members = Members(config.redis_url, config.namespace)
+        self._placement = Placement(config, self._members)
+        self._channels = Channels()
+        self._services = Services(config, self._text, self._members, self._placement, self._channels)
+        self.front = Front(self._services, RouterMetrics(CollectorRegistry()))
+        self._grpc = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", config.max_body_bytes),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._socket = self._listen()
+        self._http = uvicorn.Server(
+            uvicorn.Config(
+                build_app(self.front),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=int(GRACE_SECONDS),
+            )
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._grpc_port = 0
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self._config.host}:{self._socket.getsockname()[1]}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self._config.host}:{self._grpc_port}"
+
+    def _listen(self) -> socket.socket:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it: a first streamed byte must not wait for Nagle.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            sock.bind((self._config.host, self._config.http_port))
+        except OSError as error:
+            raise ConfigError(
+                f"--http-port {self._config.http_port} on {self._config.host}: {error}", field="http_port"
+            ) from error
+        sock.listen(1024)
+        return sock
+
+    async def start(self) -> None:
+        await self._members.start()
+        await self._placement.start()
+        self._grpc.add_generic_rpc_handlers((InferenceService(self.front).handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        services = (
+            inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+            health.SERVICE_NAME,
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(services, self._grpc)
+        address = f"{self._config.host}:{self._config.grpc_port}"
+        try:
+            self._grpc_port = self._grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--grpc-port: cannot listen on {address}: {error}", field="grpc_port"
+            ) from error
+        await self._grpc.start()
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._serve_http()),
+            loop.create_task(self._watch()),
+        ]
+
+    async def _serve_http(self) -> None:
+        # uvicorn installs its own signal handlers, and raises what it caught again at its end: the process is ours.
+        self._http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+        await self._http.serve(sockets=[self._socket])
+
+    async def _watch(self) -> None:
+        """Health follows readiness; connections to workers that are gone are closed."""
+        while True:
+            status = health_pb2.HealthCheckResponse
+            serving = status.SERVING if self.front.ready() else status.NOT_SERVING
+            for service in ("", SERVICE):
+                await self._health.set(service, serving)
+            await self._channels.keep_only({worker.address for worker in self._members.all})
+            await asyncio.sleep(0.5)
+
+    async def close(self) -> None:
+        """Lets requests finish for a few seconds, then ends them."""
+        await self._health.enter_graceful_shutdown()
+        self._http.should_exit = True
+        await self._grpc.stop(GRACE_SECONDS)
+        for task in self._tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._services.finish(GRACE_SECONDS)
+        await self._channels.close()
+        await self._placement.close()
+        await self._members.close()
+        self._text.close()

@@ -1,0 +1,47 @@
+"""Tokens to text, as they come: text is given out only once no later token can change it."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+class Detokenizer:
+    """One choice's text. Decodes a short window again with each token, never the whole answer.
+
+    ids   ──────prefix──────read──────►
+                │ shown     │ in hand: decoded together with its prefix, so that a space or a split
+                              UTF-8 sequence comes out as it would in the whole text
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: list[int] | None = None):
+        """`before`: tokens that precede the answer; the text of the first token may depend on the last ones."""
+        self._tokenizer = tokenizer
+        self._ids: list[int] = list((before or [])[-6:])
+        self._prefix = 0
+        self._read = len(self._ids)
+
+    def add(self, token_id: int) -> str:
+        """The text that is certain now; "" while a character is incomplete."""
+        self._ids.append(token_id)
+        shown = self._decode(self._prefix, self._read)
+        text = self._decode(self._prefix, len(self._ids))
+        if len(text) <= len(shown) or text.endswith(_REPLACEMENT):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        if self._prefix > 64:
+            del self._ids[: self._prefix]
+            self._read -= self._prefix
+            self._prefix = 0
+        return text[len(shown) :]
+
+    def flush(self) -> str:
+        """At the end: what is in hand, incomplete characters as replacement characters."""
+        shown = self._decode(self._prefix, self._read)
+        text = self._decode(self._prefix, len(self._ids))
+        self._prefix = self._read = len(self._ids)
+        return text[len(shown) :]
+
+    def _decode(self, begin: int, end: int) -> str:
+        return str(self._tokenizer.decode(self._ids[begin:end], skip_special_tokens=True))

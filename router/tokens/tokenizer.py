@@ -1,0 +1,109 @@
+"""A model directory's tokenizer, chat template and generation defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from cluster.errors import InvalidRequestError, ModelError
+
+# Below this many characters encoding takes less time than a trip to another thread.
+INLINE_CHARACTERS = 512
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}", field=path.name) from error
+    return content
+
+
+def _token_text(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, Mapping) else str(value or "")
+
+
+class ModelText:
+    """Everything about a model that concerns text. Raises ModelError when the directory lacks a tokenizer."""
+
+    def __init__(self, directory: Path):
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            raise ModelError(f"{directory} has no tokenizer.json", field="tokenizer.json")
+        self.tokenizer = Tokenizer.from_file(str(path))
+        self.config = _read(directory / "config.json")
+        self.generation = _read(directory / "generation_config.json")
+        settings = _read(directory / "tokenizer_config.json")
+        self._special = {
+            name: _token_text(settings.get(name))
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        self._template = self._compile(directory, settings)
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.get("vocab_size") or self.tokenizer.get_vocab_size())
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return int(self.config.get("max_position_embeddings", 2048))
+
+    @staticmethod
+    def _compile(directory: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
+        file = directory / "chat_template.jinja"
+        source = file.read_text() if file.exists() else settings.get("chat_template")
+        if isinstance(source, list):  # several named templates: the default one
+            source = next((one["template"] for one in source if one.get("name") == "default"), None)
+        if not source:
+            return None
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        return environment.from_string(source)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation as the model was trained to see it, ending where the assistant begins."""
+        if self._template is None:
+            raise InvalidRequestError("this model has no chat template; send a prompt", field="messages")
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(f"the chat template refuses: {error}", field="messages") from error
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids. Long texts are encoded on a thread (the tokenizer releases the GIL)."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self._encode(text, special)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def token_text(self, token_id: int) -> str:
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

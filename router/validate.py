@@ -1,0 +1,185 @@
+"""One place that decides what is a valid request, for both doors: names the field and the limit."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.config import RouterConfig
+from cluster.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from router.completion import Completion
+from router.tokens.tokenizer import ModelText
+from wire import common_pb2
+
+
+@dataclass
+class Asked:
+    """What a client asked for, before validation. None = not given."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    include_stop_text: bool = False
+    priority: int = 0
+    request_id: str = ""
+    resume_tokens: Sequence[int] = ()
+    explain: bool = False
+    deadline_seconds: float | None = None
+
+
+def _refuse(name: str, message: str, limit: object = "") -> InvalidRequestError:
+    return InvalidRequestError(f"{name}: {message}", field=name, limit=str(limit))
+
+
+class Validator:
+    def __init__(self, config: RouterConfig, text: ModelText):
+        self._config = config
+        self._text = text
+        self.served_name = config.served_model_name or config.model.name
+        own = text.max_position_embeddings
+        self.max_model_len = min(config.max_model_len or own, own)
+
+    def completion(self, prompt: Sequence[int], asked: Asked) -> Completion:
+        """Raises InvalidRequestError, UnknownModelError or ContextLengthError."""
+        if asked.model and asked.model != self.served_name:
+            raise UnknownModelError(
+                f"model: {asked.model!r} is not served here; {self.served_name!r} is", field="model"
+            )
+        tokens = self._tokens("prompt", prompt)
+        if not tokens:
+            raise _refuse("prompt", "is empty; at least one token is needed", 1)
+        resumed = self._tokens("resume_tokens", asked.resume_tokens)
+        n = self._integer("n", asked.n, 1, 1, self._config.max_choices)
+        if resumed and n > 1:
+            raise _refuse("resume_tokens", "a resumed request has one choice", "n = 1")
+        return Completion(
+            request_id=asked.request_id or f"req-{secrets.token_hex(12)}",
+            model=self.served_name,
+            prompt_tokens=tokens,
+            sampling=self._sampling(asked, len(tokens)),
+            n=n,
+            stop=self._stops(asked.stop),
+            include_stop_text=asked.include_stop_text,
+            priority=self._integer("priority", asked.priority, 0, -(2**15), 2**15),
+            resume_tokens=resumed,
+            explain=asked.explain,
+            deadline_seconds=min(
+                self._config.request_seconds, asked.deadline_seconds or self._config.request_seconds
+            ),
+        )
+
+    def _tokens(self, name: str, ids: Sequence[int]) -> list[int]:
+        vocab = self._text.vocab_size
+        tokens = list(ids)
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocab):
+            raise _refuse(name, f"token ids must lie in 0 … {vocab - 1}", vocab - 1)
+        return tokens
+
+    def _sampling(self, asked: Asked, prompt: int) -> common_pb2.SamplingParams:
+        defaults = self._text.generation
+        vocab = self._text.vocab_size
+
+        def number(name: str, default: float, low: float, high: float) -> float:
+            given = getattr(asked, name)
+            return self._number(name, defaults.get(name, default) if given is None else given, low, high)
+
+        stop_ids = self._tokens("stop_token_ids", asked.stop_token_ids)
+        if len(stop_ids) > 64:
+            raise _refuse("stop_token_ids", "at most 64 are allowed", 64)
+        max_tokens = self._max_tokens(asked.max_tokens, prompt)
+        seed = asked.seed if asked.seed is not None else secrets.randbits(63)
+        return common_pb2.SamplingParams(
+            temperature=number("temperature", 1.0, 0.0, 100.0),
+            top_k=self._integer(
+                "top_k", defaults.get("top_k") if asked.top_k is None else max(0, asked.top_k), 0, 0, vocab
+            ),
+            top_p=self._positive("top_p", number("top_p", 1.0, 0.0, 1.0)),
+            min_p=number("min_p", 0.0, 0.0, 1.0),
+            repetition_penalty=self._positive(
+                "repetition_penalty", number("repetition_penalty", 1.0, 0.0, 100.0)
+            ),
+            presence_penalty=number("presence_penalty", 0.0, -2.0, 2.0),
+            frequency_penalty=number("frequency_penalty", 0.0, -2.0, 2.0),
+            seed=seed % 2**64,
+            max_tokens=max_tokens,
+            min_tokens=self._integer("min_tokens", asked.min_tokens, 0, 0, max_tokens),
+            ignore_eos=asked.ignore_eos,
+            stop_token_ids=stop_ids,
+            logit_bias=self._bias(asked.logit_bias),
+            logprobs=asked.logprobs is not None,
+            top_logprobs=self._integer("logprobs", asked.logprobs, 0, 0, self._config.max_logprobs),
+        )
+
+    def _max_tokens(self, asked: int | None, prompt: int) -> int:
+        room = self.max_model_len - prompt
+        if room < 1:
+            raise ContextLengthError(
+                f"prompt: {prompt} tokens leave no room in a context of {self.max_model_len}",
+                field="prompt",
+                limit=str(self.max_model_len),
+            )
+        if asked is None:
+            return room
+        wanted = self._integer("max_tokens", asked, 1, 1, 2**31)
+        if wanted > room:
+            raise ContextLengthError(
+                f"max_tokens: {prompt} prompt tokens + {wanted} new ones exceed the context of "
+                f"{self.max_model_len}",
+                field="max_tokens",
+                limit=str(self.max_model_len),
+            )
+        return wanted
+
+    def _bias(self, given: Mapping[int, float]) -> dict[int, float]:
+        if len(given) > 1024:
+            raise _refuse("logit_bias", "at most 1024 entries are allowed", 1024)
+        self._tokens("logit_bias", list(given))
+        return {key: self._number("logit_bias", value, -100.0, 100.0) for key, value in given.items()}
+
+    def _stops(self, stops: Sequence[str]) -> tuple[str, ...]:
+        if len(stops) > self._config.max_stop_strings:
+            raise _refuse("stop", f"at most {self._config.max_stop_strings}", self._config.max_stop_strings)
+        if any(not stop or len(stop) > 1024 for stop in stops):
+            raise _refuse("stop", "each must have 1 … 1024 characters", 1024)
+        return tuple(stops)
+
+    @staticmethod
+    def _number(name: str, value: Any, low: float, high: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _refuse(name, f"{value!r} is not a number", f"{low} … {high}")
+        if not low <= value <= high:
+            raise _refuse(name, f"{value} is outside {low} … {high}", f"{low} … {high}")
+        return float(value)
+
+    @staticmethod
+    def _positive(name: str, value: float) -> float:
+        if value == 0.0:
+            raise _refuse(name, "must be greater than 0", "> 0")
+        return value
+
+    @staticmethod
+    def _integer(name: str, value: Any, default: int, low: int, high: int) -> int:
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise _refuse(name, f"{value!r} is not a whole number", f"{low} … {high}")
+        if not low <= value <= high:
+            raise _refuse(name, f"{value} is outside {low} … {high}", f"{low} … {high}")
+        return value
