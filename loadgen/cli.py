@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import orjson
 import typer
@@ -16,10 +17,18 @@ from loadgen.report import Report
 from loadgen.run import run_all
 from loadgen.table import print_report
 
+
+class ProtocolName(StrEnum):
+    """Protocol, as typer wants the items of a list."""
+
+    GRPC = "grpc"
+    HTTP = "http"
+
+
 _ARRIVE, _ASK, _JUDGE, _TELL = "How requests arrive", "What they ask", "What counts as good", "Where it goes"
 
 Protocols = Annotated[
-    list[Literal["grpc", "http"]],
+    list[ProtocolName],
     typer.Option(
         "--protocol",
         help="grpc is Baton's own, http any OpenAI server. Give both to load both at once, half each.",
@@ -110,7 +119,7 @@ HtmlFile = Annotated[
 
 
 def load(
-    protocol: Protocols = ["grpc"],  # noqa: B006 (typer wants a list, and copies it)
+    protocol: Protocols = [ProtocolName.GRPC],  # noqa: B006 (typer wants a list, and copies it)
     target: Targets = None,
     model: Annotated[str, typer.Option(help="Default: the first one served.")] = "",
     rate: Rate = None,
@@ -148,7 +157,9 @@ def load(
     """
     if requests is None and seconds is None:
         seconds = 30.0
-    shares = _shares(list(dict.fromkeys(protocol)), target or [], rate, concurrency, requests)
+    shares = _shares(
+        [item.value for item in dict.fromkeys(protocol)], target or [], rate, concurrency, requests
+    )
     settings = {
         "model": model,
         "arrival": arrival,
@@ -208,14 +219,15 @@ def _shares(
         own = [item for item in targets if count == 1 or item.startswith("http") == (protocol == "http")]
         share: dict[str, object] = {"protocol": protocol, "targets": tuple(own)}
         share["rate"] = rate / count if rate is not None else None
-        share["concurrency"] = max(1, _part(concurrency, count, index))
-        share["requests"] = max(1, _part(requests, count, index)) if requests is not None else None
+        share["concurrency"] = _part(concurrency, count, index)
+        share["requests"] = _part(requests, count, index) if requests is not None else None
         shares.append(share)
     return shares
 
 
 def _part(total: int, count: int, index: int) -> int:
-    return total // count + (1 if index < total % count else 0)
+    """One of `count` shares of `total`: at least 1 each, unless there is nothing to share."""
+    return max(min(1, total), total // count + (1 if index < total % count else 0))
 
 
 def _lines(file: Path | None) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ def _tiles(report: Report) -> Iterator[str]:
         more = f"{report.kv_shipped_requests} requests, {report.transport}"
         yield _tile("KV handed over", size(report.kv_bytes_shipped), more)
     if "goodput" in facts:
-        yield _tile("Goodput", f"{report.goodput:.1%}", "of requests kept their SLO")
+        yield _tile("Goodput", f"{report.goodput:.1%}", "kept their SLO")
 
 
 def _tile(name: str, value: str, more: str, *, bad: bool = False) -> str:
@@ -91,15 +91,17 @@ def _plots(report: Report) -> Iterator[str]:
             for (name, css, _), own in zip(groups, values, strict=True)
             if own
         ]
-        plot = cdf_plot(series, milliseconds) if series else "<p class='note'>nothing to show</p>"
+        plot = cdf_plot(series, _tick) if series else "<p class='note'>nothing to show</p>"
         return _card(title, note, legend + plot)
 
     yield cdf("Time to first token", _CDF_NOTE, [[r.ttft for r in part.answered] for _, _, part in groups])
     gaps = [[gap for r in part.answered for gap in r.gaps] for _, _, part in groups]
     yield cdf("Between tokens (ITL)", _CDF_NOTE, gaps)
+    tpots = [[tpot for r in part.answered if (tpot := r.tpot) is not None] for _, _, part in groups]
+    yield cdf("Per token after the first (TPOT)", _CDF_NOTE, tpots)
     yield cdf("To the last token (E2E)", _CDF_NOTE, [[r.e2e for r in part.answered] for _, _, part in groups])
     clouds = [_cloud(name, css, part.answered) for name, css, part in groups]
-    over_time = scatter_plot(clouds, _seconds, milliseconds)
+    over_time = scatter_plot(clouds, _seconds, _tick)
     yield _card(
         "Time to first token over the run", "a dot is a request, at the moment it was due", legend + over_time
     )
@@ -201,6 +203,10 @@ def _legend(names: Sequence[tuple[str, str]]) -> str:
 def _key(css: str) -> str:
     square = f"<svg viewBox='0 0 10 10'><rect class='{css}' width='10' height='10' rx='3'/></svg>"
     return f"<span class='key'>{square}</span>"
+
+
+def _tick(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def _seconds(value: float) -> str:

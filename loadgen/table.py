@@ -42,7 +42,7 @@ def _latencies(report: Report) -> Table:
     rows = {
         "TTFT  time to first token": report.ttft,
         "ITL   between tokens": report.itl,
-        "TPOT  per token after the first": report.tpot,
+        "TPOT  per later token": report.tpot,
         "E2E   to the last token": report.e2e,
     }
     for name, summary in rows.items():

@@ -33,6 +33,7 @@ class StubHttp:
     keep_alive: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     connections: int = 0
+    _serving: set[asyncio.Task[None]] = field(default_factory=set)
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # a client hung up in the middle
 
     async def __aenter__(self) -> StubHttp:
@@ -43,15 +44,24 @@ class StubHttp:
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
         await self._server.wait_closed()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
         try:
             while await self._answer(reader, writer):
                 pass
         except (ConnectionError, asyncio.IncompleteReadError):
             self.gone.set()
+        except asyncio.CancelledError:
+            pass  # the server stops
         finally:
+            self._serving.discard(task)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:

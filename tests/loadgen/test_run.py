@@ -185,7 +185,7 @@ async def test_both_protocols_in_one_run(router: StubRouter) -> None:
     found = report.to_json()
     assert (found["requests"], found["failed"]) == (10, 0)
     assert {name: part["requests"] for name, part in found["by_protocol"].items()} == {"grpc": 4, "http": 6}
-    assert page(report).count("<polyline") == 8
+    assert page(report).count("<polyline") == 10
 
 
 async def test_sessions_take_the_targets_in_turn(router: StubRouter) -> None:

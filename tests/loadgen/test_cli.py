@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from loadgen.cli import load
+from tests.baton.stub_inference import StubRouter
+
+app = typer.Typer()
+app.command()(load)
+
+
+@pytest.fixture
+def router() -> Iterator[StubRouter]:
+    stub = StubRouter()
+    yield stub
+    stub.stop()
+
+
+def test_a_run_prints_a_table_and_writes_both_files(router: StubRouter, tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "a" / "r.json"), "--html", str(tmp_path / "b" / "r.html")]
+    flags = ["--target", router.address, "--requests", "4", "--max-tokens", "3", "--slo-ttft", "5", *files]
+    result = CliRunner().invoke(app, flags)
+    assert result.exit_code == 0, result.output
+    assert "TTFT" in result.output
+    assert "100.0% of the requests kept their SLO" in result.output
+    found = json.loads((tmp_path / "a" / "r.json").read_text())
+    assert found["requests"] == 4
+    assert found["config"][0]["slo"]["ttft_seconds"] == 5.0
+    assert "<svg" in (tmp_path / "b" / "r.html").read_text()
+
+
+def test_two_protocols_share_the_load(router: StubRouter, tmp_path: Path) -> None:
+    flags = ["--protocol", "grpc", "--protocol", "http", "--target", router.address]
+    flags += ["--target", "http://127.0.0.1:1", "--requests", "5", "--concurrency", "2", "--max-tokens", "2"]
+    result = CliRunner().invoke(app, [*flags, "--json", str(tmp_path / "r.json")])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["by_protocol"]["grpc"]["requests"] == 3
+    assert found["by_protocol"]["http"]["failed"] == 2
+
+
+def test_questions_come_from_a_file(router: StubRouter, tmp_path: Path) -> None:
+    (tmp_path / "q.txt").write_text("first question\n\n  first question\n")
+    flags = ["--target", router.address, "--requests", "1", "--workload", "conversation"]
+    result = CliRunner().invoke(app, [*flags, "--questions", str(tmp_path / "q.txt")])
+    assert result.exit_code == 0, result.output
+    assert router.inference.requests[0].chat.messages[0].content == "first question"
+
+
+def test_nothing_answered_is_a_failure() -> None:
+    result = CliRunner().invoke(app, ["--target", "127.0.0.1:1", "--requests", "2"])
+    assert result.exit_code == 1
+    assert "grpc_unavailable" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--requests", "0"], "requests"),
+        (["--extra-body", "{"], "extra-body"),
+        (["--seconds", "-1"], "seconds"),
+    ],
+)
+def test_bad_flags_are_named(flags: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, flags)
+    assert result.exit_code == 2
+    assert said in result.output
