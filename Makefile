@@ -1,0 +1,77 @@
+# Two commands do everything: `make demo` and `make test`. Each sets up .venv the first time.
+
+# Where torch comes from. Empty: the pinned version from the default index. On machines where that would fetch a
+# CUDA build and none is wanted, name an index that holds the CPU build: make demo TORCH_INDEX=<url>
+TORCH_INDEX ?=
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One compute thread, passive waiting: worker processes that busy-wait on shared cores slow each other 40 times.
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := PASSIVE
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check test-system proto bench bench-peers gpu-check demo-model clean
+
+help:  ## Show what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP)  ## Start a cluster, watch text stream from it, see the load generator's table
+	@$(BIN)/python -m demo.run
+
+test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, real Ray)
+	$(BIN)/python -m pytest -q -m "not system and not gpu" --durations 15
+
+check: $(STAMP)  ## Lint, types, floors, generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory proto-check
+
+test-system: $(STAMP)  ## Tests that need Debian or npm packages (Helm); fails on any skip
+	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system
+
+PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
+
+proto: $(STAMP)  ## Regenerate wire/ from proto/
+	$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. proto/wire/*.proto
+
+.PHONY: proto-check
+proto-check: $(STAMP)
+	@rm -rf out/proto && mkdir -p out/proto
+	@$(PROTOC) --python_out=out/proto --grpc_python_out=out/proto --mypy_out=out/proto --mypy_grpc_out=out/proto \
+		proto/wire/*.proto 2>/dev/null
+	@diff -rq -x __init__.py -x __pycache__ out/proto/wire wire \
+		|| { echo "wire/ is not what proto/ generates: run make proto"; exit 1; }
+	@echo "wire/ is up to date"
+
+bench: $(STAMP)  ## Measure beside the machine's own limits; writes out/bench/report.json
+	$(BIN)/python -m bench
+
+bench-peers: $(STAMP)  ## The same workloads against vLLM's CPU build, in turns
+	$(BIN)/python -m bench.peers
+
+gpu-check:  ## Correctness and figures on this machine's CUDA card, with the Python and torch found here
+	python3 -m pytest -q -m gpu -o addopts="-ra --import-mode=importlib" tests/engine
+
+demo-model: $(STAMP)  ## Train the demo model again (about 80 minutes on one core)
+	$(BIN)/python -m demo.train --minutes 80
+
+clean:  ## Remove what was made here
+	rm -rf out $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Baton needs Python 3.11 or later; name one: make PYTHON=/path/to/python3.11 …"; exit 1; }
+	@echo "setting up $(VENV) (once, a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "  torch"
+	@$(BIN)/python -m pip install -q -c constraints.txt torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 2>$(VENV)/pip.log \
+		|| { tail -20 $(VENV)/pip.log; exit 1; }
+	@echo "  everything else"
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]' 2>$(VENV)/pip.log || { tail -20 $(VENV)/pip.log; exit 1; }
+	@touch $@
