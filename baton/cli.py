@@ -9,6 +9,7 @@ from rich.console import Console
 
 from baton.commands import serve, talk, up
 from cluster.errors import BatonError
+from loadgen.cli import load
 
 app = typer.Typer(
     name="baton",
@@ -22,7 +23,7 @@ app.command("up", rich_help_panel="A whole cluster here")(up.up)
 app.command("status", rich_help_panel="Use and watch")(talk.status)
 app.command("generate", rich_help_panel="Use and watch")(talk.generate)
 app.command("chat", rich_help_panel="Use and watch")(talk.chat)
-
+app.command("load", rich_help_panel="Use and watch")(load)
 app.command("router", rich_help_panel="Single processes")(serve.router)
 app.command("prefill", rich_help_panel="Single processes")(serve.prefill)
 app.command("decode", rich_help_panel="Single processes")(serve.decode)

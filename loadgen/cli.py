@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from loadgen.config import Arrival, LoadConfig, PromptKind, Protocol, WorkloadName
-from loadgen.report import Report
-from loadgen.run import run_all
-from loadgen.table import print_report
+
+if TYPE_CHECKING:
+    from loadgen.report import Report
 
 
 class ProtocolName(StrEnum):
@@ -155,6 +155,10 @@ def load(
     Latencies count from the moment a request was due, so a server that stalls cannot hide the requests it
     held up. Figures the server reports itself (stages, cached tokens, shipped KV) appear where it does.
     """
+    # Imported here: every `baton` command reads this file for its help.
+    from loadgen.load import run_all
+    from loadgen.table import print_report
+
     if requests is None and seconds is None:
         seconds = 30.0
     shares = _shares(

@@ -64,7 +64,7 @@ def _tiles(report: Report) -> Iterator[str]:
     failed = f"{report.failed} failed" if report.failed else "none failed"
     yield _tile("Requests", f"{report.requests:,}", failed, bad=report.failed > 0)
     share = report.cached_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
-    yield _tile("Prompt tokens cached", f"{share:.0%}", f"{report.cached_tokens:,} tokens")
+    yield _tile("Prompts cached", f"{share:.0%}", f"{report.cached_tokens:,} tokens")
     if report.kv_shipped_requests:
         more = f"{report.kv_shipped_requests} requests, {report.transport}"
         yield _tile("KV handed over", size(report.kv_bytes_shipped), more)

@@ -43,6 +43,10 @@ class Router:
             options=[
                 ("grpc.max_receive_message_length", config.max_body_bytes),
                 ("grpc.so_reuseport", 0),
+                # Clients ping through silent streams to notice a router that is gone; without these two the
+                # server would answer "too many pings" and hang up.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+                ("grpc.keepalive_permit_without_calls", 1),
             ]
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]

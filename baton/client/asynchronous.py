@@ -13,7 +13,7 @@ from baton.client.progress import StreamProgress
 from baton.client.request import generate_request, tokenize_request
 from baton.client.routers import CHANNEL_OPTIONS, Routers, default_reconnects, pause_seconds
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
-from cluster.errors import CancelledError, DeadlineError, InternalError
+from cluster.errors import DeadlineError, InternalError
 from cluster.rpc import error_from_rpc
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc as rpc
@@ -164,10 +164,9 @@ class AsyncStream(AsyncIterator[Chunk]):
             await self._reconnect(error)
         except asyncio.CancelledError:
             # Raised by our own aclose() as well as by a cancelled task; only the latter goes on upwards.
-            if self._closed:
-                raise CancelledError("the stream was closed") from None
-            self._call.cancel()
-            raise
+            if not self._closed:
+                self._call.cancel()
+                raise
         else:
             if isinstance(event, pb.GenerateResponse):
                 return await self._feed(event)
@@ -182,7 +181,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise
 
     async def aclose(self) -> None:
-        """Cancels the request, if it is still running. Its blocks are freed within a second."""
+        """Cancels the request, if it is still running, and ends the iteration, also in another task."""
         self._closed = True
         if self._call is not None and not self._progress.done:
             self._call.cancel()

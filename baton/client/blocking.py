@@ -14,7 +14,7 @@ from baton.client.progress import StreamProgress
 from baton.client.request import generate_request, tokenize_request
 from baton.client.routers import CHANNEL_OPTIONS, Routers, default_reconnects, pause_seconds
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
-from cluster.errors import CancelledError, DeadlineError, InternalError
+from cluster.errors import DeadlineError, InternalError
 from cluster.rpc import error_from_rpc
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc as rpc
@@ -166,9 +166,8 @@ class Stream(Iterator[Chunk]):
         except StopIteration:
             self._reconnect(None)
         except grpc.RpcError as error:
-            if self._closed:
-                raise CancelledError("the stream was closed") from error
-            self._reconnect(error)
+            if not self._closed:
+                self._reconnect(error)
         else:
             return self._feed(event)
         return None
@@ -181,7 +180,7 @@ class Stream(Iterator[Chunk]):
             raise
 
     def close(self) -> None:
-        """Cancels the request, if it is still running. Its blocks are freed within a second."""
+        """Cancels the request, if it is still running, and ends the iteration, also in another thread."""
         self._closed = True
         if self._call is not None and not self._progress.done:
             self._call.cancel()  # type: ignore[no-untyped-call]

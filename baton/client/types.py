@@ -29,7 +29,7 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    seed: int
+    seed: int | None  # None is left out
     n: int  # choices; default 1
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
@@ -108,7 +108,7 @@ class Completion:
 
     request_id: str
     model: str
-    seed: int
+    seed: int | None  # None is left out
     choices: tuple[Choice, ...]
     usage: Usage
     timings: Timings

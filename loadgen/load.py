@@ -1,4 +1,4 @@
-"""`loadgen.run`: from configuration to report."""
+"""From configuration to report."""
 
 from __future__ import annotations
 
