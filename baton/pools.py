@@ -85,4 +85,4 @@ def _deployment(role: Role, configs: list[WorkerConfig]) -> Any:
 def shutdown() -> None:
     from ray import serve
 
-    serve.shutdown()
+    serve.shutdown()  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from typing import Any
 
 from cluster.config import WorkerConfig
 from cluster.errors import StaleEpochError, UnavailableError
+from cluster.index.reporter import ChainReporter
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from engine.build import load_runner
@@ -26,6 +27,7 @@ from worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
 WIRE_VERSION = 1
+RESYNC_SECONDS = 10.0
 
 
 class WorkerCore:
@@ -39,21 +41,22 @@ class WorkerCore:
         self.config = config
         self.model_id = make_model_id(config.engine.model)
         self.runner = runner = load_runner(config.engine)
+        self._loop = asyncio.get_running_loop()
         self.epoch = secrets.randbits(64) or 1
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.page_size = runner.page_size
         self.on_output: Callable[[StepOutput], None] = lambda output: None
         self.status: Callable[[], dict[str, Any]] = dict
         self.draining = False
-        self.on_chain: Callable[[ChainReport], None] = lambda chain: None
         self._registration: Registration | None = None
+        self._reporter: ChainReporter | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self.engine = Engine(
             runner, runner.config, secret=config.secret.encode(), on_chain=self._chain_changed
         )
         self.host = EngineHost(
             self.engine,
-            on_output=lambda output: self.on_output(output),
+            on_output=self._output,
             on_failure=self._engine_failed,
             step_stall_seconds=config.step_stall_seconds,
         )
@@ -137,7 +140,26 @@ class WorkerCore:
             healthy=self.host.healthy,
             status=self._status,
         )
+        self._reporter = ChainReporter(
+            self.config.redis_url,
+            self.config.namespace,
+            self.model_id,
+            self._registration,
+            self._held_chains,
+        )
         self._registration.start()
+        self._reporter.start()
+
+    def _held_chains(self) -> list[tuple[list[bytes], int]]:
+        """The whole prefix cache, asked on the reporter's thread, read on the engine's."""
+        asked = asyncio.run_coroutine_threadsafe(
+            self.host.call(lambda engine: [(chain.hashes, chain.held) for chain in engine.held_chains()]),
+            self._loop,
+        )
+        return asked.result(RESYNC_SECONDS)
+
+    def _output(self, output: StepOutput) -> None:
+        self.on_output(output)
 
     def _engine_failed(self, error: BaseException) -> None:
         if not self.failed.done():
@@ -156,7 +178,8 @@ class WorkerCore:
         }
 
     def _chain_changed(self, chain: ChainReport) -> None:
-        self.on_chain(chain)
+        if self._reporter is not None:
+            self._reporter.report(chain.hashes, chain.held)
 
     async def drain(self, idle: Callable[[], bool]) -> None:
         """Takes nothing new and waits until `idle`, or the drain limit."""
@@ -170,6 +193,8 @@ class WorkerCore:
         """Leaves the cluster first, so that nothing new comes; then ends streams, follow-ups and the engine."""
         if self._registration is not None:
             await asyncio.to_thread(self._registration.stop)
+        if self._reporter is not None:
+            await asyncio.to_thread(self._reporter.stop)
         await self.server.stop(grace_seconds)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_seconds)

@@ -9,6 +9,7 @@ through a pipe, both ways, so that moving KV never waits for a step.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -90,10 +91,8 @@ class RemoteRank:
     def close(self) -> None:
         """The rank's engine loop has been told to stop by its leader's group; this ends the rest."""
         self._closing = True
-        try:
+        with contextlib.suppress(OSError):  # it is gone already, which is what was wanted
             self.handle(_Close())
-        except (OSError, BrokenPipeError):
-            pass  # it is gone already, which is what was wanted
         self._process.join(10.0)
         if self._process.is_alive():
             self._process.kill()

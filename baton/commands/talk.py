@@ -30,10 +30,13 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Repeats a sampled answer.")] = None,
 ) -> None:
     """Continue one prompt, streaming the text."""
-    from baton.client import Client
+    from baton.client import Client, GenerateOptions
 
     with Client(target.split(",")) as client:
-        stream = client.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
+        if seed is not None:
+            options["seed"] = seed
+        stream = client.stream(prompt, **options)
         for chunk in stream:
             console.print(chunk.text, end="", markup=False)
     console.print()

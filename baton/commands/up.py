@@ -84,7 +84,7 @@ def run(options: UpOptions) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with console.status("starting") as status:
-            cluster = LocalCluster(options, progress=lambda line: status.update(line))
+            cluster = LocalCluster(options, progress=status.update)
             try:
                 state = cluster.start()
             except BaseException:

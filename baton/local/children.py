@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -44,10 +45,8 @@ class Child:
         """SIGTERM, then SIGKILL to whatever is left of its session."""
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(deadline_seconds)
-            except subprocess.TimeoutExpired:
-                pass
         self._kill_session()
         self.process.wait(5.0)
 

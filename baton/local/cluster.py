@@ -12,11 +12,11 @@ import secrets
 import shutil
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.local import children, ray_head
 from baton.local.children import Child
@@ -31,6 +31,7 @@ from cluster.redis.embedded import EmbeddedRedis
 START_SECONDS = 300.0
 STOP_SECONDS = 40.0
 Progress = Callable[[str], None]
+T = TypeVar("T")
 
 
 class LocalCluster:
@@ -65,7 +66,8 @@ class LocalCluster:
             self._start_worker_processes()
         workers = self._wait_for_workers()
         routers = self._wait_for_routers()
-        self._wait_until_ready(routers[0].http)
+        for router in routers:
+            self._wait_until_ready(router.http)
         state = self._state(routers, workers)
         if self._options.state_file is not None:
             state.write(self._options.state_file)
@@ -138,7 +140,10 @@ class LocalCluster:
         cpus = options.prefill_workers * options.prefill_tp + options.decode * options.decode_tp
         self._ray = ray_head.start(cpus + 1, self._logs, self._dir / "ray")
         self._progress("deploying the pools")
-        described = {**self._worker_configs(), "environment": options.worker_environment()}
+        described: dict[str, Any] = {
+            **self._worker_configs(),
+            "environment": options.worker_environment(),
+        }
         path = self._write_config("pools", described)
         command = children.baton_command(
             "pools",
@@ -171,21 +176,25 @@ class LocalCluster:
         states = []
         for child in self._routers:
             path = self._dir / f"{child.name}.ready"
-            self._poll(lambda path=path: path if path.exists() else None, f"{child.name} did not start")
-            states.append(RouterState(**json.loads(path.read_text())))
+            facts = self._poll(partial(_read_if_there, path), f"{child.name} did not start")
+            states.append(RouterState(**facts))
         return states
 
     def _wait_until_ready(self, http: str) -> None:
+        wanted = self._options.decode + self._options.prefill_workers
+
         def ready() -> bool | None:
+            # The router's own view: it must know every worker, or its first requests see a part of the cluster.
             try:
-                with urllib.request.urlopen(f"{http}/ready", timeout=2.0) as answer:
-                    return True if answer.status == 200 else None
-            except (urllib.error.URLError, OSError):
+                with urllib.request.urlopen(f"{http}/v1/cluster", timeout=2.0) as answer:
+                    workers = json.load(answer)["workers"]
+            except OSError:
                 return None
+            return True if sum(one["lease"] == "live" for one in workers) >= wanted else None
 
         self._poll(ready, "the router did not become ready")
 
-    def _poll(self, check: Callable[[], Any], failure: str) -> Any:
+    def _poll(self, check: Callable[[], T | None], failure: str) -> T:
         deadline = time.monotonic() + START_SECONDS
         while (result := check()) is None:
             children.check_alive(self._all_children())
@@ -212,3 +221,10 @@ class LocalCluster:
             pid=os.getpid(),
             logs=str(self._logs),
         )
+
+
+def _read_if_there(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    facts: dict[str, Any] = json.loads(path.read_text())
+    return facts

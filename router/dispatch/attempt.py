@@ -121,7 +121,7 @@ class Attempt:
             while True:
                 async with asyncio.timeout(LOST_SECONDS):
                     event = await call.read()
-                if event is grpc.aio.EOF:
+                if not isinstance(event, common_pb2.AttemptEvent):
                     # Ends without saying how: the worker stopped, or the status says why.
                     await self._lost(source, errors.PeerLostError("the stream ended early"))
                     return

@@ -25,7 +25,7 @@ class InferenceService:
     def __init__(self, front: Front):
         self._front = front
 
-    def handler(self) -> grpc.GenericRpcHandler:
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
         methods = {
             "Generate": grpc.unary_stream_rpc_method_handler(self.Generate, None, serialize),
@@ -99,7 +99,7 @@ def _render(front: Front, chat: pb.ChatMessages) -> str:
 def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
     o = request.options
 
-    def given(name: str) -> Any:
+    def given(name: Any) -> Any:
         return getattr(o, name) if o.HasField(name) else None
 
     return Asked(

@@ -136,6 +136,7 @@ def include_usage(body: Mapping[str, Any]) -> bool:
 
 
 def asked(body: Mapping[str, Any], request_id: str, logprobs: int | None, max_tokens: Any) -> Asked:
+    sampling: dict[str, Any] = {name: body.get(name) for name in _SAMPLING}
     model = body.get("model", "")
     if not isinstance(model, str):
         raise _bad("model", "must be a string")
@@ -150,7 +151,7 @@ def asked(body: Mapping[str, Any], request_id: str, logprobs: int | None, max_to
         include_stop_text=boolean(body, "include_stop_str_in_output"),
         priority=body.get("priority") or 0,
         request_id=request_id,
-        **{name: body.get(name) for name in _SAMPLING},
+        **sampling,
     )
 
 
