@@ -1,0 +1,53 @@
+"""Fixtures that tests of several folders share."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest  # noqa: E402
+
+from cluster.redis.embedded import EmbeddedRedis  # noqa: E402
+from tests.checkpoints import make_checkpoint  # noqa: E402
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A small random model by variant, made once a session."""
+    made: dict[str, Path] = {}
+
+    def get(variant: str = "llama") -> Path:
+        if variant not in made:
+            made[variant] = make_checkpoint(tmp_path_factory.mktemp(variant), variant)
+        return made[variant]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    return redis_server.url
+
+
+@pytest.fixture
+def namespace() -> str:
+    """Keys of one test."""
+    return f"test-{secrets.token_hex(4)}"
