@@ -9,9 +9,9 @@ def finish_reason(
     token: int, output_count: int, total: int, params: SamplingParams, eos: tuple[int, ...], max_len: int
 ) -> FinishReason | None:
     """`output_count` and `total` include `token`."""
-    if output_count >= params.min_tokens or params.min_tokens == 0:
-        if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
-            return FinishReason.STOP
+    ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+    if ends and output_count >= params.min_tokens:
+        return FinishReason.STOP
     if output_count >= params.max_tokens or total >= max_len:
         return FinishReason.LENGTH
     return None

@@ -204,6 +204,12 @@ class AsyncStream(AsyncIterator[Chunk]):
         started = self._progress.started
         return started.request_id if started else ""
 
+    @property
+    def worker_ids(self) -> tuple[str, ...]:
+        """Who works on it, as the first event named them."""
+        started = self._progress.started
+        return tuple(started.worker_ids) if started else ()
+
     async def __aenter__(self) -> AsyncStream:
         return self
 

@@ -1,0 +1,212 @@
+"""KV crosses processes, tokens stay the reference's, and every block comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from baton.client import AsyncClient, Client
+from tests.checkpoints import VARIANTS, near_ties, prompt_ids, reference_greedy
+from tests.end_to_end.conftest import Cluster, run_cluster, wait_for
+
+PROCESS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
+NEW = 48
+
+
+def assert_reference(model, prompt, tokens):
+    expected = reference_greedy(model, prompt, len(tokens))
+    if list(tokens) != expected:
+        first = next(i for i, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1])
+        assert first in near_ties(model, prompt, expected), f"differs at {first}"
+
+
+def assert_all_free(cluster: Cluster) -> None:
+    """Blocks and ring slots of every worker are back where they were."""
+
+    def free() -> bool:
+        for worker in cluster.workers():
+            status = worker["status"]
+            if status["blocks_held"] or status["attempts"] or status["handoffs_live"]:
+                return False
+            if "ring_slots" in status and status["ring_free"] != status["ring_slots"]:
+                return False
+        return True
+
+    wait_for(free, 10.0, "all blocks and slots free")
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoint, tmp_path_factory):
+    """One cluster for the tests that leave it as they found it."""
+    model = checkpoint("llama")
+    with run_cluster(tmp_path_factory.mktemp("llama"), model, *PROCESS) as cluster:
+        yield model, cluster
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "llama"])
+def test_tokens_equal_the_reference_after_a_handover(variant, checkpoint, start_cluster):
+    model = checkpoint(variant)
+    cluster = start_cluster(model, *PROCESS)
+    with Client(cluster.grpc) as client:
+        for length in (70, 70, 5, 129):
+            prompt = prompt_ids(length)
+            answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
+            assert_reference(model, prompt, answer.token_ids)
+            assert answer.timings.transport == "nixl"
+            assert answer.timings.kv_bytes_shipped > 0
+    decode = wait_for(lambda: cluster.status("decode"), 5.0, "status")
+    assert decode["prompt_tokens_computed"] == 0
+    assert_all_free(cluster)
+
+
+def test_a_second_request_ships_and_computes_only_what_is_new(llama):
+    model, cluster = llama
+    prompt = prompt_ids(100, seed=41)
+    with Client(cluster.grpc) as client:
+        first = client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True)
+        again = client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True)
+    assert first.usage.cached_tokens == 0
+    assert again.usage.cached_tokens == 96
+    assert again.timings.not_shipped_tokens == 96
+    assert 0 < again.timings.kv_bytes_shipped < first.timings.kv_bytes_shipped
+    assert again.token_ids == first.token_ids
+
+
+def test_many_at_once_and_choices_are_all_the_references(llama):
+    model, cluster = llama
+
+    async def all_at_once():
+        async with AsyncClient(cluster.grpc) as client:
+            prompts = [prompt_ids(5 + 13 * i, seed=100 + i) for i in range(12)]
+            options = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            answers = await asyncio.gather(*(client.generate(p, n=1 + i % 3, **options) for i, p in enumerate(prompts)))
+            return prompts, answers
+
+    prompts, answers = asyncio.run(all_at_once())
+    for prompt, answer in zip(prompts, answers, strict=True):
+        for choice in answer.choices:
+            assert_reference(model, prompt, choice.token_ids)
+    assert_all_free(cluster)
+
+
+def test_one_placement_call_per_attempt(llama):
+    _, cluster = llama
+    with Client(cluster.grpc) as client:
+        before = _placement_calls(cluster)
+        attempts = 0
+        for seed in range(5):
+            answer = client.generate(prompt_ids(40, seed=seed), max_tokens=3, temperature=0)
+            attempts += answer.timings.attempts
+    assert _placement_calls(cluster) - before == attempts == 5
+
+
+def _placement_calls(cluster: Cluster) -> int:
+    import json
+    import urllib.request
+
+    with urllib.request.urlopen(f"{cluster.http}/v1/cluster", timeout=10) as answer:
+        return int(json.load(answer)["placement"]["calls"])
+
+
+def test_a_cancelled_request_frees_both_workers_within_a_second(llama):
+    _, cluster = llama
+
+    async def cancel_midway():
+        async with AsyncClient(cluster.grpc) as client:
+            stream = client.stream(prompt_ids(200, seed=7), max_tokens=600, temperature=0, ignore_eos=True)
+            async for _ in stream:
+                break
+            await stream.aclose()
+
+    asyncio.run(cancel_midway())
+    # The status that tells of it is renewed every 0.5 s, and the router reads it every 0.25 s.
+    wait_for(lambda: _idle(cluster), 1.0 + 0.75 + 0.5, "blocks free after a cancel")
+    assert_all_free(cluster)
+
+
+def _idle(cluster: Cluster) -> bool:
+    return all(w["status"]["blocks_held"] == 0 and w["status"]["attempts"] == 0 for w in cluster.workers())
+
+
+def test_sampling_repeats_with_its_seed(llama):
+    _, cluster = llama
+    with Client(cluster.grpc) as client:
+        options = {"max_tokens": 24, "temperature": 1.0, "ignore_eos": True}
+        one = client.generate(prompt_ids(20), seed=5, **options)
+        two = client.generate(prompt_ids(20), seed=5, **options)
+        other = client.generate(prompt_ids(20), seed=6, **options)
+    assert one.token_ids == two.token_ids != other.token_ids
+
+
+def test_a_prompt_longer_than_the_ring_passes_through_it(checkpoint, start_cluster, monkeypatch):
+    model = checkpoint("llama")
+    for name, value in (("RING_BYTES", 65536), ("SLOT_BYTES", 4096), ("PART_BYTES", 4096)):
+        monkeypatch.setenv(f"BATON_TRANSFER__{name}", str(value))
+    cluster = start_cluster(model, *PROCESS)
+    prompt = prompt_ids(900)
+    with Client(cluster.grpc) as client:
+        answer = client.generate(prompt, max_tokens=16, temperature=0, ignore_eos=True)
+    assert_reference(model, prompt, answer.token_ids)
+    ring = cluster.status("decode")["ring_slots"] * 4096
+    assert answer.timings.kv_bytes_shipped > ring
+    assert_all_free(cluster)
+
+
+def test_two_routers_see_the_same_prefixes(checkpoint, start_cluster):
+    model = checkpoint("llama")
+    cluster = start_cluster(model, *PROCESS, "--routers", "2", "--prefill", "2", "--decode", "2")
+    prompt = prompt_ids(160, seed=3)
+    first_router, second_router = cluster.routers
+    with Client(first_router) as one, Client(second_router) as two:
+        first = one.generate(prompt, max_tokens=2, temperature=0, ignore_eos=True)
+        time.sleep(0.3)  # the charge of the first request is settled by the next beat
+        second = two.generate(prompt, max_tokens=2, temperature=0, ignore_eos=True)
+    assert second.usage.cached_tokens == 144
+    assert second.timings.prefill_worker == first.timings.prefill_worker
+
+
+def test_grpc_transport_carries_the_same_tokens(checkpoint, start_cluster, monkeypatch):
+    monkeypatch.setenv("BATON_TRANSFER__TRANSPORT", "grpc")
+    model = checkpoint("qwen3")
+    cluster = start_cluster(model, *PROCESS)
+    prompt = prompt_ids(70)
+    with Client(cluster.grpc) as client:
+        answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
+    assert answer.timings.transport == "grpc"
+    assert_reference(model, prompt, answer.token_ids)
+
+
+def test_aggregated_is_one_worker_and_the_same_tokens(checkpoint, start_cluster):
+    model = checkpoint("llama")
+    cluster = start_cluster(model, *PROCESS, "--aggregated")
+    prompt = prompt_ids(70)
+    with Client(cluster.grpc) as client:
+        answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
+    assert answer.timings.kv_bytes_shipped == 0
+    assert_reference(model, prompt, answer.token_ids)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_costs_a_pause_and_no_token(role, checkpoint, start_cluster):
+    model = checkpoint("llama")
+    cluster = start_cluster(model, *PROCESS, "--prefill", "2", "--decode", "2")
+    prompt = prompt_ids(60, seed=9)
+    with Client(cluster.grpc) as client:
+        stream = client.stream(prompt, max_tokens=900, temperature=0, ignore_eos=True)
+        chunks = [next(stream) for _ in range(5)]
+        os.kill(_pid(cluster, role, stream.worker_ids), signal.SIGKILL)
+        chunks += list(stream)
+        answer = stream.completion()
+    assert len(answer.token_ids) == 900
+    assert_reference(model, prompt, answer.token_ids)
+    if role == "decode":
+        assert answer.timings.attempts == 2
+
+
+def _pid(cluster: Cluster, role: str, worker_ids: tuple[str, ...]) -> int:
+    (pid,) = [w["status"]["pid"] for w in cluster.workers() if w["role"] == role and w["id"] in worker_ids]
+    return int(pid)
