@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
 
-from baton.client import Client, Message, Stream
+from baton.client import Client, GenerateOptions, Message, Stream
 from cluster.errors import BatonError, UnavailableError
 
 HELP = """/help   this
@@ -128,32 +128,40 @@ class Chat:
         """The answer's text, and what to say below it. A stopped answer stays in the conversation as it is."""
         text: list[str] = []
         pace.ask()
-        options = {"temperature": self.temperature, "max_tokens": self.max_tokens}
-        stream = self.client.stream(self.messages, **options)  # type: ignore[arg-type]
-        with stream, _stopped_by_ctrl_c(stream) as stopped:
+        options: GenerateOptions = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        with _StopOnCtrlC() as stop, self.client.stream(self.messages, **options) as stream:
+            stop.closes(stream)
             for chunk in stream:
                 pace.arrived(len(chunk.token_ids))
                 text.append(chunk.text)
                 self.console.print(chunk.text, end="", markup=False, soft_wrap=True)
         cached = stream.usage.cached_tokens if stream.usage else None
-        return "".join(text), ("stopped · " if stopped() else "") + pace.line(cached)
+        return "".join(text), ("stopped · " if stop.pressed else "") + pace.line(cached)
 
     def _note(self, line: str) -> None:
         self.console.print(Text(line, style="dim"))
 
 
-@contextlib.contextmanager
-def _stopped_by_ctrl_c(stream: Stream) -> Iterator[Callable[[], bool]]:
-    """While inside, Ctrl-C closes the stream instead of ending the program; the value says if it did."""
-    stopped = False
+class _StopOnCtrlC:
+    """While inside, Ctrl-C closes the stream instead of ending the program."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        stream.close()
+    def __init__(self) -> None:
+        self.pressed = False
+        self._stream: Stream | None = None
 
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield lambda: stopped
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def closes(self, stream: Stream) -> None:
+        self._stream = stream
+        if self.pressed:
+            stream.close()
+
+    def __enter__(self) -> _StopOnCtrlC:
+        self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+        if self._stream is not None:
+            self._stream.close()

@@ -1,0 +1,105 @@
+"""A conversation against a real gRPC server; the lines a user would type come from a list."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from rich.console import Console
+
+from baton.chat import Chat
+from baton.client import Client
+from cluster.errors import OverloadedError
+from tests.baton.stub_inference import StubRouter
+
+
+@pytest.fixture
+def router() -> Iterator[StubRouter]:
+    stub = StubRouter()
+    yield stub
+    stub.stop()
+
+
+def talk(router: StubRouter, *lines: str | Callable[[], str]) -> str:
+    """What the terminal shows."""
+    script = iter(lines)
+
+    def ask() -> str:
+        try:
+            line = next(script)
+        except StopIteration:
+            raise EOFError from None
+        return line if isinstance(line, str) else line()
+
+    console = Console(record=True, file=open(os.devnull, "w"), width=200)  # noqa: SIM115 (closed with the console)
+    with Client(router.address) as client, console.file:
+        Chat(client, console, temperature=0.5, max_tokens=4, ask=ask).loop()
+        return console.export_text()
+
+
+def roles(router: StubRouter) -> list[list[str]]:
+    return [[turn.role for turn in request.chat.messages] for request in router.inference.requests]
+
+
+def test_answers_stream_and_the_conversation_grows(router: StubRouter) -> None:
+    shown = talk(router, "hello there", "and now?")
+    assert roles(router) == [["user"], ["user", "assistant", "user"]]
+    assert router.inference.requests[1].chat.messages[1].content.strip() in shown
+    assert "4 tokens" in shown
+    assert "2 cached" in shown
+    assert router.inference.requests[0].options.max_tokens == 4
+
+
+def test_reset_forgets(router: StubRouter) -> None:
+    talk(router, "one", "/reset", "two")
+    assert roles(router) == [["user"], ["user"]]
+
+
+def test_commands_are_not_sent(router: StubRouter) -> None:
+    shown = talk(router, "/help", "/nonsense", "", "/quit", "never asked")
+    assert "Ctrl-C" in shown
+    assert "there is no /nonsense" in shown
+    assert not router.inference.requests
+
+
+def test_an_error_is_shown_and_the_question_not_kept(router: StubRouter) -> None:
+    router.inference.error = OverloadedError("come back later")
+
+    def recover() -> str:
+        router.inference.error = None
+        return "again"
+
+    assert "come back later" in talk(router, "hello", recover)
+    assert roles(router) == [["user"], ["user"]]
+
+
+def test_ctrl_c_at_the_prompt_asks_again(router: StubRouter) -> None:
+    def interrupt() -> str:
+        raise KeyboardInterrupt
+
+    talk(router, interrupt, "hello")
+    assert roles(router) == [["user"]]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(router: StubRouter) -> None:
+    router.inference.hang_after = 2
+
+    def press() -> None:
+        router.inference.hanging.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def go_on() -> str:
+        presser.join()
+        router.inference.hang_after = None
+        return "and then?"
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    shown = talk(router, "hello", go_on)
+    assert "stopped" in shown
+    assert router.inference.cancelled.is_set()
+    assert roles(router)[-1][-1] == "user"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from baton.status import render, show
+from cluster.errors import InternalError, UnavailableError
+
+VIEW: dict[str, Any] = {
+    "router": {"id": "router-1", "uptime_seconds": 3725.5, "requests_in_flight": 3},
+    "redis": {"ok": True},
+    "placement": {"calls": 12, "requests": 11},
+    "workers": [
+        {
+            "id": "prefill-1",
+            "role": "prefill",
+            "address": "127.0.0.1:4001",
+            "state": "ready",
+            "lease": "suspect",
+            "status": {"running": 1, "waiting": 2, "prefix_hit_ratio": 0.25, "handoffs": 9},
+        },
+        {
+            "id": "decode-1",
+            "role": "decode",
+            "state": "ready",
+            "lease": "live",
+            "status": {"kv_usage_ratio": 0.5, "kv_bytes": 3 << 20, "steps": 1234},
+        },
+    ],
+}
+
+
+class _Router(BaseHTTPRequestHandler):
+    answers: dict[str, tuple[int, bytes]]
+
+    def do_GET(self) -> None:
+        status, body = self.answers.get(self.path, (404, b""))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def router(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Serves the parameter as /v1/cluster."""
+    handler = type("Handler", (_Router,), {"answers": {"/v1/cluster": request.param}})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def shown(view: Any, width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(view, wide=width > 100))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_table_says_who_does_what() -> None:
+    text = shown(VIEW)
+    assert "1 h 02 min" in text
+    assert "3 in flight" in text
+    assert "12 placements" in text
+    assert "Redis ok" in text
+    decode, prefill = (line for line in text.splitlines() if "-1" in line and "router" not in line)
+    assert "50%" in decode
+    assert "3.0 MiB" in decode
+    assert "1,234" in decode
+    assert "suspect" in prefill
+    assert "1/2" in prefill
+    assert "25%" in prefill
+
+
+def test_eighty_columns_are_enough() -> None:
+    lines = shown(VIEW, width=80).splitlines()
+    assert len([line for line in lines if line.strip()]) == 4
+    assert not any("…" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "view", [{}, {"workers": [{}]}, {"workers": None, "router": None, "redis": {"ok": False}}]
+)
+def test_what_is_missing_is_a_dash(view: Any) -> None:
+    assert "–" in shown(view)
+
+
+@pytest.mark.parametrize("router", [(200, json.dumps(VIEW).encode())], indirect=True)
+def test_show_fetches_and_prints(router: str) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    show(router, as_json=False, console=console)
+    show(router.removeprefix("http://"), as_json=False, console=console)
+    assert console.file.getvalue().count("prefill-1") == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("router", [(200, json.dumps(VIEW).encode())], indirect=True)
+def test_json_is_passed_through(router: str) -> None:
+    console = Console(file=io.StringIO(), width=40)
+    show(router, as_json=True, console=console)
+    assert json.loads(console.file.getvalue()) == VIEW  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("router", "error"),
+    [((503, b""), UnavailableError), ((200, b"<html>"), InternalError)],
+    indirect=["router"],
+)
+def test_other_answers_are_errors(router: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        show(router, as_json=False)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://[", "::nonsense::"])
+def test_nobody_there_is_an_error(url: str) -> None:
+    with pytest.raises(UnavailableError):
+        show(url, as_json=False)
