@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loadgen.config import LoadConfig as LoadConfig
     from loadgen.config import Slo as Slo
-    from loadgen.report import Report as Report
-    from loadgen.report import merge as merge
     from loadgen.load import run as run
     from loadgen.load import run_all as run_all
+    from loadgen.report import Report as Report
+    from loadgen.report import merge as merge
 
 _HOMES = {"LoadConfig": "config", "Slo": "config", "Report": "report", "merge": "report"}
 __all__ = ["LoadConfig", "Report", "Slo", "merge", "run", "run_all"]

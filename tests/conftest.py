@@ -14,10 +14,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import pytest  # noqa: E402
+import pytest
 
-from cluster.redis.embedded import EmbeddedRedis  # noqa: E402
-from tests.checkpoints import make_checkpoint  # noqa: E402
+from cluster.redis.embedded import EmbeddedRedis
+from tests.checkpoints import make_checkpoint
 
 Checkpoint = Callable[[str], Path]
 

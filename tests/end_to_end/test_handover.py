@@ -64,7 +64,7 @@ def test_tokens_equal_the_reference_after_a_handover(variant, checkpoint, start_
 
 
 def test_a_second_request_ships_and_computes_only_what_is_new(llama):
-    model, cluster = llama
+    _, cluster = llama
     prompt = prompt_ids(100, seed=41)
     with Client(cluster.grpc) as client:
         first = client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True)
@@ -83,7 +83,9 @@ def test_many_at_once_and_choices_are_all_the_references(llama):
         async with AsyncClient(cluster.grpc) as client:
             prompts = [prompt_ids(5 + 13 * i, seed=100 + i) for i in range(12)]
             options = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
-            answers = await asyncio.gather(*(client.generate(p, n=1 + i % 3, **options) for i, p in enumerate(prompts)))
+            answers = await asyncio.gather(
+                *(client.generate(p, n=1 + i % 3, **options) for i, p in enumerate(prompts))
+            )
             return prompts, answers
 
     prompts, answers = asyncio.run(all_at_once())
