@@ -141,7 +141,7 @@ class LocalCluster:
         self._ray = ray_head.start(cpus + 1, self._logs, self._dir / "ray")
         self._progress("deploying the pools")
         described: dict[str, Any] = {
-            **self._worker_configs(),
+            **{str(role): configs for role, configs in self._worker_configs().items()},
             "environment": options.worker_environment(),
         }
         path = self._write_config("pools", described)
