@@ -1,0 +1,1 @@
+"""Measures Baton beside the limits of the machine it runs on. `python -m bench --help`."""

@@ -1,0 +1,54 @@
+"""What a section of the bench hands over."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number. `bound` is what it is held against, if anything: "≥ 0.6", "≤ 0.002"."""
+
+    name: str
+    value: float
+    unit: str = ""
+    bound: str = ""
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """None where nothing is asked."""
+        if not self.bound:
+            return None
+        sign, limit = self.bound.split(" ", 1)
+        return self.value >= float(limit) if sign == "≥" else self.value <= float(limit)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "met": self.met}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section's figures; `details` holds whole reports for whoever wants to look closer."""
+
+    name: str
+    title: str
+    figures: Sequence[Figure]
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        figures = [figure.to_json() for figure in self.figures]
+        return {"name": self.name, "title": self.title, "figures": figures, "details": self.details}
+
+
+def repeat(measure: Callable[[], float], times: int) -> list[float]:
+    """Sorted results of `times` runs, after one that does not count."""
+    measure()
+    return sorted(measure() for _ in range(times))
+
+
+def median_of(measure: Callable[[], float], times: int = 7) -> float:
+    return statistics.median(repeat(measure, times))

@@ -1,0 +1,146 @@
+"""The machine's own limits, measured honestly: what a perfect engine and a perfect hand-off could reach.
+
+- memory bandwidth: one thread reads 512 MiB, far more than any cache holds, by the fastest of two ways;
+- GEMM: every linear layer of the model at a whole prompt's length, by the faster of torch and oneDNN with
+  prepacked weights;
+- copy between processes: the kernel's own (process_vm_writev), which is what NIXL uses between processes of one
+  machine. A plain copy into shared memory is shown beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bench.checkpoint import SHAPE
+from bench.figures import Figure, Section, median_of
+
+READ_BYTES = 512 << 20
+COPY_BYTES = 64 << 20
+COPY_PART_BYTES = 4 << 20
+PROMPT_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes and floating point operations a second, of one thread."""
+
+    read_bytes: float
+    gemm_flops: float
+    copy_bytes: float
+    shared_copy_bytes: float
+
+    def section(self) -> Section:
+        figures = [
+            Figure("memory read", self.read_bytes / 1e9, "GB/s", note="one thread, 512 MiB"),
+            Figure("GEMM", self.gemm_flops / 1e9, "GFLOP/s", note="one thread, bf16, the model's own shapes"),
+            Figure("copy between processes", self.copy_bytes / 1e9, "GB/s", note="process_vm_writev"),
+            Figure("copy into shared memory", self.shared_copy_bytes / 1e9, "GB/s", note="memcpy"),
+        ]
+        return Section("limits", "The machine's limits", figures, asdict(self))
+
+
+def measure(repeats: int = 7) -> Limits:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        copy, shared = copy_rates(repeats)
+        return Limits(read_rate(repeats), gemm_rate(repeats), copy, shared)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def read_rate(repeats: int) -> float:
+    data = torch.ones(READ_BYTES // 4)
+    libc: Any = ctypes.CDLL(None)
+    libc.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    libc.memchr.restype = ctypes.c_void_p
+    absent = 0x17  # a byte that 1.0 does not contain: memchr reads everything
+    ways: list[Callable[[], Any]] = [data.sum, lambda: libc.memchr(data.data_ptr(), absent, READ_BYTES)]
+    return READ_BYTES / min(median_of(_timed(way), repeats) for way in ways)
+
+
+def gemm_rate(repeats: int, tokens: int = PROMPT_TOKENS) -> float:
+    """All linears of one layer, each by its fastest way, over a prompt of `tokens`."""
+    seconds = flops = 0.0
+    for inputs, outputs in SHAPE.linears:
+        weight = torch.randn(outputs, inputs).to(torch.bfloat16)
+        x = torch.randn(tokens, inputs).to(torch.bfloat16)
+        seconds += min(median_of(_timed(way), repeats) for way in _linear_ways(x, weight))
+        flops += 2.0 * tokens * inputs * outputs
+    return flops / seconds
+
+
+def _linear_ways(x: Tensor, weight: Tensor) -> list[Callable[[], Any]]:
+    ways: list[Callable[[], Any]] = [lambda: F.linear(x, weight)]
+    packed = prepack(weight, x.shape[0])
+    if packed is not None:
+        multiply = torch.ops.mkldnn._linear_pointwise
+        ways.append(lambda: multiply(x, packed, None, "none", [], ""))
+    return ways
+
+
+def prepack(weight: Tensor, tokens: int) -> Tensor | None:
+    """The weight in oneDNN's own layout; None where this torch cannot."""
+    try:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, tokens)
+    except (AttributeError, RuntimeError):
+        return None
+    return packed
+
+
+def copy_rates(repeats: int) -> tuple[float, float]:
+    """(kernel copy into another process, copy into shared memory), bytes a second."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_hold_memory, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        pid, address = ours.recv()
+        source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+        kernel = COPY_BYTES / median_of(_timed(lambda: _write_to(pid, source, address)), repeats)
+    finally:
+        ours.send(None)
+        process.join(10)
+    shared = torch.zeros(COPY_BYTES, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+    return kernel, COPY_BYTES / median_of(_timed(lambda: shared.copy_(source)), repeats)
+
+
+def _hold_memory(pipe: Connection) -> None:
+    target = torch.ones(COPY_BYTES, dtype=torch.uint8)
+    pipe.send((os.getpid(), target.data_ptr()))
+    pipe.recv()
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def _write_to(pid: int, source: Tensor, address: int) -> None:
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_writev.restype = ctypes.c_ssize_t
+    for offset in range(0, COPY_BYTES, COPY_PART_BYTES):
+        local = _Span(source.data_ptr() + offset, COPY_PART_BYTES)
+        remote = _Span(address + offset, COPY_PART_BYTES)
+        arguments = (ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if libc.process_vm_writev(pid, *arguments) != COPY_PART_BYTES:
+            raise OSError(ctypes.get_errno(), "process_vm_writev")
+
+
+def _timed(work: Callable[[], Any]) -> Callable[[], float]:
+    def run() -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    return run

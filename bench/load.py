@@ -1,0 +1,36 @@
+"""Loads that several sections share, as the load generator's configurations."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from bench.checkpoint import SHAPE
+from loadgen import LoadConfig, Report, run
+
+
+def tokens_config(target: str, **settings: Any) -> LoadConfig:
+    """Prompts of exact lengths, answers of exact lengths."""
+    protocol = "http" if target.startswith("http") else "grpc"
+    defaults: dict[str, Any] = {
+        "protocol": protocol,
+        "targets": (target,),
+        "prompt_kind": "tokens",
+        "vocab_size": SHAPE.vocab - 1,
+        "ignore_eos": True,
+        "timeout_seconds": 300.0,
+    }
+    if protocol == "http":
+        defaults["extra_body"] = {"return_token_ids": True}
+    return LoadConfig(**{**defaults, **settings})
+
+
+def run_now(config: LoadConfig) -> Report:
+    """Raises RuntimeError when requests failed: figures of a failing server say nothing."""
+    return checked(asyncio.run(run(config)))
+
+
+def checked(report: Report) -> Report:
+    if report.failed:
+        raise RuntimeError(f"{report.failed} of {report.requests} requests failed: {report.errors}")
+    return report

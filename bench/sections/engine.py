@@ -1,0 +1,147 @@
+"""The engine alone, one thread, beside the GEMM rate and the memory bandwidth."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bench.checkpoint import SHAPE
+from bench.context import Context
+from bench.figures import Figure, Section
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+PROMPT_TOKENS = 2048
+BATCH = 16
+DECODE_STEPS = 48
+WARM_STEPS = 8
+KV_BYTES = 512 << 20
+
+
+def run(context: Context) -> Section:
+    bench = _Bench(_engine(context), random.Random(0))
+    prefill = bench.prefill_seconds(context.repeats(7))
+    single = bench.decode(1, context.repeats(5))
+    batch = bench.decode(BATCH, context.repeats(5))
+    limits = context.limits
+    flops = 2.0 * PROMPT_TOKENS * SHAPE.linear_weights / prefill
+    step_bytes = SHAPE.decode_weight_bytes + single.context_tokens * SHAPE.kv_bytes_per_token
+    single_rate = step_bytes / single.step_seconds
+    tokens = f"{PROMPT_TOKENS} tokens"
+    figures = [
+        Figure("prefill_gemm_fraction", flops / limits.gemm_flops, "", "≥ 0.6", f"{tokens}, linears only"),
+        Figure("prefill", PROMPT_TOKENS / prefill, "tok/s", "", f"{tokens} in {prefill * 1e3:.0f} ms"),
+        Figure("decode_bandwidth_fraction", single_rate / limits.read_bytes, "", "≥ 0.7", "batch 1"),
+        Figure("decode step, batch 1", single.step_seconds * 1e3, "ms"),
+        Figure("decode, batch 16", BATCH / batch.step_seconds, "tok/s", "", "128 tokens of prompt each"),
+        Figure("outside the forward pass, batch 1", single.overhead, "", "≤ 0.05", "share of a step"),
+        Figure("outside the forward pass, batch 16", batch.overhead, "", "≤ 0.05", "share of a step"),
+    ]
+    return Section("engine", "Engine", figures)
+
+
+def _engine(context: Context) -> Engine:
+    from cluster.config import EngineConfig
+    from engine.build import load_runner
+    from engine.engine import Engine
+
+    config = EngineConfig(
+        model=context.model,
+        dtype="bfloat16",
+        device="cpu",
+        kv_memory_bytes=KV_BYTES,
+        max_batch_tokens=PROMPT_TOKENS,
+        threads=1,
+    )
+    runner = load_runner(config)
+    runner.warm_up()
+    return Engine(runner, runner.config, secret=b"bench")
+
+
+@dataclass(frozen=True)
+class Decode:
+    """`overhead`: the share of a step that the runner's forward pass does not take."""
+
+    step_seconds: float
+    context_tokens: float
+    overhead: float
+
+
+class _Bench:
+    """Prompts are drawn anew every time: nothing is found in the prefix cache."""
+
+    def __init__(self, engine: Engine, source: random.Random) -> None:
+        self._engine = engine
+        self._source = source
+        self._count = 0
+        self._forward_seconds = 0.0
+        self._time_forward()
+
+    def prefill_seconds(self, repeats: int) -> float:
+        """Median time from a prompt to its first token."""
+        return statistics.median([self._prefill() for _ in range(repeats + 1)][1:])
+
+    def decode(self, batch: int, repeats: int) -> Decode:
+        """Medians over whole runs of `DECODE_STEPS` steps, prompts being computed already."""
+        runs = [self._decode(batch) for _ in range(repeats)]
+        return Decode(
+            statistics.median(run.step_seconds for run in runs),
+            runs[0].context_tokens,
+            statistics.median(run.overhead for run in runs),
+        )
+
+    def _prefill(self) -> float:
+        self._add(PROMPT_TOKENS, 1)
+        began = time.perf_counter()
+        self._until_idle()
+        return time.perf_counter() - began
+
+    def _decode(self, batch: int) -> Decode:
+        prompt = 128 if batch > 1 else 16
+        for _ in range(batch):
+            self._add(prompt, WARM_STEPS + DECODE_STEPS + 4)
+        for _ in range(WARM_STEPS):
+            self._engine.step()
+        self._forward_seconds = 0.0
+        steps = [self._timed_step() for _ in range(DECODE_STEPS)]
+        overhead = 1.0 - self._forward_seconds / sum(steps)
+        self._until_idle()
+        return Decode(statistics.median(steps), prompt + WARM_STEPS + DECODE_STEPS / 2, overhead)
+
+    def _timed_step(self) -> float:
+        began = time.perf_counter()
+        self._engine.step()
+        return time.perf_counter() - began
+
+    def _until_idle(self) -> None:
+        while self._engine.has_work:
+            self._engine.step()
+
+    def _add(self, prompt_tokens: int, max_tokens: int) -> None:
+        from engine.request import EngineRequest, SamplingParams
+
+        self._count += 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        prompt = list(self._tokens(prompt_tokens))
+        self._engine.add(EngineRequest(f"bench-{self._count}", prompt, sampling))
+
+    def _tokens(self, count: int) -> Iterator[int]:
+        return (self._source.randrange(SHAPE.vocab - 1) for _ in range(count))
+
+    def _time_forward(self) -> None:
+        """Adds up the time spent in the runner."""
+        runner = self._engine._runner
+        execute = runner.execute
+
+        def timed(plan: object) -> object:
+            began = time.perf_counter()
+            logits = execute(plan)  # type: ignore[arg-type]
+            self._forward_seconds += time.perf_counter() - began
+            return logits
+
+        runner.execute = timed  # type: ignore[method-assign, assignment]

@@ -1,0 +1,132 @@
+"""The reason for disaggregation: what long prompts do to streams that are being decoded.
+
+Eight streams decode while 2,048-token prompts arrive, Poisson at 0.6 of what the prefill worker can do. Same two
+cores for every arrangement: a prefill and a decode worker with a thread each, or one worker with two threads that
+does both, without chunked prefill and with several budgets of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from bench import cluster
+from bench.cluster import Cluster
+from bench.context import Context
+from bench.figures import Figure, Section
+from bench.load import checked, run_now, tokens_config
+from loadgen import Report
+from loadgen import run as run_load
+from loadgen.stats import summarise
+
+STREAMS = 8
+PROMPT_TOKENS = 2048
+LOAD_SHARE = 0.6
+SECONDS = 60.0
+SETTLE_SECONDS = 3.0
+STREAM_TOKENS = 1024
+KV = ("--pool", "process", "--kv-memory", "2GiB")
+SPLIT = ("--local-prefill", "fallback", "--threads-per-worker", "1")
+TOGETHER = ("--aggregated", "--decode", "1", "--threads-per-worker", "2")
+BUDGETS = (128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of the eight streams: ITL p99 in seconds, output tokens a second. Of the prompts: TTFT p50 in seconds."""
+
+    itl_p99: float
+    output_rate: float
+    prompt_ttft: float
+    prompts: int
+
+
+def run(context: Context) -> Section:
+    capacity = 0.0
+    found: dict[str, Outcome] = {}
+    with cluster.run(context.out / "interference", context.model, *KV, *SPLIT) as running:
+        capacity = _capacity(running)
+        found["disaggregated"] = _median(context, running, capacity)
+    for name, flags in _aggregated().items():
+        context.say(f"interference, {name}")
+        with cluster.run(context.out / "interference", context.model, *KV, *TOGETHER, *flags) as running:
+            found[name] = _median(context, running, capacity)
+    return Section("interference", "Decoding beside long prompts", _figures(found, capacity))
+
+
+def _aggregated() -> dict[str, tuple[str, ...]]:
+    # The budget must hold a prompt whole where it is not cut.
+    whole = ("--no-chunked-prefill", "--max-batch-tokens", str(PROMPT_TOKENS + STREAMS))
+    chunked = {f"aggregated, chunks of {budget}": ("--max-batch-tokens", str(budget)) for budget in BUDGETS}
+    return {"aggregated, not chunked": whole, **chunked}
+
+
+def _capacity(running: Cluster) -> float:
+    """Prompts a second, one after the other."""
+    config = tokens_config(
+        running.grpc, concurrency=1, requests=7, warmup_requests=2, prompt_tokens=PROMPT_TOKENS, max_tokens=2
+    )
+    prefill = [
+        record.timings.stages["prefill_seconds"] for record in run_now(config).records if record.timings
+    ]
+    return 1.0 / statistics.median(prefill)
+
+
+def _median(context: Context, running: Cluster, capacity: float) -> Outcome:
+    seconds = context.seconds(SECONDS)
+    runs = [asyncio.run(_once(running, capacity, seconds, seed)) for seed in range(1 if context.quick else 3)]
+    return sorted(runs, key=lambda outcome: outcome.itl_p99)[len(runs) // 2]
+
+
+async def _once(running: Cluster, capacity: float, seconds: float, seed: int) -> Outcome:
+    streams: dict[str, Any] = {"concurrency": STREAMS, "prompt_tokens": 64, "max_tokens": STREAM_TOKENS}
+    decoding = tokens_config(running.grpc, seconds=seconds, seed=1000 + seed, **streams)
+    intruding = tokens_config(
+        running.grpc,
+        rate=LOAD_SHARE * capacity,
+        seconds=seconds,
+        seed=2000 + seed,
+        prompt_tokens=PROMPT_TOKENS,
+        max_tokens=4,
+    )
+    decoded, prompts = await asyncio.gather(run_load(decoding), run_load(intruding))
+    return _outcome(checked(decoded), checked(prompts), seconds)
+
+
+def _outcome(decoded: Report, prompts: Report, seconds: float) -> Outcome:
+    """Counts only what happened while prompts were arriving: not the start, not the end."""
+    gaps: list[float] = []
+    tokens = 0
+    for record in decoded.records:
+        times = [at for at, _ in record.arrivals]
+        inside = [SETTLE_SECONDS <= at < seconds for at in times]
+        gaps += [gap for gap, counts in zip(record.gaps, inside[1:], strict=True) if counts]
+        tokens += sum(inside)
+    rate = tokens / (seconds - SETTLE_SECONDS)
+    return Outcome(summarise(gaps).p99, rate, prompts.ttft.p50, prompts.requests)
+
+
+def _figures(found: dict[str, Outcome], capacity: float) -> list[Figure]:
+    split = found["disaggregated"]
+    whole = found["aggregated, not chunked"]
+    name, chunked = min(
+        ((name, outcome) for name, outcome in found.items() if "chunks" in name),
+        key=lambda item: item[1].itl_p99,
+    )
+    best_rate = max(whole.output_rate, chunked.output_rate)
+    figures = [
+        Figure("ITL p99 / aggregated, not chunked", split.itl_p99 / whole.itl_p99, "", "≤ 0.2"),
+        Figure("ITL p99 / best chunked", split.itl_p99 / chunked.itl_p99, "", "≤ 0.5", name),
+        Figure("output rate / the better of those", split.output_rate / best_rate, "", "≥ 0.9"),
+        Figure("prefill capacity", capacity, "prompts/s", "", f"{PROMPT_TOKENS} tokens each"),
+    ]
+    for arrangement, outcome in found.items():
+        figures.append(Figure(f"{arrangement}: ITL p99", outcome.itl_p99 * 1e3, "ms"))
+        figures.append(Figure(f"{arrangement}: output", outcome.output_rate, "tok/s", "", "of the 8 streams"))
+        note = f"{outcome.prompts} prompts"
+        figures.append(
+            Figure(f"{arrangement}: TTFT p50 of the prompts", outcome.prompt_ttft * 1e3, "ms", "", note)
+        )
+    return figures
