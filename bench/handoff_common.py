@@ -1,0 +1,35 @@
+"""What both sides of the hand-off bench agree on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bench.checkpoint import SHAPE
+from cluster.config import TransferConfig
+from wire import common_pb2
+
+PAGE_SIZE = 16
+TOKENS = 2048
+BLOCKS = TOKENS // PAGE_SIZE
+RAW_BYTES = 64 << 20
+CONFIG = TransferConfig(transport="nixl")
+
+
+def kv_cache(blocks: int) -> Tensor:
+    """[block, layer, K|V, kv_head, token, head_dim], written once so that no page faults are measured."""
+    shape = (blocks, SHAPE.layers, 2, SHAPE.kv_heads, PAGE_SIZE, SHAPE.head_dim)
+    return torch.ones(shape, dtype=torch.bfloat16)
+
+
+def layout() -> common_pb2.KvLayout:
+    return common_pb2.KvLayout(
+        wire_version=1,
+        model_id="bench",
+        dtype="bfloat16",
+        page_size=PAGE_SIZE,
+        num_layers=SHAPE.layers,
+        num_kv_heads=SHAPE.kv_heads,
+        head_dim=SHAPE.head_dim,
+        tensor_parallel=1,
+    )
