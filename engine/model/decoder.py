@@ -1,4 +1,4 @@
-"""The decoder: pre-norm attention and SwiGLU; families differ by flags only."""
+"""The decoder: pre-norm attention and SwiGLU; families differ by flags only. Every rank runs its share."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.layers.linear import Linear
+from engine.layers.rotary import Rotary
 from engine.model.config import ModelConfig, inverse_frequencies
 from engine.model.weights import Checkpoint
+from engine.parallel.group import TpGroup, check_divides, kv_head_range
 
 
 @dataclass(frozen=True)
 class Layer:
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
+    qkv: Linear
+    output: Linear
+    output_bias: Tensor | None  # added once, after the ranks' shares are summed
     q_norm: Tensor | None
     k_norm: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
+    gate_up: Linear
+    down: Linear
     down_bias: Tensor | None
 
 
@@ -33,87 +34,118 @@ AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder:
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype):
-        self.config = config
-        c, get = config, checkpoint.get
-        self.embedding = get("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-        self.norm = get("model.norm.weight", c.hidden_size)
-        self.head = self.embedding if c.tie_embeddings else get("lm_head.weight", c.vocab_size, c.hidden_size)
+    """`forward` gives hidden states, `logits` those of the rows that are wanted."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        group: TpGroup,
+        *,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        c = self.config = config
+        self._group = group
+        size, rank = group.size, group.rank
+        check_divides(
+            size,
+            num_attention_heads=c.num_heads,
+            intermediate_size=c.intermediate_size,
+            vocab_size=c.vocab_size,
+        )
+        if c.num_kv_heads % size and size % c.num_kv_heads:
+            check_divides(size, num_key_value_heads=c.num_kv_heads)
+        self.num_heads = c.num_heads // size
+        self.kv_heads = kv_head_range(rank, size, c.num_kv_heads)
+        self.num_kv_heads = self.kv_heads[1] - self.kv_heads[0]
+        share = c.vocab_size // size
+        self._vocab = slice(rank * share, (rank + 1) * share)
+        name = "model.embed_tokens.weight"
+        self._embedding = checkpoint.get(name, c.vocab_size, c.hidden_size, rows=self._vocab)
+        self._norm = checkpoint.get("model.norm.weight", c.hidden_size)
+        head = self._embedding
+        if not c.tie_embeddings:
+            head = checkpoint.get("lm_head.weight", c.vocab_size, c.hidden_size, rows=self._vocab)
+        self._head = Linear(head)
         self.layers = [self._layer(checkpoint, index) for index in range(c.num_layers)]
-        freq = inverse_frequencies(c)
-        angles = torch.outer(torch.arange(c.max_model_len, dtype=torch.float32), freq)
-        angles = torch.cat((angles, angles), dim=-1)
-        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self._rotary = Rotary(inverse_frequencies(c), max_len, dtype, device)
 
     def _layer(self, checkpoint: Checkpoint, index: int) -> Layer:
         c, get, p = self.config, checkpoint.get, f"model.layers.{index}."
-        h, q, kv, i = (
-            c.hidden_size,
-            c.num_heads * c.head_dim,
-            c.num_kv_heads * c.head_dim,
-            c.intermediate_size,
-        )
-        a = p + "self_attn."
-        qkv = [
-            get(a + "q_proj.weight", q, h),
-            get(a + "k_proj.weight", kv, h),
-            get(a + "v_proj.weight", kv, h),
-        ]
-        bias = None
+        rank, dim, hidden, inner = self._group.rank, c.head_dim, c.hidden_size, c.intermediate_size
+        q_rows = slice(rank * self.num_heads * dim, (rank + 1) * self.num_heads * dim)
+        kv_rows = slice(self.kv_heads[0] * dim, self.kv_heads[1] * dim)
+        width = inner // self._group.size
+        mine = slice(rank * width, (rank + 1) * width)
+        q_all, kv_all = c.num_heads * dim, c.num_kv_heads * dim
+        parts = (("q_proj", q_all, q_rows), ("k_proj", kv_all, kv_rows), ("v_proj", kv_all, kv_rows))
+        a, m = p + "self_attn.", p + "mlp."
+        qkv = torch.cat([get(f"{a}{name}.weight", out, hidden, rows=rows) for name, out, rows in parts])
+        qkv_bias = None
         if c.attention_bias:
-            bias = torch.cat(
-                [get(a + "q_proj.bias", q), get(a + "k_proj.bias", kv), get(a + "v_proj.bias", kv)]
+            qkv_bias = torch.cat([get(f"{a}{name}.bias", out, rows=rows) for name, out, rows in parts])
+        gate_up = torch.cat(
+            [get(f"{m}{name}.weight", inner, hidden, rows=mine) for name in ("gate_proj", "up_proj")]
+        )
+        gate_up_bias = None
+        if c.mlp_bias:
+            gate_up_bias = torch.cat(
+                [get(f"{m}{name}.bias", inner, rows=mine) for name in ("gate_proj", "up_proj")]
             )
-        m = p + "mlp."
         return Layer(
-            input_norm=get(p + "input_layernorm.weight", h),
-            qkv=torch.cat(qkv),
-            qkv_bias=bias,
-            output=get(a + "o_proj.weight", h, q),
-            output_bias=get(a + "o_proj.bias", h) if c.output_bias else None,
-            q_norm=get(a + "q_norm.weight", c.head_dim) if c.qk_norm else None,
-            k_norm=get(a + "k_norm.weight", c.head_dim) if c.qk_norm else None,
-            post_norm=get(p + "post_attention_layernorm.weight", h),
-            gate_up=torch.cat([get(m + "gate_proj.weight", i, h), get(m + "up_proj.weight", i, h)]),
-            gate_up_bias=torch.cat([get(m + "gate_proj.bias", i), get(m + "up_proj.bias", i)])
-            if c.mlp_bias
-            else None,
-            down=get(m + "down_proj.weight", h, i),
-            down_bias=get(m + "down_proj.bias", h) if c.mlp_bias else None,
+            input_norm=get(p + "input_layernorm.weight", hidden),
+            qkv=Linear(qkv, qkv_bias),
+            output=Linear(get(a + "o_proj.weight", hidden, q_all, columns=q_rows)),
+            output_bias=get(a + "o_proj.bias", hidden) if c.output_bias else None,
+            q_norm=get(a + "q_norm.weight", dim) if c.qk_norm else None,
+            k_norm=get(a + "k_norm.weight", dim) if c.qk_norm else None,
+            post_norm=get(p + "post_attention_layernorm.weight", hidden),
+            gate_up=Linear(gate_up, gate_up_bias),
+            down=Linear(get(m + "down_proj.weight", hidden, inner, columns=mine)),
+            down_bias=get(m + "down_proj.bias", hidden) if c.mlp_bias else None,
         )
 
     def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
         """tokens, positions: int64 [T] → hidden states [T, hidden] before the final norm."""
-        c = self.config
-        cos, sin = self.cos[positions][:, None, :], self.sin[positions][:, None, :]
-        x = F.embedding(tokens, self.embedding)
-        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        cos, sin = self._rotary.at(positions)
+        x = self._embed(tokens)
         for index, layer in enumerate(self.layers):
             y = self._rms(x, layer.input_norm)
-            q, k, v = torch.split(F.linear(y, layer.qkv, layer.qkv_bias), [q_size, kv_size, kv_size], dim=-1)
-            q = q.view(-1, c.num_heads, c.head_dim)
-            k = k.view(-1, c.num_kv_heads, c.head_dim)
-            v = v.view(-1, c.num_kv_heads, c.head_dim)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = self._rms(q, layer.q_norm), self._rms(k, layer.k_norm)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-            out = attention(index, q, k, v)
-            x = x + F.linear(out.reshape(out.shape[0], -1), layer.output, layer.output_bias)
-            y = self._rms(x, layer.post_norm)
-            gate, up = F.linear(y, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            q, k, v = self._heads(layer, y, cos, sin)
+            mixed = layer.output(attention(index, q, k, v))
+            x = x + self._sum(mixed, layer.output_bias)
+            y = layer.gate_up(self._rms(x, layer.post_norm))
+            gate, up = y.chunk(2, dim=-1)
+            x = x + self._sum(layer.down(F.silu(gate).mul_(up)), layer.down_bias)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(self._rms(hidden, self.norm), self.head).float()
+        """[rows, hidden] → float32 [rows, vocab]."""
+        return self._group.gather_last(self._head(self._rms(hidden, self._norm))).float()
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self._group.size == 1:
+            return F.embedding(tokens, self._embedding)
+        inside = (tokens >= self._vocab.start) & (tokens < self._vocab.stop)
+        local = torch.where(inside, tokens - self._vocab.start, 0)
+        return self._group.all_reduce(F.embedding(local, self._embedding) * inside[:, None])
+
+    def _heads(self, layer: Layer, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values: [T, heads, dim] each."""
+        heads, kv = self.num_heads, self.num_kv_heads
+        qkv = layer.qkv(y).view(-1, heads + 2 * kv, self.config.head_dim)
+        if layer.q_norm is None or layer.k_norm is None:
+            turned = self._rotary.turn(qkv[:, : heads + kv], cos, sin)
+            return turned[:, :heads], turned[:, heads:], qkv[:, heads + kv :]
+        q = self._rms(qkv[:, :heads], layer.q_norm)
+        k = self._rms(qkv[:, heads : heads + kv], layer.k_norm)
+        return self._rotary.turn(q, cos, sin), self._rotary.turn(k, cos, sin), qkv[:, heads + kv :]
+
+    def _sum(self, share: Tensor, bias: Tensor | None) -> Tensor:
+        whole = self._group.all_reduce(share)
+        return whole if bias is None else whole + bias
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.config.norm_eps)
-        return weight * wide.to(x.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)

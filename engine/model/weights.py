@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint by name, from one safetensors file or several."""
+"""Tensors of a checkpoint by name, from one safetensors file or several; a rank reads only its share."""
 
 from __future__ import annotations
 
@@ -14,33 +14,48 @@ from cluster.errors import ModelError
 class Checkpoint:
     """Reads one tensor at a time, so that a model never lies in memory twice."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype):
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device):
         self._dtype = dtype
+        self._device = device
         self._directory = directory
+        self._files = self._find(directory)
+
+    @staticmethod
+    def _find(directory: Path) -> dict[str, Path]:
         index = directory / "model.safetensors.index.json"
         if index.exists():
-            names = json.loads(index.read_text())["weight_map"]
-            files = {name: directory / file for name, file in names.items()}
-        else:
-            single = directory / "model.safetensors"
-            if not single.exists():
-                raise ModelError(
-                    f"{directory} has no model.safetensors and no index", field="model.safetensors"
-                )
-            with safe_open(str(single), "pt") as handle:
-                files = dict.fromkeys(handle.keys(), single)
-        self._files = files
+            try:
+                names = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError) as error:
+                raise ModelError(f"{index}: {error!r}", field=index.name) from error
+            return {name: directory / file for name, file in names.items()}
+        single = directory / "model.safetensors"
+        if not single.exists():
+            raise ModelError(f"{directory} has no model.safetensors and no index", field="model.safetensors")
+        with _open(single) as handle:
+            return dict.fromkeys(handle.keys(), single)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
+    def get(
+        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
+    ) -> torch.Tensor:
+        """The tensor, or the given rows or columns of it. `shape` is that of the whole.
 
-    def get(self, name: str, *shape: int) -> torch.Tensor:
-        """Raises ModelError naming the tensor if it is missing or has another shape."""
+        Raises ModelError naming the tensor if it is missing or has another shape.
+        """
         file = self._files.get(name)
         if file is None:
             raise ModelError(f"tensor {name} is missing from {self._directory}", field=name)
-        with safe_open(str(file), "pt") as handle:
-            tensor: torch.Tensor = handle.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}", field=name)
-        return tensor.to(self._dtype)
+        with _open(file) as handle:
+            part = handle.get_slice(name)
+            found = tuple(part.get_shape())
+            if found != shape:
+                raise ModelError(f"tensor {name} has shape {found}, expected {shape}", field=name)
+            tensor: torch.Tensor = part[:, columns] if columns is not None else part[rows or slice(None)]
+        return tensor.to(self._device, self._dtype).contiguous()
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(str(file), "pt")
+    except Exception as error:  # safetensors raises types of its own for torn and foreign files
+        raise ModelError(f"{file}: {error}", field=file.name) from error

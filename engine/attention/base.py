@@ -1,0 +1,37 @@
+"""The contract of an attention backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.plan import PlanItem
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a backend must know of the model, on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    windows: tuple[int, ...]  # per layer; 0 = full attention
+
+
+class AttentionBackend(Protocol):
+    """One per rank. `begin` once a step, then `attend` once a layer."""
+
+    name: str
+
+    def begin(self, items: Sequence[PlanItem]) -> None:
+        """Prepares what all layers of the step share: block tables, positions."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [tokens, heads, dim]; k, v [tokens, kv_heads, dim], rotated, already in the cache.
+
+        Returns [tokens, heads · dim]: each token attends to its own sequence up to itself.
+        """

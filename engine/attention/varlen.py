@@ -1,0 +1,133 @@
+"""Paged attention on CUDA by a variable-length kernel: torch's own, or vllm-flash-attn's.
+
+Both take the same facts under different names; adapters call them by keyword, because the standalone wheel and its
+successor inside vLLM order their arguments differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.errors import ConfigError
+from engine.attention.base import AttentionShape
+from engine.plan import PlanItem
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+Kernel = Callable[..., Tensor]
+
+
+class VarlenBackend:
+    """`kernel(q=…, k=…, v=…, cu_seqlens_q=…, seqused_k=…, max_seqlen_q=…, max_seqlen_k=…, block_table=…,
+    softmax_scale=…, window=(left, right))` → [tokens, heads, dim]."""
+
+    def __init__(self, shape: AttentionShape, kv_cache: Tensor, kernel: Kernel, name: str = "varlen"):
+        if shape.page_size not in PAGE_SIZES:
+            raise ConfigError(
+                f"page_size {shape.page_size} is none of {PAGE_SIZES} that {name} takes", field="page_size"
+            )
+        self.name = name
+        self._shape = shape
+        self._kernel = kernel
+        # [block, layer, K|V, head, token, dim] → per layer [block, token, head, dim]: views, nothing is copied.
+        self._keys = [kv_cache[:, layer, 0].transpose(1, 2) for layer in range(kv_cache.shape[1])]
+        self._values = [kv_cache[:, layer, 1].transpose(1, 2) for layer in range(kv_cache.shape[1])]
+        self._step: dict[str, Any] = {}
+
+    def begin(self, items: Sequence[PlanItem]) -> None:
+        device = self._keys[0].device
+        counts = [len(item.token_ids) for item in items]
+        ends = [item.end for item in items]
+        page = self._shape.page_size
+        width = max(-(-end // page) for end in ends)
+        table = [(item.block_ids[: -(-item.end // page)] + [0] * width)[:width] for item in items]
+        offsets = [0]
+        for count in counts:
+            offsets.append(offsets[-1] + count)
+        self._step = {
+            "cu_seqlens_q": torch.tensor(offsets, dtype=torch.int32, device=device),
+            "seqused_k": torch.tensor(ends, dtype=torch.int32, device=device),
+            "max_seqlen_q": max(counts),
+            "max_seqlen_k": max(ends),
+            "block_table": torch.tensor(table, dtype=torch.int32, device=device),
+            "softmax_scale": self._shape.head_dim**-0.5,
+        }
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        window = self._shape.windows[layer]
+        out = self._kernel(
+            q=q,
+            k=self._keys[layer],
+            v=self._values[layer],
+            window=(window - 1, 0) if window else (-1, 0),
+            **self._step,
+        )
+        return out.reshape(q.shape[0], -1)
+
+
+def torch_varlen() -> Kernel:
+    """torch.nn.attention.varlen (torch ≥ 2.11)."""
+    from torch.nn.attention import varlen
+
+    def kernel(**a: Any) -> Tensor:
+        # num_splits = 1: automatic splits are silently wrong with a paged cache in FlashAttention 2.
+        result = varlen.varlen_attn(
+            query=a["q"],
+            key=a["k"],
+            value=a["v"],
+            cu_seq_q=a["cu_seqlens_q"],
+            cu_seq_k=None,
+            max_q=a["max_seqlen_q"],
+            max_k=a["max_seqlen_k"],
+            scale=a["softmax_scale"],
+            window_size=a["window"],
+            enable_gqa=a["q"].shape[1] != a["k"].shape[2],
+            seqused_k=a["seqused_k"],
+            block_table=a["block_table"],
+            num_splits=1,
+        )
+        assert isinstance(result, Tensor), "no auxiliary outputs were asked for"
+        return result
+
+    return kernel
+
+
+def flash_varlen(function: Callable[..., Any] | None = None) -> Kernel:
+    """vllm-flash-attn, standalone or bundled with vLLM, whichever is found."""
+    flash = function or _find_flash()
+
+    def kernel(**a: Any) -> Tensor:
+        out = flash(
+            q=a["q"],
+            k=a["k"],
+            v=a["v"],
+            cu_seqlens_q=a["cu_seqlens_q"],
+            seqused_k=a["seqused_k"],
+            max_seqlen_q=a["max_seqlen_q"],
+            max_seqlen_k=a["max_seqlen_k"],
+            block_table=a["block_table"],
+            softmax_scale=a["softmax_scale"],
+            causal=True,
+            window_size=list(a["window"]),
+        )
+        result: Tensor = out[0] if isinstance(out, tuple) else out
+        return result
+
+    return kernel
+
+
+def _find_flash() -> Callable[..., Any]:
+    try:
+        from vllm_flash_attn import flash_attn_varlen_func
+    except ImportError:
+        try:
+            from vllm.vllm_flash_attn import flash_attn_varlen_func
+        except ImportError as error:
+            raise ConfigError(
+                "attention_backend flash: neither vllm_flash_attn nor vllm is installed",
+                field="attention_backend",
+            ) from error
+    return flash_attn_varlen_func  # type: ignore[no-any-return]

@@ -1,0 +1,45 @@
+"""The paged KV cache of one rank: [block, layer, K|V, kv_head, token, head_dim]."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from torch import Tensor
+
+from cluster.errors import ConfigError
+
+# Of the memory that is free, when no size is named: other processes live here too.
+FREE_SHARE_CPU = 0.25
+FREE_SHARE_CUDA = 0.9
+
+
+def choose_bytes(asked: int, device: torch.device) -> int:
+    """Bytes of one rank's pool."""
+    if asked:
+        return asked
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * FREE_SHARE_CUDA)
+    return int(psutil.virtual_memory().available * FREE_SHARE_CPU)
+
+
+def allocate(
+    pool_bytes: int,
+    block_shape: tuple[int, ...],
+    max_len: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """`block_shape` is one block's [layer, 2, kv_head, token, dim]. Raises ConfigError if the pool can't hold
+    one context, saying by how much it falls short."""
+    block_bytes = torch.Size(block_shape).numel() * dtype.itemsize
+    blocks = pool_bytes // block_bytes
+    needed = -(-max_len // page_size)
+    if blocks < needed:
+        raise ConfigError(
+            f"kv_memory: {pool_bytes} bytes hold {blocks * page_size} tokens, one context of {max_len} needs "
+            f"{needed * block_bytes} bytes: {needed * block_bytes - pool_bytes} more, or a smaller max_model_len",
+            field="kv_memory",
+        )
+    return torch.zeros((blocks, *block_shape), dtype=dtype, device=device)

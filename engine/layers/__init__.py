@@ -1,0 +1,1 @@
+"""Parts of the decoder that have a fast form: linear layers, norms, rotary embedding."""

@@ -1,0 +1,1 @@
+"""Tensor parallel: ranks hold a share of every layer; the leader plans, ranks follow."""

@@ -1,0 +1,100 @@
+"""The ranks of one model. One rank needs no group: its operations are the identity, so no caller branches."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cluster.errors import ModelError
+
+# A rank waits for its leader's next step as long as nobody asks anything; a dead leader is noticed by the pipe
+# between the two (worker/rank_process.py), not by a time-out of the collective.
+IDLE_SECONDS = 10 * 365 * 86400
+
+
+class TpGroup(Protocol):
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def gather_last(self, x: Tensor) -> Tensor:
+        """Concatenates the ranks' last dimensions, in order of rank."""
+
+    def share(self, message: Any) -> Any:
+        """The leader's message, at every rank."""
+
+    def close(self) -> None: ...
+
+
+class NullGroup:
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather_last(self, x: Tensor) -> Tensor:
+        return x
+
+    def share(self, message: Any) -> Any:
+        return message
+
+    def close(self) -> None:
+        return
+
+
+class DistributedGroup:
+    """gloo on CPUs, NCCL on CUDA. Every rank of the process group must be made with the same address."""
+
+    def __init__(self, rank: int, size: int, address: str, device: torch.device):
+        """`address` is host:port of the leader's store."""
+        if device.type == "cpu":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{address}",
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=IDLE_SECONDS),
+        )
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    def gather_last(self, x: Tensor) -> Tensor:
+        pieces = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(pieces, x.contiguous())
+        return torch.cat(pieces, -1)
+
+    def share(self, message: Any) -> Any:
+        box = [message]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def kv_head_range(rank: int, size: int, num_kv_heads: int) -> tuple[int, int]:
+    """The KV heads a rank owns; replicated where there are more ranks than heads."""
+    if size <= num_kv_heads:
+        share = num_kv_heads // size
+        return rank * share, (rank + 1) * share
+    head = rank * num_kv_heads // size
+    return head, head + 1
+
+
+def check_divides(size: int, **sizes: int) -> None:
+    """Raises ModelError naming what can't be cut into `size` equal shares."""
+    for name, value in sizes.items():
+        if value % size:
+            raise ModelError(f"{name} = {value} can't be shared by {size} ranks", field="tensor_parallel")
