@@ -12,7 +12,6 @@ from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.ring import SlotState
 from wire import decode_pb2_grpc
 from worker.core import WorkerCore
-from worker.ranks import open_receiver_ranks
 
 
 class DecodeWorker:
@@ -20,12 +19,11 @@ class DecodeWorker:
         self._core = WorkerCore(config)
         core = self._core
         self._role = DecodeRole(core)
-        ranks, addresses = open_receiver_ranks(core)
         self._receiver = HandoffReceiver(
             worker=core.ref,
             layout=core.layout,
-            ranks=ranks,
-            addresses=addresses,
+            ranks=core.ranks.endpoints,
+            addresses=core.ranks.addresses,
             engine=Takeover(core, self._role),
             config=config.transfer,
             is_ended=self._role.attempts.is_ended,

@@ -10,15 +10,15 @@ from prefill_worker.role import PrefillRole
 from prefill_worker.service import PrefillService
 from wire import prefill_pb2_grpc
 from worker.core import WorkerCore
-from worker.ranks import open_sender_ranks
 
 
 class PrefillWorker:
     def __init__(self, config: WorkerConfig):
         self._core = WorkerCore(config)
         core = self._core
-        ranks = open_sender_ranks(core)
-        self._sender = HandoffSender(worker=core.ref, layout=core.layout, ranks=ranks, config=config.transfer)
+        self._sender = HandoffSender(
+            worker=core.ref, layout=core.layout, ranks=core.ranks.endpoints, config=config.transfer
+        )
         self._role = PrefillRole(core, self._sender)
         core.on_output = self._role.on_output
         core.status = self._status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -13,16 +14,16 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.config import WorkerConfig
-from cluster.errors import StaleEpochError, UnavailableError
+from cluster.errors import InternalError, StaleEpochError, UnavailableError
 from cluster.index.reporter import ChainReporter
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
-from engine.build import load_runner
 from engine.engine import Engine
 from engine.request import ChainReport, StepOutput
 from wire import common_pb2
 from worker.build import make_model_id
 from worker.engine_host import EngineHost
+from worker.ranks import open_ranks
 from worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
@@ -40,9 +41,13 @@ class WorkerCore:
         """Loads the model. Raises ModelError or ConfigError."""
         self.config = config
         self.model_id = make_model_id(config.engine.model)
-        self.runner = runner = load_runner(config.engine)
         self._loop = asyncio.get_running_loop()
         self.epoch = secrets.randbits(64) or 1
+        self.ranks = open_ranks(config, self.epoch)
+        self.runner = runner = self.ranks.runner
+        runner.warm_up()
+        for rank in self.ranks.remote:
+            rank.on_exit = self._rank_exited
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.page_size = runner.page_size
         self.on_output: Callable[[StepOutput], None] = lambda output: None
@@ -161,6 +166,12 @@ class WorkerCore:
     def _output(self, output: StepOutput) -> None:
         self.on_output(output)
 
+    def _rank_exited(self, rank: int) -> None:
+        """On the pipe's thread: a worker without one of its ranks can compute nothing."""
+        error = InternalError(f"rank {rank} has died")
+        with contextlib.suppress(RuntimeError):  # the loop has closed: the worker ends anyway
+            self._loop.call_soon_threadsafe(self._engine_failed, error)
+
     def _engine_failed(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
@@ -199,3 +210,4 @@ class WorkerCore:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_seconds)
         await self.host.stop()
+        await asyncio.to_thread(self.ranks.close)

@@ -1,37 +1,144 @@
-"""The hand-off endpoints of a worker's ranks: the leader's own, and those in other processes."""
+"""A worker's ranks: the leader's runner and hand-off endpoint here, those of further ranks in processes of their own.
+
+leader process                         rank process (one per further rank)
+  engine thread ── plan (gloo/NCCL) ──►  main thread: runner.serve()
+  asyncio loop  ◄─ messages (pipe) ──►   hand-off endpoint of its share of the KV cache
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from cluster.config import WorkerConfig
+from engine.build import load_runner
+from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
+from engine.runner import ModelRunner
+from kv_transfer.messages import PeerRank
 from kv_transfer.ranks import Rank
 from kv_transfer.receiver_rank import ReceiverRank
 from kv_transfer.sender_rank import SenderRank
-from worker.core import WorkerCore
 from worker.endpoints import open_endpoint
+from worker.rank_process import RemoteRank, report_failure, serve_pipe
 
 
-def open_sender_ranks(core: WorkerCore) -> list[Rank]:
-    """The leader's rank also becomes its engine's export sink."""
-    runner = core.runner
-    rank = SenderRank(
-        rank=0,
+@dataclass(frozen=True)
+class Ranks:
+    """The leader's runner, and every rank's endpoint in order. `addresses[rank]` are landing slots (decode)."""
+
+    runner: ModelRunner
+    endpoints: list[Rank]
+    addresses: list[list[int]]
+    remote: list[RemoteRank]
+
+    def close(self) -> None:
+        """After the engine has stopped: further ranks leave their loops and end."""
+        self.runner.stop_ranks()
+        for rank in self.remote:
+            rank.close()
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """What a rank tells its leader when it is ready."""
+
+    peer: PeerRank
+    addresses: list[int]
+
+
+class _RemoteEndpoint:
+    """A RemoteRank with the face of an endpoint."""
+
+    def __init__(self, remote: RemoteRank):
+        self._remote = remote
+
+    @property
+    def on_event(self) -> Any:
+        return self._remote.on_event
+
+    @on_event.setter
+    def on_event(self, callback: Any) -> None:
+        self._remote.on_event = callback
+
+    @property
+    def hello(self) -> PeerRank:
+        peer: PeerRank = self._remote.hello.peer
+        return peer
+
+    def handle(self, message: Any) -> None:
+        self._remote.handle(message)
+
+    def close(self) -> None:
+        """Its process ends with the worker (Ranks.close)."""
+
+
+def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
+    """Loads the model on every rank. Raises ModelError, ConfigError or SetupError."""
+    size = config.engine.tensor_parallel
+    address = f"127.0.0.1:{_free_port()}" if size > 1 else ""
+    remote = [RemoteRank(rank, _rank_main, config, epoch, address) for rank in range(1, size)]
+    runner = load_runner(config.engine, _group(config, 0, address))
+    for rank in remote:
+        rank.wait_ready()
+    own, addresses = _endpoint(config, epoch, 0, runner)
+    return Ranks(
+        runner,
+        [own, *(_RemoteEndpoint(rank) for rank in remote)],
+        [addresses, *(rank.hello.addresses for rank in remote)],
+        remote,
+    )
+
+
+def _group(config: WorkerConfig, rank: int, address: str) -> TpGroup:
+    size = config.engine.tensor_parallel
+    if size == 1:
+        return NullGroup()
+    cuda = config.engine.device == "cuda" or (config.engine.device == "auto" and torch.cuda.is_available())
+    return DistributedGroup(rank, size, address, torch.device("cuda", rank) if cuda else torch.device("cpu"))
+
+
+def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) -> tuple[Rank, list[int]]:
+    """The rank's end of hand-offs; a sender is also its runner's export sink."""
+    transport = open_endpoint(config.transfer, config.worker_id, epoch, rank)
+    if config.role == "prefill":
+        sender = SenderRank(
+            rank=rank,
+            kv_cache=runner.kv_cache,
+            kv_head_range=runner.kv_head_range,
+            endpoint=transport,
+            config=config.transfer,
+        )
+        runner.export_sink = sender
+        return sender, []
+    receiver = ReceiverRank(
+        rank=rank,
         kv_cache=runner.kv_cache,
         kv_head_range=runner.kv_head_range,
-        endpoint=open_endpoint(core.config.transfer, core.worker_id, core.epoch, 0),
-        config=core.config.transfer,
+        endpoint=transport,
+        config=config.transfer,
+        decode_epoch=epoch,
     )
-    runner.export_sink = rank
-    return [rank]
+    return receiver, receiver.first_addresses
 
 
-def open_receiver_ranks(core: WorkerCore) -> tuple[list[Rank], list[list[int]]]:
-    """The ranks, and the addresses of each one's landing slots."""
-    runner = core.runner
-    rank = ReceiverRank(
-        rank=0,
-        kv_cache=runner.kv_cache,
-        kv_head_range=runner.kv_head_range,
-        endpoint=open_endpoint(core.config.transfer, core.worker_id, core.epoch, 0),
-        config=core.config.transfer,
-        decode_epoch=core.epoch,
-    )
-    return [rank], [rank.first_addresses]
+def _rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, address: str) -> None:
+    """Main of a rank process."""
+    try:
+        runner = load_runner(config.engine, _group(config, rank, address))
+        endpoint, addresses = _endpoint(config, epoch, rank, runner)
+    except Exception as error:
+        report_failure(pipe, error)
+        os._exit(1)
+    serve_pipe(pipe, endpoint, _Hello(endpoint.hello, addresses))
+    runner.serve()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,27 @@
+"""Any pair of tensor-parallel degrees: heads are re-sharded on the way, tokens stay the reference's."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.client import Client
+from tests.checkpoints import prompt_ids
+from tests.end_to_end.test_handover import NEW, PROCESS, assert_all_free, assert_reference
+
+# (variant, prefill ranks, decode ranks). llama-mqa-tied has one KV head: it is replicated where TP is 2.
+CASES = [("llama", 1, 2), ("qwen3", 2, 1), ("qwen2-window", 2, 2), ("llama-mqa-tied", 1, 2), ("llama-mqa-tied", 2, 1)]
+
+
+@pytest.mark.parametrize(("variant", "prefill", "decode"), CASES)
+def test_heads_are_resharded(variant, prefill, decode, checkpoint, start_cluster):
+    model = checkpoint(variant)
+    flags = ("--prefill-tp", str(prefill), "--decode-tp", str(decode))
+    cluster = start_cluster(model, *PROCESS, *flags)
+    with Client(cluster.grpc) as client:
+        for length in (70, 70, 133):
+            prompt = prompt_ids(length)
+            answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
+            assert_reference(model, prompt, answer.token_ids)
+            assert answer.timings.kv_bytes_shipped > 0
+    assert cluster.status("decode")["prompt_tokens_computed"] == 0
+    assert_all_free(cluster)
