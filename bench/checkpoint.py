@@ -20,6 +20,13 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>\n{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
+_TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": EOS,
+    "chat_template": TEMPLATE,
+    "model_max_length": CONTEXT_TOKENS,
+    "clean_up_tokenization_spaces": False,
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ def write(directory: Path, shape: ModelShape = SHAPE, seed: int = 0) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", _config(shape))
     _write_json(directory / "generation_config.json", {"eos_token_id": shape.vocab - 1})
-    _write_json(directory / "tokenizer_config.json", {"eos_token": EOS, "chat_template": TEMPLATE})
+    _write_json(directory / "tokenizer_config.json", _TOKENIZER_CONFIG)
     _write_json(directory / "tokenizer.json", _tokenizer(shape.vocab))
     _write_weights(directory / "model.safetensors", shape, seed)
     done.touch()
