@@ -155,19 +155,11 @@ def load(
     Latencies count from the moment a request was due, so a server that stalls cannot hide the requests it
     held up. Figures the server reports itself (stages, cached tokens, shipped KV) appear where it does.
     """
-    # Imported here: every `baton` command reads this file for its help.
-    from loadgen.load import run_all
-    from loadgen.table import print_report
-
-    if requests is None and seconds is None:
-        seconds = 30.0
-    shares = _shares(
-        [item.value for item in dict.fromkeys(protocol)], target or [], rate, concurrency, requests
-    )
-    settings = {
+    shares = _shares(protocol, target or [], rate, concurrency, requests)
+    settings: dict[str, object] = {
         "model": model,
         "arrival": arrival,
-        "seconds": seconds,
+        "seconds": 30.0 if requests is None and seconds is None else seconds,
         "warmup_requests": warmup,
         "timeout_seconds": timeout,
         "workload": workload,
@@ -185,18 +177,35 @@ def load(
         "ignore_eos": ignore_eos,
         "slo": {"ttft_seconds": slo_ttft, "tpot_seconds": slo_tpot, "e2e_seconds": slo_e2e},
     }
+    _finish(_run(_configs(shares, settings, extra_body, seed)), json, html)
+
+
+def _configs(
+    shares: list[dict[str, object]], settings: dict[str, object], extra_body: str, seed: int
+) -> list[LoadConfig]:
     try:
         body = orjson.loads(extra_body)
-        configs = [
+        return [
             LoadConfig.model_validate({**settings, **share, "extra_body": body, "seed": seed + index})
             for index, share in enumerate(shares)
         ]
     except (ValidationError, orjson.JSONDecodeError) as error:
         raise typer.BadParameter(_sentence(error)) from error
+
+
+def _run(configs: list[LoadConfig]) -> Report:
+    # Imported here: every `baton` command reads this file for its help.
+    from loadgen.load import run_all
+    from loadgen.table import print_report
+
     console = Console()
     report = asyncio.run(run_all(configs, console=console))
     print_report(report, console)
-    write_files(report, json, html)
+    return report
+
+
+def _finish(report: Report, json_file: Path | None, html_file: Path | None) -> None:
+    write_files(report, json_file, html_file)
     if report.failed == report.requests:
         raise typer.Exit(1)
 
@@ -214,9 +223,14 @@ def write_files(report: Report, json_file: Path | None, html_file: Path | None) 
 
 
 def _shares(
-    protocols: list[Protocol], targets: list[str], rate: float | None, concurrency: int, requests: int | None
+    asked: list[ProtocolName],
+    targets: list[str],
+    rate: float | None,
+    concurrency: int,
+    requests: int | None,
 ) -> list[dict[str, object]]:
     """The load divided evenly between the protocols."""
+    protocols: list[Protocol] = [name.value for name in dict.fromkeys(asked)]
     count = len(protocols)
     shares: list[dict[str, object]] = []
     for index, protocol in enumerate(protocols):
