@@ -90,6 +90,7 @@ class Generate:
             prefix + secrets.token_hex(12),
             fields.boolean(body, "return_token_ids"),
         )
+        wants_usage = fields.include_usage(body)
         stack = contextlib.ExitStack()
         with stack:
             lives = [stack.enter_context(self._front.admit(one)) for one in completions]
@@ -99,7 +100,6 @@ class Generate:
             merged = _Merged(lives, completions)
             # The first delta decides between an HTTP error and a stream.
             first = await merged.next()
-            wants_usage = fields.include_usage(body)
             keep = stack.pop_all()
             events = self._events(shape, merged, first, wants_usage, keep)
             return StreamingResponse(

@@ -1,0 +1,38 @@
+"""A process that writes into another's memory by NIXL, told what to do on standard input (JSON lines)."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+
+from kv_transfer.memory import aligned_bytes
+from kv_transfer.transports.nixl import NixlEndpoint
+
+
+def main() -> None:
+    hello = json.loads(sys.stdin.readline())
+    endpoint = NixlEndpoint("writer")
+    source = aligned_bytes(hello["bytes"], torch.device("cpu"))
+    source.fill_(hello["fill"])
+    endpoint.register(source)
+    endpoint.connect(hello["agent"], bytes.fromhex(hello["metadata"]))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        write = endpoint.write(hello["agent"], source[: command["bytes"]], command["address"], 0, b"done")
+        if command.get("release"):
+            # What a "cancel" would do: let the handle go while the transfer may be in progress.
+            write._agent.release_xfer_handle(write._handle)
+            print("released", flush=True)
+            continue
+        deadline = time.monotonic() + 20
+        while (state := write.poll()) == "pending" and time.monotonic() < deadline:
+            endpoint.notifications()
+        print(state, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What fences a late write on this machine, and what does not: the facts the landing ring is built on.
+
+A write into live KV blocks would corrupt a stranger's request if it could land after its request has ended. So:
+what may a receiver rely on before it uses memory again?
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv_transfer.memory import aligned_bytes
+from kv_transfer.transports.nixl import NixlEndpoint
+
+SIZE = 16 << 20
+FILL = 0xAB
+
+
+class Writer:
+    def __init__(self, endpoint: NixlEndpoint) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kv_transfer.nixl_writer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).resolve().parents[2],
+        )
+        self.tell({"bytes": SIZE, "fill": FILL, "agent": endpoint.name, "metadata": endpoint.metadata.hex()})
+        assert self.answer(endpoint) == "ready"
+
+    def tell(self, message: dict[str, object]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, endpoint: NixlEndpoint | None) -> str:
+        """Its next line; the target is polled meanwhile, an unpolled side completes nothing."""
+        import select
+
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if endpoint is not None:
+                endpoint.notifications()
+            if select.select([self.process.stdout], [], [], 0.001)[0]:
+                return self.process.stdout.readline().strip()
+        raise AssertionError("the writer does not answer")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def target() -> Iterator[tuple[NixlEndpoint, torch.Tensor]]:
+    endpoint = NixlEndpoint(f"target-{os.getpid()}")
+    memory = aligned_bytes(SIZE, torch.device("cpu"))
+    endpoint.register(memory)
+    yield endpoint, memory
+    endpoint.close()
+
+
+@pytest.fixture
+def writer(target) -> Iterator[Writer]:
+    made = Writer(target[0])
+    yield made
+    made.stop()
+
+
+def settled(memory: torch.Tensor, endpoint: NixlEndpoint | None) -> torch.Tensor:
+    """The memory once nothing has changed in it for a while."""
+    deadline, last = time.monotonic() + 10, memory.clone()
+    quiet = time.monotonic()
+    while time.monotonic() < deadline and time.monotonic() - quiet < 0.3:
+        if endpoint is not None:
+            endpoint.notifications()
+        if not torch.equal(memory, last):
+            last, quiet = memory.clone(), time.monotonic()
+        time.sleep(0.01)
+    return last
+
+
+def landed(memory: torch.Tensor) -> bool:
+    return bool((memory == FILL).any())
+
+
+def write(writer: Writer, memory: torch.Tensor, **more: object) -> None:
+    writer.tell({"bytes": SIZE, "address": memory.data_ptr(), **more})
+
+
+def test_a_terminal_handle_is_a_fence(target, writer):
+    """Proof one: after DONE nothing of that write comes any more, so the memory may be used again."""
+    endpoint, memory = target
+    write(writer, memory)
+    assert writer.answer(endpoint) == "done"
+    assert bool((memory == FILL).all())
+    memory.zero_()
+    assert not landed(settled(memory, endpoint))
+
+
+def test_the_end_of_the_process_is_a_fence(target, writer):
+    """Proof two: once the writer's parent has reaped it, nothing lands, whatever was under way."""
+    endpoint, memory = target
+    write(writer, memory)
+    writer.process.send_signal(signal.SIGKILL)
+    writer.process.wait(10)
+    settled(memory, endpoint)
+    memory.zero_()
+    assert not landed(settled(memory, endpoint))
+
+
+def _deregister(endpoint: NixlEndpoint) -> None:
+    for registered in endpoint._registered:
+        endpoint._agent.deregister_memory(registered)
+    endpoint._registered.clear()
+
+
+NOT_FENCES: dict[str, Callable[[NixlEndpoint], None]] = {
+    "nothing at all": lambda endpoint: None,
+    "deregistering the memory": _deregister,
+}
+
+
+@pytest.mark.parametrize("name", NOT_FENCES)
+def test_what_the_receiver_does_alone_is_no_fence(name, target, writer, record_property):
+    """A write posted after the receiver's own measure still reports success and may land whole.
+
+    Measured, not prescribed: whether it lands is a matter of the transport. Our code must not rely on it, so the
+    test only holds the sender to the truth: a write that says "done" has landed.
+    """
+    endpoint, memory = target
+    NOT_FENCES[name](endpoint)
+    write(writer, memory)
+    state = writer.answer(endpoint)
+    here = settled(memory, endpoint)
+    record_property("state", state)
+    record_property("landed", landed(here))
+    if state == "done":
+        assert landed(here)
+
+
+def test_releasing_a_handle_takes_nothing_back(target, writer, record_property):
+    """`release_xfer_handle` on a transfer that may be in progress: the bytes still come."""
+    endpoint, memory = target
+    write(writer, memory, release=True)
+    assert writer.answer(endpoint) == "released"
+    here = settled(memory, endpoint)
+    record_property("landed", landed(here))
+    assert landed(here), "if a release were a fence here, this test should say so and the design may change"
