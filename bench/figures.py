@@ -40,8 +40,13 @@ class Section:
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        figures = [figure.to_json() for figure in self.figures]
-        return {"name": self.name, "title": self.title, "figures": figures, "details": self.details}
+        return {
+            "name": self.name,
+            "title": self.title,
+            "values": {figure.name: figure.value for figure in self.figures},
+            "figures": [figure.to_json() for figure in self.figures],
+            "details": self.details,
+        }
 
 
 def repeat(measure: Callable[[], float], times: int) -> list[float]:

@@ -26,6 +26,7 @@ PROMPT_TOKENS = 2048
 LOAD_SHARE = 0.6
 SECONDS = 60.0
 SETTLE_SECONDS = 3.0
+MIN_PROMPTS = 6
 STREAM_TOKENS = 1024
 KV = ("--pool", "process", "--kv-memory", "2GiB")
 SPLIT = ("--local-prefill", "fallback", "--threads-per-worker", "1")
@@ -75,7 +76,9 @@ def _capacity(running: Cluster) -> float:
 
 
 def _median(context: Context, running: Cluster, capacity: float) -> Outcome:
-    seconds = context.seconds(SECONDS)
+    """Of three runs the one in the middle by ITL p99."""
+    # However slow the engine, some prompts must arrive.
+    seconds = SETTLE_SECONDS + max(context.seconds(SECONDS), MIN_PROMPTS / (LOAD_SHARE * capacity))
     runs = [asyncio.run(_once(running, capacity, seconds, seed)) for seed in range(1 if context.quick else 3)]
     return sorted(runs, key=lambda outcome: outcome.itl_p99)[len(runs) // 2]
 
