@@ -87,28 +87,26 @@ local function match(prefix, chain, now, expire_at, owners, budget)
   return cover
 end
 
--- confirmed: set to `held` (a report); otherwise predicted: set to `held` until `until_ms` (a placement).
-local function mark(prefix, key, slot, held, confirmed, until_ms)
-  local raw = redis.call('HGET', prefix .. 'w:' .. key, slot)
+-- Sets what `slot` holds of one node. kind: 'predicted' (a placement, until until_ms), 'whole' (a report that ends
+-- here: more may be held beyond it) or 'cut' (a report that says nothing beyond is held).
+local function mark(prefix, key, slot, held, kind, until_ms)
+  local at = prefix .. 'w:' .. key
+  local raw = redis.call('HGET', at, slot)
   local c, p, u = 0, 0, 0
   if raw then c, p, u = read(raw) end
-  if confirmed then
-    c = held
-    if c == 0 and p == 0 then
-      redis.call('HDEL', prefix .. 'w:' .. key, slot)
-      return
-    end
-    -- A worker's own word ends a prediction that promised more.
-    p, u = 0, 0
-    if c == 0 then
-      redis.call('HDEL', prefix .. 'w:' .. key, slot)
-      return
-    end
+  if kind == 'predicted' then
+    if u == 0 or held >= p then p, u = held, until_ms end
+  elseif kind == 'whole' then
+    if held > c then c = held end
   else
-    if held < p and u > until_ms - 60000 then held = math.max(held, p) end
-    p, u = held, until_ms
+    -- A worker's own word ends a prediction that promised more.
+    c, p, u = held, 0, 0
   end
-  redis.call('HSET', prefix .. 'w:' .. key, slot, struct.pack(PACK, c, p, u))
+  if c == 0 and p == 0 then
+    redis.call('HDEL', at, slot)
+  else
+    redis.call('HSET', at, slot, struct.pack(PACK, c, p, u))
+  end
 end
 
 -- Cuts a node after `m` blocks: the rest becomes its child.
@@ -135,10 +133,12 @@ local function split(prefix, key, label, m, expire_at)
   touch(prefix, child, expire_at)
 end
 
--- Of `chain`, `slot` holds the first `held` blocks. Sets it in the nodes of the path; a report also clears the
--- slot below the end. Only as much of the chain as is held creates nodes.
+-- Of `chain`, `slot` holds the first `held` blocks. Sets it in the nodes of the path; a report that is cut also
+-- clears the slot below the cut. Only as much of the chain as is held creates nodes.
 local function insert(prefix, chain, slot, held, confirmed, until_ms, expire_at)
   local total = #chain / KEY
+  local kind = 'predicted'
+  if confirmed then kind = held < total and 'cut' or 'whole' end
   local pos = 0
   local last = nil
   while pos < total do
@@ -149,12 +149,12 @@ local function insert(prefix, chain, slot, held, confirmed, until_ms, expire_at)
       local rest = string.sub(chain, pos * KEY + 1, held * KEY)
       if last and redis.call('HEXISTS', prefix .. 'w:' .. last.key, 'c') == 0 then
         redis.call('APPEND', prefix .. 'n:' .. last.key, rest)
-        mark(prefix, last.key, slot, held - last.pos, confirmed, until_ms)
+        mark(prefix, last.key, slot, held - last.pos, kind, until_ms)
       else
         if last then redis.call('HSET', prefix .. 'w:' .. last.key, 'c', '1') end
         redis.call('DEL', prefix .. 'w:' .. key)
         redis.call('SET', prefix .. 'n:' .. key, rest)
-        mark(prefix, key, slot, held - pos, confirmed, until_ms)
+        mark(prefix, key, slot, held - pos, kind, until_ms)
         touch(prefix, key, expire_at)
       end
       return
@@ -166,7 +166,7 @@ local function insert(prefix, chain, slot, held, confirmed, until_ms, expire_at)
       run = m
     end
     local mine = math.min(math.max(held - pos, 0), math.min(m, run))
-    if mine > 0 or confirmed then mark(prefix, key, slot, mine, confirmed, until_ms) end
+    if mine > 0 or kind == 'cut' then mark(prefix, key, slot, mine, kind, until_ms) end
     touch(prefix, key, expire_at)
     if m < run then return end
     if held <= pos and not confirmed then return end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -19,6 +20,7 @@ from cluster.redis.connect import connect, connect_async
 log = logging.getLogger(__name__)
 FORGET_SECONDS = 300.0
 REFRESH_SECONDS = 0.25
+REGISTER_AGAIN_SECONDS = 2.0
 
 
 def _keys(namespace: str) -> list[str]:
@@ -61,6 +63,8 @@ class Members:
         self._workers: list[WorkerInfo] = []
         self._task: asyncio.Task[None] | None = None
         self.redis_ok = False
+        self._back_since = 0.0
+        self._closed = asyncio.Event()
         self.refreshed = 0.0
 
     @property
@@ -94,21 +98,30 @@ class Members:
                 log.warning("Redis is out of reach, going on with the last membership: %s", error)
             self.redis_ok = False
             return
-        workers = decode(answer)
-        came_back_empty = not workers and self._workers and not self.redis_ok
+        now = time.monotonic()
+        if not self.redis_ok:
+            self._back_since = now
         self.redis_ok = True
-        if came_back_empty:
-            return  # emptied by a restart: workers register again within a renewal
-        self._workers = workers
-        self.refreshed = time.monotonic()
+        self._workers = self._merge(decode(answer), now)
+        self.refreshed = now
+
+    def _merge(self, workers: list[WorkerInfo], now: float) -> list[WorkerInfo]:
+        """Redis may have come back empty or rolled back: who was there stays until it had time to register."""
+        if now - self._back_since > REGISTER_AGAIN_SECONDS:
+            return workers
+        known = {worker.name for worker in workers}
+        return workers + [worker for worker in self._workers if worker.name not in known]
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            # Not by cancelling: the Redis client may swallow a cancellation that meets its own deadline.
+            self._closed.set()
+            await asyncio.wait([self._task], timeout=LEASE_DEAD_SECONDS)
         await self._client.aclose()
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(REFRESH_SECONDS)
+        while not self._closed.is_set():
             await self.refresh()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_SECONDS):
+                    await self._closed.wait()

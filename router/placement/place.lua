@@ -121,7 +121,16 @@ table.sort(choices, function(x, y)
 end)
 local ties = 1
 while ties < #choices and choices[ties + 1].cost <= choices[1].cost * 1.05 do ties = ties + 1 end
-local pick = choices[1 + math.floor(random * ties)]
+-- Of equal times the one with most of the prompt cached costs the cluster least; chance decides the rest.
+local reuse = 0
+for i = 1, ties do
+  local c = choices[i]
+  c.reuse = (c.p and c.p.hit or 0) + c.d.hit
+  if c.reuse > reuse then reuse = c.reuse end
+end
+local equal = {}
+for i = 1, ties do if choices[i].reuse == reuse then equal[#equal + 1] = choices[i] end end
+local pick = equal[1 + math.floor(random * #equal)]
 local p, d = pick.p, pick.d
 
 local function charge(field, amount)

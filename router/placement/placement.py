@@ -53,6 +53,7 @@ class Placement:
         self._charges: dict[bytes, Charge] = {}
         self._dirty = asyncio.Event()
         self._down_until = 0.0
+        self._closed = False
         self._task: asyncio.Task[None] | None = None
         self.calls = 0
 
@@ -60,9 +61,11 @@ class Placement:
         self._task = asyncio.get_running_loop().create_task(self._settle_forever())
 
     async def close(self) -> None:
+        # Not by cancelling alone: the Redis client may swallow a cancellation that meets its own deadline.
+        self._closed = True
+        self._dirty.set()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait([self._task], timeout=LEASE_SECONDS)
         self._charges.clear()
         await self._settle_once()
         await self._client.aclose()
@@ -77,6 +80,8 @@ class Placement:
         decode = self._usable(self._members.decode, request)
         if self.mode == "always":
             prefill = []
+        if self.mode in ("fallback", "auto") and all(w.worker_id in request.excluded for w in prefill):
+            prefill = []  # those that are left have failed this request, and others may prefill
         if not decode:
             raise UnavailableError("no decode worker is there", retry_after_seconds=1.0)
         if not prefill and self.mode == "never":
@@ -179,7 +184,7 @@ class Placement:
 
     async def _settle_forever(self) -> None:
         renewed = 0.0
-        while True:
+        while not self._closed:
             try:
                 async with asyncio.timeout(LEASE_SECONDS / 5):
                     await self._dirty.wait()

@@ -1,0 +1,198 @@
+"""The radix index against a plain model of sets: inserts, reports, predictions, splits, slot turnovers."""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
+from cluster.index import scripts
+from cluster.redis.connect import connect
+
+PAGE = 2
+SALT = make_salt("m")
+_PROBE = """
+local cover = match(ARGV[1], ARGV[2], now_ms(), now_ms() + 60000, KEYS[1], 0)
+local out = {}
+for slot, blocks in pairs(cover) do out[#out + 1] = slot; out[#out + 1] = blocks end
+return out
+"""
+_PREDICT = """
+insert(ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), false, now_ms() + tonumber(ARGV[5]), now_ms() + 60000)
+return 1
+"""
+
+
+def chain(tokens: list[int]) -> tuple[bytes, ...]:
+    packed = index_keys(hash_blocks(pack_tokens(tokens), PAGE, secret=b"s", salt=SALT))
+    return tuple(packed[i : i + 8] for i in range(0, len(packed), 8))
+
+
+class Index:
+    """The real thing, in Redis."""
+
+    _numbers = count()
+
+    def __init__(self, url: str):
+        self.redis = connect(url)
+        name = f"index-{next(self._numbers)}-{random.random()}"
+        self.prefix, self.owners, self.sequences = f"{{{name}}}:m:", f"{{{name}}}:owners", f"{{{name}}}:seq"
+        self._probe = self.redis.register_script(scripts.tree() + _PROBE)
+        self._predict = self.redis.register_script(scripts.tree() + _PREDICT)
+        self._report = self.redis.register_script(scripts.report())
+        self._sequence: dict[str, int] = {}
+
+    def own(self, slot: str) -> None:
+        self.redis.hset(self.owners, slot, f"w{slot}@1")
+
+    def report(
+        self, slot: str, blocks: tuple[bytes, ...], held: int, sequence: int | None = None
+    ) -> bytes | int:
+        number = self._sequence.get(slot, 1) if sequence is None else sequence
+        answer = self._report(
+            keys=[self.owners, self.sequences],
+            args=[self.prefix, slot, f"w{slot}@1", number, 60000, held, b"".join(blocks)],
+        )
+        if answer == b"ok" and sequence is None:
+            self._sequence[slot] = number + 1
+        return answer
+
+    def predict(self, slot: str, blocks: tuple[bytes, ...], until_ms: int = 60000) -> None:
+        self._predict(args=[self.prefix, b"".join(blocks), slot, len(blocks), until_ms])
+
+    def match(self, blocks: tuple[bytes, ...]) -> dict[str, int]:
+        answer = self._probe(keys=[self.owners], args=[self.prefix, b"".join(blocks)])
+        found = {answer[i].decode(): int(answer[i + 1]) for i in range(0, len(answer), 2)}
+        return {slot: blocks for slot, blocks in found.items() if blocks}
+
+
+class Sets:
+    """The model: which block hashes each slot holds."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[bytes]] = {}
+
+    def report(self, slot: str, blocks: tuple[bytes, ...], held: int) -> None:
+        mine = self.held.setdefault(slot, set())
+        mine |= set(blocks[:held])
+        mine -= set(blocks[held:])
+
+    def match(self, blocks: tuple[bytes, ...]) -> dict[str, int]:
+        found = {}
+        for slot, mine in self.held.items():
+            covered = 0
+            while covered < len(blocks) and blocks[covered] in mine:
+                covered += 1
+            if covered:
+                found[slot] = covered
+        return found
+
+
+prompts = st.lists(st.integers(0, 1), min_size=2, max_size=14)
+steps = st.lists(
+    st.tuples(st.sampled_from(["report", "predict", "shrink"]), st.sampled_from("123"), prompts), max_size=25
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=steps, probes=st.lists(prompts, min_size=1, max_size=6))
+def test_matches_are_those_of_plain_sets(steps, probes, redis_server):
+    index, model = Index(redis_server.url), Sets()
+    for slot in "123":
+        index.own(slot)
+    for kind, slot, tokens in steps:
+        blocks = chain(tokens)
+        if not blocks:
+            continue
+        if kind == "predict":
+            index.predict(slot, blocks)
+            model.report(slot, blocks, len(blocks))
+        else:
+            held = len(blocks) if kind == "report" else len(blocks) // 2
+            assert index.report(slot, blocks, held) == b"ok"
+            # A worker that shrinks a chain has lost everything that continues it.
+            lost = blocks[held:]
+            model.report(slot, blocks, held)
+            _drop_descendants(model, slot, steps, lost)
+    for tokens in probes:
+        blocks = chain(tokens)
+        expected, found = model.match(blocks), index.match(blocks)
+        # The index never promises more than there is, and forgets at most what it was told to.
+        assert all(found[slot] <= expected.get(slot, 0) for slot in found), (found, expected)
+    index.redis.close()
+
+
+def _drop_descendants(model: Sets, slot: str, steps, lost: tuple[bytes, ...]) -> None:
+    for _, _, tokens in steps:
+        blocks = chain(tokens)
+        for block in lost:
+            if block in blocks:
+                model.held[slot] -= set(blocks[blocks.index(block) :])
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(reports=st.lists(st.tuples(st.sampled_from("123"), prompts), min_size=1, max_size=25))
+def test_what_was_reported_is_found_again_whatever_was_split(reports, redis_server):
+    index, model = Index(redis_server.url), Sets()
+    for slot in "123":
+        index.own(slot)
+    for slot, tokens in reports:
+        blocks = chain(tokens)
+        if blocks:
+            assert index.report(slot, blocks, len(blocks)) == b"ok"
+            model.report(slot, blocks, len(blocks))
+    for _, tokens in reports:
+        blocks = chain(tokens)
+        assert index.match(blocks) == model.match(blocks)
+    index.redis.close()
+
+
+@pytest.fixture
+def index(redis_url):
+    made = Index(redis_url)
+    made.own("1")
+    made.own("2")
+    yield made
+    made.redis.close()
+
+
+def test_predictions_expire_and_reports_do_not(index):
+    blocks = chain([1] * 8)
+    index.predict("1", blocks, until_ms=-1)
+    assert index.match(blocks) == {}
+    index.report("2", blocks, 3)
+    assert index.match(blocks) == {"2": 3}
+
+
+def test_an_unknown_slot_must_register_again(index):
+    assert index.report("9", chain([1] * 8), 1) == b"register"
+
+
+def test_lost_batches_are_asked_for_and_repeated_ones_change_nothing(index):
+    blocks = chain([1] * 8)
+    assert index.report("1", blocks, 2, sequence=3) == 1
+    assert index.report("1", blocks, 2, sequence=1) == b"ok"
+    assert index.report("1", blocks, 4, sequence=1) == b"ok"
+    assert index.match(blocks) == {"1": 2}
+
+
+def test_nodes_expire_and_children_never_before_their_parents(index):
+    long, branch = chain([1] * 12), chain([1] * 6 + [0] * 6)
+    index.report("1", long, len(long))
+    index.report("1", branch, len(branch))
+    root, child = long[0], branch[3]
+    ttls = [index.redis.pttl(index.prefix.encode() + b"n:" + key) for key in (root, child)]
+    assert all(0 < ttl <= 60000 for ttl in ttls)
+    assert ttls[0] >= ttls[1] - 5
+
+
+def test_a_conversation_grows_by_appending(index):
+    for turns in range(1, 6):
+        blocks = chain([1] * (8 * turns))
+        index.report("1", blocks, len(blocks))
+    keys = index.redis.keys(index.prefix + "n:*")
+    assert len(keys) == 1

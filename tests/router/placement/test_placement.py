@@ -1,0 +1,209 @@
+"""Placement with real Redis: sticks to prefixes, spreads load, heals charges, goes on without Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import signal
+import time
+
+import pytest
+
+from cluster.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
+from cluster.config import RouterConfig
+from cluster.errors import UnavailableError
+from cluster.index.reporter import ChainReporter
+from cluster.membership.reader import Members, read_workers
+from cluster.membership.registration import Registration
+from cluster.membership.types import WorkerInfo
+from cluster.redis.embedded import EmbeddedRedis
+from router.placement.placement import Placement
+from router.placement.types import PlacementRequest
+
+
+def worker(role: str, index: int) -> WorkerInfo:
+    epoch = secrets.randbits(64)
+    return WorkerInfo(
+        f"{role}-{index}", epoch, 0, role, "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000
+    )
+
+
+def hashes(tokens: list[int]) -> list[bytes]:
+    return hash_blocks(pack_tokens(tokens), 16, secret=b"s", salt=make_salt("m"))
+
+
+def request(tokens: list[int], **more) -> PlacementRequest:
+    return PlacementRequest(secrets.token_bytes(16), index_keys(hashes(tokens)), len(tokens), 32, **more)
+
+
+async def eventually(check, seconds: float = 5.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := check():
+            return result
+        await asyncio.sleep(0.02)
+    raise AssertionError("not in time")
+
+
+@pytest.fixture
+async def fleet(redis_url, namespace):
+    """Four prefill and four decode workers, registered."""
+    registrations = [
+        Registration(redis_url, namespace, worker(role, i))
+        for role in ("prefill", "decode")
+        for i in range(4)
+    ]
+    for registration in registrations:
+        registration.start()
+    await eventually(lambda: len(read_workers(redis_url, namespace)) == 8)
+    yield registrations
+    for registration in registrations:
+        await asyncio.to_thread(registration.stop)
+
+
+@pytest.fixture
+async def router(redis_url, namespace, fleet):
+    made = []
+
+    async def start(**settings) -> Placement:
+        config = RouterConfig(
+            model="/m", redis_url=redis_url, namespace=namespace, **{"local_prefill": "never", **settings}
+        )
+        members = Members(redis_url, namespace)
+        await members.start()
+        placement = Placement(config, members, random.Random(1))
+        await placement.start()
+        made.append((placement, members))
+        return placement
+
+    yield start
+    for placement, members in made:
+        await placement.close()
+        await members.close()
+
+
+async def test_a_prefix_draws_its_requests_also_through_another_router(router):
+    one, two = await router(), await router()
+    prompt = list(range(1600))
+    first = await one.place(request(prompt))
+    again = await two.place(request(prompt + [7] * 20))
+    assert again.prefill.worker_id == first.prefill.worker_id
+    assert again.cached_prefill_tokens == 1600
+    assert again.from_redis
+
+
+async def test_a_burst_of_siblings_finds_its_prefix(router):
+    placement = await router()
+    shared = list(range(4000))
+    hits = []
+    for sibling in range(8):
+        r = request([*shared, *[10_000 + sibling] * 16])
+        hits.append((await placement.place(r)).cached_prefill_tokens > 0)
+        placement.prefilled(r.transfer_id)
+    assert sum(hits) >= 7
+
+
+async def test_different_prompts_spread(router):
+    placement = await router()
+    chosen = [await placement.place(request([i * 1000 + j for j in range(800)])) for i in range(16)]
+    assert {placed.prefill.worker_id for placed in chosen} == {f"prefill-{i}" for i in range(4)}
+    assert len({placed.decode.worker_id for placed in chosen}) == 4
+
+
+async def test_one_call_in_redis_per_placement(router):
+    placement = await router()
+    before = await placement.calls_in_redis()
+    for i in range(5):
+        await placement.place(request([i] * 100))
+    assert await placement.calls_in_redis() - before == 5
+
+
+async def test_charges_return_to_zero(router, redis_url, namespace):
+    placement = await router()
+    requests = [request([i] * 300) for i in range(6)]
+    for one in requests:
+        await placement.place(one)
+    for one in requests:
+        placement.release(one.transfer_id)
+
+    async def load() -> dict:
+        return await placement._client.hgetall(f"{{{namespace}}}:load")
+
+    assert any(int(v) for v in (await load()).values())
+    deadline = time.monotonic() + 5
+    while any(int(v) for v in (await load()).values()):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_reports_outlive_what_was_predicted(router, fleet, redis_url, namespace):
+    placement = await router(index_feeds="reported")
+    registration = fleet[2]
+    reporter = ChainReporter(redis_url, namespace, "m", registration, lambda: [])
+    reporter.start()
+    prompt = list(range(500))
+    reporter.report(hashes(prompt), 20)
+    try:
+        deadline = time.monotonic() + 5
+        while (await placement.place(request(prompt))).cached_prefill_tokens != 320:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+    finally:
+        await asyncio.to_thread(reporter.stop)
+
+
+async def test_excluded_workers_are_avoided_while_others_live(router):
+    placement = await router()
+    bad = frozenset({"prefill-0", "prefill-1", "prefill-2", "decode-3"})
+    for i in range(6):
+        placed = await placement.place(request([i] * 64, excluded=bad))
+        assert placed.prefill.worker_id == "prefill-3"
+        assert placed.decode.worker_id != "decode-3"
+
+
+async def test_a_role_without_workers_is_unavailable(redis_url, namespace):
+    config = RouterConfig(model="/m", redis_url=redis_url, namespace=namespace)
+    members = Members(redis_url, namespace)
+    await members.start()
+    placement = Placement(config, members)
+    with pytest.raises(UnavailableError):
+        await placement.place(request([1] * 20))
+    await placement.close()
+    await members.close()
+
+
+async def test_redis_stopped_killed_and_back_empty_fails_no_request(tmp_path, namespace):
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    registrations = [Registration(server.url, namespace, worker(role, 0)) for role in ("prefill", "decode")]
+    for registration in registrations:
+        registration.start()
+    await eventually(lambda: len(read_workers(server.url, namespace)) == 2)
+    config = RouterConfig(model="/m", redis_url=server.url, namespace=namespace, local_prefill="never")
+    members = Members(server.url, namespace)
+    await members.start()
+    placement = Placement(config, members)
+    await placement.start()
+    assert (await placement.place(request([1] * 50))).from_redis
+
+    os.kill(server.pid, signal.SIGSTOP)  # it hangs
+    began = time.monotonic()
+    assert not (await placement.place(request([2] * 50))).from_redis
+    assert time.monotonic() - began < 1.0
+    os.kill(server.pid, signal.SIGCONT)
+
+    server.process.kill()
+    server.process.wait(10)
+    assert not (await placement.place(request([3] * 50))).from_redis
+    server = EmbeddedRedis.start(tmp_path / "redis")  # empty
+    deadline = time.monotonic() + 10
+    while not (await placement.place(request([4] * 50))).from_redis or not members.redis_ok:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    await eventually(lambda: len(read_workers(server.url, namespace)) == 2)
+    await placement.close()
+    await members.close()
+    for registration in registrations:
+        await asyncio.to_thread(registration.stop)
+    server.stop()
