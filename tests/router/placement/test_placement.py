@@ -141,7 +141,7 @@ async def test_charges_return_to_zero(router, redis_url, namespace):
 async def test_reports_outlive_what_was_predicted(router, fleet, redis_url, namespace):
     placement = await router(index_feeds="reported")
     registration = fleet[2]
-    reporter = ChainReporter(redis_url, namespace, "m", registration, lambda: [])
+    reporter = ChainReporter(redis_url, namespace, "m", registration, list)
     reporter.start()
     prompt = list(range(500))
     reporter.report(hashes(prompt), 20)
