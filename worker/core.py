@@ -18,6 +18,7 @@ from cluster.errors import InternalError, StaleEpochError, UnavailableError
 from cluster.index.reporter import ChainReporter
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from cluster.telemetry.exporter import Exporter
 from engine.engine import Engine
 from engine.request import ChainReport, StepOutput
 from wire import common_pb2
@@ -55,6 +56,7 @@ class WorkerCore:
         self.draining = False
         self._registration: Registration | None = None
         self._reporter: ChainReporter | None = None
+        self._exporter: Exporter | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self.engine = Engine(
             runner, runner.config, secret=config.secret.encode(), on_chain=self._chain_changed
@@ -120,6 +122,10 @@ class WorkerCore:
     async def start(self) -> None:
         self.host.start()
         await self.server.start()
+        config = self.config
+        self._exporter = Exporter(
+            config.host, config.metrics_port, self._status, worker=self.worker_id, role=config.role
+        )
         if self.config.redis_url:
             self._register()
 
@@ -131,7 +137,7 @@ class WorkerCore:
             role=self.config.role,
             model_id=self.model_id,
             address=self.server.address,
-            metrics_address="",
+            metrics_address=self._exporter.address if self._exporter is not None else "",
             layout=self.layout.SerializeToString(),
             place=self.config.place,
             host=socket.gethostname(),
@@ -209,5 +215,7 @@ class WorkerCore:
         await self.server.stop(grace_seconds)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_seconds)
+        if self._exporter is not None:
+            await asyncio.to_thread(self._exporter.close)
         await self.host.stop()
         await asyncio.to_thread(self.ranks.close)

@@ -18,6 +18,7 @@ import typer
 from baton.commands.output import say
 from cluster import settings
 from cluster.config import Role, RouterConfig, WorkerConfig
+from cluster.telemetry import logs
 
 ModelDir = Annotated[Path | None, typer.Option("--model", help="Hugging Face model directory.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with the same fields.")]
@@ -115,6 +116,7 @@ def _given(**flags: Any) -> dict[str, Any]:
 async def _run_worker(config: WorkerConfig, ready_file: Path | None) -> None:
     from baton.workers import start_worker
 
+    logs.configure(config.worker_id)
     stop = stop_event()
     worker = await start_worker(config)
     say(f"{worker.worker_id} serves {config.role} on {worker.address}")
@@ -134,6 +136,7 @@ async def _run_worker(config: WorkerConfig, ready_file: Path | None) -> None:
 async def _run_router(config: RouterConfig, ready_file: Path | None) -> None:
     from router.server import Router
 
+    logs.configure(config.router_id)
     stop = stop_event()
     running = Router(config)
     await running.start()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import time
+import urllib.request
 
 import pytest
 
@@ -107,9 +110,6 @@ def test_one_placement_call_per_attempt(llama):
 
 
 def _placement_calls(cluster: Cluster) -> int:
-    import json
-    import urllib.request
-
     with urllib.request.urlopen(f"{cluster.http}/v1/cluster", timeout=10) as answer:
         return int(json.load(answer)["placement"]["calls"])
 
@@ -132,6 +132,19 @@ def test_a_cancelled_request_frees_both_workers_within_a_second(llama):
 
 def _idle(cluster: Cluster) -> bool:
     return all(w["status"]["blocks_held"] == 0 and w["status"]["attempts"] == 0 for w in cluster.workers())
+
+
+def test_every_worker_tells_its_metrics(llama):
+    _, cluster = llama
+    with Client(cluster.grpc) as client:
+        client.generate(prompt_ids(40, seed=77), max_tokens=3, temperature=0, ignore_eos=True)
+    for role in ("prefill", "decode"):
+        (worker,) = cluster.state[role]
+        with urllib.request.urlopen(f"http://{worker['metrics']}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        assert f'baton_kv_cache_usage_ratio{{role="{role}",worker="{worker["id"]}"}}' in text
+        (handoffs,) = re.findall(r"^baton_handoffs_total{.*} ([0-9.]+)$", text, re.MULTILINE)
+        assert float(handoffs) >= 1
 
 
 def test_sampling_repeats_with_its_seed(llama):

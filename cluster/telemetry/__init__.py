@@ -1,0 +1,1 @@
+"""What the cluster says about itself: logs with request ids, metrics by Prometheus."""

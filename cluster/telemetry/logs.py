@@ -1,0 +1,60 @@
+"""Structured logs: one JSON object a line, with the request's id where there is one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import Counter
+
+import orjson
+
+MAX_SAME_PER_SECOND = 10
+
+
+class JsonFormatter(logging.Formatter):
+    def __init__(self, process: str):
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        request_id = getattr(record, "request_id", None)
+        if request_id:
+            line["request_id"] = request_id
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line).decode()
+
+
+class RateBound(logging.Filter):
+    """At most ten lines a second from one place in the code: a fault in a loop must not fill a disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._second = 0
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        second = int(record.created)
+        if second != self._second:
+            self._second = second
+            self._counts.clear()
+        place = (record.pathname, record.lineno)
+        self._counts[place] += 1
+        return self._counts[place] <= MAX_SAME_PER_SECOND
+
+
+def configure(process: str, level: int = logging.INFO) -> None:
+    """Once, by the process's main."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process))
+    handler.addFilter(RateBound())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
