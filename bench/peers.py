@@ -55,6 +55,7 @@ def main(arguments: list[str]) -> int:
     table = "\n".join(_table(measured)) + "\n"
     (given.out / "peers.md").write_text(table)
     context.console.print(Markdown(table))
+    context.console.print(f"[dim]{given.out / 'peers.md'}[/dim]")
     return 0
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from bench.figures import Figure, Section
+
+_FIELDS = tuple(field.name for field in fields(Figure))
 
 
 def write(directory: Path, machine: dict[str, Any], sections: Sequence[Section], command: str) -> None:
@@ -17,13 +21,31 @@ def write(directory: Path, machine: dict[str, Any], sections: Sequence[Section],
     file = directory / "report.json"
     known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"sections": {}}
     for section in sections:
+        known["sections"].pop(section.name, None)  # those of one run stand together, the newest last
         known["sections"][section.name] = {**section.to_json(), "machine": machine, "command": command}
     file.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
-    (directory / "report.md").write_text(markdown(machine, sections, command))
+    (directory / "report.md").write_text(_all_tables(known["sections"].values()))
 
 
 def markdown(machine: dict[str, Any], sections: Sequence[Section], command: str) -> str:
+    """One run's tables under what was measured where."""
     return "\n".join(_lines(machine, sections, command)) + "\n"
+
+
+def _all_tables(stored: Any) -> str:
+    runs = groupby(
+        stored, key=lambda section: (section["command"], section["machine"]["measured_unix_seconds"])
+    )
+    parts = []
+    for (command, _), group in runs:
+        sections = list(group)
+        parts.append(markdown(sections[0]["machine"], [_restored(section) for section in sections], command))
+    return "\n".join(parts)
+
+
+def _restored(section: dict[str, Any]) -> Section:
+    figures = [Figure(**{name: figure[name] for name in _FIELDS}) for figure in section["figures"]]
+    return Section(section["name"], section["title"], figures)
 
 
 def _lines(machine: dict[str, Any], sections: Sequence[Section], command: str) -> Iterator[str]:
