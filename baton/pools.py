@@ -12,6 +12,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import uvloop
+
 from cluster.config import Role, WorkerConfig
 
 # Baton fences a worker at 5 s; Serve restarts it later, so a fenced worker may rejoin until then.
@@ -25,7 +27,7 @@ class Replica:
 
     def __init__(self, config: Mapping[str, Any], environment: Mapping[str, str], other_pool: Any = None):
         os.environ.update(environment)
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="worker", daemon=True)
         self._thread.start()
         from baton.workers import start_worker  # torch is imported in the replica, not by who deploys it

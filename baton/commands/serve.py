@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import uvloop
 
 from baton.commands.output import say
 from cluster import settings
@@ -49,7 +50,7 @@ def router(
         grpc_port=grpc_port,
         served_model_name=served_model_name,
     )
-    asyncio.run(_run_router(settings.load(RouterConfig, flags, config), ready_file))
+    uvloop.run(_run_router(settings.load(RouterConfig, flags, config), ready_file))
 
 
 def prefill(
@@ -105,7 +106,7 @@ def _worker(
     flags["role"] = role
     if engine:
         flags["engine"] = engine
-    asyncio.run(_run_worker(settings.load(WorkerConfig, flags, config), ready))
+    uvloop.run(_run_worker(settings.load(WorkerConfig, flags, config), ready))
 
 
 def _given(**flags: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from cluster.errors import BatonError, InvalidRequestError
+from cluster.errors import BatonError, CancelledError, InvalidRequestError
 from router.completion import Completion, Delta, Outcome
 from router.dispatch.life import RequestLife
 from router.front import Front
@@ -99,9 +99,16 @@ class Generate:
                 return await self._whole(request, shape, lives, completions, headers)
             merged = _Merged(lives, completions)
             # The first delta decides between an HTTP error and a stream.
-            first = await merged.next()
+            # The server drops what it is told to send to a client that has gone: only asking tells.
+            watch = asyncio.get_running_loop().create_task(_disconnected(request))
+            try:
+                first = await merged.next(watch)
+            except BaseException:
+                watch.cancel()
+                await merged.close()
+                raise
             keep = stack.pop_all()
-            events = self._events(shape, merged, first, wants_usage, keep)
+            events = self._events(watch, shape, merged, first, wants_usage, keep)
             return StreamingResponse(
                 events, media_type="text/event-stream", headers={**headers, **_STREAM_HEADERS}
             )
@@ -134,6 +141,7 @@ class Generate:
 
     async def _events(
         self,
+        watch: asyncio.Task[None],
         shape: Shape,
         merged: _Merged,
         first: tuple[int, Delta] | None,
@@ -151,7 +159,7 @@ class Generate:
                     if wants_usage:
                         chunk["usage"] = None
                     yield _event(chunk)
-                    came = await merged.next()
+                    came = await merged.next(watch)
                 outcomes = [life.outcome for life in merged.lives]
                 last = shape.chunk([])
                 last["baton"] = baton(outcomes[-1])
@@ -159,9 +167,12 @@ class Generate:
                     last["usage"] = usage(outcomes)
                 yield _event(last)
                 yield _DONE
+            except CancelledError:
+                return
             except BatonError as error:
                 yield _event(error_body(error))
             finally:
+                watch.cancel()
                 await merged.close()
 
 
@@ -176,7 +187,7 @@ class _Merged:
         self._started = False
 
     async def next(self, watch: asyncio.Task[None] | None = None) -> tuple[int, Delta] | None:
-        """None at the end. Raises the first life's BatonError, or CancelledError once `watch` is done."""
+        """None at the end. Raises the first life's BatonError; CancelledError (ours) once `watch` is done."""
         if not self._started:
             self._started = True
             for index in range(len(self._streams)):
@@ -185,7 +196,7 @@ class _Merged:
             waiting = {*self._pending, *([watch] if watch is not None else [])}
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if watch is not None and watch in done:
-                raise asyncio.CancelledError("the client has gone")
+                raise CancelledError("the client has gone")
             task = next(task for task in done if task in self._pending)
             index = self._pending.pop(task)  # type: ignore[arg-type]
             try:

@@ -286,4 +286,7 @@ def test_a_client_that_hangs_up_frees_everything(cluster):
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         sock.sendall(head.encode() + body.encode())
         assert b"200" in sock.recv(4096)
+    before = cluster.status("decode")["output_tokens"]
     assert_all_free(cluster)
+    # Cancelled, not run to its end.
+    assert cluster.status("decode")["output_tokens"] - before < 800
