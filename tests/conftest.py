@@ -25,6 +25,7 @@ Checkpoint = Callable[[str], Path]
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """A small random model by variant, made once a session."""
+
     made: dict[str, Path] = {}
 
     def get(variant: str = "llama") -> Path:
@@ -37,6 +38,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    from cluster.redis.embedded import EmbeddedRedis
+
     server = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()

@@ -1,0 +1,101 @@
+"""The CUDA backends' arguments, checked by a reference kernel that reads them literally; and the CPU backend by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.errors import ConfigError
+from engine.attention import registry
+from engine.attention.base import AttentionShape
+from engine.attention.sdpa import SdpaBackend
+from engine.attention.varlen import VarlenBackend, flash_varlen
+from engine.plan import PlanItem
+
+HEADS, KV, DIM, PAGE, LAYERS = 4, 2, 8, 16, 2
+
+
+def reference(
+    *, q, k, v, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, block_table, softmax_scale, **more
+) -> Tensor:
+    *, q, k, v, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, block_table, softmax_scale, **more
+) -> Tensor:
+    """Paged causal attention, one query at a time. k, v [block, token, head, dim]."""
+    window = more.get("window") or more["window_size"]
+    out = torch.empty_like(q)
+    for index in range(len(seqused_k)):
+        begin, end = int(cu_seqlens_q[index]), int(cu_seqlens_q[index + 1])
+        length = int(seqused_k[index])
+        assert end - begin <= max_seqlen_q
+        assert length <= max_seqlen_k
+        keys = k[block_table[index].long()].flatten(0, 1)[:length]
+        values = v[block_table[index].long()].flatten(0, 1)[:length]
+        for row in range(begin, end):
+            at = length - (end - row)
+            low = max(0, at - window[0]) if window[0] >= 0 else 0
+            for head in range(q.shape[1]):
+                mine = head // (q.shape[1] // k.shape[2])
+                scores = keys[low : at + 1, mine] @ q[row, head] * softmax_scale
+                out[row, head] = torch.softmax(scores, 0) @ values[low : at + 1, mine]
+    return out
+
+
+def step() -> tuple[Tensor, list[PlanItem], Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    cache = torch.randn(20, LAYERS, 2, KV, PAGE, DIM)
+    items = [
+        PlanItem("fresh", list(range(21)), 0, [3, 7], True),
+        PlanItem("chunk", list(range(9)), 30, [1, 2, 9, 4], True),
+        PlanItem("decode", [5], 40, [11, 12, 13], True),
+    ]
+    tokens = sum(len(item.token_ids) for item in items)
+    q, k, v = torch.randn(tokens, HEADS, DIM), torch.randn(tokens, KV, DIM), torch.randn(tokens, KV, DIM)
+    row = 0
+    for item in items:
+        for position in range(item.begin, item.end):
+            block, offset = item.block_ids[position // PAGE], position % PAGE
+            cache[block, :, 0, :, offset], cache[block, :, 1, :, offset] = k[row], v[row]
+            row += 1
+    return cache, items, q, k, v
+
+
+@pytest.mark.parametrize("window", [0, 12])
+def test_cpu_and_cuda_backends_mean_the_same(window):
+    cache, items, q, k, v = step()
+    shape = AttentionShape(HEADS, KV, DIM, PAGE, (window,) * LAYERS)
+    backends = [SdpaBackend(shape, cache), VarlenBackend(shape, cache, reference)]
+    outputs = []
+    for backend in backends:
+        backend.begin(items)
+        outputs.append(backend.attend(1, q, k, v))
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-4)
+
+
+def test_the_flash_adapter_calls_by_keyword():
+    calls = []
+
+    def flash(**arguments):
+        calls.append(arguments)
+        assert arguments.pop("causal") is True
+        return reference(**arguments), None
+
+    cache, items, q, k, v = step()
+    shape = AttentionShape(HEADS, KV, DIM, PAGE, (0,) * LAYERS)
+    backend = VarlenBackend(shape, cache, flash_varlen(flash), name="flash")
+    backend.begin(items)
+    direct = VarlenBackend(shape, cache, reference)
+    direct.begin(items)
+    assert torch.equal(backend.attend(0, q, k, v), direct.attend(0, q, k, v))
+    assert calls[0]["block_table"].dtype is torch.int32
+
+
+def test_a_backend_that_cannot_run_here_is_refused():
+    cpu = torch.device("cpu")
+    assert registry.choose("auto", cpu) == "sdpa"
+    for name in ("flash", "varlen", "nonsense"):
+        with pytest.raises(ConfigError):
+            registry.choose(name, cpu)
+    shape = AttentionShape(HEADS, KV, DIM, 7, (0,))
+    with pytest.raises(ConfigError):
+        VarlenBackend(shape, torch.zeros(1, 1, 2, KV, 7, DIM), reference)

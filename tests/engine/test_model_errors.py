@@ -1,0 +1,103 @@
+"""A model directory that can't be served says why: one error that names the tensor, the key or the setting."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.config import EngineConfig
+from cluster.errors import ConfigError, ModelError
+from engine.build import load_runner
+
+
+@pytest.fixture
+def model(checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+
+
+def load(model: Path, **settings) -> None:
+    load_runner(EngineConfig(model=model, kv_memory_bytes=8 << 20, max_model_len=256, **settings))
+
+
+def edit(model: Path, **changes) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def rewrite(model: Path, change) -> None:
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters.rope_type"),
+    ],
+)
+def test_a_wrong_config_names_its_key(changes, field, model):
+    edit(model, **changes)
+    with pytest.raises(ModelError) as caught:
+        load(model)
+    assert caught.value.field == field
+
+
+def test_a_missing_tensor_is_named(model):
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(model, lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelError, match="missing") as caught:
+        load(model)
+    assert caught.value.field == name
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(model):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rewrite(model, lambda tensors: tensors.update({name: torch.zeros(3, 64)}))
+    with pytest.raises(ModelError, match=r"\(3, 64\), expected \(32, 64\)") as caught:
+        load(model)
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("broken", [b"", b"not safetensors at all"])
+def test_a_torn_file_is_named(broken, model):
+    (model / "model.safetensors").write_bytes(broken)
+    with pytest.raises(ModelError) as caught:
+        load(model)
+    assert caught.value.field == "model.safetensors"
+
+
+def test_no_weights_at_all(model):
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        load(model)
+
+
+def test_a_pool_smaller_than_a_context_says_by_how_much(model):
+    with pytest.raises(ConfigError, match="more") as caught:
+        load_runner(EngineConfig(model=model, kv_memory_bytes=1 << 16, max_model_len=256))
+    assert caught.value.field == "kv_memory"
+
+
+def test_sharded_checkpoints_load_like_single_ones(model, checkpoint):
+    tensors = load_file(model / "model.safetensors")
+    names = sorted(tensors)
+    half = len(names) // 2
+    shards = {"a.safetensors": names[:half], "b.safetensors": names[half:]}
+    for file, mine in shards.items():
+        save_file({name: tensors[name] for name in mine}, model / file)
+    (model / "model.safetensors").unlink()
+    index = {"weight_map": {name: file for file, mine in shards.items() for name in mine}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    load(model)
+    (model / "b.safetensors").unlink()
+    with pytest.raises(ModelError):
+        load(model)

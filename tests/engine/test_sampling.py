@@ -1,0 +1,155 @@
+"""The sampler, operation by operation, and its random numbers bit by bit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.request import FinishReason, SamplingParams
+from engine.sampling.philox import philox4x32, uniform
+from engine.sampling.sampler import Row, sample
+from engine.stop import finish_reason, forbidden
+
+VOCAB = 400
+
+
+def words(*values: int) -> tuple[np.ndarray, ...]:
+    return tuple(np.array([value], dtype=np.uint64) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_answers(counter, key, expected):
+    assert tuple(int(word[0]) for word in philox4x32(words(*counter), words(*key))) == expected
+
+
+def test_uniform_depends_on_every_argument_and_stays_below_one():
+    base = uniform([7], [0], [3])[0]
+    assert base == uniform([7], [0], [3])[0]
+    assert (
+        len({base, *(uniform(*args)[0] for args in (([8], [0], [3]), ([7], [1], [3]), ([7], [0], [4])))}) == 4
+    )
+    many = uniform([1] * 5000, [0] * 5000, list(range(5000)))
+    assert many.min() >= 0
+    assert many.max() < 1
+    assert abs(float(many.mean()) - 0.5) < 0.02
+
+
+def logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def row(tokens: list[int] | None = None, num_prompt: int = 1, banned: tuple[int, ...] = (), **params) -> Row:
+    settings = SamplingParams(**{"temperature": 0.0, **params})
+    return Row(settings, 0, tokens or [1], num_prompt, banned)
+
+
+def test_greedy_takes_the_largest_and_the_lowest_id_among_equals():
+    x = torch.zeros(1, VOCAB)
+    x[0, [30, 20, 90]] = 5.0
+    assert sample(x, [row()])[0].token_id == 20
+
+
+def test_bias_and_bans_change_the_choice():
+    x = logits()
+    best = int(x.argmax())
+    assert sample(x.clone(), [row(logit_bias={5: 100.0})])[0].token_id == 5
+    assert sample(x.clone(), [row(banned=(best,))])[0].token_id == int(x[0].topk(2).indices[1])
+
+
+@given(seed=st.integers(0, 200), penalty=st.floats(1.01, 3.0))
+def test_repetition_penalty_is_the_papers(seed, penalty):
+    x, seen = logits(seed), [3, 8, 9]
+    expected = x[0].clone()
+    for token in seen:
+        expected[token] = expected[token] / penalty if expected[token] > 0 else expected[token] * penalty
+    got = sample(x.clone(), [row(seen, repetition_penalty=penalty)])[0].token_id
+    assert got == int(expected.argmax())
+
+
+def test_presence_and_frequency_count_output_only():
+    x = torch.zeros(1, VOCAB)
+    x[0, 7], x[0, 8] = 2.0, 1.5
+    assert sample(x.clone(), [row([7, 7, 7], 3, presence_penalty=1.0)])[0].token_id == 7
+    assert sample(x.clone(), [row([1, 7], 1, presence_penalty=1.0)])[0].token_id == 8
+    assert sample(x.clone(), [row([1, 7, 7], 1, frequency_penalty=0.3)])[0].token_id == 8
+
+
+def allowed(x: torch.Tensor, **params) -> set[int]:
+    """Tokens that come out over many draws."""
+    found = set()
+    for seed in range(300):
+        found.add(sample(x.clone(), [row(temperature=1.0, seed=seed, **params)])[0].token_id)
+    return found
+
+
+def test_top_k_top_p_and_min_p_keep_what_they_should():
+    x = logits(4)
+    order = x[0].argsort(descending=True).tolist()
+    mass = torch.softmax(x[0].double(), -1)
+    assert allowed(x, top_k=3) <= set(order[:3])
+    cumulated, nucleus = 0.0, set()
+    for token in order:
+        nucleus.add(token)
+        cumulated += float(mass[token])
+        if cumulated >= 0.6:
+            break
+    assert allowed(x, top_p=0.6) <= nucleus
+    assert allowed(x, min_p=0.2) <= {t for t in range(VOCAB) if mass[t] >= 0.2 * mass.max()}
+
+
+def test_a_flat_distribution_with_top_p_is_sorted_whole():
+    """256 candidates hold less than p: the exact way must be taken."""
+    x = torch.zeros(1, VOCAB)
+    x += torch.linspace(0, 1e-3, VOCAB)
+    assert len(allowed(x, top_p=0.999)) > 150
+
+
+def test_draws_follow_the_distribution():
+    x = torch.full((1, VOCAB), float("-inf"))
+    x[0, :4] = torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    draws = 4000
+    counts = np.zeros(4)
+    rows = [row(temperature=1.0, seed=seed) for seed in range(draws)]
+    for result in sample(x.expand(draws, -1).clone(), rows):
+        counts[result.token_id] += 1
+    expected = draws * np.array([0.1, 0.2, 0.3, 0.4])
+    chi_square = float((((counts - expected) ** 2) / expected).sum())
+    assert chi_square < 16.3  # 0.1 % for three degrees of freedom; the seeds are fixed
+
+
+def test_logprobs_are_those_of_the_raw_logits():
+    x = logits(2)
+    reference = torch.log_softmax(x[0], -1)
+    (result,) = sample(x.clone(), [row(logit_bias={9: 100.0}, logprobs=True, top_logprobs=3)])
+    assert result.token_id == 9
+    assert math.isclose(result.logprob, float(reference[9]), rel_tol=1e-5)
+    assert [token for token, _ in result.top] == reference.topk(3).indices.tolist()
+
+
+def test_when_a_choice_ends():
+    params = SamplingParams(max_tokens=5, min_tokens=3, stop_token_ids=(50,))
+    assert finish_reason(2, 2, 20, params, (2,), 100) is None
+    assert finish_reason(2, 3, 20, params, (2,), 100) is FinishReason.STOP
+    assert finish_reason(50, 4, 20, params, (2,), 100) is FinishReason.STOP
+    assert finish_reason(9, 5, 20, params, (2,), 100) is FinishReason.LENGTH
+    assert finish_reason(9, 1, 100, params, (2,), 100) is FinishReason.LENGTH
+    assert set(forbidden(1, params, (2,))) == {2, 50}
+    assert forbidden(2, params, (2,)) == ()
+    ignoring = SamplingParams(max_tokens=5, ignore_eos=True)
+    assert finish_reason(2, 1, 20, ignoring, (2,), 100) is None
