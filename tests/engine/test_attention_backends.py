@@ -19,8 +19,6 @@ HEADS, KV, DIM, PAGE, LAYERS = 4, 2, 8, 16, 2
 def reference(
     *, q, k, v, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, block_table, softmax_scale, **more
 ) -> Tensor:
-    *, q, k, v, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, block_table, softmax_scale, **more
-) -> Tensor:
     """Paged causal attention, one query at a time. k, v [block, token, head, dim]."""
     window = more.get("window") or more["window_size"]
     out = torch.empty_like(q)
