@@ -1,0 +1,123 @@
+"""Random lives of requests in a small cache: every answer is the one it would have had alone; every block comes back."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.block_hash import hash_blocks, pack_tokens
+from cluster.errors import BlocksExhaustedError
+from engine.engine import Engine
+from engine.request import EngineRequest, SamplingParams, TokenOutput
+from tests.engine.fake_model import PAGE, FakeRunner, continuation
+
+SECRET, SALT = b"p", bytes(16)
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+
+
+class World:
+    def __init__(self, blocks: int, budget: int, chunked: bool):
+        self.runner = FakeRunner(blocks, max_batch_tokens=budget, chunked_prefill=chunked)
+        self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
+        self.expected: dict[tuple[str, int], list[int]] = {}
+        self.got: dict[tuple[str, int], list[int]] = {}
+        self.reserved: dict[str, list[int]] = {}
+        self.count = 0
+
+    def name(self) -> str:
+        self.count += 1
+        return f"r{self.count}"
+
+    def add(self, prompt: list[int], new: int, n: int) -> None:
+        name = self.name()
+        self.engine.add(EngineRequest(name, prompt, greedy(new), n=n, salt=SALT))
+        for choice in range(n):
+            self.expected[name, choice] = continuation(prompt, new)
+
+    def reserve(self, prompt: list[int], new: int, n: int) -> None:
+        """What a decode worker does for a prompt that another worker computes."""
+        name = self.name()
+        request = EngineRequest(name, prompt, greedy(new), n=n, salt=SALT)
+        hashes = hash_blocks(pack_tokens(prompt), PAGE, secret=SECRET, salt=SALT)
+        try:
+            taken = self.engine.reserve(request, hashes, growth_tokens=min(new, 4))
+        except BlocksExhaustedError:
+            return
+        self.runner.store(taken.block_ids, taken.held_tokens, prompt[taken.held_tokens :])
+        self.reserved[name] = prompt
+        for choice in range(n):
+            self.expected[name, choice] = continuation(prompt, new)
+
+    def commit(self) -> None:
+        if not self.reserved:
+            return
+        name, prompt = next(iter(self.reserved.items()))
+        del self.reserved[name]
+        first = continuation(prompt, 1)[0]
+        choices = [choice for owner, choice in self.expected if owner == name]
+        tokens = [TokenOutput(name, choice, len(prompt), first) for choice in choices]
+        for choice in choices:
+            self.got[name, choice] = [first]
+        self.engine.commit(name, tokens)
+
+    def abort(self, index: int) -> None:
+        names = sorted({name for name, _ in self.expected})
+        if names:
+            self.drop(names[index % len(names)])
+
+    def drop(self, name: str) -> None:
+        self.engine.abort(name)
+        self.reserved.pop(name, None)
+        for key in [key for key in self.expected if key[0] == name]:
+            del self.expected[key]
+
+    def step(self) -> None:
+        if not self.engine.has_work:
+            return
+        output = self.engine.step()
+        for token in output.tokens:
+            self.got.setdefault((token.request_id, token.choice), []).append(token.token_id)
+        for name in output.evicted_reservations:
+            self.drop(name)
+
+    def finish(self) -> None:
+        while self.reserved:
+            self.commit()
+        for _ in range(3000):
+            if not self.engine.has_work:
+                break
+            self.step()
+            self.engine.check_integrity()
+        assert not self.engine.has_work
+
+
+prompts = st.lists(st.integers(3, 5), min_size=1, max_size=18)  # few letters: prefixes are often shared
+operations = st.one_of(
+    st.tuples(st.just("add"), prompts, st.integers(2, 12), st.integers(1, 3)),
+    st.tuples(st.just("reserve"), prompts, st.integers(2, 12), st.integers(1, 2)),
+    st.tuples(st.just("commit")),
+    st.tuples(st.just("abort"), st.integers(0, 50)),
+    st.tuples(st.just("step")),
+    st.tuples(st.just("step")),
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    steps=st.lists(operations, max_size=40),
+    blocks=st.integers(16, 40),
+    budget=st.sampled_from([3, 8, 64]),
+    chunked=st.booleans(),
+)
+def test_every_answer_is_its_own(steps, blocks, budget, chunked):
+    world = World(blocks, budget, chunked)
+    for name, *arguments in steps:
+        getattr(world, name)(*arguments)
+        world.engine.check_integrity()
+    world.finish()
+    for key, tokens in world.expected.items():
+        assert world.got[key] == tokens, key
+    assert world.engine.stats().blocks_held == 0
