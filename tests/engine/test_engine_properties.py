@@ -48,19 +48,19 @@ class World:
             return
         self.runner.store(taken.block_ids, taken.held_tokens, prompt[taken.held_tokens :])
         self.reserved[name] = prompt
-        for choice in range(n):
-            self.expected[name, choice] = continuation(prompt, new)
+        for choice in range(n):  # first tokens differ, as sampled ones do: from there on choices part
+            first = 3 + choice
+            self.expected[name, choice] = [first, *continuation([*prompt, first], new - 1)]
 
     def commit(self) -> None:
         if not self.reserved:
             return
         name, prompt = next(iter(self.reserved.items()))
         del self.reserved[name]
-        first = continuation(prompt, 1)[0]
         choices = [choice for owner, choice in self.expected if owner == name]
-        tokens = [TokenOutput(name, choice, len(prompt), first) for choice in choices]
+        tokens = [TokenOutput(name, choice, len(prompt), 3 + choice) for choice in choices]
         for choice in choices:
-            self.got[name, choice] = [first]
+            self.got[name, choice] = [3 + choice]
         self.engine.commit(name, tokens)
 
     def abort(self, index: int) -> None:
@@ -97,7 +97,7 @@ class World:
 prompts = st.lists(st.integers(3, 5), min_size=1, max_size=18)  # few letters: prefixes are often shared
 operations = st.one_of(
     st.tuples(st.just("add"), prompts, st.integers(2, 12), st.integers(1, 3)),
-    st.tuples(st.just("reserve"), prompts, st.integers(2, 12), st.integers(1, 2)),
+    st.tuples(st.just("reserve"), prompts, st.integers(2, 12), st.integers(1, 3)),
     st.tuples(st.just("commit")),
     st.tuples(st.just("abort"), st.integers(0, 50)),
     st.tuples(st.just("step")),
