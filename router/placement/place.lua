@@ -30,71 +30,95 @@ end
 local cover = match(prefix, chain, now, now + ttl, KEYS[1], 16)
 
 local count = (#ARGV - FIRST + 1) / WIDTH
-local load_fields = {}
+local may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and np == 0)
+
+-- Loads in one call: what waits at prefill workers, what lives at decode workers (and waits, where they prefill).
+local fields = {}
 for i = 1, count do
   local name = ARGV[FIRST + (i - 1) * WIDTH + 1]
-  load_fields[#load_fields + 1] = 'p:' .. name
-  load_fields[#load_fields + 1] = 'd:' .. name
+  if i <= np then
+    fields[#fields + 1] = 'p:' .. name
+  else
+    fields[#fields + 1] = 'd:' .. name
+    if may_local then fields[#fields + 1] = 'p:' .. name end
+  end
 end
-local loads = count > 0 and redis.call('HMGET', KEYS[2], unpack(load_fields)) or {}
+local loads = #fields > 0 and redis.call('HMGET', KEYS[2], unpack(fields)) or {}
+local function load_at(i) return math.max(0, tonumber(loads[i] or '0') or 0) end
 
-local function prefill_seconds(u)
-  return a * u + b * u * (L - u / 2)
+local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
+
+local function hit_of(i)
+  local hit = (cover[ARGV[FIRST + (i - 1) * WIDTH]] or 0) * page
+  if hit > L - 1 then return L - 1 end
+  return hit
 end
 
-local function candidate(i)
+-- Plain arrays by candidate: a table for each of 128 would cost more than the rest of the script.
+local hits, score, wait_of, resident, pending = {}, {}, {}, {}, {}
+local cold = prefill_seconds(L)
+for i = 1, np do
+  local hit = hit_of(i)
+  local wait = load_at(i) / tonumber(ARGV[FIRST + (i - 1) * WIDTH + 3])
+  hits[i], wait_of[i] = hit, wait
+  score[i] = wait + (hit == 0 and cold or prefill_seconds(L - hit))
+end
+local longest
+for i = np + 1, count do
+  local at = may_local and np + 2 * (i - np) - 1 or i
+  local hit, living = hit_of(i), load_at(at)
+  local capacity = tonumber(ARGV[FIRST + (i - 1) * WIDTH + 4])
+  local penalty = per_token * living
+  local free = capacity - living
+  if free < L + out then penalty = penalty + 1 + (L + out - free) / math.max(1, capacity) end
+  hits[i], resident[i], wait_of[i] = hit, living, penalty
+  pending[i] = may_local and load_at(at + 1) or 0
+  score[i] = penalty + (L - hit) * token_bytes / bandwidth
+  if not longest or hit > hits[longest] then longest = i end
+end
+if count == np then return {-1} end
+
+local function described(i)
   local at = FIRST + (i - 1) * WIDTH
-  local hit = (cover[ARGV[at]] or 0) * page
-  if hit > L - 1 then hit = L - 1 end
   return {
     index = i, slot = ARGV[at], name = ARGV[at + 1], place = ARGV[at + 2], rate = tonumber(ARGV[at + 3]),
-    capacity = tonumber(ARGV[at + 4]), hit = hit,
-    pending = math.max(0, tonumber(loads[2 * i - 1] or '0') or 0),
-    resident = math.max(0, tonumber(loads[2 * i] or '0') or 0),
+    hit = hits[i], wait = wait_of[i], penalty = wait_of[i], resident = resident[i], pending = pending[i],
+    compute = prefill_seconds(L - hits[i]), ship = (L - hits[i]) * token_bytes / bandwidth,
   }
 end
 
-local function decode_penalty(d)
-  local penalty = per_token * d.resident
-  local free = d.capacity - d.resident
-  if free < L + out then penalty = penalty + 1 + (L + out - free) / math.max(1, d.capacity) end
-  return penalty
-end
-
-local function best(list, keep)
-  table.sort(list, function(x, y)
-    if x.score ~= y.score then return x.score < y.score end
-    return x.index < y.index
-  end)
-  local chosen, places = {}, {}
-  for rank, c in ipairs(list) do
+-- The best eight, by eight passes: sorting all costs more. Then the best two of each place.
+local function best(first, last)
+  local chosen, taken, places = {}, {}, {}
+  for _ = 1, math.min(8, last - first + 1) do
+    local top
+    for i = first, last do
+      if not taken[i] and (not top or score[i] < score[top]) then top = i end
+    end
+    taken[top] = true
+    local c = described(top)
     places[c.place] = (places[c.place] or 0) + 1
-    if rank <= keep or places[c.place] <= 2 then chosen[#chosen + 1] = c end
+    chosen[#chosen + 1] = c
   end
-  return chosen
+  if last - first + 1 > 8 then
+    local near = {}
+    for i = first, last do
+      if not taken[i] then
+        local place = ARGV[FIRST + (i - 1) * WIDTH + 2]
+        if (places[place] or 0) < 2 and (not near[place] or score[i] < score[near[place]]) then near[place] = i end
+      end
+    end
+    for _, i in pairs(near) do
+      taken[i] = true
+      chosen[#chosen + 1] = described(i)
+    end
+  end
+  return chosen, taken
 end
 
-local ps, ds, longest = {}, {}, nil
-for i = 1, np do
-  local p = candidate(i)
-  p.wait = p.pending / p.rate
-  p.compute = prefill_seconds(L - p.hit)
-  p.score = p.wait + p.compute
-  ps[#ps + 1] = p
-end
-for i = np + 1, count do
-  local d = candidate(i)
-  d.penalty = decode_penalty(d)
-  d.ship = (L - d.hit) * token_bytes / bandwidth
-  d.score = d.penalty + d.ship
-  ds[#ds + 1] = d
-  if not longest or d.hit > longest.hit then longest = d end
-end
-if #ds == 0 then return {-1} end
-ps, ds = best(ps, 8), best(ds, 8)
-local seen = false
-for _, d in ipairs(ds) do if d == longest then seen = true end end
-if not seen then ds[#ds + 1] = longest end
+local ps = best(1, np)
+local ds, kept = best(np + 1, count)
+if not kept[longest] then ds[#ds + 1] = described(longest) end
 
 local choices = {}
 for _, p in ipairs(ps) do
@@ -104,7 +128,6 @@ for _, p in ipairs(ps) do
     choices[#choices + 1] = {p = p, d = d, ship = ship, cost = p.wait + p.compute + ship + d.penalty}
   end
 end
-local may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and #ps == 0)
 if may_local then
   for _, d in ipairs(ds) do
     local u = L - d.hit
@@ -115,21 +138,19 @@ if may_local then
   end
 end
 if #choices == 0 then return {-2} end
-table.sort(choices, function(x, y)
-  if x.cost ~= y.cost then return x.cost < y.cost end
-  return x.d.index < y.d.index
-end)
-local ties = 1
-while ties < #choices and choices[ties + 1].cost <= choices[1].cost * 1.05 do ties = ties + 1 end
+-- What lies within 5 % of the cheapest is a tie.
+local cheapest = choices[1].cost
+for _, c in ipairs(choices) do if c.cost < cheapest then cheapest = c.cost end end
+local tied = {}
+for _, c in ipairs(choices) do if c.cost <= cheapest * 1.05 then tied[#tied + 1] = c end end
 -- Of equal times the one with most of the prompt cached costs the cluster least; chance decides the rest.
 local reuse = 0
-for i = 1, ties do
-  local c = choices[i]
+for _, c in ipairs(tied) do
   c.reuse = (c.p and c.p.hit or 0) + c.d.hit
   if c.reuse > reuse then reuse = c.reuse end
 end
 local equal = {}
-for i = 1, ties do if choices[i].reuse == reuse then equal[#equal + 1] = choices[i] end end
+for _, c in ipairs(tied) do if c.reuse == reuse then equal[#equal + 1] = c end end
 local pick = equal[1 + math.floor(random * #equal)]
 local p, d = pick.p, pick.d
 
