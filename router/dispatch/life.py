@@ -285,9 +285,19 @@ class RequestLife:
         else:
             truth.decode = report
         truth.bytes_shipped += report.kv_bytes_shipped
+        self._calibrate(report)
         is_first = truth.first_cached is None and (report.computed_prompt_tokens or report.cached_tokens)
         if is_first:
             truth.first_cached = report.cached_tokens
+
+    def _calibrate(self, report: common_pb2.WorkReport) -> None:
+        """What a worker measured corrects what placement assumes."""
+        calibration = self._services.placement.calibration
+        total = report.computed_prompt_tokens + report.cached_tokens
+        calibration.observe_prefill(report.computed_prompt_tokens, total, report.prefill_seconds)
+        if report.kv_bytes_shipped:
+            shipped = len(self._completion.prompt_tokens) - report.not_shipped_tokens
+            calibration.observe_transfer(report.kv_bytes_shipped, shipped, report.handoff_exposed_seconds)
 
     # --- the end -----------------------------------------------------------------------------------------
 
