@@ -33,7 +33,7 @@ class EngineConfig(Frozen):
     max_batch_requests: int = Field(256, ge=1)
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    attention_backend: str = Field("auto", description="auto | sdpa | varlen | flash")
+    attention_backend: str = Field("auto", description="auto | cpu | sdpa | varlen | flash")
     tensor_parallel: int = Field(1, ge=1)
     threads: int = Field(1, ge=1, description="CPU threads of one rank")
 
