@@ -231,3 +231,26 @@ def test_a_killed_worker_costs_a_pause_and_no_token(role, checkpoint, start_clus
 def _pid(cluster: Cluster, role: str, worker_ids: tuple[str, ...]) -> int:
     (pid,) = [w["status"]["pid"] for w in cluster.workers() if w["role"] == role and w["id"] in worker_ids]
     return int(pid)
+
+
+def test_a_long_preempted_request_goes_back_to_the_prefill_worker(checkpoint, start_cluster):
+    """Two answers outgrow the decode worker's blocks: the younger one leaves, and returns with its KV shipped."""
+    model = checkpoint("llama")
+    flags = [flag if flag != "64MiB" else "624KiB" for flag in PROCESS]
+    cluster = start_cluster(model, *flags, "--max-model-len", "640")
+    prompts = [prompt_ids(100, seed=seed) for seed in (41, 42)]
+
+    async def both():
+        async with AsyncClient(cluster.grpc) as client:
+            options = {"max_tokens": 450, "temperature": 0, "ignore_eos": True}
+            return await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
+
+    answers = asyncio.run(both())
+    for prompt, answer in zip(prompts, answers, strict=True):
+        found = judge(model, prompt, list(answer.token_ids))
+        assert found.checked == 450 and not found.wrong and len(found.near_ties) <= 2
+    decode = cluster.status("decode")
+    assert decode["preemptions"] >= 1
+    assert decode["prompt_tokens_computed"] == 0
+    assert max(answer.timings.attempts for answer in answers) >= 2
+    wait_for(lambda: assert_all_free(cluster) is None, 10, "all blocks free")
