@@ -28,6 +28,7 @@ from wire import common_pb2, inference_pb2
 
 log = logging.getLogger(__name__)
 MAX_UNREAD_DELTAS = 512
+PIECE_SECONDS = 0.001  # the pieces of a stream leave no closer: a write costs more than a token's other work
 RETRY_PAUSE_SECONDS = 0.02
 RETRY_PAUSE_MAX_SECONDS = 0.5
 
@@ -82,7 +83,7 @@ class RequestLife:
         self._received = time.monotonic()
         self._started = self._received
         self._excluded: set[str] = set()
-        self._deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS)
+        self._deltas: Mailbox[Delta]
         self._work: asyncio.Task[None] | None = None
         self.worker_ids: list[str] = []
         self.first_token_seconds: float | None = None

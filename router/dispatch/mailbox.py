@@ -1,6 +1,8 @@
 """A bounded handover from producers to one reader, who takes all that is there at once.
 
-Tokens that came while the reader was busy cost it one wake-up together, not one each.
+Tokens that came while the reader was busy cost it one wake-up together, not one each. A reader whose every wake-up
+costs a system call asks for a pace besides: what follows a batch within it waits for the rest of that time, so that
+a burst leaves in a few pieces, while the first token, and any that comes after a pause, is never held.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """One event loop, one reader. A producer adds what it has, then waits in `room` while too much lies unread."""
 
-    def __init__(self, bound: int, producers: int = 1):
+    def __init__(self, bound: int, producers: int = 1, pace_seconds: float = 0.0):
         self._bound = bound
         self._producers = producers
+        self._pace = pace_seconds
+        self._taken = 0.0  # when, by the loop's clock
+        self._loop = asyncio.get_running_loop()  # asking again for every token would cost a system call each
         self._items: list[T] = []
         self._error: BaseException | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -32,7 +37,7 @@ class Mailbox(Generic[T]):
 
     async def room(self) -> None:
         while self.full and self._error is None:
-            waiter = asyncio.get_running_loop().create_future()
+            waiter = self._loop.create_future()
             self._waiting.append(waiter)
             await waiter
 
@@ -54,19 +59,38 @@ class Mailbox(Generic[T]):
 
     async def take(self) -> list[T]:
         """Everything unread, in order; empty at the end. Raises what `fail` was given."""
-        while not self._items:
-            if self._error is not None:
+        while True:
+            if self._items:
+                early = self._early()
+                if early <= 0.0:
+                    break
+                await asyncio.sleep(early)
+            elif self._error is not None:
                 raise self._error
-            if self._producers <= 0:
+            elif self._producers <= 0:
                 return []
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+            else:
+                await self._something()
         taken, self._items = self._items, []
         self._make_room()
         return taken
+
+    def _early(self) -> float:
+        """Seconds until the next batch may leave; the last one does not wait."""
+        if not self._pace or self._producers <= 0 or self._error is not None:
+            return 0.0
+        now = self._loop.time()
+        early = self._taken + self._pace - now
+        if early <= 0.0:
+            self._taken = now
+        return early
+
+    async def _something(self) -> None:
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

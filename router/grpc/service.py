@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from cluster import rpc
 from cluster.errors import BatonError, InvalidRequestError, UnknownModelError
 from router.completion import Completion, Delta
-from router.dispatch.life import MAX_UNREAD_DELTAS, RequestLife
+from router.dispatch.life import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestLife
 from router.dispatch.mailbox import Mailbox
 from router.front import Front
 from router.validate import Asked
@@ -131,7 +131,7 @@ def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
 
 
 async def _responses(life: RequestLife, completion: Completion) -> AsyncIterator[pb.GenerateResponse]:
-    deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS)
+    deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
     life.start(deltas)
     try:
         started = False

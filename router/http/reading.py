@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import CancelledError
 from router.completion import Delta
-from router.dispatch.life import MAX_UNREAD_DELTAS, RequestLife
+from router.dispatch.life import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestLife
 from router.dispatch.mailbox import Mailbox
 
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -22,7 +22,7 @@ class Reading:
 
     def __init__(self, lives: Sequence[RequestLife], request: Request):
         self.lives = lives
-        self._deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS, producers=len(lives))
+        self._deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS, len(lives), PIECE_SECONDS)
         for life in lives:
             life.start(self._deltas)
         # The server drops what it is told to send to a client that has gone: only asking tells.
