@@ -85,26 +85,33 @@ local function match(prefix, chain, now, expire_at, owners, budget)
   return cover
 end
 
--- Sets what `slot` holds of one node. kind: 'predicted' (a placement, until until_ms), 'whole' (a report that ends
--- here: more may be held beyond it) or 'cut' (a report that says nothing beyond is held).
-local function mark(prefix, key, slot, held, kind, until_ms)
+-- Sets what each of `slots` holds of one node. kind: 'predicted' (a placement, until until_ms), 'whole' (a report that
+-- ends here: more may be held beyond it) or 'cut' (a report that says nothing beyond is held).
+local function mark(prefix, key, slots, held, kind, until_ms)
   local at = prefix .. 'w:' .. key
-  local raw = redis.call('HGET', at, slot)
-  local c, p, u = 0, 0, 0
-  if raw then c, p, u = struct.unpack(PACK, raw) end
-  if kind == 'predicted' then
-    if u == 0 or held >= p then p, u = held, until_ms end
-  elseif kind == 'whole' then
-    if held > c then c = held end
-  else
-    -- A worker's own word ends a prediction that promised more.
-    c, p, u = held, 0, 0
+  local known = redis.call('HMGET', at, unpack(slots))
+  local fresh, gone = {}, {}
+  for i = 1, #slots do
+    local raw = known[i]
+    local c, p, u = 0, 0, 0
+    if raw then c, p, u = struct.unpack(PACK, raw) end
+    if kind == 'predicted' then
+      if u == 0 or held >= p then p, u = held, until_ms end
+    elseif kind == 'whole' then
+      if held > c then c = held end
+    else
+      -- A worker's own word ends a prediction that promised more.
+      c, p, u = held, 0, 0
+    end
+    if c > 0 or p > 0 then
+      fresh[#fresh + 1] = slots[i]
+      fresh[#fresh + 1] = struct.pack(PACK, c, p, u)
+    elseif raw then
+      gone[#gone + 1] = slots[i]
+    end
   end
-  if c == 0 and p == 0 then
-    redis.call('HDEL', at, slot)
-  else
-    redis.call('HSET', at, slot, struct.pack(PACK, c, p, u))
-  end
+  if #fresh > 0 then redis.call('HSET', at, unpack(fresh)) end
+  if #gone > 0 then redis.call('HDEL', at, unpack(gone)) end
 end
 
 -- Cuts a node after `m` blocks: the rest becomes its child.
@@ -131,10 +138,6 @@ local function split(prefix, key, label, m, expire_at)
   touch(prefix, child, expire_at)
 end
 
-local function mark_all(prefix, key, slots, held, kind, until_ms)
-  for i = 1, #slots do mark(prefix, key, slots[i], held, kind, until_ms) end
-end
-
 -- Of `chain`, each of `slots` holds the first `held` blocks. Sets it in the nodes of the path; a report that is cut
 -- also clears the slots below the cut. Only as much of the chain as is held creates nodes.
 local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at)
@@ -151,12 +154,12 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
       local rest = string.sub(chain, pos * KEY + 1, held * KEY)
       if last and redis.call('HEXISTS', prefix .. 'w:' .. last.key, 'c') == 0 then
         redis.call('APPEND', prefix .. 'n:' .. last.key, rest)
-        mark_all(prefix, last.key, slots, held - last.pos, kind, until_ms)
+        mark(prefix, last.key, slots, held - last.pos, kind, until_ms)
       else
         if last then redis.call('HSET', prefix .. 'w:' .. last.key, 'c', '1') end
         redis.call('DEL', prefix .. 'w:' .. key)
         redis.call('SET', prefix .. 'n:' .. key, rest)
-        mark_all(prefix, key, slots, held - pos, kind, until_ms)
+        mark(prefix, key, slots, held - pos, kind, until_ms)
         touch(prefix, key, expire_at)
       end
       return
@@ -168,7 +171,7 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
       run = m
     end
     local mine = math.min(math.max(held - pos, 0), math.min(m, run))
-    if mine > 0 or kind == 'cut' then mark_all(prefix, key, slots, mine, kind, until_ms) end
+    if mine > 0 or kind == 'cut' then mark(prefix, key, slots, mine, kind, until_ms) end
     touch(prefix, key, expire_at)
     if m < run then return end
     if held <= pos and not confirmed then return end

@@ -8,34 +8,45 @@ from collections.abc import Sequence
 from cluster.membership.types import WorkerInfo
 from router.placement.types import Mode
 
-MAX_PLACES = 2**16
-
 
 class Candidates:
-    """Prefill workers first, then decode workers; an index in the script's answer counts from 1."""
+    """Prefill workers first, then decode workers, each by place; the script's answer counts them from 1."""
 
     def __init__(self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo], mode: Mode):
-        self.prefill, self.decode = prefill, decode
-        self.workers = [*prefill, *decode]
+        self.prefill, self.decode = sorted(prefill, key=_place), sorted(decode, key=_place)
+        self.workers = [*self.prefill, *self.decode]
         self.model_id = decode[0].model_id if decode else ""
         may_local = mode in ("always", "auto") or (mode == "fallback" and not prefill)
-        slots = [str(worker.slot) for worker in self.workers]
-        loads = [f"p:{worker.name}" for worker in prefill] + [f"d:{worker.name}" for worker in decode]
+        loads = [f"p:{worker.name}" for worker in self.prefill] + [f"d:{one.name}" for one in self.decode]
         if may_local:
-            loads += [f"p:{worker.name}" for worker in decode]
-        capacities = [float(worker.blocks_total * worker.page_size) for worker in decode]
+            loads += [f"p:{worker.name}" for worker in self.decode]
+        capacities = [float(worker.blocks_total * worker.page_size) for worker in self.decode]
         self.arguments: list[bytes] = [
             str(len(prefill)).encode(),
             str(len(self.workers)).encode(),
-            struct.pack(f">{len(decode)}d", *capacities),
-            self._places(),
-            *(text.encode() for text in slots + loads),
+            struct.pack(f">{len(capacities)}d", *capacities),
+            _packed([worker.slot for worker in self.workers]),
+            _packed(self._runs()),
+            *(field.encode() for field in loads),
         ]
 
-    def _places(self) -> bytes:
-        """Numbers in place of names: the script only asks whether two are the same."""
+    def _runs(self) -> list[int]:
+        """(place, last index) of neighbours of one role in one place. The script asks only which are the same."""
         numbers: dict[str, int] = {}
-        return b"".join(
-            struct.pack(">H", numbers.setdefault(worker.place or worker.host, len(numbers)) % MAX_PLACES)
-            for worker in self.workers
-        )
+        runs: list[int] = []
+        before = None
+        for index, worker in enumerate(self.workers, 1):
+            here = worker.role, numbers.setdefault(_place(worker), len(numbers))
+            if here != before:
+                runs += [here[1], index]
+            runs[-1] = index
+            before = here
+        return runs
+
+
+def _place(worker: WorkerInfo) -> str:
+    return worker.place or worker.host
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f">{len(numbers)}I", *numbers)

@@ -2,8 +2,9 @@
 -- KEYS: owners, load, routers, calls, chg:<router>
 -- ARGV: prefix, router, chain, tokens, page, output_tokens, mode, random, a, b, token_bytes, bandwidth,
 --       per_token_decode, feeds, ttl_ms, predict_ms, rate, number of prefill candidates, number of candidates,
---       the decode workers' capacities (8-byte doubles, tokens, packed), places (2-byte numbers, packed), then for every candidate its
---       slot, then for every candidate its field of `load`, then, where decode workers may prefill, theirs for that
+--       the decode workers' capacities (8-byte doubles, tokens, packed), slots (4-byte numbers, packed), runs of
+--       candidates of one place (4-byte number of the place, 4-byte index of its last one, packed), then for every
+--       candidate its field of `load`, then, where decode workers may prefill, theirs for that
 -- mode: never | fallback | auto | always (local prefill at the decode worker)
 -- -> prefill index (0 = local), decode index, cached tokens at prefill, at decode, cost, terms…
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
@@ -14,10 +15,9 @@ local a, b = tonumber(ARGV[9]), tonumber(ARGV[10])
 local token_bytes, bandwidth, per_token = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local feeds, ttl, predict = ARGV[14], tonumber(ARGV[15]), tonumber(ARGV[16])
 local rate, np, count = tonumber(ARGV[17]), tonumber(ARGV[18]), tonumber(ARGV[19])
-local capacities = {struct.unpack('>' .. string.rep('d', count - np), ARGV[20])}
-local places = {string.byte(ARGV[21], 1, 2 * count)}
-local SLOTS = 21
-local LOADS = SLOTS + count
+local function numbers(kind, packed, size) return {struct.unpack('>' .. string.rep(kind, #packed / size), packed)} end
+local capacities, slots, runs = numbers('d', ARGV[20], 8), numbers('I4', ARGV[21], 4), numbers('I4', ARGV[22], 4)
+local LOADS = 22
 local BEST = 8
 local TIE = 1.05
 local call = redis.call
@@ -38,7 +38,10 @@ if dead then
 end
 
 -- Recording walks the same nodes again, and further: it sets when they expire.
-local cover = match(prefix, chain, now, not records and now + ttl, KEYS[1], 16)
+local cover = {}
+for slot, blocks in pairs(match(prefix, chain, now, not records and now + ttl, KEYS[1], 16)) do
+  cover[tonumber(slot)] = blocks
+end
 
 -- What waits at prefill workers, what lives at decode workers (and waits, where they prefill): one call.
 local may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and np == 0)
@@ -46,27 +49,31 @@ local loads = call('HMGET', KEYS[2], unpack(ARGV, LOADS + 1))
 
 local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
 local ship_rate = token_bytes / bandwidth
-local function place_of(i) return places[2 * i - 1] * 256 + places[2 * i] end
 
 -- The best few of a role in one pass (most candidates are worse than all of them), and the best of every place.
-local score = {}
+local score, place_of, run = {}, {}, 1
 local function best(first, last)
   local chosen, size, by_place, bound = {}, 0, {}, math.huge
-  for i = first, last do
-    local s = score[i]
-    if s < bound then
-      if size < BEST then size = size + 1 end
-      local at = size
-      while at > 1 and s < score[chosen[at - 1]] do
-        chosen[at] = chosen[at - 1]
-        at = at - 1
+  local i = first
+  while i <= last do
+    local place, top, top_score = runs[run], i, math.huge
+    for at = i, runs[run + 1] do
+      local s = score[at]
+      place_of[at] = place
+      if s < top_score then top, top_score = at, s end
+      if s < bound then
+        if size < BEST then size = size + 1 end
+        local k = size
+        while k > 1 and s < score[chosen[k - 1]] do
+          chosen[k] = chosen[k - 1]
+          k = k - 1
+        end
+        chosen[k] = at
+        if size == BEST then bound = score[chosen[BEST]] end
       end
-      chosen[at] = i
-      if size == BEST then bound = score[chosen[BEST]] end
     end
-    local place = places[2 * i - 1] * 256 + places[2 * i]
-    local other = by_place[place]
-    if not other or s < score[other] then by_place[place] = i end
+    by_place[place] = top
+    i, run = runs[run + 1] + 1, run + 2
   end
   local among = {}
   for k = 1, size do among[chosen[k]] = true end
@@ -79,7 +86,7 @@ for i = 1, np do
   local load = loads[i]
   local seconds = load and load / rate or 0
   if seconds < 0 then seconds = 0 end
-  local blocks = cover[ARGV[SLOTS + i]]
+  local blocks = cover[slots[i]]
   wait[i] = seconds
   if blocks then
     local hit = math.min(blocks * page, L - 1)
@@ -97,7 +104,7 @@ for i = np + 1, count do
   local penalty, lack = per_token * load, need + load - capacities[i - np]
   if lack > 0 then penalty = penalty + 1 + lack / math.max(1, capacities[i - np]) end
   living[i], wait[i] = load, penalty
-  local blocks = cover[ARGV[SLOTS + i]]
+  local blocks = cover[slots[i]]
   if blocks then
     local hit = math.min(blocks * page, L - 1)
     hits[i], score[i] = hit, penalty + (L - hit) * ship_rate
@@ -127,7 +134,7 @@ local function pair(p, d)
   local seconds = wait[p] + compute + wait[d]
   if seconds > cheapest * TIE then return end  -- whatever the hand-off adds
   local ship = (L - hits[d]) * ship_rate
-  if place_of(p) ~= place_of(d) then ship = 2 * ship end
+  if place_of[p] ~= place_of[d] then ship = 2 * ship end
   ship = ship - 0.9 * compute
   if ship < 0 then ship = 0 end
   consider(p, d, seconds + ship, ship)
@@ -137,11 +144,11 @@ for i = 1, #ps do
 end
 -- Those beside one of them, and a place's own best two, may win by lying together.
 for i = 1, #ps do
-  local d = d_places[place_of(ps[i])]
+  local d = d_places[place_of[ps[i]]]
   if d and not among_ds[d] then pair(ps[i], d) end
 end
 for k = 1, #ds do
-  local p = p_places[place_of(ds[k])]
+  local p = p_places[place_of[ds[k]]]
   if p and not among_ps[p] then pair(p, ds[k]) end
 end
 for place, p in pairs(p_places) do
@@ -187,9 +194,9 @@ charge(p > 0 and ARGV[LOADS + p] or ARGV[LOADS + count + d - np], u)
 charge(ARGV[LOADS + d], L + out)
 
 if records then
-  local slots = {ARGV[SLOTS + d]}
-  if p > 0 then slots[2] = ARGV[SLOTS + p] end
-  insert(prefix, chain, slots, #chain / 8, false, now + predict, now + ttl)
+  local winners = {string.format('%d', slots[d])}
+  if p > 0 then winners[2] = string.format('%d', slots[p]) end
+  insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl)
 end
 
 local waits = p > 0 and wait[p] or math.max(0, tonumber(loads[count + d - np] or 0)) / rate
