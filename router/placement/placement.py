@@ -21,6 +21,7 @@ from cluster.redis.connect import connect_async
 from router.placement.calibration import Calibration
 from router.placement.candidates import Candidates
 from router.placement.local_view import LocalView
+from router.placement.script_call import Argument, ScriptCall
 from router.placement.types import Charge, Mode, Placed, PlacementRequest
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Placement:
         self._members = members
         self._rng = rng or random.Random()
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
-        self._place = self._client.register_script(scripts.tree() + _lua("place.lua"))
+        self._place = ScriptCall(config.redis_url, scripts.tree() + _lua("place.lua"))
         self._settle = self._client.register_script(_lua("settle.lua"))
         tag = f"{{{config.namespace}}}:"
         self._load_key, self._routers_key, self._calls_key = tag + "load", tag + "routers", tag + "calls"
@@ -70,6 +71,7 @@ class Placement:
             await asyncio.wait([self._task], timeout=LEASE_SECONDS)
         self._charges.clear()
         await self._settle_once()
+        await self._place.close()
         await self._client.aclose()
 
     @property
@@ -117,8 +119,8 @@ class Placement:
     async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed:
         workers = candidates.workers
         answer = await self._place(
-            keys=[self._owners_key, self._load_key, self._routers_key, self._calls_key, self._charges_key],
-            args=[*self._arguments(request, candidates.model_id), *candidates.arguments],
+            [self._owners_key, self._load_key, self._routers_key, self._calls_key, self._charges_key],
+            [*self._arguments(request, candidates.model_id), *candidates.arguments],
         )
         p_index, d_index, hit, decode_hit, uncached = (int(value) for value in answer[:5])
         p = workers[p_index - 1] if p_index else None
@@ -127,7 +129,7 @@ class Placement:
         self._charge(request, p, d, uncached)
         return Placed(p, d, hit, decode_hit, True, terms)
 
-    def _arguments(self, request: PlacementRequest, model_id: str) -> list[bytes | str | int | float]:
+    def _arguments(self, request: PlacementRequest, model_id: str) -> list[Argument]:
         c = self.calibration
         return [
             scripts.prefix(self._config.namespace, model_id),
