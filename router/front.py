@@ -27,7 +27,7 @@ class Front:
         self.requests = 0
 
     @contextlib.contextmanager
-    def admit(self, completion: Completion) -> Iterator[RequestLife]:
+    def admit(self, completion: Completion, first_shown: int = 0) -> Iterator[RequestLife]:
         """One of the router's places for a request. Raises OverloadedError when all are taken."""
         limit = self.config.max_concurrent_requests
         if self.in_flight >= limit:
@@ -37,7 +37,7 @@ class Front:
             )
         self.in_flight += 1
         self.requests += 1
-        life = RequestLife(completion, self.services)
+        life = RequestLife(completion, self.services, first_shown)
         try:
             with self.metrics.request(life):
                 yield life

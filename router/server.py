@@ -56,6 +56,7 @@ class Router:
                 build_app(self.front),
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # nothing here asks who the client is
                 lifespan="off",
                 timeout_graceful_shutdown=int(GRACE_SECONDS),
             )

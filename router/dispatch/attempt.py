@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,13 +19,15 @@ import grpc
 
 from cluster import errors, rpc
 from router.dispatch.channels import Channels
+from router.dispatch.mailbox import Mailbox
 from router.placement.types import Placed
 from wire import common_pb2, decode_pb2, prefill_pb2
 
 WIRE_VERSION = 1
 LOST_SECONDS = 5.0
+REARM_SECONDS = 0.25  # moving a stream's deadline at every token would cost more than it tells
 CONTROL_SECONDS = 2.0
-MAX_EVENTS = 4096
+MAX_EVENTS = 512
 
 
 class Source(Enum):
@@ -64,9 +66,10 @@ class Attempt:
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
     finished: set[Source] = field(default_factory=set)
+    is_prefilled: bool = False  # a token has come
 
     def __post_init__(self) -> None:
-        self._events: asyncio.Queue[Event] = asyncio.Queue(MAX_EVENTS)
+        self.events: Mailbox[Event] = Mailbox(MAX_EVENTS)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -118,33 +121,44 @@ class Attempt:
     async def _stream(self, source: Source, open_call: Callable[[], Any]) -> None:
         call = open_call()
         try:
-            while True:
-                async with asyncio.timeout(LOST_SECONDS):
-                    event = await call.read()
-                if not isinstance(event, common_pb2.AttemptEvent):
-                    # Ends without saying how: the worker stopped, or the status says why.
-                    await self._lost(source, errors.PeerLostError("the stream ended early"))
-                    return
-                kind = event.WhichOneof("event")
-                if kind == "token":
-                    await self._events.put(TokenCame(event.token, source))
-                elif kind == "end":
-                    self.finished.add(source)
-                    await self._events.put(Ended(source, event.end))
-                    return
+            async with asyncio.timeout(LOST_SECONDS) as patience:
+                await self._events_of(source, call, patience)
         except TimeoutError:
-            await self._lost(source, errors.PeerLostError(f"no beat for {LOST_SECONDS:.0f} s"))
+            self._lost(source, errors.PeerLostError(f"no beat for {LOST_SECONDS:.0f} s"))
         except grpc.aio.AioRpcError as error:
-            await self._lost(source, rpc.error_from_rpc(error))
+            self._lost(source, rpc.error_from_rpc(error))
         finally:
-            call.cancel()
+            if not call.done():
+                call.cancel()
 
-    async def _lost(self, source: Source, error: errors.BatonError) -> None:
-        await self._events.put(Ended(source, None, error))
-
-    async def events(self) -> AsyncIterator[Event]:
+    async def _events_of(self, source: Source, call: Any, patience: asyncio.Timeout) -> None:
+        """Until the stream has said its end."""
+        now = asyncio.get_running_loop().time
+        armed = now()
         while True:
-            yield await self._events.get()
+            event = await call.read()
+            if not isinstance(event, common_pb2.AttemptEvent):
+                # Ends without saying how: the worker stopped, or the status says why.
+                self._lost(source, errors.PeerLostError("the stream ended early"))
+                return
+            kind = event.WhichOneof("event")
+            if kind == "token":
+                self.events.add(TokenCame(event.token, source))
+            elif kind == "end":
+                self.finished.add(source)
+                self.events.add(Ended(source, event.end))
+                return
+            if self.events.full:
+                # A slow client is no sign of a lost worker.
+                patience.reschedule(None)
+                await self.events.room()
+                armed = -REARM_SECONDS
+            if now() - armed >= REARM_SECONDS:
+                armed = now()
+                patience.reschedule(armed + LOST_SECONDS)
+
+    def _lost(self, source: Source, error: errors.BatonError) -> None:
+        self.events.add(Ended(source, None, error))
 
     async def ask_arbiter(self) -> bool:
         """Has D committed? Raises BatonError when D itself does not answer."""
@@ -155,6 +169,11 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from_rpc(error) from error
         return bool(answer.state == decode_pb2.ATTEMPT_STATE_COMMITTED)
+
+    @property
+    def has_ended(self) -> bool:
+        """Every worker has said its end: `close` has nothing to do."""
+        return len(self.finished) == len(self._tasks)
 
     async def close(self) -> None:
         """Cancels at both workers what has not ended; returns when they have answered or are out of reach."""

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Coroutine
 from typing import Any
 
+from cluster.block_hash import make_salt
 from cluster.config import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.membership.reader import Members
@@ -29,6 +30,7 @@ class Services:
         self.members = members
         self.placement = placement
         self.channels = channels
+        self._salts: dict[str, bytes] = {}
         self._cleanups: set[asyncio.Task[Any]] = set()
 
     def new_transfer_id(self) -> bytes:
@@ -40,6 +42,12 @@ class Services:
         if not workers:
             raise UnavailableError("no worker is there", retry_after_seconds=1.0)
         return workers[0].model_id
+
+    def salt(self, model_id: str) -> bytes:
+        """Of a model's block hashes."""
+        if model_id not in self._salts:
+            self._salts = {model_id: make_salt(model_id)}  # one model at a time is served
+        return self._salts[model_id]
 
     def clean_up(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Runs on after the request is over: a client that has gone must not wait for it."""

@@ -1,5 +1,7 @@
 -- A router's absolute table of charges, with its lease: applies new - old, so whatever was lost heals here.
 -- KEYS: load, routers, chg:<router>   ARGV: router, lease_ms, then (field, amount) pairs
+-- One long value keeps Redis from storing `load` as a list, in which every placement would search for every worker.
+redis.call('HSET', KEYS[1], '', string.rep('0', 65))
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local fresh = {}
