@@ -63,7 +63,9 @@ class Attempt:
     from_position: int
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
-    finished: set[Source] = field(default_factory=set)
+    finished: set[Source] = field(default_factory=set)  # have said their end
+    lost: set[Source] = field(default_factory=set)  # will say nothing any more
+    heard: set[Source] = field(default_factory=set)  # have said anything at all
 
     def __post_init__(self) -> None:
         self._events: asyncio.Queue[Event] = asyncio.Queue(MAX_EVENTS)
@@ -125,6 +127,7 @@ class Attempt:
                     # Ends without saying how: the worker stopped, or the status says why.
                     await self._lost(source, errors.PeerLostError("the stream ended early"))
                     return
+                self.heard.add(source)
                 kind = event.WhichOneof("event")
                 if kind == "token":
                     await self._events.put(TokenCame(event.token, source))
@@ -140,6 +143,7 @@ class Attempt:
             call.cancel()
 
     async def _lost(self, source: Source, error: errors.BatonError) -> None:
+        self.lost.add(source)
         await self._events.put(Ended(source, None, error))
 
     async def events(self) -> AsyncIterator[Event]:
