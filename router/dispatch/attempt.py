@@ -18,12 +18,13 @@ from typing import Any
 import grpc
 
 from cluster import errors, rpc
+from cluster.membership.types import WorkerInfo
 from router.dispatch.channels import Channels
+from router.dispatch.liveness import LOST_SECONDS, Liveness, Watch
 from router.placement.types import Placed
 from wire import common_pb2, decode_pb2, prefill_pb2
 
 WIRE_VERSION = 1
-LOST_SECONDS = 5.0
 CONTROL_SECONDS = 2.0
 MAX_EVENTS = 4096
 
@@ -59,6 +60,7 @@ class Attempt:
     spec: common_pb2.GenerateSpec
     placed: Placed
     channels: Channels
+    liveness: Liveness
     admission_seconds: float
     from_position: int
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
@@ -86,7 +88,7 @@ class Attempt:
                 spec=self.spec,
                 admission_deadline_ms=int(self.admission_seconds * 1000),
             )
-            self._read(Source.DECODE, lambda: decode.Run(run))
+            self._read(Source.DECODE, self.placed.decode, lambda: decode.Run(run))
             return
         assert self.placed.prefill is not None, "is_local says so"
         attach = decode_pb2.AttachRequest(
@@ -111,36 +113,54 @@ class Attempt:
             admission_deadline_ms=int(self.admission_seconds * 1000),
         )
         prefill = self.channels.prefill(self.placed.prefill.address)
-        self._read(Source.DECODE, lambda: decode.Attach(attach))
-        self._read(Source.PREFILL, lambda: prefill.Run(prefill_run))
+        self._read(Source.DECODE, self.placed.decode, lambda: decode.Attach(attach))
+        self._read(Source.PREFILL, self.placed.prefill, lambda: prefill.Run(prefill_run))
 
-    def _read(self, source: Source, call: Callable[[], Any]) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(self._stream(source, call)))
+    def _read(self, source: Source, worker: WorkerInfo, call: Callable[[], Any]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(self._stream(source, worker, call)))
 
-    async def _stream(self, source: Source, open_call: Callable[[], Any]) -> None:
+    async def _stream(self, source: Source, worker: WorkerInfo, open_call: Callable[[], Any]) -> None:
         call = open_call()
+        silent = False
+
+        def on_lost() -> None:
+            nonlocal silent
+            silent = True
+            call.cancel()
+
         try:
-            while True:
-                async with asyncio.timeout(LOST_SECONDS):
-                    event = await call.read()
-                if not isinstance(event, common_pb2.AttemptEvent):
-                    # Ends without saying how: the worker stopped, or the status says why.
-                    await self._lost(source, errors.PeerLostError("the stream ended early"))
-                    return
-                self.heard.add(source)
-                kind = event.WhichOneof("event")
-                if kind == "token":
-                    await self._events.put(TokenCame(event.token, source))
-                elif kind == "end":
-                    self.finished.add(source)
-                    await self._events.put(Ended(source, event.end))
-                    return
-        except TimeoutError:
-            await self._lost(source, errors.PeerLostError(f"no beat for {LOST_SECONDS:.0f} s"))
+            with self.liveness.watch(worker.worker_id, worker.name, on_lost) as watch:
+                await self._events_of(source, call, watch)
         except grpc.aio.AioRpcError as error:
             await self._lost(source, rpc.error_from_rpc(error))
+        except asyncio.CancelledError:
+            if not silent:
+                raise
+            await self._lost(source, errors.PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
         finally:
             call.cancel()
+
+    async def _events_of(self, source: Source, call: Any, watch: Watch) -> None:
+        """Until the stream has said its end."""
+        while True:
+            event = await call.read()
+            if not isinstance(event, common_pb2.AttemptEvent):
+                # Ends without saying how: the worker stopped, or the status says why.
+                await self._lost(source, errors.PeerLostError("the stream ended early"))
+                return
+            watch.heard()
+            self.heard.add(source)
+            kind = event.WhichOneof("event")
+            if kind == "token":
+                if self._events.full():
+                    watch.pause()
+                await self._events.put(TokenCame(event.token, source))
+                if watch.paused:
+                    watch.resume()
+            elif kind == "end":
+                self.finished.add(source)
+                await self._events.put(Ended(source, event.end))
+                return
 
     async def _lost(self, source: Source, error: errors.BatonError) -> None:
         self.lost.add(source)

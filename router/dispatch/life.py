@@ -156,7 +156,7 @@ class RequestLife:
             chain=index_keys(hashes),
             token_count=len(tokens),
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=frozenset(self._excluded),
+            excluded=self._services.liveness.suspects | self._excluded,
             explain=c.explain,
         )
         placed = await self._place_until(request, deadline)
@@ -168,6 +168,7 @@ class RequestLife:
             spec=spec,
             placed=placed,
             channels=self._services.channels,
+            liveness=self._services.liveness,
             admission_seconds=max(1.0, deadline - time.monotonic()),
             from_position=len(tokens),
             transfer_id=request.transfer_id,

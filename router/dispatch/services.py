@@ -11,6 +11,7 @@ from cluster.config import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.membership.reader import Members
 from router.dispatch.channels import Channels
+from router.dispatch.liveness import Liveness
 from router.placement.placement import Placement
 from router.tokens.tokenizer import ModelText
 
@@ -29,6 +30,7 @@ class Services:
         self.members = members
         self.placement = placement
         self.channels = channels
+        self.liveness = Liveness()
         self._cleanups: set[asyncio.Task[Any]] = set()
 
     def new_transfer_id(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 
 from baton.local.children import Child
@@ -49,7 +50,7 @@ def test_pauses_grow_and_restarts_end(tmp_path):
         said += supervisor.check()
         clock.now += 0.1
     assert len(started) == MAX_SHORT_LIVES - 1
-    gaps = [after - before for before, after in zip(started, started[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(started)]
     assert gaps == sorted(gaps)
     assert gaps[-1] < MAX_PAUSE_SECONDS + 1
     assert "given up" in said[-1]

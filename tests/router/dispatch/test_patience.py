@@ -21,10 +21,15 @@ def test_workers_that_are_not_there_cost_time_only():
     clock = Clock()
     patience = Patience(3, 30.0, clock)
     tries = 0
-    with pytest.raises(UnavailableError) as caught:
+
+    def try_on():
+        nonlocal tries
         while True:
             clock.now += patience.pause_seconds(LOST, 0.0, progress=False, reached=False)
             tries += 1
+
+    with pytest.raises(UnavailableError) as caught:
+        try_on()
     assert 30.0 - MAX_PAUSE_SECONDS <= clock.now <= 30.0
     assert tries < 80
     assert caught.value.retry_after_seconds > 0
@@ -51,7 +56,7 @@ def test_the_first_retry_is_immediate_and_a_hint_is_kept():
     patience = Patience(8, 30.0, Clock())
     assert patience.pause_seconds(LOST, 0.0, progress=False, reached=False) == 0.0
     assert patience.pause_seconds(LOST, 0.25, progress=False, reached=False) == 0.25
+    full = BlocksExhaustedError("full", retry_after_seconds=60.0)
     with pytest.raises(UnavailableError) as caught:
-        full = BlocksExhaustedError("full", retry_after_seconds=60.0)
         patience.pause_seconds(full, 60.0, progress=False, reached=True)
     assert caught.value.retry_after_seconds == 60.0
