@@ -45,7 +45,7 @@ class Router:
                 ("grpc.so_reuseport", 0),
                 # Clients ping through silent streams to notice a router that is gone; without these two the
                 # server would answer "too many pings" and hang up.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
             ]
         )

@@ -22,6 +22,7 @@ from router.completion import Completion, Delta, Outcome
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.mailbox import Mailbox
+from router.dispatch.patience import Patience
 from router.dispatch.services import Services
 from router.placement.types import Placed, PlacementRequest
 from wire import common_pb2, inference_pb2
@@ -29,8 +30,6 @@ from wire import common_pb2, inference_pb2
 log = logging.getLogger(__name__)
 MAX_UNREAD_DELTAS = 512
 PIECE_SECONDS = 0.001  # the pieces of a stream leave no closer: a write costs more than a token's other work
-RETRY_PAUSE_SECONDS = 0.02
-RETRY_PAUSE_MAX_SECONDS = 0.5
 
 
 class LifeState(Enum):
@@ -122,23 +121,26 @@ class RequestLife:
     async def _run_choices(self, choices: list[ChoiceStream]) -> None:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""
         machine = StateMachine(LifeState.PLACING, TRANSITIONS, self._completion.request_id)
-        deadline = time.monotonic() + self._services.config.admission_seconds
-        pause = RETRY_PAUSE_SECONDS
-        for number in range(self._services.config.max_attempts):
+        config = self._services.config
+        patience = Patience(config.max_attempts, config.admission_seconds)
+        while True:
+            before = sum(choice.new_tokens for choice in choices)
             try:
-                attempt = await self._place(choices, deadline)
+                attempt = await self._place(choices, patience.deadline)
                 machine.to(LifeState.RUNNING)
                 await self._attempt(attempt, choices)
             except _Retry as retry:
-                log.info(
-                    "attempt %d: %s", number + 1, retry, extra={"request_id": self._completion.request_id}
+                log.info("attempt over: %s", retry, extra={"request_id": self._completion.request_id})
+                progress = sum(choice.new_tokens for choice in choices) > before
+                refused = isinstance(retry.reason, errors.BlocksExhaustedError)
+                pause = patience.pause_seconds(
+                    retry.reason,
+                    retry.pause_seconds,
+                    progress=progress,
+                    reached=bool(attempt.heard) and not refused,
                 )
-                if retry.pause_seconds and time.monotonic() + retry.pause_seconds > deadline:
-                    raise retry.reason from None
-                await asyncio.sleep(max(retry.pause_seconds, pause if number else 0.0))
-                pause = min(2 * pause, RETRY_PAUSE_MAX_SECONDS)
+                await asyncio.sleep(pause)
                 machine.to(LifeState.PLACING)
-                last = retry.reason
             else:
                 machine.to(LifeState.DONE)
                 return
@@ -148,7 +150,6 @@ class RequestLife:
                     for choice in open_choices:
                         group.create_task(self._run_choices([choice]))
                 return
-        raise errors.UnavailableError(f"gave up after {number + 1} attempts: {last}", retry_after_seconds=1.0)
 
     # --- placing -----------------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class RequestLife:
             chain=index_keys(hashes),
             token_count=token_count,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=frozenset(self._excluded),
+            excluded=self._services.liveness.suspects | self._excluded,
             explain=c.explain,
         )
         placed = await self._place_until(request, deadline)
@@ -177,6 +178,7 @@ class RequestLife:
             spec=spec,
             placed=placed,
             channels=self._services.channels,
+            liveness=self._services.liveness,
             admission_seconds=max(1.0, deadline - time.monotonic()),
             from_position=token_count,
             transfer_id=request.transfer_id,
@@ -233,9 +235,9 @@ class RequestLife:
                 self._services.clean_up(attempt.close())
 
     def _told_all(self, attempt: Attempt, choices: list[ChoiceStream]) -> bool:
-        """The reports have come; an answer cut by a stop string does not wait for them."""
+        """The reports have come, as far as they will; an answer cut by a stop string does not wait for them."""
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
-        return waiting <= attempt.finished or self._completion.stop != ()
+        return waiting <= attempt.finished | attempt.lost or self._completion.stop != ()
 
     def _token(self, event: TokenCame, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         choice = choices[event.token.choice - choices[0].index]

@@ -12,6 +12,7 @@ from cluster.config import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.membership.reader import Members
 from router.dispatch.channels import Channels
+from router.dispatch.liveness import Liveness
 from router.placement.placement import Placement
 from router.tokens.tokenizer import ModelText
 
@@ -31,6 +32,7 @@ class Services:
         self.placement = placement
         self.channels = channels
         self._salts: dict[str, bytes] = {}
+        self.liveness = Liveness()
         self._cleanups: set[asyncio.Task[Any]] = set()
 
     def new_transfer_id(self) -> bytes:

@@ -61,6 +61,8 @@ class Placement:
         self.calls = 0
 
     async def start(self) -> None:
+        """A router that was killed and comes back under its name takes what it had charged off the load."""
+        await self._settle_once()
         self._task = asyncio.get_running_loop().create_task(self._settle_forever())
 
     async def close(self) -> None:
@@ -198,8 +200,10 @@ class Placement:
                     await self._dirty.wait()
             except TimeoutError:
                 pass
-            # Nothing charged and nothing changed: no lease is needed, and an idle router stays quiet.
-            if self._dirty.is_set() or (self._charges and time.monotonic() - renewed > LEASE_SECONDS / 5):
+            # Nothing charged and nothing changed: no lease is needed, and an idle router is nearly quiet. It only
+            # sees to it that what a dead one has charged does not stay.
+            quiet = time.monotonic() - renewed
+            if self._dirty.is_set() or quiet > (LEASE_SECONDS / 5 if self._charges else LEASE_SECONDS):
                 self._dirty.clear()
                 await self._settle_once()
                 renewed = time.monotonic()

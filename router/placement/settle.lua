@@ -22,5 +22,18 @@ for field, amount in pairs(fresh) do
     redis.call('HSET', KEYS[3], field, amount)
   end
 end
+-- Of routers whose lease has run out, one table a call.
+local dead = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 1)[1]
+if dead and dead ~= ARGV[1] then
+  local table_key = string.gsub(KEYS[3], 'chg:.*$', '') .. 'chg:' .. dead
+  local left = redis.call('HGETALL', table_key)
+  for i = 1, #left, 2 do
+    if redis.call('HINCRBY', KEYS[1], left[i], -tonumber(left[i + 1])) == 0 then
+      redis.call('HDEL', KEYS[1], left[i])
+    end
+  end
+  redis.call('DEL', table_key)
+  redis.call('ZREM', KEYS[2], dead)
+end
 redis.call('ZADD', KEYS[2], now + tonumber(ARGV[2]), ARGV[1])
 return now
