@@ -37,13 +37,18 @@ def _lua(name: str) -> str:
     return resources.files("router.placement").joinpath(name).read_text()
 
 
+def script_source() -> str:
+    """The placement script, whole."""
+    return scripts.tree() + _lua("place.lua")
+
+
 class Placement:
     def __init__(self, config: RouterConfig, members: Members, rng: random.Random | None = None):
         self._config = config
         self._members = members
         self._rng = rng or random.Random()
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
-        self._place = ScriptCall(config.redis_url, scripts.tree() + _lua("place.lua"))
+        self._place = ScriptCall(config.redis_url, script_source())
         self._settle = self._client.register_script(_lua("settle.lua"))
         tag = f"{{{config.namespace}}}:"
         self._load_key, self._routers_key, self._calls_key = tag + "load", tag + "routers", tag + "calls"
