@@ -42,6 +42,11 @@ def script_source() -> str:
     return scripts.tree() + _lua("place.lua")
 
 
+def settle_source() -> str:
+    """The script that applies a router's table of charges."""
+    return _lua("settle.lua")
+
+
 class Placement:
     def __init__(self, config: RouterConfig, members: Members, rng: random.Random | None = None):
         self._config = config
@@ -49,7 +54,7 @@ class Placement:
         self._rng = rng or random.Random()
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
         self._place = ScriptCall(config.redis_url, script_source())
-        self._settle = self._client.register_script(_lua("settle.lua"))
+        self._settle = self._client.register_script(settle_source())
         tag = f"{{{config.namespace}}}:"
         self._load_key, self._routers_key, self._calls_key = tag + "load", tag + "routers", tag + "calls"
         self._charges_key = tag + "chg:" + config.router_id
