@@ -19,7 +19,7 @@ import grpc
 import psutil
 import redis
 
-from bench import router_setup
+from bench import placement, router_setup
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import tokens_config
@@ -51,6 +51,16 @@ class Added:
     cpu_seconds: float
 
     @property
+    def held(self) -> int:
+        return sum(ttft >= STALL_SECONDS for ttft in self.through)
+
+    @property
+    def held_directly(self) -> int:
+        """The same without a router: what the machine itself held up."""
+        pairs = zip(self.through, self.added, strict=True)
+        return sum(through - added >= STALL_SECONDS for through, added in pairs)
+
+    @property
     def cpu_per_request(self) -> float:
         return self.cpu_seconds / len(self.through)
 
@@ -61,7 +71,8 @@ def run(context: Context) -> Section:
     with router_setup.run(context.out / "router", context.model) as bench:
         found = {name: asyncio.run(_pairs(bench, name, seconds)) for name in ("http", "grpc")}
         figures += [figure for name, added in found.items() for figure in _figures(name, added)]
-        figures += _script_figures(bench, context)
+        figures += _live_script_figures(bench, context)
+    figures += _script_figures(context)
     return Section("router", "Router, in front of workers that answer at once", figures)
 
 
@@ -72,8 +83,11 @@ def _figures(name: str, found: Added) -> Iterator[Figure]:
     yield Figure(f"{name}: added to TTFT, p99", added.p99 * 1e3, "ms", "≤ 5")
     yield Figure(f"{name}: processor time of a request", found.cpu_per_request * 1e6, "µs", "", "router only")
     if name == "http":
-        stalled = sum(ttft >= STALL_SECONDS for ttft in found.through)
-        yield Figure("http: first bytes held back", stalled, "requests", "≤ 0", "kept connections, ≥ 30 ms")
+        yield Figure("http: first bytes held back", found.held, "requests", "≤ 0", _held_note(found))
+
+
+def _held_note(found: Added) -> str:
+    return f"kept connections, ≥ 30 ms; {found.held_directly} of the direct requests"
 
 
 async def _pairs(bench: RouterBench, protocol: str, seconds: float) -> Added:
@@ -140,12 +154,28 @@ async def _direct(channel: grpc.aio.Channel) -> float:
     return came[0]
 
 
-def _script_figures(bench: RouterBench, context: Context) -> list[Figure]:
-    """The placement script's time inside Redis, from its log of slow commands set to log everything."""
+def _script_figures(context: Context) -> Iterator[Figure]:
+    """The placement script by itself, and what its index weighs."""
+    out, calls = context.out / "router", context.repeats(3000)
+    for name, pairs, blocks, bound in (
+        ("placement_script_64_seconds", 64, 128, "≤ 0.0001"),
+        ("placement_script_8192_blocks_seconds", 64, 8192, "≤ 0.0012"),
+    ):
+        found = summarise(placement.script_seconds(out / "redis-script", pairs, blocks, calls))
+        note = f"p50 inside Redis, {pairs}+{pairs} workers, {blocks} blocks, {found.count} calls"
+        yield Figure(name, found.p50, "s", bound, note)
+        yield Figure(name.replace("_seconds", "_p99_seconds"), found.p99, "s")
+    requests = context.repeats(10_000)
+    weight = placement.bytes_per_block(out / "redis-index", requests)
+    yield Figure("index_bytes_per_block", weight, "bytes", "≤ 24", f"after {requests} requests of many turns")
+
+
+def _live_script_figures(bench: RouterBench, context: Context) -> list[Figure]:
+    """The same script under the running router, from Redis's log of slow commands set to log every script."""
     client = redis.Redis.from_url(bench.redis_url)
     try:
         client.config_set("slowlog-max-len", 20_000)
-        client.config_set("slowlog-log-slower-than", 0)
+        client.config_set("slowlog-log-slower-than", placement.SLOWER_THAN_MICROSECONDS)
         client.slowlog_reset()
         asyncio.run(_pairs(bench, "grpc", context.seconds(SECONDS) / 3))
         entries = client.slowlog_get(20_000)

@@ -171,7 +171,9 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
       run = m
     end
     local mine = math.min(math.max(held - pos, 0), math.min(m, run))
-    if mine > 0 or kind == 'cut' then mark(prefix, key, slots, mine, kind, until_ms) end
+    -- Where the chain leaves this run and is cut only after that, the rest of the run is not spoken of.
+    local how = kind == 'cut' and m < run and held >= pos + m and 'whole' or kind
+    if mine > 0 or how == 'cut' then mark(prefix, key, slots, mine, how, until_ms) end
     touch(prefix, key, expire_at)
     if m < run then return end
     if held <= pos and not confirmed then return end

@@ -37,14 +37,24 @@ def _lua(name: str) -> str:
     return resources.files("router.placement").joinpath(name).read_text()
 
 
+def script_source() -> str:
+    """The placement script, whole."""
+    return scripts.tree() + _lua("place.lua")
+
+
+def settle_source() -> str:
+    """The script that applies a router's table of charges."""
+    return _lua("settle.lua")
+
+
 class Placement:
     def __init__(self, config: RouterConfig, members: Members, rng: random.Random | None = None):
         self._config = config
         self._members = members
         self._rng = rng or random.Random()
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
-        self._place = ScriptCall(config.redis_url, scripts.tree() + _lua("place.lua"))
-        self._settle = self._client.register_script(_lua("settle.lua"))
+        self._place = ScriptCall(config.redis_url, script_source())
+        self._settle = self._client.register_script(settle_source())
         tag = f"{{{config.namespace}}}:"
         self._load_key, self._routers_key, self._calls_key = tag + "load", tag + "routers", tag + "calls"
         self._charges_key = tag + "chg:" + config.router_id

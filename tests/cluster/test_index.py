@@ -196,3 +196,25 @@ def test_a_conversation_grows_by_appending(index):
         index.report("1", blocks, len(blocks))
     keys = index.redis.keys(index.prefix + "n:*")
     assert len(keys) == 1
+
+
+def test_a_cut_behind_a_fork_says_nothing_about_the_other_branch(index):
+    stem, other = chain([1] * 8), chain([1] * 4 + [0] * 4)
+    index.report("1", stem, 4)
+    assert index.report("1", other, 2) == b"ok"
+    assert index.match(stem) == {"1": 4}
+
+
+def test_slots_without_an_owner_are_swept_from_the_nodes_that_are_visited(index):
+    blocks = chain([1] * 8)
+    for slot in range(10, 60):
+        index.own(str(slot))
+        index.report(str(slot), blocks, 4)
+        index.redis.hdel(index.owners, str(slot))
+    index.report("1", blocks, 4)
+    sweep = index.redis.register_script(
+        scripts.tree() + "match(ARGV[1], ARGV[2], tonumber(ARGV[3]), now_ms() + 60000, KEYS[1], 16) return 1"
+    )
+    for visit in range(40):
+        sweep(keys=[index.owners], args=[index.prefix, b"".join(blocks), visit * 7])
+    assert index.match(blocks) == {"1": 4}

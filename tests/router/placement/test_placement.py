@@ -207,3 +207,13 @@ async def test_redis_stopped_killed_and_back_empty_fails_no_request(tmp_path, na
     for registration in registrations:
         await asyncio.to_thread(registration.stop)
     server.stop()
+
+
+async def test_a_redis_that_has_forgotten_the_script_is_told_again(router, redis_url):
+    placement = await router()
+    await placement.place(request([1] * 100))
+    client = placement._client
+    await client.script_flush()
+    assert (await placement.place(request([2] * 100))).from_redis
+    await client.client_kill_filter(_type="normal", skipme=True)
+    assert (await placement.place(request([3] * 100))).from_redis

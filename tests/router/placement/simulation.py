@@ -1,0 +1,169 @@
+"""Many routers over one Redis in simulated time: the real scripts, made-up workers with queues and caches."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.index import scripts
+from cluster.membership import keys
+from cluster.membership.types import WorkerInfo
+from cluster.redis.connect import connect
+from router.placement.candidates import Candidates
+from router.placement.placement import SETTLE_SECONDS, script_source, settle_source
+
+PAGE = 16
+KEY_BYTES = 8
+STEP_SECONDS = 0.02
+HOUR_MS = 3_600_000
+
+
+@dataclass(frozen=True)
+class Request:
+    at: float
+    chain: bytes  # index keys of the prompt's blocks
+    tokens: int
+    output: int
+
+
+@dataclass
+class Seen:
+    """What came of a run: seconds to first token and cached tokens, by request."""
+
+    ttft: list[float] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+
+    @property
+    def mean_ttft(self) -> float:
+        return sum(self.ttft) / len(self.ttft)
+
+
+@dataclass
+class Router:
+    name: str
+    phase: float  # seconds: routers beat at different moments
+    charges: Counter[str] = field(default_factory=Counter)
+    beats: bool = False  # at its next moment
+
+
+class Simulation:
+    def __init__(self, url: str, namespace: str, routers: int, pairs: int, rate: float, seed: int = 0):
+        """`rate`: prefill tokens a second of a worker."""
+        self._rate = rate
+        self._rng = random.Random(seed)
+        self._redis = connect(url)
+        self._namespace, self._tag = namespace, f"{{{namespace}}}:"
+        self._routers = [Router(f"r{n}", SETTLE_SECONDS * (n + 1) / routers) for n in range(routers)]
+        self._place = self._redis.register_script(script_source())
+        self._settle = self._redis.register_script(settle_source())
+        self._report = self._redis.register_script(scripts.report())
+        workers = [
+            WorkerInfo(f"{role}-{n}", n + 1, slot, role, "m", "", "", b"", "", f"h{n}", 131072, 65536)
+            for slot, (role, n) in enumerate(
+                [(role, n) for role in ("prefill", "decode") for n in range(pairs)], start=1
+            )
+        ]
+        for worker in workers:
+            self._redis.hset(keys.slot_owners(namespace), str(worker.slot), worker.name)
+        self._candidates = Candidates(workers[:pairs], workers[pairs:], "never")
+        self._free_at = dict.fromkeys((worker.name for worker in workers), 0.0)
+        self._holds: dict[str, set[bytes]] = {worker.name: set() for worker in workers}
+        self._sequence: Counter[int] = Counter()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._now = 0.0
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def run(self, requests: Sequence[Request]) -> Seen:
+        seen = Seen()
+        for request in requests:
+            self._catch_up(request.at)
+            self._now = request.at
+            self._serve(request, self._rng.choice(self._routers), seen)
+        return seen
+
+    def _catch_up(self, now: float) -> None:
+        while self._events and self._events[0][0] <= now:
+            self._now, _, action = heapq.heappop(self._events)
+            action()
+
+    def _at(self, when: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (when, self._count, action))
+
+    def _serve(self, request: Request, router: Router, seen: Seen) -> None:
+        answer = self._place(keys=self._keys(router), args=self._arguments(router, request))
+        p, d = (self._candidates.workers[int(index) - 1] for index in answer[:2])
+        uncached = int(answer[4])
+        seen.cached.append(int(answer[2]))
+        begun = max(request.at, self._free_at[p.name])
+        first = begun + self._uncomputed(p, request) / self._rate
+        self._free_at[p.name] = first
+        self._holds[p.name].update(_blocks(request.chain))
+        seen.ttft.append(first - request.at)
+        done = first + request.output * STEP_SECONDS
+        self._charge(router, "p:" + p.name, uncached)
+        self._charge(router, "d:" + d.name, request.tokens + request.output)
+
+        def computed() -> None:
+            self._charge(router, "p:" + p.name, -uncached)
+            self._say(p, request.chain)
+
+        def ended() -> None:
+            self._charge(router, "d:" + d.name, -(request.tokens + request.output))
+            self._say(d, request.chain)
+
+        self._at(first, computed)
+        self._at(done, ended)
+
+    def _uncomputed(self, worker: WorkerInfo, request: Request) -> int:
+        held, mine = 0, self._holds[worker.name]
+        for block in _blocks(request.chain):
+            if block not in mine:
+                break
+            held += PAGE
+        return max(1, request.tokens - held)
+
+    def _keys(self, router: Router) -> list[str]:
+        names = ("load", "routers", "calls", f"chg:{router.name}")
+        return [keys.slot_owners(self._namespace), *(self._tag + name for name in names)]
+
+    def _arguments(self, router: Router, request: Request) -> list[bytes | str | int | float]:
+        return [
+            *(scripts.prefix(self._namespace, "m"), router.name, request.chain, request.tokens, PAGE),
+            *(request.output, "never", self._rng.random(), 1 / self._rate, 0.0, 1.0, 1e12, 1e-9, "hybrid"),
+            *(HOUR_MS, HOUR_MS, self._rate),
+            *self._candidates.arguments,
+        ]
+
+    def _charge(self, router: Router, name: str, amount: int) -> None:
+        router.charges[name] += amount
+        if not router.beats:
+            router.beats = True
+            beat = (self._now - router.phase) // SETTLE_SECONDS + 1
+            self._at(beat * SETTLE_SECONDS + router.phase, lambda: self._beat(router))
+
+    def _beat(self, router: Router) -> None:
+        router.beats = False
+        table = [part for name, amount in router.charges.items() if amount for part in (name, amount)]
+        names = ("load", "routers", f"chg:{router.name}")
+        self._settle(keys=[self._tag + name for name in names], args=[router.name, HOUR_MS, *table])
+
+    def _say(self, worker: WorkerInfo, chain: bytes) -> None:
+        self._sequence[worker.slot] += 1
+        self._report(
+            keys=[keys.slot_owners(self._namespace), scripts.sequences(self._namespace)],
+            args=[
+                *(scripts.prefix(self._namespace, "m"), worker.slot, worker.name),
+                *(self._sequence[worker.slot], HOUR_MS, len(chain) // KEY_BYTES, chain),
+            ],
+        )
+
+
+def _blocks(chain: bytes) -> list[bytes]:
+    return [chain[begin : begin + KEY_BYTES] for begin in range(0, len(chain), KEY_BYTES)]
