@@ -1,6 +1,6 @@
 """One hand-off at a sending rank: which layers of which tokens are final, and the parts they are cut into.
 
-engine thread ──note──► computed ──cut──► jobs ──ask──► parts ──gather──► staged ──grant──► written ──► verified
+engine thread ──note──► computed ──cut──► to ask ──ask──► parts ──grant──► gathered, written ──► verified
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ class Job:
 
 @dataclass(eq=False)
 class Part:
-    """One part of one flow: it has its place in staging from the moment a slot is asked for it."""
+    """One part of one flow."""
 
     job: Job
     index: int
-    chunk: Chunk
-    staged: bool = False
-    digest: bytes = b""
-    write: PendingWrite | None = None
     grant: m.Granted | None = None
     posted: bool = False  # under its present grant
+    chunk: Chunk | None = None  # of staging, from its first grant until it is verified
+    digest: bytes = b""
+    write: PendingWrite | None = None
     verified: bool = False
 
     @property
@@ -92,8 +91,10 @@ class Transfer:
     cutting: Cutting
     # Written by the engine thread, read by the rank's (deque is safe for that).
     computed: deque[tuple[int, int, int, list[int]]] = field(default_factory=deque)
-    jobs: deque[Job] = field(default_factory=deque)
-    parts: dict[tuple[int, int], Part] = field(default_factory=dict)  # (target rank, index), in order
+    unasked: deque[Part] = field(default_factory=deque)
+    parts: dict[tuple[int, int], Part] = field(
+        default_factory=dict
+    )  # (target rank, index), asked for, in order
     counts: dict[int, int] = field(default_factory=dict)  # parts per target rank
     bytes: int = 0
     complete_tokens: int = 0
@@ -119,11 +120,10 @@ class Transfer:
         )
 
     @property
-    def all_staged(self) -> bool:
-        """Every token of every layer has a part, and the part its bytes."""
-        asked = not self.computed and not self.jobs
+    def all_cut(self) -> bool:
+        """Every token of every layer is in a part: their numbers are final."""
         whole = self.complete_tokens >= self.opened.token_count or not self.opened.flows
-        return asked and whole and all(part.staged for part in self.parts.values())
+        return whole and not self.computed
 
     @property
     def writing(self) -> bool:
@@ -158,14 +158,21 @@ class Transfer:
 
     def _add(self, layers: range, tokens: range) -> None:
         for flow in self.opened.flows:
-            self.jobs.extend(self.cutting.jobs(flow, self.opened.slot_bytes, layers, tokens, self._blocks))
+            for job in self.cutting.jobs(flow, self.opened.slot_bytes, layers, tokens, self._blocks):
+                index = self.counts.get(flow.target_rank, 0)
+                self.counts[flow.target_rank] = index + 1
+                self.bytes += job.bytes
+                self.unasked.append(Part(job, index))
 
-    def take_job(self, chunk: Chunk) -> Part:
-        """The next job becomes a part."""
-        job = self.jobs.popleft()
-        target = job.flow.target_rank
-        part = Part(job, self.counts.get(target, 0), chunk)
-        self.counts[target] = part.index + 1
-        self.parts[part.key] = part
-        self.bytes += job.bytes
-        return part
+    def ask(self, limit: int) -> list[Part]:
+        """The next parts to ask slots for; at most `limit` may be on their way."""
+        asked: list[Part] = []
+        while self.unasked and len(self.parts) < limit:
+            part = self.unasked.popleft()
+            self.parts[part.key] = part
+            asked.append(part)
+        return asked
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(part.chunk.size for part in self.parts.values() if part.chunk is not None)

@@ -114,6 +114,12 @@ class Ring:
             if slot.machine.state not in (S.FREE, S.QUARANTINED):
                 slot.machine.to(S.QUARANTINED)
 
+    def in_doubt(self, mine: Callable[[Claim], bool]) -> bool:
+        return any(
+            slot.machine.state is S.QUARANTINED and slot.claim is not None and mine(slot.claim)
+            for slot in self.slots
+        )
+
     def drained(self, transfer_id: bytes) -> None:
         """Proof: every handle of the transfer is terminal."""
         self._free_quarantined(lambda claim: claim.transfer_id == transfer_id)

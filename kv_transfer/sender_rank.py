@@ -1,10 +1,10 @@
 """One rank's end at the prefill worker: notes computed layers, gathers them into staging, posts the writes.
 
 engine thread:  layer_computed ──note──► jobs
-our thread:     job ─(room in staging)─► slot asked, gather ─(granted)─► written ─(verified)─► staging is free again
+our thread:     parts ─(slots asked)─► granted ─gather─► staging ─► written ─(verified)─► staging is free again
 
-Slots are asked for before the bytes are gathered, several parts ahead: while the grants travel, we gather, and while
-D verifies one part the next is written.
+Slots are asked for many parts ahead, and staging is taken only for parts that have one: so the two sides meet once a
+part (its result and a further grant travel together), and a peer that grants nothing holds nothing of ours.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 FAST_POLL_SECONDS = 30e-6
 IDLE_POLL_SECONDS = 0.25
 PROBE_SECONDS = 3.0
-MAX_PARTS_AHEAD = 6  # of one hand-off: asked for, and not yet verified
+MAX_PARTS_AHEAD = 32  # of one hand-off: asked for, and not yet verified
 
 
 class SenderRank:
@@ -168,7 +168,8 @@ class SenderRank:
                 if not peer.agent_name:
                     continue
                 self._endpoint.connect(peer.agent_name, peer.metadata)
-                self._endpoint.notify(peer.agent_name, PROBE_PREFIX + message.nonce.encode())
+                if message.nonce:
+                    self._endpoint.notify(peer.agent_name, PROBE_PREFIX + message.nonce.encode())
         except TransportError as error:
             self.on_event(m.ProbeFailed(message.peer, str(error)))
         self._probing_until = time.monotonic() + PROBE_SECONDS
@@ -193,24 +194,21 @@ class SenderRank:
         if transfer.closing:
             return self._finish_closing(transfer) or worked
         worked |= transfer.cut()
-        worked |= self._ask(transfer)
-        worked |= self._gather_next(transfer)
-        if transfer.all_staged and not transfer.announced:
+        for part in transfer.ask(MAX_PARTS_AHEAD):
+            self._want_slot(transfer, part)
+        if transfer.all_cut and not transfer.announced:
             self._announce(transfer)
-            worked = True
-        return worked
+        return self._send_next(transfer) or worked
 
-    def _ask(self, transfer: Transfer) -> bool:
-        """Asks for slots for the next parts, as far as staging has room for them."""
-        worked = False
-        while transfer.jobs and len(transfer.parts) < MAX_PARTS_AHEAD:
-            size = transfer.jobs[0].bytes
-            chunk = self._staging.take(size) if self._within_share(transfer.opened.peer, size) else None
-            if chunk is None:
-                break
-            self._want_slot(transfer, transfer.take_job(chunk))
-            worked = True
-        return worked
+    def _send_next(self, transfer: Transfer) -> bool:
+        """Gathers and posts one granted part; between two of them we look what has arrived."""
+        for part in transfer.parts.values():
+            if part.posted or part.grant is None or part.chunk is not None:
+                continue
+            if self._gather(transfer, part):
+                self._post(transfer, part, part.grant)
+                return True
+        return False
 
     def _within_share(self, peer: str, size: int) -> bool:
         """A peer has at most half of what the others leave: one that takes nothing any more starves nobody.
@@ -220,23 +218,22 @@ class SenderRank:
             if transfer.opened.peer == peer:
                 if transfer.closing and transfer.writing:
                     return False
-                own += sum(part.chunk.size for part in transfer.parts.values())
+                own += transfer.staged_bytes
         return not own or 2 * (own + size) <= self._staging.free_bytes + own
 
-    def _gather_next(self, transfer: Transfer) -> bool:
-        """One part, granted ones first: between two parts we look what has arrived."""
-        waiting = [part for part in transfer.parts.values() if not part.staged]
-        if not waiting:
-            return False
-        part = next((part for part in waiting if part.grant is not None), waiting[0])
+    def _gather(self, transfer: Transfer, part: Part) -> bool:
+        """False while staging has no room for it."""
         job, cache = part.job, self._cache
+        if not self._within_share(transfer.opened.peer, job.bytes):
+            return False
+        part.chunk = self._staging.take(job.bytes)
+        if part.chunk is None:
+            return False
         data = self._staging.view(part.chunk, job.bytes)
         heads = range(job.flow.head_begin - self._heads[0], job.flow.head_end - self._heads[0])
         shape = (len(job.layers), 2, len(heads), len(job.tokens), cache.shape[5])
         gather(cache, data.view(cache.dtype).view(shape), job.block_ids, job.layers, heads, job.tokens)
         part.digest = digest(data, self._digest_kind)
-        part.staged = True
-        self._post(transfer, part)
         return True
 
     def _want_slot(self, transfer: Transfer, part: Part) -> None:
@@ -256,13 +253,9 @@ class SenderRank:
         if transfer is None or part is None or transfer.closing:
             return
         part.grant, part.posted = grant, False
-        self._post(transfer, part)
 
-    def _post(self, transfer: Transfer, part: Part) -> None:
-        """Sends the part once it has both its bytes and its slot."""
-        grant = part.grant
-        if grant is None or part.posted or not part.staged:
-            return
+    def _post(self, transfer: Transfer, part: Part, grant: m.Granted) -> None:
+        assert part.chunk is not None, "gathered before it is posted"
         part.posted = True
         header = self._header(transfer, part, grant).SerializeToString()
         data = self._staging.view(part.chunk, part.job.bytes)
@@ -313,8 +306,12 @@ class SenderRank:
                 part.write = None
                 if state == "error" and not transfer.closing:
                     self.on_event(m.TransferFailed(transfer.opened.transfer_id, "the NIXL write failed"))
+            if part.chunk is not None and (part.verified or not part.posted):
+                # One that arrived corrupted is gathered anew: what waits for a slot must not keep staging from
+                # what has one.
+                self._give_back(part)
+                worked = True
             if part.verified:
-                self._staging.give_back(part.chunk)
                 del transfer.parts[key]
                 worked = True
         return worked
@@ -342,9 +339,12 @@ class SenderRank:
         if transfer.writing:
             return False
         for part in transfer.parts.values():
-            self._staging.give_back(part.chunk)
-        transfer.parts.clear()
-        transfer.jobs.clear()
+            self._give_back(part)
         del self._transfers[transfer.opened.transfer_id]
         self.on_event(m.TransferDrained(transfer.opened.transfer_id, self.rank))
         return True
+
+    def _give_back(self, part: Part) -> None:
+        if part.chunk is not None:
+            self._staging.give_back(part.chunk)
+            part.chunk = None
