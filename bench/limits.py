@@ -108,7 +108,7 @@ def copy_rates(repeats: int) -> tuple[float, float]:
     try:
         pid, address = ours.recv()
         source = torch.ones(COPY_BYTES, dtype=torch.uint8)
-        kernel = COPY_BYTES / median_of(_timed(lambda: _write_to(pid, source, address)), repeats)
+        kernel = COPY_BYTES / median_of(_timed(lambda: write_to(pid, source, address)), repeats)
     finally:
         ours.send(None)
         process.join(10)
@@ -126,7 +126,8 @@ class _Span(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
-def _write_to(pid: int, source: Tensor, address: int) -> None:
+def write_to(pid: int, source: Tensor, address: int) -> None:
+    """COPY_BYTES into another process, by the kernel."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     libc.process_vm_writev.restype = ctypes.c_ssize_t
     for offset in range(0, COPY_BYTES, COPY_PART_BYTES):

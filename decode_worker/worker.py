@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from cluster.config import WorkerConfig
+from cluster.errors import InternalError
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from decode_worker.takeover import Takeover
@@ -12,6 +14,8 @@ from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.ring import SlotState
 from wire import decode_pb2_grpc
 from worker.core import WorkerCore
+
+log = logging.getLogger(__name__)
 
 
 class DecodeWorker:
@@ -29,6 +33,7 @@ class DecodeWorker:
             is_ended=self._role.attempts.is_ended,
         )
         self._role.receiver = self._receiver
+        self._receiver.on_exhausted = self._exhausted
         core.on_output = self._role.on_output
         core.status = self._status
         service = DecodeService(core, self._role, self._receiver)
@@ -51,7 +56,12 @@ class DecodeWorker:
         return self._core.metrics_address
 
     def healthy(self) -> bool:
-        return self._core.host.healthy()
+        return self._core.host.healthy() and not self._core.failed.done()
+
+    def _exhausted(self, reason: str) -> None:
+        """The end of this process is the fence that its landing ring needs."""
+        log.error("the decode worker drains and ends: %s", reason)
+        self._core.spawn(self._core.leave(InternalError(reason), lambda: len(self._role.attempts) == 0))
 
     async def wait_failed(self) -> BaseException:
         return await self._core.failed

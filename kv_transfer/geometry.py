@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kv_transfer.rows import HostPart, spans
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -46,35 +48,6 @@ def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: byte
     return flows
 
 
-@dataclass(frozen=True)
-class Span:
-    """A run of tokens in physically consecutive blocks, or inside one block."""
-
-    block: int
-    blocks: int
-    offset: int  # in the first block
-    token: int  # index in the part
-    tokens: int
-
-
-def spans(block_ids: Sequence[int], token_begin: int, token_end: int, page_size: int) -> Iterator[Span]:
-    """`block_ids` are those of tokens [token_begin, token_end) only, in order."""
-    position, index = token_begin, 0
-    while position < token_end:
-        block, offset = block_ids[index], position % page_size
-        run = 1
-        if offset == 0 and token_end - position >= page_size:
-            whole = (token_end - position) // page_size
-            while run < whole and block_ids[index + run] == block + run:
-                run += 1
-            count = run * page_size
-        else:
-            count = min(page_size - offset, token_end - position)
-        yield Span(block, run, offset, position - token_begin, count)
-        position += count
-        index += run
-
-
 def _pairs(
     cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -93,7 +66,11 @@ def _pairs(
 def gather(
     cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
 ) -> None:
-    """Cache [block, layer, K|V, head, token, dim] → part [layer, K|V, head, token, dim]. `heads` are the rank's own."""
+    """Cache [block, layer, K|V, head, token, dim] → part [layer, K|V, head, token, dim]. `heads` are the rank's own,
+    `block_ids` those of `tokens`. Raises IndexError for a block that does not exist."""
+    if host := HostPart.of(cache, part, block_ids, layers, heads, tokens):
+        host.gather()
+        return
     for inside_cache, inside_part in _pairs(cache, part, block_ids, layers, heads, tokens):
         inside_part.copy_(inside_cache)
 
@@ -102,5 +79,8 @@ def scatter(
     cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
 ) -> None:
     """The reverse of `gather`."""
+    if host := HostPart.of(cache, part, block_ids, layers, heads, tokens):
+        host.scatter()
+        return
     for inside_cache, inside_part in _pairs(cache, part, block_ids, layers, heads, tokens):
         inside_cache.copy_(inside_part)

@@ -17,6 +17,7 @@ import grpc
 
 from cluster import errors, rpc
 from kv_transfer import messages as m
+from kv_transfer.outbox import Outbox
 from wire import common_pb2, decode_pb2_grpc, handoff_pb2
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ LOST_SECONDS = 5.0
 LINGER_SECONDS = 10.0
 PROBE_SECONDS = 3.0
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_QUEUED_MESSAGES = 4096
 
 
 class LinkToDecode:
@@ -44,7 +44,7 @@ class LinkToDecode:
         self._ready: asyncio.Future[None] = loop.create_future()
         self._ready.add_done_callback(lambda f: f.cancelled() or f.exception())
         self._probe: asyncio.Future[bool] = loop.create_future()
-        self._queue: asyncio.Queue[handoff_pb2.PrefillToDecode | None] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self._outbox: Outbox[handoff_pb2.PrefillToDecode] = Outbox()
         self._handoffs: dict[bytes, OutgoingHandoff] = {}
         self._reserving: dict[bytes, asyncio.Future[handoff_pb2.ReserveReply]] = {}
         self._last_heard = time.monotonic()
@@ -67,7 +67,7 @@ class LinkToDecode:
         if self.lost:
             return
         try:
-            self._queue.put_nowait(handoff_pb2.PrefillToDecode(**message))
+            self._outbox.put(handoff_pb2.PrefillToDecode(**message))
         except asyncio.QueueFull:
             self._lose(errors.PeerLostError(f"{self.name} takes no messages"))
 
@@ -113,7 +113,9 @@ class LinkToDecode:
         try:
             async for reply in call:
                 self._last_heard = time.monotonic()
-                await self._on_reply(reply)
+                self._on_reply(reply)
+                for further in reply.more:
+                    self._on_reply(further)
             self._lose(errors.PeerLostError(f"{self.name} ended the stream"))
         except grpc.aio.AioRpcError as error:
             cause = rpc.error_from_rpc(error)
@@ -140,7 +142,7 @@ class LinkToDecode:
                 transports=self._offered(all(rank.agent_name for rank in ranks)),
             )
         )
-        while (message := await self._queue.get()) is not None:
+        while (message := await self._outbox.get()) is not None:
             yield message
 
     def _offered(self, has_nixl: bool) -> list[str]:
@@ -149,9 +151,11 @@ class LinkToDecode:
             return ["grpc"]
         return ["nixl"] if wanted == "nixl" else ["nixl", "grpc"]
 
-    async def _on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
+    def _on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
         kind = reply.WhichOneof("message")
-        if kind == "welcome":
+        if kind == "welcome" and self._ready.done():
+            self._connect_ranks(reply.welcome, "")
+        elif kind == "welcome":
             self._tasks.append(asyncio.get_running_loop().create_task(self._welcome(reply.welcome)))
         elif kind == "reserve_reply":
             future = self._reserving.get(reply.reserve_reply.transfer_id)
@@ -187,15 +191,18 @@ class LinkToDecode:
 
     async def _probe_nixl(self, welcome: handoff_pb2.Welcome) -> bool:
         """One notification from every rank: it arrives, or the pair does without NIXL."""
-        ranks = [m.PeerRank(r.rank, r.agent_name, r.agent_metadata) for r in welcome.ranks]
         nonce = f"{self._sender.worker.worker_id}:{secrets.token_hex(8)}"
-        for rank in self._sender.ranks:
-            rank.handle(m.Connect(self.name, ranks, nonce))
+        self._connect_ranks(welcome, nonce)
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 return await self._probe
         except TimeoutError:
             return False
+
+    def _connect_ranks(self, welcome: handoff_pb2.Welcome, nonce: str) -> None:
+        ranks = [m.PeerRank(r.rank, r.agent_name, r.agent_metadata) for r in welcome.ranks]
+        for rank in self._sender.ranks:
+            rank.handle(m.Connect(self.name, ranks, nonce))
 
     async def _beat(self) -> None:
         while not self.lost:
@@ -223,6 +230,6 @@ class LinkToDecode:
             rank.handle(m.Disconnect(self.name))
         self._sender.link_closed(self)
         try:
-            self._queue.put_nowait(None)
+            self._outbox.end()
         except asyncio.QueueFull:
             self._tasks[0].cancel()

@@ -25,7 +25,8 @@ class PeerRank:
 
 @dataclass(frozen=True)
 class Connect:
-    """A pair comes up: remember the peer's ranks under `peer`, and send each a probe."""
+    """A pair comes up: remember the peer's ranks under `peer`, and send each a probe. Without a nonce: it has
+    new memory, and there is nothing to probe."""
 
     peer: str
     ranks: Sequence[PeerRank]
@@ -146,11 +147,18 @@ class Expect:
 
 
 @dataclass(frozen=True)
-class Forget:
-    """The slot's part is no longer wanted: whatever lands there is dropped."""
+class ForgetTransfer:
+    """Nothing of it is wanted any more: what lands is dropped. Confirmed with the transfer id, when no scatter of
+    it runs."""
 
-    slot: int
-    generation: int
+    transfer_id: bytes
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Poll for a moment, so that whatever is still on its way has landed. Confirmed with the token."""
+
+    token: bytes
 
 
 @dataclass(frozen=True)
@@ -196,3 +204,12 @@ class ProbeArrived:
 class SegmentAdded:
     rank: int
     addresses: Sequence[int]
+    metadata: bytes  # of the rank's agent, from now on
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """ForgetTransfer or Settle is done."""
+
+    rank: int
+    token: bytes

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from cluster import errors
 from kv_transfer import messages as m
 from kv_transfer.layout import check_layouts
-from kv_transfer.link import BEAT_SECONDS, LOST_SECONDS, MAX_QUEUED_MESSAGES
+from kv_transfer.link import BEAT_SECONDS, LOST_SECONDS
+from kv_transfer.outbox import Outbox
 from wire import common_pb2, handoff_pb2
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ class PeerLink:
     def __init__(self, receiver: HandoffReceiver):
         self.prefill = common_pb2.WorkerRef()
         self.layout = common_pb2.KvLayout()
+        self.transport = ""
         self.closed = False
         self._receiver = receiver
-        self._queue: asyncio.Queue[handoff_pb2.DecodeToPrefill | None] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self._outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
         self._last_heard = time.monotonic()
 
     @property
@@ -37,7 +39,7 @@ class PeerLink:
         if self.closed:
             return
         try:
-            self._queue.put_nowait(handoff_pb2.DecodeToPrefill(**message))
+            self._outbox.put(handoff_pb2.DecodeToPrefill(**message))
         except asyncio.QueueFull:
             self.end()
 
@@ -45,17 +47,17 @@ class PeerLink:
         """The stream ends once what is queued has been sent."""
         self.closed = True
         try:
-            self._queue.put_nowait(None)
+            self._outbox.end()
         except asyncio.QueueFull:
-            self._queue.get_nowait()
-            self._queue.put_nowait(None)
+            self._outbox.drop_one()
+            self._outbox.end()
 
     async def replies(self) -> AsyncIterator[handoff_pb2.DecodeToPrefill]:
         """What to send; a beat in silence; ends when the peer is silent too long."""
         while time.monotonic() - self._last_heard < LOST_SECONDS:
             try:
                 async with asyncio.timeout(BEAT_SECONDS):
-                    message = await self._queue.get()
+                    message = await self._outbox.get()
             except TimeoutError:
                 yield handoff_pb2.DecodeToPrefill(beat=common_pb2.Beat())
                 continue
@@ -69,6 +71,8 @@ class PeerLink:
             async for message in requests:
                 self._last_heard = time.monotonic()
                 await self._on_message(message)
+                for further in message.more:
+                    await self._on_message(further)
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -92,7 +96,7 @@ class PeerLink:
             case "abort":
                 await receiver.abort_by_peer(self, message.abort)
             case "drained":
-                receiver.drained(self, message.drained.transfer_id)
+                receiver.drain_later(message.drained.transfer_id)
 
     def _land(self, part: handoff_pb2.PartData) -> None:
         self._receiver.land(part.header.target_rank, m.Land(part.header.SerializeToString(), part.payload))
@@ -100,28 +104,34 @@ class PeerLink:
     def _hello(self, hello: handoff_pb2.Hello) -> None:
         self.prefill.CopyFrom(hello.prefill)
         self.layout.CopyFrom(hello.layout)
-        welcome = handoff_pb2.Welcome(
-            decode_epoch=self._receiver.worker.epoch,
-            layout=self._receiver.layout,
-            slot_bytes=self._receiver.config.slot_bytes,
-        )
         try:
             if hello.decode_epoch != self._receiver.worker.epoch:
                 raise errors.StaleEpochError(
                     "this worker lives under another epoch now", field="decode_epoch"
                 )
             check_layouts(hello.layout, self._receiver.layout)
-            welcome.transport = self._choose(list(hello.transports))
+            self.transport = self._choose(list(hello.transports))
         except errors.BatonError as error:
-            welcome.refused.CopyFrom(error.to_wire())
+            self.send(welcome=handoff_pb2.Welcome(refused=error.to_wire()))
         else:
-            welcome.ranks.extend(self._receiver.endpoints())
+            self.welcome()
             self._receiver.register(self)
-        self.send(welcome=welcome)
+
+    def welcome(self) -> None:
+        """Said again when a rank has new memory."""
+        self.send(
+            welcome=handoff_pb2.Welcome(
+                decode_epoch=self._receiver.worker.epoch,
+                layout=self._receiver.layout,
+                slot_bytes=self._receiver.config.slot_bytes,
+                transport=self.transport,
+                ranks=self._receiver.landing.endpoints(),
+            )
+        )
 
     def _choose(self, offered: list[str]) -> str:
         config = self._receiver.config
-        has_nixl = all(endpoint.agent_name for endpoint in self._receiver.endpoints())
+        has_nixl = all(endpoint.agent_name for endpoint in self._receiver.landing.endpoints())
         ours = {"auto": ["nixl", "grpc"], "nixl": ["nixl"], "grpc": ["grpc"]}[config.transport]
         usable = [name for name in offered if name in ours and (name != "nixl" or has_nixl)]
         if config.require_transport:

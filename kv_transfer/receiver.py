@@ -14,11 +14,13 @@ from cluster.block_hash import HASH_BYTES
 from cluster.config import TransferConfig
 from kv_transfer import messages as m
 from kv_transfer.base import DecodeEngine, HandoffSpec, HandoffState
+from kv_transfer.follow_ups import FollowUps
 from kv_transfer.geometry import plan_flows
 from kv_transfer.incoming import IncomingHandoff
+from kv_transfer.landing import Landing
 from kv_transfer.peer import PeerLink
 from kv_transfer.ranks import Rank
-from kv_transfer.ring import Claim, Ring, Slot, SlotState
+from kv_transfer.ring import Claim, Slot
 from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
@@ -50,11 +52,15 @@ class HandoffReceiver:
         self._live: dict[bytes, IncomingHandoff] = {}
         self._links: dict[bytes, PeerLink] = {}  # of live hand-offs
         self._peers: dict[str, PeerLink] = {}
-        self._grant_timers: dict[tuple[int, int, int], asyncio.TimerHandle] = {}
         self._rate = ASSUMED_RATE
         self.counts: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self.rings = [Ring(list(a), self._grantor(rank)) for rank, a in enumerate(addresses)]
+        self._spawn = FollowUps().spawn
+        self.on_exhausted: Callable[[str], None] = lambda reason: None
+        self.exhausted = ""  # why nothing new is taken any more
+        self.landing = Landing(
+            ranks, addresses, config, granted=self._grant, grown=self._grown, exhausted=self._exhausted
+        )
+        self.rings = self.landing.rings
         for rank in ranks:
             rank.on_event = self._from_rank
 
@@ -87,12 +93,17 @@ class HandoffReceiver:
         if rank < len(self._ranks):
             self._ranks[rank].handle(message)
 
-    def endpoints(self) -> list[handoff_pb2.RankEndpoint]:
-        hellos = [rank.hello for rank in self._ranks]
-        return [
-            handoff_pb2.RankEndpoint(rank=h.rank, agent_name=h.agent_name, agent_metadata=h.metadata)
-            for h in hellos
-        ]
+    def _grown(self) -> None:
+        """Before anything is granted in new memory, every peer learns of it."""
+        for link in self._peers.values():
+            link.welcome()
+
+    def _exhausted(self, reason: str) -> None:
+        """Too much is in doubt: this worker finishes what it has and ends, and its end is a fence."""
+        if not self.exhausted:
+            log.error("no new hand-offs: %s", reason)
+            self.exhausted = reason
+            self.on_exhausted(reason)
 
     def register(self, link: PeerLink) -> None:
         self._peers[link.name] = link
@@ -119,6 +130,8 @@ class HandoffReceiver:
         transfer_id = request.transfer_id
         if self._is_ended(transfer_id):
             raise errors.StaleTransferError(f"attempt {transfer_id.hex()} has ended", field="transfer_id")
+        if self.exhausted:
+            raise errors.UnavailableError(f"the decode worker leaves: {self.exhausted}")
         hashes = request.block_hashes
         spec = HandoffSpec(
             transfer_id,
@@ -163,12 +176,6 @@ class HandoffReceiver:
         claim = Claim(request.transfer_id, link.name, request.source_rank, request.part, request.bytes)
         self.rings[request.target_rank].ask(claim)
 
-    def _grantor(self, rank: int) -> Callable[[Claim, Slot], None]:
-        def grant(claim: Claim, slot: Slot) -> None:
-            self._grant(rank, claim, slot)
-
-        return grant
-
     def _grant(self, rank: int, claim: Claim, slot: Slot) -> None:
         handoff = self._live.get(claim.transfer_id)
         link = self._links.get(claim.transfer_id)
@@ -176,20 +183,17 @@ class HandoffReceiver:
             # It ended between asking and now; nobody was told of the slot, so nobody writes to it.
             self._loop.call_soon(self.rings[rank].landed_wrong, slot)
             return
-        self._ranks[rank].handle(
-            m.Expect(
-                slot=slot.index,
-                generation=slot.generation,
-                transfer_id=claim.transfer_id,
-                part=claim.part,
-                source_rank=claim.source_rank,
-                prefill_epoch=handoff.prefill_epoch,
-                block_ids=handoff.reservation.block_ids,
-            )
-        )
         seconds = claim.bytes / self._rate * 4 + 1.0
-        key = (rank, slot.index, slot.generation)
-        self._grant_timers[key] = self._loop.call_later(seconds + 1.0, self._grant_expired, key)
+        expected = m.Expect(
+            slot=slot.index,
+            generation=slot.generation,
+            transfer_id=claim.transfer_id,
+            part=claim.part,
+            source_rank=claim.source_rank,
+            prefill_epoch=handoff.prefill_epoch,
+            block_ids=handoff.reservation.block_ids,
+        )
+        self.landing.expect(expected, rank, seconds + 1.0, self._too_late)
         if not handoff.first_part:
             handoff.first_part = time.monotonic()
         link.send(
@@ -205,14 +209,11 @@ class HandoffReceiver:
             )
         )
 
-    def _grant_expired(self, key: tuple[int, int, int]) -> None:
-        self._grant_timers.pop(key, None)
-        rank, index, generation = key
-        slot = self.rings[rank].slot(index, generation)
-        if slot is not None and slot.claim is not None and slot.machine.state is SlotState.GRANTED:
-            self.counts["late_parts"] += 1
-            error = errors.TransportError("a part did not land within its deadline")
-            self._spawn(self._abort(slot.claim.transfer_id, error))
+    def _too_late(self, slot: Slot) -> None:
+        assert slot.claim is not None, "a granted slot has one"
+        self.counts["late_parts"] += 1
+        error = errors.TransportError("a part did not land within its deadline")
+        self._spawn(self._abort(slot.claim.transfer_id, error))
 
     async def finish(self, link: PeerLink, finish: handoff_pb2.Finish) -> None:
         handoff = self._live.get(finish.transfer_id)
@@ -226,9 +227,14 @@ class HandoffReceiver:
             handoff.finish_received = time.monotonic()
         await self._commit_if_complete(handoff)
 
-    def drained(self, link: PeerLink, transfer_id: bytes) -> None:
-        for ring in self.rings:
-            ring.drained(transfer_id)
+    def drain_later(self, transfer_id: bytes) -> None:
+        """Settling takes a moment; the peer's stream is read on meanwhile."""
+        self._spawn(self.drained(transfer_id))
+
+    async def drained(self, transfer_id: bytes) -> None:
+        """The peer has given it up, perhaps on a later stream than the one we still believe in."""
+        await self._abort(transfer_id, errors.CancelledError("given up by the prefill worker"))
+        await self.landing.drained(transfer_id)
 
     async def abort_by_peer(self, link: PeerLink, message: handoff_pb2.AbortHandoff) -> None:
         if self._links.get(message.transfer_id) is link:
@@ -253,15 +259,14 @@ class HandoffReceiver:
                     if link.prefill.worker_id == owner:
                         link.send(probe_result=handoff_pb2.ProbeResult(arrived=True))
             case m.SegmentAdded():
-                self.rings[event.rank].add_segment(list(event.addresses))
+                self.landing.segment_added(event)
+            case m.Confirmed():
+                self.landing.confirmed(event)
 
     def _landed(self, part: m.PartLanded) -> None:
-        timer = self._grant_timers.pop((part.rank, part.slot, part.generation), None)
-        if timer is not None:
-            timer.cancel()
         ring = self.rings[part.rank]
-        slot = ring.slot(part.slot, part.generation)
-        if slot is None or slot.machine.state is not SlotState.GRANTED:
+        slot = self.landing.landed(part)
+        if slot is None:
             self.counts["stale"] += 1  # its hand-off ended meanwhile: the quarantine rules decide
             return
         handoff = self._live.get(part.transfer_id)
@@ -340,22 +345,11 @@ class HandoffReceiver:
         link = self._links.pop(transfer_id)
         handoff.machine.to(HandoffState.ABORTED)
         self.counts["aborted"] += 1
-        for rank, ring in enumerate(self.rings):
-            for slot in ring.quarantine(transfer_id):
-                self._ranks[rank].handle(m.Forget(slot.index, slot.generation))
-            self._grow_if_quarantined(rank)
+        forgotten = self.landing.quarantine(transfer_id)
         link.send(aborted=handoff_pb2.Aborted(transfer_id=transfer_id, error=error.to_wire()))
+        # A rank may be scattering one of its parts: until it says otherwise, the blocks are not free.
+        await self.landing.answered(forgotten)
         await self._engine.abort(transfer_id, handoff.verified_tokens)
-
-    def _grow_if_quarantined(self, rank: int) -> None:
-        """A quarter in doubt: a further segment at new addresses, up to the cap."""
-        ring = self.rings[rank]
-        total = len(ring.slots)
-        if ring.count(SlotState.QUARANTINED) * 4 < total:
-            return
-        room = self.config.ring_max_bytes // self.config.slot_bytes - total
-        if room > 0:
-            self._ranks[rank].handle(m.AddSegment(min(room, max(1, total // 2))))
 
     async def abort(self, transfer_id: bytes) -> HandoffState:
         """The arbiter's answer for an attempt that is not decoding yet."""
@@ -371,10 +365,15 @@ class HandoffReceiver:
 
     # --- the worker's life -------------------------------------------------------------------------------
 
-    def process_exited(self, peer: str) -> None:
-        """The word of the peer's parent: nothing it posted can land any more. `peer` is worker_id@epoch."""
-        for ring in self.rings:
-            ring.process_exited(peer)
+    async def process_exited(self, peer: str) -> None:
+        """The word of the peer's parent: nothing it posted can land any more, once we have looked. `peer` is
+        worker_id@epoch."""
+        link = self._peers.get(peer)
+        if link is not None:
+            link.end()
+            self.peer_lost(link)
+            await asyncio.sleep(0)  # its hand-offs' slots are in quarantine now
+        await self.landing.process_exited(peer)
 
     @property
     def live(self) -> int:
@@ -385,25 +384,13 @@ class HandoffReceiver:
         return self._rate
 
     def check_integrity(self) -> None:
-        for ring in self.rings:
-            ring.check_integrity()
-
-    def _spawn(self, coroutine: Any) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a hand-off's follow-up failed", exc_info=task.exception())
+        self.landing.check_integrity()
 
     async def close(self) -> None:
         for transfer_id in list(self._live):
             await self._abort(transfer_id, errors.UnavailableError("the decode worker stops"))
         for link in list(self._peers.values()):
             link.end()
-        for timer in self._grant_timers.values():
-            timer.cancel()
+        self.landing.close()
         for rank in self._ranks:
             await asyncio.to_thread(rank.close)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from cluster.config import TransferConfig
@@ -32,6 +33,7 @@ FAST_POLL_SECONDS = 50e-6
 SLOW_POLL_SECONDS = 2e-3
 IDLE_POLL_SECONDS = 0.25  # an unpolled side completes nothing for its peer over TCP
 LINGER_SECONDS = 1.0
+SETTLE_SECONDS = 0.02  # hundreds of polls: far more than a socket's buffer takes
 PROBE_PREFIX = b"probe:"
 
 
@@ -67,10 +69,14 @@ class ReceiverRank:
         self._epoch = decode_epoch
         self._slots: list[Tensor] = []
         self._expected: dict[int, m.Expect] = {}
+        self._settling: deque[tuple[float, bytes]] = deque()  # until when, and what to confirm then
         self._inbox: deque[Any] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self.dropped: Counter[str] = Counter()
+        self.before_verify: Callable[[Tensor], None] = lambda data: (
+            None
+        )  # fault point: tests corrupt bytes here
         self.first_addresses = self._add_segment(max(4, config.ring_bytes // config.slot_bytes))
         self._thread = threading.Thread(target=self._run, name=f"landing-{rank}", daemon=True)
         self._thread.start()
@@ -106,6 +112,8 @@ class ReceiverRank:
             worked = self._handle_inbox()
             worked |= self._poll()
             now = time.monotonic()
+            while self._settling and self._settling[0][0] <= now:
+                self.on_event(m.Confirmed(self.rank, self._settling.popleft()[1]))
             if worked:
                 last_useful = now
                 continue
@@ -114,7 +122,9 @@ class ReceiverRank:
             self._endpoint.close()
 
     def _pause(self, quiet_seconds: float) -> None:
-        if self._expected:
+        if self._settling:
+            pause = FAST_POLL_SECONDS
+        elif self._expected:
             pause = FAST_POLL_SECONDS if quiet_seconds < 0.05 else SLOW_POLL_SECONDS
         else:
             pause = SLOW_POLL_SECONDS if quiet_seconds < LINGER_SECONDS else IDLE_POLL_SECONDS
@@ -123,22 +133,24 @@ class ReceiverRank:
                 self._wake.wait(pause)
 
     def _handle_inbox(self) -> bool:
-        worked = False
+        worked = bool(self._inbox)
         while self._inbox:
-            message = self._inbox.popleft()
-            worked = True
-            match message:
-                case m.Expect():
-                    self._expected[message.slot] = message
-                case m.Forget():
-                    expected = self._expected.get(message.slot)
-                    if expected is not None and expected.generation == message.generation:
-                        del self._expected[message.slot]
-                case m.Land():
-                    self._land(message)
-                case m.AddSegment():
-                    self.on_event(m.SegmentAdded(self.rank, self._add_segment(message.slots)))
+            self._handle_one(self._inbox.popleft())
         return worked
+
+    def _handle_one(self, message: Any) -> None:
+        match message:
+            case m.Expect():
+                self._expected[message.slot] = message
+            case m.ForgetTransfer():
+                self._forget(message.transfer_id)
+            case m.Settle():
+                self._settling.append((time.monotonic() + SETTLE_SECONDS, message.token))
+            case m.Land():
+                self._land(message)
+            case m.AddSegment():
+                addresses = self._add_segment(message.slots)
+                self.on_event(m.SegmentAdded(self.rank, addresses, self.hello.metadata))
 
     def _poll(self) -> bool:
         if self._endpoint is None:
@@ -153,19 +165,31 @@ class ReceiverRank:
 
     def _land(self, message: m.Land) -> None:
         header = handoff_pb2.PartHeader.FromString(message.header)
-        if header.slot < len(self._slots) and len(message.payload) <= self._slot_bytes:
-            payload = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
-            self._slots[header.slot][: payload.numel()].copy_(payload)
-        self._part(message.header)
+        expected = self._expectation(header)
+        if expected is None or len(message.payload) > self._slot_bytes:
+            self.dropped["stale"] += 1
+            return
+        payload = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
+        self._slots[header.slot][: payload.numel()].copy_(payload)
+        self._landed(header, expected)
 
     def _part(self, raw: bytes) -> None:
         try:
             header = handoff_pb2.PartHeader.FromString(raw)
-        except Exception:
+        except DecodeError:
             self.dropped["malformed"] += 1
             return
+        expected = self._expectation(header)
+        if expected is None:
+            self.dropped["stale"] += 1
+            return
+        self._landed(header, expected)
+
+    def _expectation(self, header: handoff_pb2.PartHeader) -> m.Expect | None:
+        """What was expected there, if it is this part, of this transfer, under these epochs."""
         # The grant may still be in the inbox: the peer can be faster than our own wake-up.
-        self._handle_inbox_expectations()
+        while self._inbox and isinstance(self._inbox[0], m.Expect | m.ForgetTransfer):
+            self._handle_one(self._inbox.popleft())
         expected = self._expected.get(header.slot)
         if (
             expected is None
@@ -176,8 +200,10 @@ class ReceiverRank:
             or expected.part != header.part
             or expected.source_rank != header.source_rank
         ):
-            self.dropped["stale"] += 1
-            return
+            return None
+        return expected
+
+    def _landed(self, header: handoff_pb2.PartHeader, expected: m.Expect) -> None:
         del self._expected[header.slot]
         error = self._verify_and_scatter(header, expected)
         self.on_event(
@@ -196,13 +222,11 @@ class ReceiverRank:
             )
         )
 
-    def _handle_inbox_expectations(self) -> None:
-        while self._inbox and isinstance(self._inbox[0], m.Expect | m.Forget):
-            message = self._inbox.popleft()
-            if isinstance(message, m.Expect):
-                self._expected[message.slot] = message
-            else:
-                self._expected.pop(message.slot, None)
+    def _forget(self, transfer_id: bytes) -> None:
+        for slot in [s for s, e in self._expected.items() if e.transfer_id == transfer_id]:
+            del self._expected[slot]
+        # We scatter on this thread only: nothing of it is running now.
+        self.on_event(m.Confirmed(self.rank, transfer_id))
 
     def _verify_and_scatter(self, header: handoff_pb2.PartHeader, expected: m.Expect) -> str:
         cache = self._cache
@@ -222,6 +246,7 @@ class ReceiverRank:
         ):
             return "geometry"
         data = self._slots[header.slot][:size]
+        self.before_verify(data)
         if digest(data, header.digest_kind) != header.digest:
             return "digest"
         blocks = expected.block_ids[tokens.start // page : -(-tokens.stop // page)]

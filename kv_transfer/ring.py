@@ -9,7 +9,7 @@ the sender says that every handle of the transfer is terminal, or its parent say
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -55,6 +55,29 @@ class Slot:
     machine: StateMachine[SlotState] = field(
         default_factory=lambda: StateMachine(S.FREE, TRANSITIONS, "slot")
     )
+
+
+class _Shares:
+    """Who holds how many slots: counted once, then kept while claims are served."""
+
+    def __init__(self, slots: list[Slot]):
+        held = [(slot.claim, slot.machine.state) for slot in slots if slot.claim is not None]
+        self._transfers = Counter(claim.transfer_id for claim, _ in held)
+        self._peers = Counter(claim.peer for claim, _ in held)
+        self._doubtful = {claim.peer for claim, state in held if state is S.QUARANTINED}
+        self._of_transfer = max(1, len(slots) // 4)
+        self._of_peer = max(1, len(slots) // 2)
+
+    def allow(self, claim: Claim) -> bool:
+        return (
+            claim.peer not in self._doubtful
+            and self._transfers[claim.transfer_id] < self._of_transfer
+            and self._peers[claim.peer] < self._of_peer
+        )
+
+    def add(self, claim: Claim) -> None:
+        self._transfers[claim.transfer_id] += 1
+        self._peers[claim.peer] += 1
 
 
 class Ring:
@@ -114,6 +137,12 @@ class Ring:
             if slot.machine.state not in (S.FREE, S.QUARANTINED):
                 slot.machine.to(S.QUARANTINED)
 
+    def in_doubt(self, mine: Callable[[Claim], bool]) -> bool:
+        return any(
+            slot.machine.state is S.QUARANTINED and slot.claim is not None and mine(slot.claim)
+            for slot in self.slots
+        )
+
     def drained(self, transfer_id: bytes) -> None:
         """Proof: every handle of the transfer is terminal."""
         self._free_quarantined(lambda claim: claim.transfer_id == transfer_id)
@@ -149,27 +178,22 @@ class Ring:
 
     def _grant(self) -> None:
         """Serves waiting claims in order; one that is over its share lets the next pass."""
+        if not self._waiting or not self._free:
+            return
+        shares = _Shares(self.slots)
         passed: deque[Claim] = deque()
         while self._waiting and self._free:
             claim = self._waiting.popleft()
-            if not self._within_share(claim):
+            if not shares.allow(claim):
                 passed.append(claim)
                 continue
             slot = self.slots[self._free.popleft()]
             slot.generation += 1
             slot.claim = claim
             slot.machine.to(S.GRANTED)
+            shares.add(claim)
             self._on_grant(claim, slot)
         self._waiting.extendleft(reversed(passed))
-
-    def _within_share(self, claim: Claim) -> bool:
-        held = [slot for slot in self.slots if slot.claim is not None]
-        by_transfer = sum(slot.claim.transfer_id == claim.transfer_id for slot in held if slot.claim)
-        by_peer = [slot for slot in held if slot.claim and slot.claim.peer == claim.peer]
-        if any(slot.machine.state is S.QUARANTINED for slot in by_peer):
-            return False
-        total = len(self.slots)
-        return by_transfer < max(1, total // 4) and len(by_peer) < max(1, total // 2)
 
     def check_integrity(self) -> None:
         free = self.count(S.FREE)

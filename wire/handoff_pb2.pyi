@@ -32,6 +32,7 @@ class PrefillToDecode(_message.Message):
     DRAINED_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     PROBE_SENT_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """first on every stream"""
@@ -54,6 +55,10 @@ class PrefillToDecode(_message.Message):
 
     @_builtins.property
     def probe_sent(self) -> Global___ProbeSent: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillToDecode]:
+        """said after this one: what had queued up goes together"""
+
     def __init__(
         self,
         *,
@@ -66,10 +71,11 @@ class PrefillToDecode(_message.Message):
         drained: Global___Drained | None = ...,
         part: Global___PartData | None = ...,
         probe_sent: Global___ProbeSent | None = ...,
+        more: _abc.Iterable[Global___PrefillToDecode] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "drained", b"drained", "finish", b"finish", "hello", b"hello", "message", b"message", "part", b"part", "probe_sent", b"probe_sent", "reserve", b"reserve", "slot_request", b"slot_request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "drained", b"drained", "finish", b"finish", "hello", b"hello", "message", b"message", "part", b"part", "probe_sent", b"probe_sent", "reserve", b"reserve", "slot_request", b"slot_request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "drained", b"drained", "finish", b"finish", "hello", b"hello", "message", b"message", "more", b"more", "part", b"part", "probe_sent", b"probe_sent", "reserve", b"reserve", "slot_request", b"slot_request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "beat", "reserve", "slot_request", "finish", "abort", "drained", "part", "probe_sent"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -89,6 +95,7 @@ class DecodeToPrefill(_message.Message):
     COMMITTED_FIELD_NUMBER: _builtins.int
     ABORTED_FIELD_NUMBER: _builtins.int
     PROBE_RESULT_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """answer to Hello"""
@@ -107,6 +114,10 @@ class DecodeToPrefill(_message.Message):
     def aborted(self) -> Global___Aborted: ...
     @_builtins.property
     def probe_result(self) -> Global___ProbeResult: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeToPrefill]:
+        """said after this one: what had queued up goes together"""
+
     def __init__(
         self,
         *,
@@ -118,10 +129,11 @@ class DecodeToPrefill(_message.Message):
         committed: Global___Committed | None = ...,
         aborted: Global___Aborted | None = ...,
         probe_result: Global___ProbeResult | None = ...,
+        more: _abc.Iterable[Global___DecodeToPrefill] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "beat", b"beat", "committed", b"committed", "message", b"message", "part_result", b"part_result", "probe_result", b"probe_result", "reserve_reply", b"reserve_reply", "slot_grant", b"slot_grant", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "beat", b"beat", "committed", b"committed", "message", b"message", "part_result", b"part_result", "probe_result", b"probe_result", "reserve_reply", b"reserve_reply", "slot_grant", b"slot_grant", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "beat", b"beat", "committed", b"committed", "message", b"message", "more", b"more", "part_result", b"part_result", "probe_result", b"probe_result", "reserve_reply", b"reserve_reply", "slot_grant", b"slot_grant", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "beat", "reserve_reply", "slot_grant", "part_result", "committed", "aborted", "probe_result"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

@@ -183,6 +183,11 @@ class WorkerCore:
         with contextlib.suppress(RuntimeError):  # the loop has closed: the worker ends anyway
             self._loop.call_soon_threadsafe(self._engine_failed, error)
 
+    async def leave(self, error: BaseException, idle: Callable[[], bool]) -> None:
+        """For a reason only a new process can mend: drains, then ends as failed, so that it is started again."""
+        await self.drain(idle)
+        self._engine_failed(error)
+
     def _engine_failed(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(error)

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ import torch
 from bench import cluster
 from bench.checkpoint import SHAPE
 from bench.context import Context
-from bench.figures import Figure, Section
+from bench.figures import Figure, Section, median_of
 from bench.handoff_common import BLOCKS, CONFIG, RAW_BYTES, TOKENS, kv_cache, layout
+from bench.limits import COPY_BYTES, write_to
 from bench.load import run_now, tokens_config
 from kv_transfer.base import HandoffSpec
 from kv_transfer.memory import aligned_bytes
@@ -34,13 +36,20 @@ SPLIT = ("--pool", "process", "--local-prefill", "fallback", "--kv-memory", "1Gi
 
 
 def run(context: Context) -> Section:
-    raw, product, whole = asyncio.run(_measure(context.repeats(15)))
+    measured = asyncio.run(_measure(context.repeats(15)))
+    raw, product, whole = measured.raw, measured.product, measured.whole
     limit = context.limits.copy_bytes
     exposed, prefill = _exposed(context)
     size = f"{TOKENS} tokens, {TOKENS * SHAPE.kv_bytes_per_token / 2**20:.0f} MiB"
     share = f"of {prefill * 1e3:.0f} ms of prefill, {TOKENS} tokens, in a cluster"
     figures = [
-        Figure("handoff_copy_fraction", product / limit, "", "≥ 0.7", "first post to last part verified"),
+        Figure(
+            "handoff_copy_fraction", product / limit, "", "≥ 0.7", "first slot granted to last part verified"
+        ),
+        Figure(
+            "hand-off / copy limit into huge pages", product / measured.huge_copy, "", "", "as the ring is"
+        ),
+        Figure("copy between processes into huge pages", measured.huge_copy / 1e9, "GB/s"),
         Figure("hand-off", product / 1e9, "GB/s", "", size),
         Figure(
             "hand-off, from computed to committed", whole / 1e9, "GB/s", "", "with gather and all messages"
@@ -52,8 +61,17 @@ def run(context: Context) -> Section:
     return Section("handoff", "Hand-off", figures)
 
 
-async def _measure(repeats: int) -> tuple[float, float, float]:
-    """Bytes a second: raw NIXL, the product's transfer, and the product's whole hand-off. Medians."""
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second, medians."""
+
+    raw: float  # NIXL alone
+    huge_copy: float  # the kernel's copy into memory like the landing ring's
+    product: float  # first slot granted to last part verified
+    whole: float  # from computed to committed
+
+
+async def _measure(repeats: int) -> Rates:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -66,6 +84,7 @@ async def _measure(repeats: int) -> tuple[float, float, float]:
     try:
         hello = await _line(process)
         raw = statistics.median(await asyncio.to_thread(_raw, hello, repeats))
+        huge_copy = await asyncio.to_thread(_huge_copy, process.pid, hello["raw"], repeats)
         assert process.stdin is not None
         process.stdin.write(b"raw done\n")
         runs = await _handoffs(process, hello["address"], repeats)
@@ -74,7 +93,19 @@ async def _measure(repeats: int) -> tuple[float, float, float]:
             process.stdin.close()
         await asyncio.wait_for(process.wait(), DEADLINE_SECONDS)
     size = TOKENS * SHAPE.kv_bytes_per_token
-    return raw, size / statistics.median(a for a, _ in runs), size / statistics.median(b for _, b in runs)
+    product, whole = (size / statistics.median(seconds) for seconds in zip(*runs, strict=True))
+    return Rates(raw, huge_copy, product, whole)
+
+
+def _huge_copy(pid: int, address: int, repeats: int) -> float:
+    source = aligned_bytes(COPY_BYTES, torch.device("cpu"))
+
+    def once() -> float:
+        began = time.perf_counter()
+        write_to(pid, source, address)
+        return time.perf_counter() - began
+
+    return COPY_BYTES / median_of(once, repeats)
 
 
 async def _line(process: asyncio.subprocess.Process) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class NixlEndpoint:
             raise TransportError(f"NIXL does not start: {error}") from error
         self.name = name
         self._registered: list[Any] = []
-        self._peers: set[str] = set()
+        self._peers: dict[str, bytes] = {}  # their metadata
 
     @property
     def metadata(self) -> bytes:
@@ -57,19 +57,19 @@ class NixlEndpoint:
         self._registered.append(self._agent.register_memory([memory]))
 
     def connect(self, agent_name: str, metadata: bytes) -> None:
-        if agent_name in self._peers:
+        if self._peers.get(agent_name) == metadata:
             return
-        try:
+        try:  # a known agent with more memory is simply added again
             known = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransportError(f"NIXL cannot reach {agent_name}: {error}") from error
         if (known.decode() if isinstance(known, bytes) else known) != agent_name:
             raise TransportError(f"NIXL metadata of {agent_name} names {known!r}")
-        self._peers.add(agent_name)
+        self._peers[agent_name] = metadata
 
     def disconnect(self, agent_name: str) -> None:
         if agent_name in self._peers:
-            self._peers.discard(agent_name)
+            del self._peers[agent_name]
             try:
                 self._agent.remove_remote_agent(agent_name)
             except Exception as error:

@@ -28,7 +28,7 @@ def main() -> None:
             write._agent.release_xfer_handle(write._handle)
             print("released", flush=True)
             continue
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + command.get("seconds", 20)
         while (state := write.poll()) == "pending" and time.monotonic() < deadline:
             endpoint.notifications()
         print(state, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,9 @@ LAYERS, DIM, PAGE = 3, 4, 4
     cut=st.integers(1, 9),
     seed=st.integers(0, 2**32),
 )
-def test_every_head_of_every_rank_arrives_once(heads, source_tp, target_tp, tokens, held, cut, seed):
+@pytest.mark.parametrize("plain", [True, False], ids=["rows", "strided"])
+def test_every_head_of_every_rank_arrives_once(plain, heads, source_tp, target_tp, tokens, held, cut, seed):
+    """Over numpy's rows, and over torch's strided copies: what is not plainly in main memory takes those."""
     torch.manual_seed(seed % 1000)
     whole = torch.randn(tokens, LAYERS, 2, heads, DIM)
     blocks = -(-tokens // PAGE)
@@ -34,6 +37,8 @@ def test_every_head_of_every_rank_arrives_once(heads, source_tp, target_tp, toke
     sources = [_cache(whole, source_ids, head_range(r, source_tp, heads)) for r in range(source_tp)]
     ranges = [head_range(r, target_tp, heads) for r in range(target_tp)]
     targets = [_cache(whole[:held], target_ids, r) for r in ranges]
+    if not plain:
+        sources, targets = [_spread(c) for c in sources], [_spread(c) for c in targets]
     for flow in plan_flows(heads, source_tp, target_tp, seed.to_bytes(16, "little")):
         first = head_range(flow.source_rank, source_tp, heads)[0]
         base = ranges[flow.target_rank][0]
@@ -56,6 +61,11 @@ def _cache(tokens: torch.Tensor, blocks: list[int], heads: tuple[int, int]) -> t
     for index, token in enumerate(tokens):
         cache[blocks[index // PAGE], :, :, :, index % PAGE] = token[:, :, heads[0] : heads[1]]
     return cache
+
+
+def _spread(cache: torch.Tensor) -> torch.Tensor:
+    """The same numbers, not contiguous."""
+    return torch.stack((cache, cache), -1)[..., 0]
 
 
 @given(size=st.integers(1, 200), at=st.integers(0, 199), kind=st.sampled_from([XXH3_128, SUM64]))

@@ -1,0 +1,147 @@
+"""The same copies as geometry's, in main memory, as rows of bytes: numpy moves rows of any size without the
+interpreter's lock, about twice as fast as torch, and many scattered blocks with one call.
+
+One row is one block of one head, K or V: page × dim, contiguous in the cache and in the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Bytes = NDArray[np.uint8]
+Void = NDArray[np.void]
+FEW_RUNS = 4  # up to here one copy per run of consecutive blocks beats picking rows one by one
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of tokens in physically consecutive blocks, or inside one block."""
+
+    block: int
+    blocks: int
+    offset: int  # in the first block
+    token: int  # index in the part
+    tokens: int
+
+
+def spans(block_ids: Sequence[int], token_begin: int, token_end: int, page_size: int) -> Iterator[Span]:
+    """`block_ids` are those of tokens [token_begin, token_end) only, in order."""
+    position, index = token_begin, 0
+    while position < token_end:
+        block, offset = block_ids[index], position % page_size
+        run = 1
+        if offset == 0 and token_end - position >= page_size:
+            whole = (token_end - position) // page_size
+            while run < whole and block_ids[index + run] == block + run:
+                run += 1
+            count = run * page_size
+        else:
+            count = min(page_size - offset, token_end - position)
+        yield Span(block, run, offset, position - token_begin, count)
+        position += count
+        index += run
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """One part beside the cache it belongs to: contiguous [layer, K|V, head, token, dim] and
+    [block, layer, K|V, head, token, dim], both as plain bytes."""
+
+    cache: Bytes
+    part: Bytes
+    cache_shape: tuple[int, ...]
+    token_bytes: int  # of one head, K or V
+    block_ids: Sequence[int]
+    layers: range
+    heads: range
+    tokens: range
+
+    @classmethod
+    def of(
+        cls, cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
+    ) -> HostPart | None:
+        """None where the bytes aren't plainly in main memory. Raises IndexError for blocks that don't exist."""
+        if cache.device.type != "cpu" or not (cache.is_contiguous() and part.is_contiguous()):
+            return None
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < cache.shape[0]:
+            raise IndexError(f"blocks {min(block_ids)}…{max(block_ids)} of a cache of {cache.shape[0]}")
+        size = cache.shape[5] * cache.element_size()
+        return cls(_bytes(cache), _bytes(part), tuple(cache.shape), size, block_ids, layers, heads, tokens)
+
+    def gather(self) -> None:
+        if self._scattered:
+            # mode "clip": with "raise" numpy would buffer the whole output; the ids were checked above.
+            np.take(self.cache.view(self._row), self._index(), out=self.part.view(self._row), mode="clip")
+            return
+        for inside_cache, inside_part in self._pairs():
+            np.copyto(inside_part, inside_cache)
+
+    def scatter(self) -> None:
+        if self._scattered:
+            self.cache.view(self._row)[self._index()] = self.part.view(self._row)
+            return
+        for inside_cache, inside_part in self._pairs():
+            np.copyto(inside_cache, inside_part)
+
+    @property
+    def _page(self) -> int:
+        return self.cache_shape[4]
+
+    @property
+    def _row(self) -> np.dtype[np.void]:
+        return np.dtype((np.void, self._page * self.token_bytes))
+
+    @property
+    def _scattered(self) -> bool:
+        """Many runs of blocks, none of them cut: the part too is a table of rows."""
+        cut = self.tokens.start % self._page or self.tokens.stop % self._page
+        return not cut and int(np.count_nonzero(np.diff(self.block_ids) != 1)) >= FEW_RUNS
+
+    def _index(self) -> NDArray[np.intp]:
+        """The cache's rows in the part's order."""
+        _, num_layers, _, num_heads, _, _ = self.cache_shape
+        layer = np.arange(self.layers.start, self.layers.stop)[:, None, None, None]
+        plane = np.arange(2)[:, None, None]
+        head = np.arange(self.heads.start, self.heads.stop)[:, None]
+        ids = np.asarray(self.block_ids, dtype=np.intp)
+        return (((ids * num_layers + layer) * 2 + plane) * num_heads + head).reshape(-1)
+
+    def _pairs(self) -> Iterator[tuple[Void, Void]]:
+        """Views of equal shape [block, layer, K|V, head] of rows, or of the tokens of a cut block:
+        (in the cache, in the part)."""
+        _, num_layers, _, num_heads, page, _ = self.cache_shape
+        for span in spans(self.block_ids, self.tokens.start, self.tokens.stop, page):
+            tokens = page if span.tokens == span.blocks * page else span.tokens
+            piece = np.dtype((np.void, tokens * self.token_bytes))
+            head = page * self.token_bytes
+            layer = 2 * num_heads * head
+            inside_cache: Void = np.ndarray(
+                (span.blocks, len(self.layers), 2, len(self.heads)),
+                piece,
+                self.cache.data,
+                (span.block * num_layers + self.layers.start) * layer
+                + self.heads.start * head
+                + span.offset * self.token_bytes,
+                (num_layers * layer, layer, layer // 2, head),
+            )
+            head = len(self.tokens) * self.token_bytes
+            layer = 2 * len(self.heads) * head
+            inside_part: Void = np.ndarray(
+                inside_cache.shape,
+                piece,
+                self.part.data,
+                span.token * self.token_bytes,
+                (page * self.token_bytes, layer, layer // 2, head),
+            )
+            yield inside_cache, inside_part
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    flat: Bytes = tensor.view(-1).view(torch.uint8).numpy()
+    return flat

@@ -1,0 +1,230 @@
+"""A sender and a receiver in one process, with the product's own streams, ranks and endpoints between them, and an
+engine that only hands out blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import torch
+
+from cluster.config import TransferConfig
+from kv_transfer.base import HandoffReport, HandoffSpec, Reservation
+from kv_transfer.geometry import head_range
+from kv_transfer.receiver import HandoffReceiver
+from kv_transfer.receiver_rank import ReceiverRank
+from kv_transfer.ring import SlotState
+from kv_transfer.sender import HandoffSender, OutgoingHandoff
+from kv_transfer.sender_rank import SenderRank
+from kv_transfer.transports.nixl import NixlEndpoint
+from wire import common_pb2, decode_pb2_grpc
+
+LAYERS, HEADS, PAGE, DIM, BLOCKS = 3, 2, 4, 8, 64
+SLOT_BYTES = 4096
+DECODE_EPOCH, PREFILL_EPOCH = 2, 1
+TRANSPORTS = ("nixl", "grpc")
+
+
+def config(transport: str, **more: Any) -> TransferConfig:
+    sizes = {
+        "ring_bytes": 1 << 16,
+        "slot_bytes": SLOT_BYTES,
+        "part_bytes": SLOT_BYTES,
+        "staging_bytes": 1 << 16,
+    }
+    return TransferConfig(**{"transport": transport, **sizes, **more})
+
+
+def layout(tensor_parallel: int) -> common_pb2.KvLayout:
+    return common_pb2.KvLayout(
+        wire_version=1,
+        model_id="test",
+        dtype="float32",
+        page_size=PAGE,
+        num_layers=LAYERS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        tensor_parallel=tensor_parallel,
+    )
+
+
+def cache(rank: int, tensor_parallel: int) -> torch.Tensor:
+    begin, end = head_range(rank, tensor_parallel, HEADS)
+    return torch.zeros(BLOCKS, LAYERS, 2, end - begin, PAGE, DIM)
+
+
+def endpoint(transport: str) -> NixlEndpoint | None:
+    return NixlEndpoint(f"test-{os.getpid()}-{secrets.token_hex(4)}") if transport == "nixl" else None
+
+
+@dataclass
+class Blocks:
+    """A DecodeEngine without an engine."""
+
+    block_ids: list[int]
+    held_tokens: int = 0
+    committed: list[bytes] = field(default_factory=list)
+    aborted: dict[bytes, int] = field(default_factory=dict)  # transfer → verified tokens
+
+    async def reserve(self, spec: HandoffSpec) -> Reservation:
+        return Reservation(self.block_ids[: -(-spec.token_count // PAGE)], self.held_tokens)
+
+    async def commit(
+        self, transfer_id: bytes, first_tokens: Sequence[common_pb2.Token], report: common_pb2.WorkReport
+    ) -> None:
+        self.committed.append(transfer_id)
+
+    async def abort(self, transfer_id: bytes, verified_tokens: int) -> None:
+        self.aborted[transfer_id] = verified_tokens
+
+
+class _Service(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, receiver: HandoffReceiver):
+        self._receiver = receiver
+
+    async def Handoff(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        async for reply in self._receiver.serve(request_iterator):
+            yield reply
+
+
+@dataclass
+class Decode:
+    receiver: HandoffReceiver
+    ranks: list[ReceiverRank]
+    caches: list[torch.Tensor]
+    engine: Blocks
+    ref: common_pb2.WorkerRef
+
+    @property
+    def rings(self):
+        return self.receiver.rings
+
+    def count(self, state: SlotState) -> int:
+        return sum(ring.count(state) for ring in self.rings)
+
+    @property
+    def all_free(self) -> bool:
+        self.receiver.check_integrity()
+        return self.count(SlotState.FREE) == sum(len(ring.slots) for ring in self.rings)
+
+
+@asynccontextmanager
+async def decode_side(transfer: TransferConfig, tensor_parallel: int = 1) -> AsyncIterator[Decode]:
+    caches = [cache(rank, tensor_parallel) for rank in range(tensor_parallel)]
+    ranks = [
+        ReceiverRank(
+            rank=rank,
+            kv_cache=caches[rank],
+            kv_head_range=head_range(rank, tensor_parallel, HEADS),
+            endpoint=endpoint(transfer.transport),
+            config=transfer,
+            decode_epoch=DECODE_EPOCH,
+        )
+        for rank in range(tensor_parallel)
+    ]
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    ref = common_pb2.WorkerRef(worker_id="decode", epoch=DECODE_EPOCH, address=address)
+    engine = Blocks(list(range(BLOCKS - 1, -1, -1)))
+    receiver = HandoffReceiver(
+        worker=ref,
+        layout=layout(tensor_parallel),
+        ranks=ranks,
+        addresses=[rank.first_addresses for rank in ranks],
+        engine=engine,
+        config=transfer,
+        is_ended=lambda transfer_id: transfer_id in engine.aborted,
+    )
+    decode_pb2_grpc.add_DecodeServicer_to_server(_Service(receiver), server)
+    await server.start()
+    try:
+        yield Decode(receiver, ranks, caches, engine, ref)
+    finally:
+        await receiver.close()
+        await server.stop(None)
+
+
+@dataclass
+class Prefill:
+    sender: HandoffSender
+    ranks: list[SenderRank]
+    caches: list[torch.Tensor]
+
+    async def open(self, decode: common_pb2.WorkerRef, tokens: int) -> OutgoingHandoff:
+        """Reserved, and every layer of every token computed."""
+        request_id = secrets.token_hex(8)
+        spec = HandoffSpec(secrets.token_bytes(16), request_id, common_pb2.GenerateSpec(n=1), tokens, [])
+        handoff = await self.sender.reserve(decode, spec, 10.0)
+        handoff.start(request_id)
+        blocks = list(range(-(-tokens // PAGE)))
+        half = tokens // 2  # two chunks, the border anywhere in a block
+        for begin, end in ((0, half), (half, tokens)):
+            for layer in range(LAYERS):
+                for rank in self.ranks:
+                    rank.layer_computed(request_id, layer, begin, end, blocks[: -(-end // PAGE)])
+        return handoff
+
+    async def finish(self, handoff: OutgoingHandoff, tokens: int) -> HandoffReport:
+        async with asyncio.timeout(20):
+            return await handoff.finish(
+                [common_pb2.Token(position=tokens, token_id=1)], common_pb2.WorkReport()
+            )
+
+    async def send(self, decode: common_pb2.WorkerRef, tokens: int) -> HandoffReport:
+        return await self.finish(await self.open(decode, tokens), tokens)
+
+
+@asynccontextmanager
+async def prefill_side(
+    transfer: TransferConfig, tensor_parallel: int = 1, worker_id: str = "prefill"
+) -> AsyncIterator[Prefill]:
+    torch.manual_seed(1)
+    whole = torch.randn(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM)
+    caches = []
+    for rank in range(tensor_parallel):
+        begin, end = head_range(rank, tensor_parallel, HEADS)
+        caches.append(whole[:, :, :, begin:end].contiguous())
+    ranks = [
+        SenderRank(
+            rank=rank,
+            kv_cache=caches[rank],
+            kv_head_range=head_range(rank, tensor_parallel, HEADS),
+            endpoint=endpoint(transfer.transport),
+            config=transfer,
+        )
+        for rank in range(tensor_parallel)
+    ]
+    worker = common_pb2.WorkerRef(worker_id=worker_id, epoch=PREFILL_EPOCH, address="127.0.0.1:0")
+    sender = HandoffSender(worker=worker, layout=layout(tensor_parallel), ranks=ranks, config=transfer)
+    try:
+        yield Prefill(sender, ranks, caches)
+    finally:
+        await sender.close()
+
+
+def tokens_of(caches: Sequence[torch.Tensor], blocks: Sequence[int], tokens: int) -> torch.Tensor:
+    """[token, layer, K|V, head, dim], heads of all ranks together."""
+    heads = torch.cat(list(caches), 3)[list(blocks)]
+    return heads.permute(0, 4, 1, 2, 3, 5).reshape(-1, LAYERS, 2, HEADS, DIM)[:tokens]
+
+
+def assert_same(prefill: Prefill, decode: Decode, tokens: int) -> None:
+    count = -(-tokens // PAGE)
+    held = decode.engine.held_tokens
+    sent = tokens_of(prefill.caches, range(count), tokens)
+    here = tokens_of(decode.caches, decode.engine.block_ids[:count], tokens)
+    assert torch.equal(sent[held:], here[held:])
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        await asyncio.sleep(0.005)

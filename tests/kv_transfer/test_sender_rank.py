@@ -1,0 +1,179 @@
+"""What a sending rank does while writes are pending for ever, as they are over TCP to a stopped process. The endpoint is
+a scripted one: no real transport holds a write back on demand."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from kv_transfer import messages as m
+from kv_transfer.geometry import Flow
+from kv_transfer.sender_rank import SenderRank
+from tests.kv_transfer.pair import BLOCKS, DIM, HEADS, LAYERS, PAGE, SLOT_BYTES, config
+
+
+@dataclass
+class HeldWrite:
+    state: str = "pending"
+
+    def poll(self) -> str:
+        return self.state
+
+
+@dataclass
+class HeldEndpoint:
+    name: str = "held"
+    metadata: bytes = b""
+    writes: dict[str, list[HeldWrite]] = field(default_factory=dict)  # by agent
+    connected: set[str] = field(default_factory=set)
+
+    def register(self, memory: Tensor) -> None: ...
+
+    def connect(self, agent_name: str, metadata: bytes) -> None:
+        self.connected.add(agent_name)
+
+    def disconnect(self, agent_name: str) -> None:
+        self.connected.discard(agent_name)
+
+    def write(
+        self, agent_name: str, source: Tensor, address: int, device: int, notification: bytes
+    ) -> HeldWrite:
+        assert agent_name in self.connected
+        self.writes.setdefault(agent_name, []).append(HeldWrite())
+        return self.writes[agent_name][-1]
+
+    def notify(self, agent_name: str, message: bytes) -> None: ...
+
+    def notifications(self) -> list[bytes]:
+        return []
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Rank:
+    rank: SenderRank
+    endpoint: HeldEndpoint
+    events: list[object]
+
+    def open(self, transfer: bytes, peer: str, tokens: int) -> None:
+        """Everything is computed and every slot granted."""
+        self.rank.handle(m.Connect(peer, [m.PeerRank(0, f"agent-{peer}", b"")], ""))
+        self.rank.handle(
+            m.OpenTransfer(
+                transfer, transfer.hex(), peer, "nixl", [Flow(0, 0, 0, HEADS)], 0, tokens, SLOT_BYTES, 1, 2
+            )
+        )
+        for layer in range(LAYERS):
+            self.rank.layer_computed(transfer.hex(), layer, 0, tokens, range(-(-tokens // PAGE)))
+        wait(lambda: any(self.of(m.AllGathered, transfer)), "all cut")
+        wait(lambda: len(self.of(m.SlotWanted, transfer)) == self.parts(transfer), "slots asked for")
+        for part in range(self.parts(transfer)):
+            self.rank.handle(m.Granted(transfer, 0, part, part, 1, 4096 * part, 0, 1.0))
+
+    def of(self, kind: type, transfer: bytes) -> list[object]:
+        return [e for e in self.events if isinstance(e, kind) and e.transfer_id == transfer]
+
+    def parts(self, transfer: bytes) -> int:
+        (gathered,) = self.of(m.AllGathered, transfer)
+        return gathered.parts[0][1]
+
+    def written(self, peer: str) -> int:
+        return len(self.endpoint.writes.get(f"agent-{peer}", []))
+
+
+def wait(condition, what: str, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def sending():
+    endpoint = HeldEndpoint()
+    rank = SenderRank(
+        rank=0,
+        kv_cache=torch.zeros(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM),
+        kv_head_range=(0, HEADS),
+        endpoint=endpoint,
+        config=config("nixl"),
+    )
+    events: list[object] = []
+    rank.on_event = events.append
+    yield Rank(rank, endpoint, events)
+    rank.close()
+
+
+A, B = b"a" * 16, b"b" * 16
+
+
+def test_a_peer_is_not_forgotten_while_a_write_to_it_is_pending(sending):
+    """Forgetting it would make the handle an error at once, and Drained a lie: the bytes land all the same."""
+    sending.open(A, "stuck", 8)
+    wait(lambda: sending.written("stuck") == sending.parts(A), "all posted")
+    sending.rank.handle(m.Disconnect("stuck"))
+    sending.rank.handle(m.CloseTransfer(A))
+    held = sending.endpoint.writes["agent-stuck"]
+    for write in held[1:]:
+        write.state = "done"
+    time.sleep(0.05)
+    assert "agent-stuck" in sending.endpoint.connected
+    assert not sending.of(m.TransferDrained, A)
+    held[0].state = "done"
+    wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
+    wait(lambda: "agent-stuck" not in sending.endpoint.connected, "forgotten at last")
+    assert not sending.rank.staging_used_bytes
+
+
+def test_a_new_link_keeps_the_peer(sending):
+    sending.open(A, "back", 8)
+    wait(lambda: sending.written("back") == sending.parts(A), "all posted")
+    sending.rank.handle(m.Disconnect("back"))
+    sending.rank.handle(m.Connect("back", [m.PeerRank(0, "agent-back", b"")], ""))
+    sending.rank.handle(m.CloseTransfer(A))
+    for write in sending.endpoint.writes["agent-back"]:
+        write.state = "done"
+    wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
+    time.sleep(0.05)
+    assert "agent-back" in sending.endpoint.connected
+
+
+def test_a_stuck_peer_does_not_starve_another(sending):
+    """It holds at most half of the staging, and while its ended hand-off is not drained it gets no more."""
+    sending.open(A, "stuck", 4 * BLOCKS)
+    half = config("nixl").staging_bytes // 2
+    wait(lambda: sending.rank.staging_used_bytes >= half - 2 * SLOT_BYTES, "its share")
+    posted = sending.written("stuck")
+    time.sleep(0.05)
+    assert sending.written("stuck") == posted < sending.parts(A)
+    assert sending.rank.staging_used_bytes <= half
+    sending.rank.handle(m.CloseTransfer(A))
+    sending.open(B, "well", 4 * BLOCKS)
+    for part in range(sending.parts(B)):
+        wait(lambda part=part: sending.written("well") > part, "posted to the other")
+        sending.endpoint.writes["agent-well"][part].state = "done"
+        sending.rank.handle(m.PartAnswered(B, 0, part, True))
+    sending.rank.handle(m.CloseTransfer(B))
+    wait(lambda: bool(sending.of(m.TransferDrained, B)), "the other is through")
+    assert not sending.of(m.TransferDrained, A)
+    for write in sending.endpoint.writes["agent-stuck"]:
+        write.state = "error"  # counts as terminal
+    wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
+    assert not sending.rank.staging_used_bytes
+
+
+def test_more_corrupted_parts_than_staging_holds(sending):
+    """What waits for a second slot keeps no staging from those that have one."""
+    sending.open(A, "peer", 4 * BLOCKS)
+    count = sending.parts(A)
+    for part in range(count):
+        wait(lambda part=part: sending.written("peer") > part, "posted")
+        sending.endpoint.writes["agent-peer"][part].state = "done"
+        sending.rank.handle(m.PartAnswered(A, 0, part, False))
+    wait(lambda: len(sending.of(m.SlotWanted, A)) == 2 * count, "asked for again")
+    wait(lambda: not sending.rank.staging_used_bytes, "staging free")
