@@ -23,7 +23,7 @@ class ExitedPeers:
         deadline = asyncio.get_running_loop().time() + REMEMBER_SECONDS
         while (names := self._names(worker_id)) and asyncio.get_running_loop().time() < deadline:
             for name in names:
-                self._receiver.process_exited(name)
+                await self._receiver.process_exited(name)
             await asyncio.sleep(AGAIN_SECONDS)
 
     def _names(self, worker_id: str) -> set[str]:
