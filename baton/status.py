@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.errors import InternalError, UnavailableError
+from cluster.errors import InternalError, UnauthenticatedError, UnavailableError
 
 TIMEOUT_SECONDS = 5.0
 MISSING = "–"
@@ -21,10 +21,10 @@ _REDIS = {"True": ("Redis ok", "green"), "False": ("Redis gone", "red")}
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "suspect": "yellow", "dead": "red"}
 
 
-def show(url: str, *, as_json: bool, console: Console | None = None) -> None:
+def show(url: str, *, as_json: bool, console: Console | None = None, api_key: str = "") -> None:
     """Prints the cluster behind `url`. Raises UnavailableError when no router answers there."""
     console = console or Console()
-    raw = fetch(url)
+    raw = fetch(url, api_key)
     if as_json:
         console.file.write(raw.decode() + "\n")
         return
@@ -35,15 +35,18 @@ def show(url: str, *, as_json: bool, console: Console | None = None) -> None:
     console.print(render(view, wide=console.width >= _WIDE_COLUMNS))
 
 
-def fetch(url: str) -> bytes:
+def fetch(url: str, api_key: str = "") -> bytes:
     """The body of /v1/cluster, as it came."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     address = url if "//" in url else f"http://{url}"
     try:
         # trust_env off: a proxy of the shell's would be asked for a router on this machine
-        with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False) as client:
+        with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False, headers=headers) as client:
             answer = client.get(f"{address.rstrip('/')}/v1/cluster")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UnavailableError(f"no router answers at {address} ({error})", field="url") from error
+    if answer.status_code in (401, 403):
+        raise UnauthenticatedError(f"{address} wants an admin's API key (--api-key)", field="api_key")
     if answer.status_code != 200:
         raise UnavailableError(f"{address} answers with status {answer.status_code}", field="url")
     return answer.content

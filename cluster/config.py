@@ -59,9 +59,9 @@ class WorkerConfig(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = chosen by the system")
     metrics_port: int = Field(0, ge=0, le=65535)
-    redis_url: str = Field("", description="redis://… or unix://…")
+    redis_url: str = Field("", description="redis://…, rediss://… or unix://…", repr=False)
     namespace: str = Field("baton", description="prefix of every Redis key of this deployment")
-    secret: str = Field("baton", description="deployment secret that keys the block hashes")
+    secret: str = Field("baton", description="deployment secret that keys the block hashes", repr=False)
     place: str = Field("", description="rack/zone label of this host; equal labels are near")
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
@@ -86,9 +86,9 @@ class RouterConfig(Frozen):
     host: str = "127.0.0.1"
     http_port: int = Field(8000, ge=0, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535)
-    redis_url: str = ""
+    redis_url: str = Field("", repr=False)
     namespace: str = "baton"
-    secret: str = "baton"
+    secret: str = Field("baton", repr=False)
     model: Path = Field(description="model directory: tokenizer, chat template, generation config")
     served_model_name: str = Field("", description="name clients use; default: the directory's name")
     max_model_len: int = Field(0, ge=0)
@@ -102,6 +102,12 @@ class RouterConfig(Frozen):
     )
     max_attempts: int = Field(8, ge=1)
     max_concurrent_requests: int = Field(1024, ge=1)
+    max_concurrent_requests_per_tenant: int = Field(0, ge=0, description="0 = no limit of its own")
+    max_concurrent_requests_per_connection: int = Field(512, ge=0, description="0 = no limit of its own")
+    api_keys_file: Path | None = Field(None, description="YAML or JSON list of API keys; none = no keys")
+    share_prefixes_across_tenants: bool = Field(
+        False, description="let tenants hit each other's cached prefixes; timing then shows who sent what"
+    )
     max_body_bytes: int = Field(8 << 20, ge=1)
     max_choices: int = Field(16, ge=1)
     max_stop_strings: int = Field(16, ge=1)

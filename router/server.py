@@ -12,14 +12,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from cluster.auth.key_file import ApiKeys
 from cluster.config import RouterConfig
 from cluster.errors import ConfigError
 from cluster.membership.reader import Members
 from router.dispatch.channels import Channels
 from router.dispatch.services import Services
 from router.front import Front
+from router.grpc.gate import KeyInterceptor
 from router.grpc.service import SERVICE, InferenceService
 from router.http.app import build_app
+from router.http.gate import Gate
 from router.metrics import RouterMetrics
 from router.placement.placement import Placement
 from router.tokens.tokenizer import ModelText
@@ -38,8 +41,10 @@ class Router:
         self._placement = Placement(config, self._members)
         self._channels = Channels()
         self._services = Services(config, self._text, self._members, self._placement, self._channels)
-        self.front = Front(self._services, RouterMetrics(CollectorRegistry()))
+        self._keys = ApiKeys(config.api_keys_file)
+        self.front = Front(self._services, RouterMetrics(CollectorRegistry()), self._keys)
         self._grpc = grpc.aio.server(
+            interceptors=[KeyInterceptor(self.front)] if self._keys.on else [],
             options=[
                 ("grpc.max_receive_message_length", config.max_body_bytes),
                 ("grpc.so_reuseport", 0),
@@ -47,13 +52,13 @@ class Router:
                 # server would answer "too many pings" and hang up.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
-            ]
+            ],
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._socket = self._listen()
         self._http = uvicorn.Server(
             uvicorn.Config(
-                build_app(self.front),
+                Gate(build_app(self.front), self.front),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -123,6 +128,7 @@ class Router:
             for service in ("", SERVICE):
                 await self._health.set(service, serving)
             await self._channels.keep_only({worker.address for worker in self._members.all})
+            await asyncio.to_thread(self._keys.refresh)
             await asyncio.sleep(0.5)
 
     async def close(self) -> None:

@@ -38,6 +38,13 @@ def router(
     http_port: Annotated[int | None, typer.Option(help="OpenAI HTTP port; 0 = any.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 = any.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients use.")] = None,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="API keys (YAML or JSON); without it everyone may ask.")
+    ] = None,
+    share_prefixes_across_tenants: Annotated[
+        bool | None,
+        typer.Option("--share-prefixes-across-tenants", help="Tenants hit each other's cached prefixes."),
+    ] = None,
     ready_file: ReadyFile = None,
 ) -> None:
     """Run one router: OpenAI HTTP and gRPC in front, placement, and the life of every request."""
@@ -49,6 +56,8 @@ def router(
         http_port=http_port,
         grpc_port=grpc_port,
         served_model_name=served_model_name,
+        api_keys_file=api_keys_file,
+        share_prefixes_across_tenants=share_prefixes_across_tenants,
     )
     uvloop.run(_run_router(settings.load(RouterConfig, flags, config), ready_file))
 

@@ -40,6 +40,8 @@ class UpOptions:
     http_port: int = 8000
     grpc_port: int = 50051
     redis_url: str = ""
+    api_keys_file: Path | None = None
+    share_prefixes_across_tenants: bool = False
     namespace: str = ""
     state_file: Path | None = None
     transfer: TransferConfig = TransferConfig()
@@ -106,6 +108,8 @@ class UpOptions:
             page_size=self.page_size,
             local_prefill=self.local_prefill,
             aggregated=self.aggregated,
+            share_prefixes_across_tenants=self.share_prefixes_across_tenants,
+            api_keys_file=self.api_keys_file.absolute() if self.api_keys_file else None,
         )
 
     def worker_environment(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis
 import redis.asyncio
@@ -16,6 +17,15 @@ def _options(url: str, seconds: float) -> dict[str, Any]:
     if not url.startswith("unix:"):
         options["socket_connect_timeout"] = CONNECT_SECONDS
     return options
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown: user and password are stars, wherever they stand in it."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")
+    netloc = f"***@{host[2]}" if host[1] else parts.netloc
+    query = [(k, "***" if "password" in k else v) for k, v in parse_qsl(parts.query)]
+    return urlunsplit(parts._replace(netloc=netloc, query=urlencode(query, safe="*/")))
 
 
 def connect(url: str, seconds: float = COMMAND_SECONDS) -> redis.Redis:

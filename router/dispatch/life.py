@@ -196,7 +196,7 @@ class RequestLife:
             sampling=c.sampling,
             first_choice=choices[0].index,
             n=len(choices),
-            salt=make_salt(model_id),
+            salt=make_salt(model_id, tenant=c.prefix_scope),
             priority=c.priority,
         )
 

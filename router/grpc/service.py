@@ -13,6 +13,7 @@ from cluster.errors import BatonError, InvalidRequestError, UnknownModelError
 from router.completion import Completion, Delta
 from router.dispatch.life import RequestLife
 from router.front import Front
+from router.grpc.gate import caller_of
 from router.validate import Asked
 from wire import inference_pb2 as pb
 
@@ -37,7 +38,8 @@ class InferenceService:
     async def Generate(self, raw: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         try:
             completion = await self._completion(_parse(pb.GenerateRequest(), raw), context)
-            with self._front.admit(completion) as life:
+            caller = caller_of(self._front, context)
+            with self._front.admit(completion, caller, context.peer()) as life:
                 async for response in _responses(life, completion):
                     yield response
         except BatonError as error:

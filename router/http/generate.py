@@ -20,6 +20,7 @@ from router.front import Front
 from router.http import fields
 from router.http.body import read_json
 from router.http.errors import error_body
+from router.http.gate import caller_of, connection_of
 from router.http.shapes import Answer, ChatShape, CompletionShape, Shape, baton, usage
 
 MAX_PROMPTS = 64
@@ -92,8 +93,9 @@ class Generate:
         )
         wants_usage = fields.include_usage(body)
         stack = contextlib.ExitStack()
+        caller, connection = caller_of(request), connection_of(request)
         with stack:
-            lives = [stack.enter_context(self._front.admit(one)) for one in completions]
+            lives = [stack.enter_context(self._front.admit(one, caller, connection)) for one in completions]
             headers = {"x-request-id": completions[0].request_id}
             if not fields.boolean(body, "stream"):
                 return await self._whole(request, shape, lives, completions, headers)
