@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -51,7 +51,17 @@ class TransferConfig(Frozen):
     digests: Literal["all", "off"] = "all"
 
 
-class WorkerConfig(Frozen):
+class TlsFields(Frozen):
+    """Who this process is to Baton's others, and whom it believes (PEM files, read again when they change)."""
+
+    tls_cert: Path | None = Field(None, description="certificate chain; none = plain text")
+    tls_key: Path | None = None
+    tls_ca: Path | None = Field(
+        None, description="authority of the cluster's own certificates: nothing else may be signed by it"
+    )
+
+
+class WorkerConfig(TlsFields):
     """One prefill or decode worker."""
 
     role: Role
@@ -78,8 +88,14 @@ class WorkerConfig(Frozen):
             return {**values, "worker_id": f"{values.get('role', 'worker')}-{secrets.token_hex(3)}"}
         return values
 
+    @model_validator(mode="after")
+    def _tls_is_mutual(self) -> Self:
+        if len({file is None for file in (self.tls_cert, self.tls_key, self.tls_ca)}) > 1:
+            raise ValueError("tls_cert, tls_key and tls_ca belong together: a worker's TLS is mutual")
+        return self
 
-class RouterConfig(Frozen):
+
+class RouterConfig(TlsFields):
     """One router."""
 
     router_id: str = Field(default_factory=lambda: f"router-{secrets.token_hex(4)}")
@@ -101,6 +117,11 @@ class RouterConfig(Frozen):
         600.0, gt=0, description="longest life of a request without a client deadline"
     )
     max_attempts: int = Field(8, ge=1)
+    door_tls_cert: Path | None = Field(None, description="what clients are shown; default: tls_cert")
+    door_tls_key: Path | None = None
+    tls_client_ca: Path | None = Field(
+        None, description="clients must bring a certificate of this authority; none = they need not"
+    )
     max_concurrent_requests: int = Field(1024, ge=1)
     max_concurrent_requests_per_tenant: int = Field(0, ge=0, description="0 = no limit of its own")
     max_concurrent_requests_per_connection: int = Field(512, ge=0, description="0 = no limit of its own")

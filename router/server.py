@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
+from collections.abc import Callable
 
 import grpc
 import uvicorn
@@ -16,6 +18,7 @@ from cluster.auth.key_file import ApiKeys
 from cluster.config import RouterConfig
 from cluster.errors import ConfigError
 from cluster.membership.reader import Members
+from cluster.tls import DoorContext, Peers, listen, make_identity
 from router.dispatch.channels import Channels
 from router.dispatch.services import Services
 from router.front import Front
@@ -39,7 +42,17 @@ class Router:
         self._text = ModelText(config.model)
         self._members = Members(config.redis_url, config.namespace)
         self._placement = Placement(config, self._members)
-        self._channels = Channels()
+        inside = make_identity(config.tls_cert, config.tls_key, config.tls_ca)
+        self._door = make_identity(
+            config.door_tls_cert or config.tls_cert,
+            config.door_tls_key or config.tls_key,
+            config.tls_client_ca,
+        )
+        self._ask_clients = config.tls_client_ca is not None
+        self._door_context = (
+            DoorContext(self._door, ask_clients=self._ask_clients) if self._door is not None else None
+        )
+        self._channels = Channels(Peers(inside if config.tls_ca else None))
         self._services = Services(config, self._text, self._members, self._placement, self._channels)
         self._keys = ApiKeys(config.api_keys_file)
         self.front = Front(self._services, RouterMetrics(CollectorRegistry()), self._keys)
@@ -63,6 +76,7 @@ class Router:
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(GRACE_SECONDS),
+                ssl_context_factory=self._ssl_context if self._door_context is not None else None,
             )
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -70,11 +84,16 @@ class Router:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self._config.host}:{self._socket.getsockname()[1]}"
+        scheme = "http" if self._door is None else "https"
+        return f"{scheme}://{self._config.host}:{self._socket.getsockname()[1]}"
 
     @property
     def grpc_address(self) -> str:
         return f"{self._config.host}:{self._grpc_port}"
+
+    def _ssl_context(self, config: uvicorn.Config, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+        assert self._door_context is not None
+        return self._door_context.context
 
     def _listen(self) -> socket.socket:
         sock = socket.socket()
@@ -103,7 +122,7 @@ class Router:
         reflection.enable_server_reflection(services, self._grpc)
         address = f"{self._config.host}:{self._config.grpc_port}"
         try:
-            self._grpc_port = self._grpc.add_insecure_port(address)
+            self._grpc_port = listen(self._grpc, address, self._door, ask_clients=self._ask_clients)
         except RuntimeError as error:
             raise ConfigError(
                 f"--grpc-port: cannot listen on {address}: {error}", field="grpc_port"
@@ -128,8 +147,14 @@ class Router:
             for service in ("", SERVICE):
                 await self._health.set(service, serving)
             await self._channels.keep_only({worker.address for worker in self._members.all})
-            await asyncio.to_thread(self._keys.refresh)
+            await asyncio.to_thread(self._refresh)
             await asyncio.sleep(0.5)
+
+    def _refresh(self) -> None:
+        """Files that may have changed: keys and certificates."""
+        self._keys.refresh()
+        if self._door_context is not None:
+            self._door_context.refresh()
 
     async def close(self) -> None:
         """Lets requests finish for a few seconds, then ends them."""

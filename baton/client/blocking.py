@@ -22,6 +22,7 @@ from baton.client.routers import (
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
 from cluster.errors import DeadlineError, InternalError
 from cluster.rpc import error_from_rpc
+from cluster.tls import ClientTls, door_channel
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc as rpc
 
@@ -35,6 +36,7 @@ class Client:
         addresses: host:port of a router's gRPC port, or several.
         timeout_seconds: deadline of every call, over all its reconnects, where the call names none.
         api_key: sent with every call, where the routers ask for keys.
+        tls: whom to trust and who we are, where the routers speak TLS; `ClientTls()` trusts the system's list.
         max_reconnects: how often one call may move on to another router; default: each router twice.
 
     Every method raises a class of `cluster.errors`.
@@ -45,10 +47,12 @@ class Client:
         addresses: str | Sequence[str] = "127.0.0.1:50051",
         *,
         api_key: str = "",
+        tls: ClientTls | None = None,
         timeout_seconds: float = 600.0,
         max_reconnects: int | None = None,
     ) -> None:
         self._routers = Routers(addresses)
+        self._tls = tls
         self._metadata = call_metadata(api_key)
         self._timeout_seconds = timeout_seconds
         reconnects = default_reconnects(self._routers.addresses)
@@ -141,7 +145,7 @@ class Client:
         with self._lock:
             address = self._routers.current
             if address not in self._channels:
-                self._channels[address] = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                self._channels[address] = door_channel(address, self._tls, CHANNEL_OPTIONS)
             return address, rpc.InferenceStub(self._channels[address])
 
     def _failed(self, address: str) -> None:

@@ -49,6 +49,12 @@ def up(
     api_keys_file: Annotated[
         Path | None, typer.Option(envvar="BATON_API_KEYS_FILE", help="API keys; see baton keys.")
     ] = None,
+    certs: Annotated[
+        Path | None, typer.Option(help="TLS everywhere, with the files baton certs made there.")
+    ] = None,
+    require_client_certs: Annotated[
+        bool, typer.Option("--require-client-certs", help="Clients too must show a certificate.")
+    ] = False,
     share_prefixes_across_tenants: Annotated[
         bool,
         typer.Option("--share-prefixes-across-tenants", help="Tenants hit each other's cached prefixes."),
@@ -80,6 +86,8 @@ def up(
         http_port=http_port,
         grpc_port=grpc_port,
         api_keys_file=api_keys_file,
+        certs=certs,
+        require_client_certs=require_client_certs,
         share_prefixes_across_tenants=share_prefixes_across_tenants,
         redis_url=redis_url,
         state_file=state_file,

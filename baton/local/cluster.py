@@ -183,19 +183,22 @@ class LocalCluster:
 
     def _wait_until_ready(self, http: str) -> None:
         wanted = self._options.decode + self._options.prefill_workers
+        keys = self._options.api_keys_file is not None
+        tls = self._options.tls.client()
+        context = tls.context() if tls is not None else None
 
         def ready() -> bool | None:
             # The router's own view: it must know every worker, or its first requests see a part of the cluster.
             # That view needs an admin's key where keys are on, and we have none.
+            path = "ready" if keys else "v1/cluster"
             try:
-                if self._options.api_keys_file is not None:
-                    with urllib.request.urlopen(f"{http}/ready", timeout=2.0):
-                        return True
-                with urllib.request.urlopen(f"{http}/v1/cluster", timeout=2.0) as answer:
-                    workers = json.load(answer)["workers"]
+                with urllib.request.urlopen(f"{http}/{path}", timeout=2.0, context=context) as answer:
+                    view = json.load(answer)
             except OSError:
                 return None
-            return True if sum(one["lease"] == "live" for one in workers) >= wanted else None
+            if keys:
+                return True
+            return True if sum(one["lease"] == "live" for one in view["workers"]) >= wanted else None
 
         self._poll(ready, "the router did not become ready")
 

@@ -7,9 +7,11 @@ from collections import OrderedDict
 
 import grpc
 
+from cluster.tls import Peers
 from wire import decode_pb2_grpc, prefill_pb2_grpc
 
 MAX_CHANNELS = 512
+RETIRE_SECONDS = 600.0
 _OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -21,7 +23,11 @@ _OPTIONS = [
 
 
 class Channels:
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers | None = None) -> None:
+        """`peers` opens them; default: plain text."""
+        self._peers = peers or Peers()
+        self._generation = self._peers.generation
+        self._retiring: set[asyncio.Task[None]] = set()
         self._open: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
 
     def prefill(self, address: str) -> prefill_pb2_grpc.PrefillAsyncStub:
@@ -32,7 +38,7 @@ class Channels:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._open:
-            self._open[address] = grpc.aio.insecure_channel(address, options=_OPTIONS)
+            self._open[address] = self._peers.channel(address, _OPTIONS)
         self._open.move_to_end(address)
         return self._open[address]
 
@@ -40,7 +46,21 @@ class Channels:
         """Closes connections to workers that are gone."""
         for address in [known for known in self._open if known not in addresses]:
             await self._open.pop(address).close(1.0)
+        if self._peers.generation != self._generation:
+            self._generation = self._peers.generation
+            self._renew()
+
+    def _renew(self) -> None:
+        """A new certificate: new calls go over new connections, calls under way end on theirs."""
+        for channel in self._open.values():
+            task = asyncio.get_running_loop().create_task(channel.close(RETIRE_SECONDS))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+        self._open.clear()
 
     async def close(self) -> None:
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
         await asyncio.gather(*(channel.close(None) for channel in self._open.values()))
         self._open.clear()
