@@ -130,6 +130,19 @@ class RouterConfig(TlsFields):
         False, description="let tenants hit each other's cached prefixes; timing then shows who sent what"
     )
     max_body_bytes: int = Field(8 << 20, ge=1)
-    max_choices: int = Field(16, ge=1)
+    max_choices: int = Field(16, ge=1, description="n")
+    max_prompts: int = Field(64, ge=1, description="prompts of one completion request")
     max_stop_strings: int = Field(16, ge=1)
+    max_stop_string_characters: int = Field(1024, ge=1)
+    max_stop_token_ids: int = Field(64, ge=0)
+    max_logit_bias: int = Field(1024, ge=0)
     max_logprobs: int = Field(20, ge=0)
+    max_json_depth: int = Field(32, ge=2)
+    max_header_bytes: int = Field(32 << 10, ge=1 << 10, description="head of a request, or gRPC metadata")
+    max_headers: int = Field(100, ge=8)
+    max_http_connections: int = Field(4096, ge=1)
+    header_seconds: float = Field(10.0, gt=0, description="a request's head must come within this")
+    body_seconds: float = Field(60.0, gt=0, description="and its body within this")
+    write_seconds: float = Field(
+        30.0, gt=0, description="a client that takes nothing for so long is cut off, its request cancelled"
+    )

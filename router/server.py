@@ -26,12 +26,20 @@ from router.grpc.gate import KeyInterceptor
 from router.grpc.service import SERVICE, InferenceService
 from router.http.app import build_app
 from router.http.gate import Gate
+from router.http.protocol import HttpLimits, limited
 from router.metrics import RouterMetrics
 from router.placement.placement import Placement
 from router.tokens.tokenizer import ModelText
 from wire import inference_pb2
 
 GRACE_SECONDS = 5.0
+EXTRA_STREAMS = 64
+SEND_BUFFER_BYTES = 256 << 10
+
+
+def _max_streams(config: RouterConfig) -> int:
+    own = config.max_concurrent_requests_per_connection or config.max_concurrent_requests
+    return own + EXTRA_STREAMS
 
 
 class Router:
@@ -60,6 +68,11 @@ class Router:
             interceptors=[KeyInterceptor(self.front)] if self._keys.on else [],
             options=[
                 ("grpc.max_receive_message_length", config.max_body_bytes),
+                ("grpc.max_metadata_size", config.max_header_bytes),
+                ("grpc.absolute_max_metadata_size", config.max_header_bytes),
+                ("grpc.server_handshake_timeout_ms", int(config.header_seconds * 1000)),
+                # Refusing takes a stream too: a few more than may be served.
+                ("grpc.max_concurrent_streams", _max_streams(config)),
                 ("grpc.so_reuseport", 0),
                 # Clients ping through silent streams to notice a router that is gone; without these two the
                 # server would answer "too many pings" and hang up.
@@ -72,6 +85,8 @@ class Router:
         self._http = uvicorn.Server(
             uvicorn.Config(
                 Gate(build_app(self.front), self.front),
+                http=limited(HttpLimits.of(config)),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -100,6 +115,8 @@ class Router:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit it: a first streamed byte must not wait for Nagle.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # So does this one: what a client leaves unread must stop its request soon, not fill megabytes of kernel.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         try:
             sock.bind((self._config.host, self._config.http_port))
         except OSError as error:
