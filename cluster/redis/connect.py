@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis
 import redis.asyncio
@@ -21,11 +20,11 @@ def _options(url: str, seconds: float) -> dict[str, Any]:
 
 def without_password(url: str) -> str:
     """The URL as it may be shown: user and password are stars, wherever they stand in it."""
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")
-    netloc = f"***@{host[2]}" if host[1] else parts.netloc
-    query = [(k, "***" if "password" in k else v) for k, v in parse_qsl(parts.query)]
-    return urlunsplit(parts._replace(netloc=netloc, query=urlencode(query, safe="*/")))
+    scheme, mark, rest = url.partition("://")
+    address, question, query = rest.partition("?")
+    _, at, host = address.rpartition("@")
+    shown = [name if "password" not in name else f"{name.partition('=')[0]}=***" for name in query.split("&")]
+    return f"{scheme}{mark}{'***@' if at else ''}{host}{question}{'&'.join(shown)}"
 
 
 def connect(url: str, seconds: float = COMMAND_SECONDS) -> redis.Redis:
