@@ -79,7 +79,8 @@ def run_router(directory: Path, config: dict[str, Any]) -> Iterator[Router]:
             time.sleep(0.02)
         facts = json.loads(ready.read_text())
         yield Router(facts["http"], facts["grpc"], process.pid, log)
-    assert '"exception"' not in log.read_text(), log.read_text()
+    said = log.read_text(errors="replace")
+    assert '"exception"' not in said and "Traceback" not in said, said
 
 
 def wait_ready(http: str, **client: Any) -> None:
