@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.config import RouterConfig
-from cluster.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from cluster.errors import ContextLengthError, InvalidRequestError, ModelError, UnknownModelError
 from router.completion import Completion
 from router.tokens.tokenizer import ModelText
 from wire import common_pb2
@@ -55,6 +55,14 @@ class Validator:
         self.served_name = config.served_model_name or config.model.name
         own = text.max_position_embeddings
         self.max_model_len = min(config.max_model_len or own, own)
+        self._check_defaults()
+
+    def _check_defaults(self) -> None:
+        """Raises ModelError: what the model's own file says wrongly must not look like a client's fault later."""
+        try:
+            self._sampling(Asked(), 0)
+        except InvalidRequestError as error:
+            raise ModelError(f"generation_config.json: {error.message}", field=error.field) from error
 
     def completion(self, prompt: Sequence[int], asked: Asked) -> Completion:
         """Raises InvalidRequestError, UnknownModelError or ContextLengthError."""
@@ -98,7 +106,9 @@ class Validator:
 
         def number(name: str, default: float, low: float, high: float) -> float:
             given = getattr(asked, name)
-            return self._number(name, defaults.get(name, default) if given is None else given, low, high)
+            if given is None:
+                given = defaults.get(name)
+            return self._number(name, default if given is None else given, low, high)
 
         stop_ids = self._tokens("stop_token_ids", asked.stop_token_ids)
         most = self._config.max_stop_token_ids
