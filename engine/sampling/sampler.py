@@ -8,7 +8,7 @@ Order of operations, per row:
  5. temperature 0: the largest logit, the lowest id among equals; done
  6. logits / temperature
  7. top-k, then min-p, then top-p on what is left
- 8. inverse CDF at uniform(seed, choice, position), tokens ordered by falling probability
+ 8. inverse CDF at uniform(seed, choice, position); by falling probability where 7 has sorted, else by token id
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     """logits [rows, vocab] fp32; may be changed in place."""
     raw = [_logprobs(logits[i]) if row.params.logprobs else None for i, row in enumerate(rows)]
     for i, row in enumerate(rows):
-        _adjust(logits[i], row)
+        adjust(logits[i], row)
     chosen: list[int] = logits.argmax(-1).tolist()
     random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if random:
@@ -73,7 +73,8 @@ def _result(token: int, raw: Tensor | None, params: SamplingParams) -> Sampled:
     return Sampled(token, float(raw[token]), top)
 
 
-def _adjust(logits: Tensor, row: Row) -> None:
+def adjust(logits: Tensor, row: Row) -> None:
+    """Steps 2 to 4, in place."""
     params = row.params
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias))
@@ -97,11 +98,19 @@ _PREFILTER = 256
 
 
 def _draw(logits: Tensor, params: SamplingParams, draw: float) -> int:
-    """Sorted candidates are enough where they hold the mass that top-p asks for; else all are sorted."""
+    ids, mass = candidates(logits, params)
+    return int(ids[_invert(mass, draw)])
+
+
+def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """What a draw chooses from: token ids in the order of the CDF, and their mass (not normalised).
+
+    Sorted candidates are enough where they hold the mass that top-p asks for; else all are sorted.
+    """
     scaled = logits / params.temperature
     vocab = scaled.shape[0]
     if params.top_k == 0 and params.top_p >= 1.0 and params.min_p == 0.0:
-        return _invert(torch.softmax(scaled, -1).double(), draw)
+        return torch.arange(vocab, device=logits.device), torch.softmax(scaled, -1).double()
     count = min(vocab, params.top_k or _PREFILTER)
     values, ids = scaled.topk(count)
     if params.top_k:
@@ -117,7 +126,7 @@ def _draw(logits: Tensor, params: SamplingParams, draw: float) -> int:
         total = mass.sum() if params.top_k or params.min_p else 1.0
         before = mass.cumsum(-1) - mass
         mass = torch.where(before < params.top_p * total, mass, 0.0)
-    return int(ids[_invert(mass, draw)])
+    return ids, mass
 
 
 def _invert(mass: Tensor, draw: float) -> int:

@@ -6,7 +6,9 @@ import os
 import signal
 
 from baton.client import Client
+from engine.request import SamplingParams
 from tests.checkpoints import prompt_ids
+from tests.exactness import judge
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 NEW = 300
@@ -16,6 +18,7 @@ KILL_AFTER = 40
 def test_a_killed_router_loses_no_token_and_repeats_none(checkpoint, start_cluster):
     cluster = start_cluster(checkpoint("llama"), *FLAGS, "--routers", "2")
     prompt = prompt_ids(70, seed=4)
+    model = checkpoint("llama")
     with Client(cluster.routers) as client:
         # No seed is given: the client has to carry on with the one that the dead router drew.
         stream = client.stream(prompt, max_tokens=NEW, temperature=1, ignore_eos=True)
@@ -23,8 +26,9 @@ def test_a_killed_router_loses_no_token_and_repeats_none(checkpoint, start_clust
         os.kill(cluster.state["router"][0]["pid"], signal.SIGKILL)
         chunks += list(stream)
         answer = stream.completion()
-        again = client.generate(prompt, max_tokens=NEW, temperature=1, ignore_eos=True, seed=answer.seed)
     assert answer.reconnects == 1
-    assert answer.token_ids == again.token_ids
-    assert answer.text == "".join(chunk.text for chunk in chunks) == again.text
-    assert answer.usage.completion_tokens == NEW
+    assert answer.text == "".join(chunk.text for chunk in chunks)
+    assert answer.usage.completion_tokens == len(answer.token_ids) == NEW
+    found = judge(model, prompt, list(answer.token_ids), SamplingParams(temperature=1.0, seed=answer.seed))
+    assert found.checked == NEW and not found.wrong
+    assert len(found.near_ties) <= 3  # the reference is undecided at about one token in a hundred thousand

@@ -1,0 +1,73 @@
+"""Is an answer the one that an undisturbed run gives? Decided token by token, with one pass of the reference.
+
+A token counts as a near-tie, not as wrong, where the reference itself is undecided: its two best logits differ by
+less than GAP, or the draw lies within EDGE of a border between two tokens. Each token is judged after those that
+were really sent, so a stream that took the other side of a near-tie is judged on from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from engine.request import SamplingParams
+from engine.sampling.philox import uniform
+from engine.sampling.sampler import Row, adjust, candidates
+from tests.checkpoints import reference_logits
+
+GAP = 1e-4
+EDGE = 1e-5
+
+
+@dataclass
+class Exactness:
+    checked: int = 0
+    near_ties: list[int] = field(default_factory=list)  # indexes in the output
+    wrong: list[int] = field(default_factory=list)
+
+
+def judge(
+    model: Path,
+    prompt: list[int],
+    output: list[int],
+    params: SamplingParams | None = None,
+    *,
+    choice: int = 0,
+) -> Exactness:
+    """`params` None: greedy. A sampled answer needs the seed that was used."""
+    params = params or SamplingParams(temperature=0.0)
+    tokens = prompt + output
+    logits = reference_logits(model, tokens)[len(prompt) - 1 : -1]
+    found = Exactness()
+    for index, token in enumerate(output):
+        position = len(prompt) + index
+        row = logits[index].clone()
+        adjust(row, Row(params, choice, tokens[:position], len(prompt), ()))
+        found.checked += 1
+        exact, close = (
+            _greedy(row, token)
+            if params.temperature == 0
+            else _sampled(row, token, params, float(uniform([params.seed], [choice], [position])[0]))
+        )
+        if not close:
+            found.wrong.append(index)
+        elif not exact:
+            found.near_ties.append(index)
+    return found
+
+
+def _greedy(row: torch.Tensor, token: int) -> tuple[bool, bool]:
+    best = float(row.max())
+    return int(row.argmax()) == token, best - float(row[token]) < GAP
+
+
+def _sampled(row: torch.Tensor, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:
+    ids, mass = candidates(row, params)
+    borders = (mass.cumsum(-1) / mass.sum()).tolist()
+    index = int((ids == token).nonzero()[0]) if bool((ids == token).any()) else -1
+    if index < 0:
+        return False, False
+    low, high = borders[index - 1] if index else 0.0, borders[index]
+    return low <= draw < high, low - EDGE <= draw < high + EDGE
