@@ -104,7 +104,7 @@ class ModelConfig:
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or need("hidden_size") // heads,
             norm_eps=raw.get("rms_norm_eps", 1e-6),
-            max_model_len=raw.get("max_position_embeddings", 2048),
+            max_model_len=raw.get("max_position_embeddings") or 2048,
             rope=rope,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=True if family == "qwen2" else bias,

@@ -72,7 +72,7 @@ class ModelText:
 
     @property
     def max_position_embeddings(self) -> int:
-        return int(self.config.get("max_position_embeddings", 2048))
+        return int(self.config.get("max_position_embeddings") or 2048)
 
     @staticmethod
     def _compile(directory: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
