@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-system proto bench bench-peers gpu-check demo-model clean
+.PHONY: help demo test check test-system chaos proto bench bench-peers gpu-check demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,11 @@ test-system: $(STAMP)  ## Tests that need Debian or npm packages (Helm); fails o
 	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system
 
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
+
+FAULTS ?= 50
+SEED ?= 1
+chaos: $(STAMP)  ## Random faults on a cluster under load, every token checked: FAULTS=1000 SEED=1; resumes
+	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
 
 proto: $(STAMP)  ## Regenerate wire/ from proto/
 	$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. proto/wire/*.proto

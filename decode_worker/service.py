@@ -9,18 +9,22 @@ import grpc
 
 from cluster import rpc
 from cluster.errors import BatonError
+from decode_worker.exited_peers import ExitedPeers
 from decode_worker.role import DecodeRole
 from kv_transfer.base import HandoffState
 from kv_transfer.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
+from worker.core import WorkerCore
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    def __init__(self, role: DecodeRole, receiver: HandoffReceiver):
+    def __init__(self, core: WorkerCore, role: DecodeRole, receiver: HandoffReceiver):
+        self._core = core
         self._role = role
         self._receiver = receiver
+        self._exited = ExitedPeers(receiver)
 
     async def Attach(
         self, request: decode_pb2.AttachRequest, context: Context
@@ -59,6 +63,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             return decode_pb2.DecodeCancelResponse(known=False)
         await self._role.cancel(attempt)
         return decode_pb2.DecodeCancelResponse(known=True)
+
+    async def PeerExited(
+        self, request: decode_pb2.PeerExitedRequest, context: Context
+    ) -> decode_pb2.PeerExitedResponse:
+        self._core.spawn(self._exited.apply(request.worker_id))
+        return decode_pb2.PeerExitedResponse()
 
     async def Handoff(
         self, request_iterator: AsyncIterator[handoff_pb2.PrefillToDecode], context: Context

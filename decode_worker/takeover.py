@@ -30,7 +30,6 @@ class Takeover:
         attempt = self._role.attempts.get(spec.transfer_id)
         if attempt is None:  # Reserve came before Attach
             attempt = self._role.open(spec.transfer_id, spec.request_id)
-            self._role.attempts.expect_reader(attempt)
         attempt.choices = max(1, spec.spec.n)
         reservation = await self._core.host.call(self._reserve_blocks(attempt.engine_id, spec))
         if attempt.machine.state is not DecodeState.EXPECTED:  # ended while the engine was asked

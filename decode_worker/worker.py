@@ -31,7 +31,7 @@ class DecodeWorker:
         self._role.receiver = self._receiver
         core.on_output = self._role.on_output
         core.status = self._status
-        service = DecodeService(self._role, self._receiver)
+        service = DecodeService(core, self._role, self._receiver)
         core.server.add(lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server))
 
     @property
@@ -45,6 +45,10 @@ class DecodeWorker:
     @property
     def address(self) -> str:
         return self._core.server.address
+
+    @property
+    def metrics_address(self) -> str:
+        return self._core.metrics_address
 
     def healthy(self) -> bool:
         return self._core.host.healthy()

@@ -41,6 +41,10 @@ class PrefillWorker:
     def address(self) -> str:
         return self._core.server.address
 
+    @property
+    def metrics_address(self) -> str:
+        return self._core.metrics_address
+
     def healthy(self) -> bool:
         return self._core.host.healthy()
 

@@ -35,7 +35,7 @@ class Front:
 
     @contextlib.contextmanager
     def admit(
-        self, completion: Completion, caller: Caller = ANYONE, connection: str = ""
+        self, completion: Completion, caller: Caller = ANYONE, connection: str = "", first_shown: int = 0
     ) -> Iterator[RequestLife]:
         """A place for a request: the router's, its tenant's and its connection's.
 
@@ -48,7 +48,7 @@ class Front:
                 self.metrics.requests.labels("overloaded").inc()
                 raise
             self.requests += 1
-            life = RequestLife(self._owned(completion, caller), self.services)
+            life = RequestLife(self._owned(completion, caller), self.services, first_shown)
             with self.metrics.request(life):
                 yield life
 

@@ -37,6 +37,7 @@ class RouterMetrics:
         self.stages = Histogram(
             "baton_stage_seconds", "Seconds by stage", ["stage"], buckets=_SECONDS, registry=registry
         )
+        self._stage_fields = [(f"{stage}_seconds", self.stages.labels(stage)) for stage in _STAGES]
         self.ttft = Histogram(
             "baton_time_to_first_token_seconds", "Time to first token", buckets=_SECONDS, registry=registry
         )
@@ -72,8 +73,8 @@ class RouterMetrics:
             self._count(life.outcome)
 
     def _count(self, outcome: Outcome) -> None:
-        for stage in _STAGES:
-            self.stages.labels(stage).observe(getattr(outcome.timings, f"{stage}_seconds"))
+        for name, stage in self._stage_fields:
+            stage.observe(getattr(outcome.timings, name))
         self.prompt_tokens.inc(outcome.usage.prompt_tokens)
         self.cached_tokens.inc(outcome.usage.cached_tokens)
         self.output_tokens.inc(outcome.usage.completion_tokens)

@@ -76,7 +76,7 @@ class Router:
                 ("grpc.so_reuseport", 0),
                 # Clients ping through silent streams to notice a router that is gone; without these two the
                 # server would answer "too many pings" and hang up.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
@@ -89,6 +89,7 @@ class Router:
                 ws="none",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # nothing here asks who the client is
                 lifespan="off",
                 timeout_graceful_shutdown=int(GRACE_SECONDS),
                 ssl_context_factory=self._ssl_context if self._door_context is not None else None,

@@ -1,7 +1,8 @@
 """Is an answer the one that an undisturbed run gives? Decided token by token, with one pass of the reference.
 
 A token counts as a near-tie, not as wrong, where the reference itself is undecided: its two best logits differ by
-less than GAP, or the draw lies within EDGE of a border between two tokens. Each token is judged after those that
+less than GAP, the draw lies within EDGE of a border between two tokens, or tokens whose logits differ by less than GAP
+stand in the other order in the distribution that the draw falls into. Each token is judged after those that
 were really sent, so a stream that took the other side of a near-tie is judged on from there.
 """
 
@@ -70,4 +71,18 @@ def _sampled(row: torch.Tensor, token: int, params: SamplingParams, draw: float)
     if index < 0:
         return False, False
     low, high = borders[index - 1] if index else 0.0, borders[index]
-    return low <= draw < high, low - EDGE <= draw < high + EDGE
+    first, last = _tied(row[ids] / params.temperature, index)
+    lowest, highest = borders[first - 1] if first else 0.0, borders[last]
+    return low <= draw < high, lowest - EDGE <= draw < highest + EDGE
+
+
+def _tied(logits: torch.Tensor, index: int) -> tuple[int, int]:
+    """The run of candidates around `index` whose order the reference can't tell: they stand by falling probability."""
+    first = last = index
+    if bool((logits[1:] > logits[:-1]).any()):
+        return first, last  # in order of their ids: nothing to mix up
+    while first > 0 and float(logits[first - 1] - logits[first]) < GAP:
+        first -= 1
+    while last + 1 < len(logits) and float(logits[last] - logits[last + 1]) < GAP:
+        last += 1
+    return first, last

@@ -61,6 +61,11 @@ class DecodeStub:
                 request_serializer=wire_dot_handoff__pb2.PrefillToDecode.SerializeToString,
                 response_deserializer=wire_dot_handoff__pb2.DecodeToPrefill.FromString,
                 _registered_method=True)
+        self.PeerExited = channel.unary_unary(
+                '/baton.v1.Decode/PeerExited',
+                request_serializer=wire_dot_decode__pb2.PeerExitedRequest.SerializeToString,
+                response_deserializer=wire_dot_decode__pb2.PeerExitedResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -102,6 +107,14 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PeerExited(self, request, context):
+        """The word of a worker process's parent: it has exited, nothing that it posted can land any more. Ends the
+        quarantine of what it was granted. Worker ids are never used by two processes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +142,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Handoff,
                     request_deserializer=wire_dot_handoff__pb2.PrefillToDecode.FromString,
                     response_serializer=wire_dot_handoff__pb2.DecodeToPrefill.SerializeToString,
+            ),
+            'PeerExited': grpc.unary_unary_rpc_method_handler(
+                    servicer.PeerExited,
+                    request_deserializer=wire_dot_decode__pb2.PeerExitedRequest.FromString,
+                    response_serializer=wire_dot_decode__pb2.PeerExitedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +284,33 @@ class Decode:
             '/baton.v1.Decode/Handoff',
             wire_dot_handoff__pb2.PrefillToDecode.SerializeToString,
             wire_dot_handoff__pb2.DecodeToPrefill.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PeerExited(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Decode/PeerExited',
+            wire_dot_decode__pb2.PeerExitedRequest.SerializeToString,
+            wire_dot_decode__pb2.PeerExitedResponse.FromString,
             options,
             channel_credentials,
             insecure,

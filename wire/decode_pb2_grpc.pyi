@@ -45,6 +45,10 @@ class DecodeStub:
     """Ends an attempt at once, committed or not."""
     Handoff: _grpc.StreamStreamMultiCallable[_handoff_pb2.PrefillToDecode, _handoff_pb2.DecodeToPrefill]
     """The pair's control stream, opened by the prefill worker."""
+    PeerExited: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PeerExitedRequest, _decode_pb2.PeerExitedResponse]
+    """The word of a worker process's parent: it has exited, nothing that it posted can land any more. Ends the
+    quarantine of what it was granted. Worker ids are never used by two processes.
+    """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
@@ -61,6 +65,10 @@ class DecodeAsyncStub(DecodeStub):
     """Ends an attempt at once, committed or not."""
     Handoff: _aio.StreamStreamMultiCallable[_handoff_pb2.PrefillToDecode, _handoff_pb2.DecodeToPrefill]  # type: ignore[assignment]
     """The pair's control stream, opened by the prefill worker."""
+    PeerExited: _aio.UnaryUnaryMultiCallable[_decode_pb2.PeerExitedRequest, _decode_pb2.PeerExitedResponse]  # type: ignore[assignment]
+    """The word of a worker process's parent: it has exited, nothing that it posted can land any more. Ends the
+    quarantine of what it was granted. Worker ids are never used by two processes.
+    """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -104,5 +112,15 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_handoff_pb2.DecodeToPrefill], _abc.AsyncIterator[_handoff_pb2.DecodeToPrefill]]:
         """The pair's control stream, opened by the prefill worker."""
+
+    @_abc_1.abstractmethod
+    def PeerExited(
+        self,
+        request: _decode_pb2.PeerExitedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.PeerExitedResponse, _abc.Awaitable[_decode_pb2.PeerExitedResponse]]:
+        """The word of a worker process's parent: it has exited, nothing that it posted can land any more. Ends the
+        quarantine of what it was granted. Worker ids are never used by two processes.
+        """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

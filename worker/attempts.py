@@ -1,6 +1,6 @@
 """The attempts a worker knows, and what happens when nobody reads one.
 
-open ──reader gone──► detached ──1.5 s──► cancelled
+open ──no reader────► detached ──1.5 s──► cancelled
   │ end                  │ reader back
   ▼                      ▼
 ended ──end read, or 1.5 s──► forgotten (its transfer id is remembered and refused)
@@ -76,6 +76,8 @@ class Attempts(Generic[A]):
                 retry_after_seconds=1.0,
             )
         self._live[attempt.transfer_id] = attempt
+        # Whoever opened it may be gone before it reads: a stopped worker that wakes finds such calls.
+        self.expect_reader(attempt)
 
     async def read(
         self, attempt: A, from_position: int = 0, on_progress: Callable[[], None] = lambda: None

@@ -77,6 +77,11 @@ class WorkerCore:
         return self.config.worker_id
 
     @property
+    def metrics_address(self) -> str:
+        """Empty before `start`."""
+        return self._exporter.address if self._exporter is not None else ""
+
+    @property
     def ref(self) -> common_pb2.WorkerRef:
         return common_pb2.WorkerRef(worker_id=self.worker_id, epoch=self.epoch, address=self.server.address)
 
@@ -139,7 +144,7 @@ class WorkerCore:
             role=self.config.role,
             model_id=self.model_id,
             address=self.server.address,
-            metrics_address=self._exporter.address if self._exporter is not None else "",
+            metrics_address=self.metrics_address,
             layout=self.layout.SerializeToString(),
             place=self.config.place,
             host=socket.gethostname(),

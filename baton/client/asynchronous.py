@@ -221,6 +221,12 @@ class AsyncStream(AsyncIterator[Chunk]):
         return started.request_id if started else ""
 
     @property
+    def seed(self) -> int | None:
+        """The seed in use, drawn by the router where the request named none; None before the first chunk."""
+        started = self._progress.started
+        return started.seed if started else None
+
+    @property
     def worker_ids(self) -> tuple[str, ...]:
         """Who works on it, as the first event named them."""
         started = self._progress.started

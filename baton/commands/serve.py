@@ -153,7 +153,13 @@ async def _run_worker(config: WorkerConfig, ready_file: Path | None) -> None:
     say(f"{worker.worker_id} serves {config.role} on {worker.address}")
     write_ready(
         ready_file,
-        {"id": worker.worker_id, "pid": os.getpid(), "address": worker.address, "epoch": worker.epoch},
+        {
+            "id": worker.worker_id,
+            "role": config.role,
+            "pid": os.getpid(),
+            "address": worker.address,
+            "metrics": worker.metrics_address,
+        },
     )
     failed = asyncio.create_task(worker.wait_failed())
     stopped = asyncio.create_task(stop.wait())

@@ -15,7 +15,7 @@ from baton.local.options import UpOptions
 from cluster.config import LocalPrefill
 from cluster.errors import ConfigError
 
-WATCH_SECONDS = 0.5
+WATCH_SECONDS = 0.2
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 
 # Typer reads annotations: a Literal it would not understand in older versions is spelled as a choice here.

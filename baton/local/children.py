@@ -50,6 +50,10 @@ class Child:
         self._kill_session()
         self.process.wait(5.0)
 
+    def reap(self) -> None:
+        """After its exit: nothing of its session is left behind."""
+        self._kill_session()
+
     def _kill_session(self) -> None:
         try:
             os.killpg(self.pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Starts, watches and stops everything that `baton up` promises.
 
 Redis ─► routers + workers (side by side) ─► all registered, routers ready ─► state file
+run:   what dies is started again: a router at its old address, a worker under a new id (its end is a fact then)
 stop:  routers ─► workers (and Ray) ─► Redis          only what was started here
 """
 
@@ -14,15 +15,18 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from baton.local import children, ray_head
 from baton.local.children import Child
+from baton.local.exit_notices import ExitNotices
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState, RouterState, WorkerState
-from cluster.config import Role
+from baton.local.supervisor import Supervisor
+from cluster.config import Role, RouterConfig
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
@@ -49,9 +53,11 @@ class LocalCluster:
         self._namespace = options.namespace or f"baton-{secrets.token_hex(4)}"
         self._secret = secrets.token_hex(16)
         self._ray: ray_head.RayHead | None = None
-        self._routers: list[Child] = []
-        self._workers: list[Child] = []
-        self._lost: set[str] = set()
+        self._routers = Supervisor()
+        self._workers = Supervisor()
+        self._servers = Supervisor()  # Redis
+        self._notices = ExitNotices()
+        self._written: ClusterState | None = None
 
     @property
     def logs(self) -> Path:
@@ -70,20 +76,51 @@ class LocalCluster:
         for router in routers:
             self._wait_until_ready(router.http)
         state = self._state(routers, workers)
-        if self._options.state_file is not None:
-            state.write(self._options.state_file)
+        self._write_state(state)
         return state
 
     def watch(self) -> list[str]:
-        """Names of children that have exited since the last call."""
-        gone = [c for c in self._all_children() if c.exit_code() is not None and c.name not in self._lost]
-        self._lost.update(child.name for child in gone)
-        return [f"{child.name} exited with code {child.exit_code()}" for child in gone]
+        """Starts again what has died; returns what people should know. The state file follows."""
+        said = [*self._servers.check(), *self._routers.check(), *self._workers.check()]
+        self._notices.send({one.id: one.address for one in self._ready_workers("decode")})
+        if self._options.pool == "process" and self._written is not None:
+            routers = [RouterState(**facts) for facts in self._ready(self._routers)]
+            state = replace(
+                self._written,
+                redis=RedisState(self._redis_url, self._redis.pid if self._redis is not None else None),
+                router=routers,
+                prefill=self._ready_workers("prefill"),
+                decode=self._ready_workers("decode"),
+            )
+            self._write_state(state)
+        return said
+
+    def _ready(self, supervisor: Supervisor) -> list[dict[str, Any]]:
+        """What the children that live and serve have written about themselves."""
+        running = [child for child in supervisor.children if child.exit_code() is None]
+        read = (_read_if_there(self._ready_file(child.name)) for child in running)
+        return [facts for facts in read if facts is not None]
+
+    def _ready_workers(self, role: Role) -> list[WorkerState]:
+        return [
+            WorkerState(facts["id"], facts["pid"], facts["address"], facts["metrics"])
+            for facts in self._ready(self._workers)
+            if facts["role"] == role
+        ]
+
+    def _ready_file(self, name: str) -> Path:
+        return self._dir / f"{name}.ready"
+
+    def _write_state(self, state: ClusterState) -> None:
+        if state != self._written and self._options.state_file is not None:
+            state.write(self._options.state_file)
+        self._written = state
 
     def stop(self) -> None:
         """Stops what was started here and nothing else; safe to call at any point of a start."""
-        children.stop_all(self._routers, STOP_SECONDS)
-        children.stop_all(self._workers, STOP_SECONDS)
+        self._notices.close()
+        children.stop_all(self._routers.children, STOP_SECONDS)
+        children.stop_all(self._workers.children, STOP_SECONDS)
         if self._ray is not None:
             self._ray.stop()
         if self._redis is not None:
@@ -94,25 +131,37 @@ class LocalCluster:
 
     def _all_children(self) -> list[Child]:
         ray = [self._ray.child] if self._ray is not None else []
-        return [*self._routers, *self._workers, *ray]
+        return [*self._routers.children, *self._workers.children, *ray]
 
     def _start_redis(self) -> None:
         if self._redis_url:
             return
         self._progress("starting Redis")
+        self._servers.add(self._start_embedded(), self._start_embedded)
+
+    def _start_embedded(self) -> Child:
         self._redis = EmbeddedRedis.start(self._dir / "redis")
         self._redis_url = self._redis.url
+        return Child("redis", self._redis.process, self._dir / "redis" / "redis.log")
 
     def _start_routers(self) -> None:
         self._progress(f"starting {self._options.routers} router(s)")
         for index in range(self._options.routers):
             config = self._options.router_config(index, self._redis_url, self._namespace, self._secret)
-            name = f"router-{index}"
-            path = self._write_config(name, config.model_dump(mode="json"))
-            command = children.baton_command(
-                "router", "--config", str(path), "--ready-file", str(self._dir / f"{name}.ready")
-            )
-            self._routers.append(children.start(name, command, self._logs))
+            start = partial(self._start_router, f"router-{index}", config)
+            self._routers.add(start(), start)
+
+    def _start_router(self, name: str, config: RouterConfig) -> Child:
+        """Also after its death: at the addresses that clients know."""
+        ready = self._ready_file(name)
+        last = _read_if_there(ready)
+        if last is not None:
+            ports = {"http_port": _port(last["http"]), "grpc_port": _port(last["grpc"])}
+            config = config.model_copy(update=ports)
+        path = self._write_config(name, config.model_dump(mode="json"))
+        ready.unlink(missing_ok=True)
+        command = children.baton_command("router", "--config", str(path), "--ready-file", str(ready))
+        return children.start(name, command, self._logs)
 
     def _worker_configs(self) -> dict[Role, list[dict[str, Any]]]:
         counts: dict[Role, int] = {"decode": self._options.decode, "prefill": self._options.prefill_workers}
@@ -128,12 +177,23 @@ class LocalCluster:
 
     def _start_worker_processes(self) -> None:
         self._progress("starting workers")
-        for configs in self._worker_configs().values():
-            for config in configs:
-                path = self._write_config(config["worker_id"], config)
-                command = children.baton_command(config["role"], "--config", str(path))
-                environment = self._options.worker_environment()
-                self._workers.append(children.start(config["worker_id"], command, self._logs, environment))
+        for role, configs in self._worker_configs().items():
+            for _ in configs:
+                start = partial(self._start_worker, role)
+                on_exit = self._prefill_exited if role == "prefill" else _ignore
+                self._workers.add(start(), start, on_exit)
+
+    def _start_worker(self, role: Role) -> Child:
+        """Under an id of its own: what is said of a process that has died is never true of its successor."""
+        config = self._options.worker_config(role, self._redis_url, self._namespace, self._secret)
+        name = config.worker_id
+        path = self._write_config(name, config.model_dump(mode="json"))
+        ready = str(self._ready_file(name))
+        command = children.baton_command(role, "--config", str(path), "--ready-file", ready)
+        return children.start(name, command, self._logs, self._options.worker_environment())
+
+    def _prefill_exited(self, child: Child) -> None:
+        self._notices.add(child.name, [worker.id for worker in self._ready_workers("decode")])
 
     def _start_ray_pools(self) -> None:
         self._progress("starting Ray")
@@ -153,7 +213,7 @@ class LocalCluster:
             "--address",
             self._ray.address,
         )
-        self._workers.append(children.start("pools", command, self._logs, self._ray.env))
+        self._workers.add(children.start("pools", command, self._logs, self._ray.env))
 
     def _write_config(self, name: str, config: dict[str, Any]) -> Path:
         path = self._dir / f"{name}.json"
@@ -175,8 +235,8 @@ class LocalCluster:
     def _wait_for_routers(self) -> list[RouterState]:
         self._progress("waiting for the routers")
         states = []
-        for child in self._routers:
-            path = self._dir / f"{child.name}.ready"
+        for child in self._routers.children:
+            path = self._ready_file(child.name)
             facts = self._poll(partial(_read_if_there, path), f"{child.name} did not start")
             states.append(RouterState(**facts))
         return states
@@ -231,6 +291,14 @@ class LocalCluster:
             pid=os.getpid(),
             logs=str(self._logs),
         )
+
+
+def _ignore(child: Child) -> None:
+    """Nobody has to be told."""
+
+
+def _port(address: str) -> int:
+    return int(address.rsplit(":", 1)[1])
 
 
 def _read_if_there(path: Path) -> dict[str, Any] | None:

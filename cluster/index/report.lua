@@ -5,9 +5,9 @@ local sequence = tonumber(ARGV[4])
 local expected = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '1')
 if sequence > expected then return expected end
 if sequence == expected then
-  local now = now_ms()
+  local now, slots = now_ms(), {ARGV[2]}
   for i = 6, #ARGV, 2 do
-    insert(ARGV[1], ARGV[i + 1], ARGV[2], tonumber(ARGV[i]), true, 0, now + tonumber(ARGV[5]))
+    insert(ARGV[1], ARGV[i + 1], slots, tonumber(ARGV[i]), true, 0, now + tonumber(ARGV[5]))
   end
   redis.call('HSET', KEYS[2], ARGV[2], expected + 1)
 end

@@ -11,17 +11,6 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
-local function read(raw)
-  local c, p, u = struct.unpack(PACK, raw)
-  return c, p, u
-end
-
-local function covered(raw, now)
-  local c, p, u = read(raw)
-  if u > now and p > c then return p end
-  return c
-end
-
 -- Blocks that label and chain (from block `pos`) share. Chained hashes that agree at i agree before i,
 -- so one comparison decides the common case and a binary search the rest.
 local function shared(label, chain, pos)
@@ -51,7 +40,21 @@ local function touch(prefix, key, expire_at)
   redis.call('PEXPIREAT', prefix .. 'w:' .. key, expire_at)
 end
 
--- slot -> leading blocks of `chain` it covers. Walks on while some worker covers a whole run.
+-- Forgets slots that belong to nobody any more: looks at `budget` of a node's slots, others each time.
+local function sweep(key, fields, now, owners, budget)
+  local size = #fields / 2
+  local looks = math.min(budget, size)
+  local slots, start = {}, now % size
+  for i = 1, looks do slots[i] = fields[2 * ((start + i) % size) + 1] end
+  local names = redis.call('HMGET', owners, unpack(slots))
+  for i = 1, looks do
+    if not names[i] and slots[i] ~= 'c' then redis.call('HDEL', key, slots[i]) end
+  end
+  return budget - looks
+end
+
+-- slot -> leading blocks of `chain` it covers, slots without an owner among them. Walks on while some worker covers a
+-- whole run. expire_at: false where an insert of the same chain follows.
 local function match(prefix, chain, now, expire_at, owners, budget)
   local cover = {}
   local total = #chain / KEY
@@ -66,47 +69,49 @@ local function match(prefix, chain, now, expire_at, owners, budget)
     local fields = redis.call('HGETALL', prefix .. 'w:' .. key)
     for i = 1, #fields, 2 do
       local slot = fields[i]
-      if slot ~= 'c' then
-        local have = covered(fields[i + 1], now)
+      if (pos == 0 or cover[slot] == pos) and slot ~= 'c' then
+        local have, predicted, until_ms = struct.unpack(PACK, fields[i + 1])
+        if predicted > have and until_ms > now then have = predicted end
         if have > m then have = m end
-        if pos == 0 or cover[slot] == pos then
-          cover[slot] = pos + have
-          if have == run then onward = true end
-        end
-        if budget > 0 and redis.call('HEXISTS', owners, slot) == 0 then
-          redis.call('HDEL', prefix .. 'w:' .. key, slot)
-          cover[slot] = nil
-          budget = budget - 1
-        end
+        cover[slot] = pos + have
+        if have == run then onward = true end
       end
     end
-    touch(prefix, key, expire_at)
+    if budget > 0 and #fields > 0 then budget = sweep(prefix .. 'w:' .. key, fields, now, owners, budget) end
+    if expire_at then touch(prefix, key, expire_at) end
     if m < run or not onward then break end
     pos = pos + run
   end
   return cover
 end
 
--- Sets what `slot` holds of one node. kind: 'predicted' (a placement, until until_ms), 'whole' (a report that ends
--- here: more may be held beyond it) or 'cut' (a report that says nothing beyond is held).
-local function mark(prefix, key, slot, held, kind, until_ms)
+-- Sets what each of `slots` holds of one node. kind: 'predicted' (a placement, until until_ms), 'whole' (a report that
+-- ends here: more may be held beyond it) or 'cut' (a report that says nothing beyond is held).
+local function mark(prefix, key, slots, held, kind, until_ms)
   local at = prefix .. 'w:' .. key
-  local raw = redis.call('HGET', at, slot)
-  local c, p, u = 0, 0, 0
-  if raw then c, p, u = read(raw) end
-  if kind == 'predicted' then
-    if u == 0 or held >= p then p, u = held, until_ms end
-  elseif kind == 'whole' then
-    if held > c then c = held end
-  else
-    -- A worker's own word ends a prediction that promised more.
-    c, p, u = held, 0, 0
+  local known = redis.call('HMGET', at, unpack(slots))
+  local fresh, gone = {}, {}
+  for i = 1, #slots do
+    local raw = known[i]
+    local c, p, u = 0, 0, 0
+    if raw then c, p, u = struct.unpack(PACK, raw) end
+    if kind == 'predicted' then
+      if u == 0 or held >= p then p, u = held, until_ms end
+    elseif kind == 'whole' then
+      if held > c then c = held end
+    else
+      -- A worker's own word ends a prediction that promised more.
+      c, p, u = held, 0, 0
+    end
+    if c > 0 or p > 0 then
+      fresh[#fresh + 1] = slots[i]
+      fresh[#fresh + 1] = struct.pack(PACK, c, p, u)
+    elseif raw then
+      gone[#gone + 1] = slots[i]
+    end
   end
-  if c == 0 and p == 0 then
-    redis.call('HDEL', at, slot)
-  else
-    redis.call('HSET', at, slot, struct.pack(PACK, c, p, u))
-  end
+  if #fresh > 0 then redis.call('HSET', at, unpack(fresh)) end
+  if #gone > 0 then redis.call('HDEL', at, unpack(gone)) end
 end
 
 -- Cuts a node after `m` blocks: the rest becomes its child.
@@ -122,7 +127,7 @@ local function split(prefix, key, label, m, expire_at)
     if slot == 'c' then
       redis.call('HSET', prefix .. 'w:' .. child, 'c', '1')
     else
-      local c, p, u = read(fields[i + 1])
+      local c, p, u = struct.unpack(PACK, fields[i + 1])
       if c > m or p > m then
         redis.call('HSET', prefix .. 'w:' .. child, slot, struct.pack(PACK, math.max(0, c - m), math.max(0, p - m), u))
       end
@@ -133,9 +138,9 @@ local function split(prefix, key, label, m, expire_at)
   touch(prefix, child, expire_at)
 end
 
--- Of `chain`, `slot` holds the first `held` blocks. Sets it in the nodes of the path; a report that is cut also
--- clears the slot below the cut. Only as much of the chain as is held creates nodes.
-local function insert(prefix, chain, slot, held, confirmed, until_ms, expire_at)
+-- Of `chain`, each of `slots` holds the first `held` blocks. Sets it in the nodes of the path; a report that is cut
+-- also clears the slots below the cut. Only as much of the chain as is held creates nodes.
+local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at)
   local total = #chain / KEY
   local kind = 'predicted'
   if confirmed then kind = held < total and 'cut' or 'whole' end
@@ -149,12 +154,12 @@ local function insert(prefix, chain, slot, held, confirmed, until_ms, expire_at)
       local rest = string.sub(chain, pos * KEY + 1, held * KEY)
       if last and redis.call('HEXISTS', prefix .. 'w:' .. last.key, 'c') == 0 then
         redis.call('APPEND', prefix .. 'n:' .. last.key, rest)
-        mark(prefix, last.key, slot, held - last.pos, kind, until_ms)
+        mark(prefix, last.key, slots, held - last.pos, kind, until_ms)
       else
         if last then redis.call('HSET', prefix .. 'w:' .. last.key, 'c', '1') end
         redis.call('DEL', prefix .. 'w:' .. key)
         redis.call('SET', prefix .. 'n:' .. key, rest)
-        mark(prefix, key, slot, held - pos, kind, until_ms)
+        mark(prefix, key, slots, held - pos, kind, until_ms)
         touch(prefix, key, expire_at)
       end
       return
@@ -166,7 +171,7 @@ local function insert(prefix, chain, slot, held, confirmed, until_ms, expire_at)
       run = m
     end
     local mine = math.min(math.max(held - pos, 0), math.min(m, run))
-    if mine > 0 or kind == 'cut' then mark(prefix, key, slot, mine, kind, until_ms) end
+    if mine > 0 or kind == 'cut' then mark(prefix, key, slots, mine, kind, until_ms) end
     touch(prefix, key, expire_at)
     if m < run then return end
     if held <= pos and not confirmed then return end

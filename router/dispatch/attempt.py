@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -18,14 +18,16 @@ from typing import Any
 import grpc
 
 from cluster import errors, rpc
+from cluster.membership.types import WorkerInfo
 from router.dispatch.channels import Channels
+from router.dispatch.liveness import LOST_SECONDS, Liveness, Watch
+from router.dispatch.mailbox import Mailbox
 from router.placement.types import Placed
 from wire import common_pb2, decode_pb2, prefill_pb2
 
 WIRE_VERSION = 1
-LOST_SECONDS = 5.0
 CONTROL_SECONDS = 2.0
-MAX_EVENTS = 4096
+MAX_EVENTS = 512
 
 
 class Source(Enum):
@@ -59,14 +61,18 @@ class Attempt:
     spec: common_pb2.GenerateSpec
     placed: Placed
     channels: Channels
+    liveness: Liveness
     admission_seconds: float
     from_position: int
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
-    finished: set[Source] = field(default_factory=set)
+    finished: set[Source] = field(default_factory=set)  # have said their end
+    lost: set[Source] = field(default_factory=set)  # will say nothing any more
+    heard: set[Source] = field(default_factory=set)  # have said anything at all
+    is_prefilled: bool = False  # a token has come
 
     def __post_init__(self) -> None:
-        self._events: asyncio.Queue[Event] = asyncio.Queue(MAX_EVENTS)
+        self.events: Mailbox[Event] = Mailbox(MAX_EVENTS)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -84,7 +90,7 @@ class Attempt:
                 spec=self.spec,
                 admission_deadline_ms=int(self.admission_seconds * 1000),
             )
-            self._read(Source.DECODE, lambda: decode.Run(run))
+            self._read(Source.DECODE, self.placed.decode, lambda: decode.Run(run))
             return
         assert self.placed.prefill is not None, "is_local says so"
         attach = decode_pb2.AttachRequest(
@@ -109,42 +115,59 @@ class Attempt:
             admission_deadline_ms=int(self.admission_seconds * 1000),
         )
         prefill = self.channels.prefill(self.placed.prefill.address)
-        self._read(Source.DECODE, lambda: decode.Attach(attach))
-        self._read(Source.PREFILL, lambda: prefill.Run(prefill_run))
+        self._read(Source.DECODE, self.placed.decode, lambda: decode.Attach(attach))
+        self._read(Source.PREFILL, self.placed.prefill, lambda: prefill.Run(prefill_run))
 
-    def _read(self, source: Source, call: Callable[[], Any]) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(self._stream(source, call)))
+    def _read(self, source: Source, worker: WorkerInfo, call: Callable[[], Any]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(self._stream(source, worker, call)))
 
-    async def _stream(self, source: Source, open_call: Callable[[], Any]) -> None:
+    async def _stream(self, source: Source, worker: WorkerInfo, open_call: Callable[[], Any]) -> None:
         call = open_call()
-        try:
-            while True:
-                async with asyncio.timeout(LOST_SECONDS):
-                    event = await call.read()
-                if not isinstance(event, common_pb2.AttemptEvent):
-                    # Ends without saying how: the worker stopped, or the status says why.
-                    await self._lost(source, errors.PeerLostError("the stream ended early"))
-                    return
-                kind = event.WhichOneof("event")
-                if kind == "token":
-                    await self._events.put(TokenCame(event.token, source))
-                elif kind == "end":
-                    self.finished.add(source)
-                    await self._events.put(Ended(source, event.end))
-                    return
-        except TimeoutError:
-            await self._lost(source, errors.PeerLostError(f"no beat for {LOST_SECONDS:.0f} s"))
-        except grpc.aio.AioRpcError as error:
-            await self._lost(source, rpc.error_from_rpc(error))
-        finally:
+        silent = False
+
+        def on_lost() -> None:
+            nonlocal silent
+            silent = True
             call.cancel()
 
-    async def _lost(self, source: Source, error: errors.BatonError) -> None:
-        await self._events.put(Ended(source, None, error))
+        try:
+            with self.liveness.watch(worker.worker_id, worker.name, on_lost) as watch:
+                await self._events_of(source, call, watch)
+        except grpc.aio.AioRpcError as error:
+            self._lost(source, rpc.error_from_rpc(error))
+        except asyncio.CancelledError:
+            if not silent:
+                raise
+            self._lost(source, errors.PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
+        finally:
+            if not call.done():
+                call.cancel()
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def _events_of(self, source: Source, call: Any, watch: Watch) -> None:
+        """Until the stream has said its end."""
         while True:
-            yield await self._events.get()
+            event = await call.read()
+            if not isinstance(event, common_pb2.AttemptEvent):
+                # Ends without saying how: the worker stopped, or the status says why.
+                self._lost(source, errors.PeerLostError("the stream ended early"))
+                return
+            watch.heard()
+            self.heard.add(source)
+            kind = event.WhichOneof("event")
+            if kind == "token":
+                self.events.add(TokenCame(event.token, source))
+            elif kind == "end":
+                self.finished.add(source)
+                self.events.add(Ended(source, event.end))
+                return
+            if self.events.full:
+                watch.pause()  # a slow client is no sign of a lost worker
+                await self.events.room()
+                watch.resume()
+
+    def _lost(self, source: Source, error: errors.BatonError) -> None:
+        self.lost.add(source)
+        self.events.add(Ended(source, None, error))
 
     async def ask_arbiter(self) -> bool:
         """Has D committed? Raises BatonError when D itself does not answer."""
@@ -155,6 +178,11 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from_rpc(error) from error
         return bool(answer.state == decode_pb2.ATTEMPT_STATE_COMMITTED)
+
+    @property
+    def has_ended(self) -> bool:
+        """Every worker has said its end: `close` has nothing to do."""
+        return len(self.finished) == len(self._tasks)
 
     async def close(self) -> None:
         """Cancels at both workers what has not ended; returns when they have answered or are out of reach."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 
 import grpc
 
 from cluster.tls import Peers
 from wire import decode_pb2_grpc, prefill_pb2_grpc
 
-MAX_CHANNELS = 512
 RETIRE_SECONDS = 600.0
 _OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -22,38 +20,46 @@ _OPTIONS = [
 ]
 
 
+class _Connection:
+    """A channel with its stubs: making one costs as much as a call."""
+
+    def __init__(self, channel: grpc.aio.Channel):
+        self.channel = channel
+        self.prefill: prefill_pb2_grpc.PrefillAsyncStub = prefill_pb2_grpc.PrefillStub(self.channel)
+        self.decode: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channel)
+
+
 class Channels:
     def __init__(self, peers: Peers | None = None) -> None:
         """`peers` opens them; default: plain text."""
         self._peers = peers or Peers()
         self._generation = self._peers.generation
         self._retiring: set[asyncio.Task[None]] = set()
-        self._open: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._open: dict[str, _Connection] = {}
 
     def prefill(self, address: str) -> prefill_pb2_grpc.PrefillAsyncStub:
-        return prefill_pb2_grpc.PrefillStub(self._channel(address))
+        return self._connection(address).prefill
 
     def decode(self, address: str) -> decode_pb2_grpc.DecodeAsyncStub:
-        return decode_pb2_grpc.DecodeStub(self._channel(address))
+        return self._connection(address).decode
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
+    def _connection(self, address: str) -> _Connection:
         if address not in self._open:
-            self._open[address] = self._peers.channel(address, _OPTIONS)
-        self._open.move_to_end(address)
+            self._open[address] = _Connection(self._peers.channel(address, _OPTIONS))
         return self._open[address]
 
     async def keep_only(self, addresses: set[str]) -> None:
         """Closes connections to workers that are gone."""
         for address in [known for known in self._open if known not in addresses]:
-            await self._open.pop(address).close(1.0)
+            await self._open.pop(address).channel.close(1.0)
         if self._peers.generation != self._generation:
             self._generation = self._peers.generation
             self._renew()
 
     def _renew(self) -> None:
         """A new certificate: new calls go over new connections, calls under way end on theirs."""
-        for channel in self._open.values():
-            task = asyncio.get_running_loop().create_task(channel.close(RETIRE_SECONDS))
+        for one in self._open.values():
+            task = asyncio.get_running_loop().create_task(one.channel.close(RETIRE_SECONDS))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
         self._open.clear()
@@ -62,5 +68,5 @@ class Channels:
         for task in self._retiring:
             task.cancel()
         await asyncio.gather(*self._retiring, return_exceptions=True)
-        await asyncio.gather(*(channel.close(None) for channel in self._open.values()))
+        await asyncio.gather(*(one.channel.close(None) for one in self._open.values()))
         self._open.clear()

@@ -21,8 +21,10 @@ class GapError(Exception):
 class ChoiceStream:
     """Forwards exactly the next position: lower ones are dropped, a gap fails the attempt."""
 
-    def __init__(self, index: int, completion: Completion, text: ModelText):
+    def __init__(self, index: int, completion: Completion, text: ModelText, shown_as: int | None = None):
+        """`shown_as`: the choice's number in an answer to several prompts."""
         self.index = index
+        self._shown_as = index if shown_as is None else shown_as
         self.output = list(completion.resume_tokens)
         self.new_tokens = 0
         self.finish: FinishReason | None = None
@@ -52,4 +54,4 @@ class ChoiceStream:
         elif ended is not None:
             text += self._stop.add(self._detokenizer.flush()) + self._stop.flush()
             self.finish = "stop" if self._stop.stopped else ended
-        return Delta(self.index, text, (token,), self.finish)
+        return Delta(self._shown_as, text, (token,), self.finish)

@@ -11,24 +11,25 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from cluster import errors
-from cluster.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
+from cluster.block_hash import hash_blocks, index_keys, pack_tokens
 from cluster.state_machine import StateMachine
 from router.completion import Completion, Delta, Outcome
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.choice import ChoiceStream, GapError
+from router.dispatch.mailbox import Mailbox
+from router.dispatch.patience import Patience
 from router.dispatch.services import Services
 from router.placement.types import Placed, PlacementRequest
 from wire import common_pb2, inference_pb2
 
 log = logging.getLogger(__name__)
 MAX_UNREAD_DELTAS = 512
-RETRY_PAUSE_SECONDS = 0.02
-RETRY_PAUSE_MAX_SECONDS = 0.5
+PIECE_SECONDS = 0.001  # the pieces of a stream leave no closer: a write costs more than a token's other work
 
 
 class LifeState(Enum):
@@ -67,67 +68,79 @@ class Truth:
 
 
 class RequestLife:
-    """Iterate `deltas()`; afterwards `outcome` tells the whole truth. Closing the iterator cancels."""
+    """`start` it with the mailbox its deltas go to; `outcome` tells the whole truth after the mailbox has ended."""
 
-    def __init__(self, completion: Completion, services: Services):
+    def __init__(self, completion: Completion, services: Services, first_shown: int = 0):
+        """`first_shown`: the number of its first choice in an answer to several prompts."""
         self._completion = completion
         self._services = services
-        self._choices = [ChoiceStream(i, completion, services.text) for i in range(completion.n)]
-        self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue(MAX_UNREAD_DELTAS)
+        self._choices = [
+            ChoiceStream(i, completion, services.text, first_shown + i) for i in range(completion.n)
+        ]
+        self._packed_prompt = pack_tokens(completion.prompt_tokens)
         self._truth = Truth()
         self._received = time.monotonic()
         self._started = self._received
         self._excluded: set[str] = set()
+        self._deltas: Mailbox[Delta]
+        self._work: asyncio.Task[None] | None = None
         self.worker_ids: list[str] = []
         self.first_token_seconds: float | None = None
+
+    @property
+    def choices(self) -> int:
+        return len(self._choices)
 
     @property
     def complete(self) -> bool:
         return all(choice.finish is not None for choice in self._choices)
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Raises BatonError when the request can't be completed."""
+    def start(self, deltas: Mailbox[Delta]) -> None:
+        """Ends as one producer of `deltas`, or fails it with the BatonError that ended the request."""
         self._started = time.monotonic()
-        work = asyncio.get_running_loop().create_task(self._run())
-        try:
-            while (delta := await self._deltas.get()) is not None:
-                yield delta
-            await work
-        finally:
-            work.cancel()
+        self._deltas = deltas
+        self._work = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        """Cancels what is still going on; the workers are told."""
+        if self._work is not None:
+            self._work.cancel()
 
     async def _run(self) -> None:
         try:
             async with asyncio.timeout(self._completion.deadline_seconds):
                 await self._run_choices(self._choices)
         except TimeoutError:
-            raise errors.DeadlineError(
-                f"not finished within {self._completion.deadline_seconds:.1f} s", field="deadline"
-            ) from None
-        finally:
-            # The reader must wake up whatever happened; a full queue means that it is still reading.
-            await self._deltas.put(None)
+            seconds = self._completion.deadline_seconds
+            self._deltas.fail(errors.DeadlineError(f"not finished within {seconds:.1f} s", field="deadline"))
+        except Exception as error:  # whoever reads the mailbox deals with it
+            self._deltas.fail(error)
+        else:
+            self._deltas.end()
 
     async def _run_choices(self, choices: list[ChoiceStream]) -> None:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""
         machine = StateMachine(LifeState.PLACING, TRANSITIONS, self._completion.request_id)
-        deadline = time.monotonic() + self._services.config.admission_seconds
-        pause = RETRY_PAUSE_SECONDS
-        for number in range(self._services.config.max_attempts):
+        config = self._services.config
+        patience = Patience(config.max_attempts, config.admission_seconds)
+        while True:
+            before = sum(choice.new_tokens for choice in choices)
             try:
-                attempt = await self._place(choices, deadline)
+                attempt = await self._place(choices, patience.deadline)
                 machine.to(LifeState.RUNNING)
                 await self._attempt(attempt, choices)
             except _Retry as retry:
-                log.info(
-                    "attempt %d: %s", number + 1, retry, extra={"request_id": self._completion.request_id}
+                log.info("attempt over: %s", retry, extra={"request_id": self._completion.request_id})
+                progress = sum(choice.new_tokens for choice in choices) > before
+                refused = isinstance(retry.reason, errors.BlocksExhaustedError)
+                pause = patience.pause_seconds(
+                    retry.reason,
+                    retry.pause_seconds,
+                    progress=progress,
+                    reached=bool(attempt.heard) and not refused,
                 )
-                if retry.pause_seconds and time.monotonic() + retry.pause_seconds > deadline:
-                    raise retry.reason from None
-                await asyncio.sleep(max(retry.pause_seconds, pause if number else 0.0))
-                pause = min(2 * pause, RETRY_PAUSE_MAX_SECONDS)
+                await asyncio.sleep(pause)
                 machine.to(LifeState.PLACING)
-                last = retry.reason
             else:
                 machine.to(LifeState.DONE)
                 return
@@ -137,25 +150,23 @@ class RequestLife:
                     for choice in open_choices:
                         group.create_task(self._run_choices([choice]))
                 return
-        raise errors.UnavailableError(f"gave up after {number + 1} attempts: {last}", retry_after_seconds=1.0)
 
     # --- placing -----------------------------------------------------------------------------------------
 
     async def _place(self, choices: list[ChoiceStream], deadline: float) -> Attempt:
         c, config = self._completion, self._services.config
         output = choices[0].output if len(choices) == 1 else []
-        tokens = c.prompt_tokens + output
+        token_count = len(c.prompt_tokens) + len(output)
         spec = self._spec(choices, output)
-        hashes = hash_blocks(
-            pack_tokens(tokens), config.page_size, secret=config.secret.encode(), salt=spec.salt
-        )
+        packed = spec.prompt_tokens + spec.output_tokens
+        hashes = hash_blocks(packed, config.page_size, secret=config.secret.encode(), salt=spec.salt)
         began = time.monotonic()
         request = PlacementRequest(
             transfer_id=self._services.new_transfer_id(),
             chain=index_keys(hashes),
-            token_count=len(tokens),
+            token_count=token_count,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=frozenset(self._excluded),
+            excluded=self._services.liveness.suspects | self._excluded,
             explain=c.explain,
         )
         placed = await self._place_until(request, deadline)
@@ -167,8 +178,9 @@ class RequestLife:
             spec=spec,
             placed=placed,
             channels=self._services.channels,
+            liveness=self._services.liveness,
             admission_seconds=max(1.0, deadline - time.monotonic()),
-            from_position=len(tokens),
+            from_position=token_count,
             transfer_id=request.transfer_id,
         )
         self.worker_ids = [w.worker_id for w in (placed.prefill, placed.decode) if w is not None]
@@ -191,12 +203,12 @@ class RequestLife:
         model_id = self._services.model_id()
         return common_pb2.GenerateSpec(
             model_id=model_id,
-            prompt_tokens=pack_tokens(c.prompt_tokens),
+            prompt_tokens=self._packed_prompt,
             output_tokens=pack_tokens(output),
             sampling=c.sampling,
             first_choice=choices[0].index,
             n=len(choices),
-            salt=make_salt(model_id, tenant=c.prefix_scope),
+            salt=self._services.salt(model_id, c.prefix_scope),
             priority=c.priority,
         )
 
@@ -207,23 +219,27 @@ class RequestLife:
         self._truth.attempts += 1
         attempt.start()
         try:
-            async for event in attempt.events():
-                if isinstance(event, TokenCame):
-                    await self._token(event, attempt, choices)
-                else:
-                    await self._stream_ended(event, attempt, choices)
+            while True:
+                for event in await attempt.events.take():
+                    if isinstance(event, TokenCame):
+                        self._token(event, attempt, choices)
+                    else:
+                        await self._stream_ended(event, attempt, choices)
                 if all(choice.finish is not None for choice in choices) and self._told_all(attempt, choices):
                     return
+                if self._deltas.full:
+                    await self._deltas.room()
         finally:
             self._services.placement.release(attempt.transfer_id)
-            self._services.clean_up(attempt.close())
+            if not attempt.has_ended:
+                self._services.clean_up(attempt.close())
 
     def _told_all(self, attempt: Attempt, choices: list[ChoiceStream]) -> bool:
-        """The reports have come; an answer cut by a stop string does not wait for them."""
+        """The reports have come, as far as they will; an answer cut by a stop string does not wait for them."""
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
-        return waiting <= attempt.finished or self._completion.stop != ()
+        return waiting <= attempt.finished | attempt.lost or self._completion.stop != ()
 
-    async def _token(self, event: TokenCame, attempt: Attempt, choices: list[ChoiceStream]) -> None:
+    def _token(self, event: TokenCame, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         choice = choices[event.token.choice - choices[0].index]
         try:
             delta = choice.take(event.token)
@@ -232,8 +248,10 @@ class RequestLife:
         if delta is not None:
             if self.first_token_seconds is None:
                 self.first_token_seconds = time.monotonic() - self._received
-            self._services.placement.prefilled(attempt.transfer_id)
-            await self._deltas.put(delta)
+            if not attempt.is_prefilled:
+                attempt.is_prefilled = True
+                self._services.placement.prefilled(attempt.transfer_id)
+            self._deltas.add(delta)
 
     async def _stream_ended(self, event: Ended, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         complete = all(choice.finish is not None for choice in choices)
@@ -301,7 +319,7 @@ class RequestLife:
 
     # --- the end -----------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def outcome(self) -> Outcome:
         truth, now = self._truth, time.monotonic()
         p, d = truth.prefill, truth.decode

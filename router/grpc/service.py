@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -13,7 +13,8 @@ from google.protobuf.message import DecodeError, Message
 from cluster import rpc
 from cluster.errors import BatonError, CancelledError, InvalidRequestError, UnknownModelError
 from router.completion import Completion, Delta
-from router.dispatch.life import RequestLife
+from router.dispatch.life import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestLife
+from router.dispatch.mailbox import Mailbox
 from router.front import Front
 from router.grpc.gate import caller_of
 from router.grpc.write_deadline import WriteDeadline
@@ -151,27 +152,47 @@ def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
 
 
 async def _responses(life: RequestLife, completion: Completion) -> AsyncGenerator[pb.GenerateResponse, None]:
-    started = False
-    async for delta in life.deltas():
-        if not started:
-            started = True
-            yield pb.GenerateResponse(
-                started=pb.Started(
-                    request_id=completion.request_id,
-                    model=completion.model,
-                    seed=completion.sampling.seed,
-                    prompt_tokens=len(completion.prompt_tokens),
-                    worker_ids=life.worker_ids,
-                )
-            )
-        yield pb.GenerateResponse(chunk=_chunk(delta))
+    deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
+    life.start(deltas)
+    try:
+        started = False
+        while came := await deltas.take():
+            if not started:
+                started = True
+                yield _started(life, completion)
+            for chunk in _chunks(came):
+                yield pb.GenerateResponse(chunk=chunk)
+    finally:
+        life.stop()
     outcome = life.outcome
     yield pb.GenerateResponse(
         completed=pb.Completed(usage=outcome.usage, timings=outcome.timings, explanation=outcome.explanation)
     )
 
 
-def _chunk(delta: Delta) -> pb.Chunk:
-    return pb.Chunk(
-        choice=delta.choice, text=delta.text, tokens=delta.tokens, finish_reason=delta.finish or ""
+def _started(life: RequestLife, completion: Completion) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        started=pb.Started(
+            request_id=completion.request_id,
+            model=completion.model,
+            seed=completion.sampling.seed,
+            prompt_tokens=len(completion.prompt_tokens),
+            worker_ids=life.worker_ids,
+        )
     )
+
+
+def _chunks(deltas: Sequence[Delta]) -> Iterator[pb.Chunk]:
+    """Tokens of one choice that came together go out together: a message costs more than what it carries."""
+    begin = 0
+    for end in range(1, len(deltas) + 1):
+        last = deltas[end - 1]
+        if end == len(deltas) or deltas[end].choice != last.choice:
+            run = deltas[begin:end]
+            yield pb.Chunk(
+                choice=last.choice,
+                text="".join(delta.text for delta in run),
+                tokens=[token for delta in run for token in delta.tokens],
+                finish_reason=last.finish or "",
+            )
+            begin = end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import BatonError, InternalError, InvalidRequestError
 from router.front import Front
@@ -23,11 +24,31 @@ log = logging.getLogger(__name__)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(front: Front) -> FastAPI:
+class App:
+    """Requests for tokens go straight to their endpoints; the framework's layers serve the rest.
+
+    Those layers cost about 0.3 ms a request, and more for every piece of a stream.
+    """
+
+    def __init__(self, rest: ASGIApp, direct: Mapping[str, Endpoint]):
+        self._rest = rest
+        self._direct = direct
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._direct.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None or scope["method"] != "POST":
+            await self._rest(scope, receive, send)
+            return
+        response = await endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+
+def build_app(front: Front) -> App:
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     generate = Generate(front)
-    app.add_api_route("/v1/chat/completions", _guard(generate.chat), methods=["POST"])
-    app.add_api_route("/v1/completions", _guard(generate.completion), methods=["POST"])
+    direct = {"/v1/chat/completions": _guard(generate.chat), "/v1/completions": _guard(generate.completion)}
+    for path, endpoint in direct.items():
+        app.add_api_route(path, endpoint, methods=["POST"])
     app.add_api_route("/v1/models", _guard(_models(front)), methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", _guard(_model(front)), methods=["GET"])
     app.add_api_route("/v1/cluster", _guard(_cluster(front)), methods=["GET"])
@@ -35,7 +56,7 @@ def build_app(front: Front) -> FastAPI:
     app.add_api_route("/ready", _guard(_ready(front)), methods=["GET"])
     app.add_api_route("/metrics", _guard(_metrics(front)), methods=["GET"])
     app.add_exception_handler(HTTPException, _http_error)
-    return app
+    return App(app, direct)
 
 
 def _guard(endpoint: Endpoint) -> Endpoint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from cluster.errors import BatonError, CancelledError, InvalidRequestError
 from router.completion import Completion, Delta, Outcome
@@ -21,10 +20,10 @@ from router.http import fields
 from router.http.body import read_json
 from router.http.errors import error_body
 from router.http.gate import caller_of, connection_of
+from router.http.reading import EventStream, Reading
 from router.http.shapes import Answer, ChatShape, CompletionShape, Shape, baton, usage
 
 _DONE = b"data: [DONE]\n\n"
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class Generate:
@@ -94,44 +93,37 @@ class Generate:
         stack = contextlib.ExitStack()
         caller, connection = caller_of(request), connection_of(request)
         with stack:
-            lives = [stack.enter_context(self._front.admit(one, caller, connection)) for one in completions]
+            lives = [
+                stack.enter_context(
+                    self._front.admit(one, caller, connection, sum(c.n for c in completions[:i]))
+                )
+                for i, one in enumerate(completions)
+            ]
             headers = {"x-request-id": completions[0].request_id}
             if not fields.boolean(body, "stream"):
-                return await self._whole(request, shape, lives, completions, headers)
-            merged = _Merged(lives, completions)
+                return await self._whole(request, shape, lives, headers)
+            reading = Reading(lives, request)
             # The first delta decides between an HTTP error and a stream.
-            # The server drops what it is told to send to a client that has gone: only asking tells.
-            watch = asyncio.get_running_loop().create_task(_disconnected(request))
             try:
-                first = await merged.next(watch)
+                first = await reading.take()
             except BaseException:
-                watch.cancel()
-                await merged.close()
+                reading.stop()
                 raise
-            keep = stack.pop_all()
-            events = self._events(watch, shape, merged, first, wants_usage, keep)
-            return StreamingResponse(
-                events, media_type="text/event-stream", headers={**headers, **_STREAM_HEADERS}
-            )
+            held = stack.pop_all()
+            held.callback(reading.stop)
+            return EventStream(_events(shape, reading, first, wants_usage), headers, held.close)
 
     async def _whole(
-        self,
-        request: Request,
-        shape: Shape,
-        lives: Sequence[RequestLife],
-        completions: Sequence[Completion],
-        headers: dict[str, str],
+        self, request: Request, shape: Shape, lives: Sequence[RequestLife], headers: dict[str, str]
     ) -> Response:
-        total = sum(completion.n for completion in completions)
-        answers = [Answer() for _ in range(total)]
-        merged = _Merged(lives, completions)
-        watch = asyncio.get_running_loop().create_task(_disconnected(request))
+        answers = [Answer() for life in lives for _ in range(life.choices)]
+        reading = Reading(lives, request)
         try:
-            while (came := await merged.next(watch)) is not None:
-                answers[came[0]].add(came[1])
+            while came := await reading.take():
+                for delta in came:
+                    answers[delta.choice].add(delta)
         finally:
-            watch.cancel()
-            await merged.close()
+            reading.stop()
         outcomes = [life.outcome for life in lives]
         choices = [shape.choice(index, answer, ()) for index, answer in enumerate(answers)]
         return Response(
@@ -140,95 +132,34 @@ class Generate:
             headers={**headers, **_timing_headers(outcomes[-1])},
         )
 
-    async def _events(
-        self,
-        watch: asyncio.Task[None],
-        shape: Shape,
-        merged: _Merged,
-        first: tuple[int, Delta] | None,
-        wants_usage: bool,
-        keep: contextlib.ExitStack,
-    ) -> AsyncIterator[bytes]:
-        begun: set[int] = set()
-        came = first
-        with keep:
-            try:
-                while came is not None:
-                    index, delta = came
-                    chunk = shape.chunk([shape.delta(index, delta, index not in begun)])
-                    begun.add(index)
-                    if wants_usage:
-                        chunk["usage"] = None
-                    yield _event(chunk)
-                    came = await merged.next(watch)
-                outcomes = [life.outcome for life in merged.lives]
-                last = shape.chunk([])
-                last["baton"] = baton(outcomes[-1])
-                if wants_usage:
-                    last["usage"] = usage(outcomes)
-                yield _event(last)
-                yield _DONE
-            except CancelledError:
-                return
-            except BatonError as error:
-                yield _event(error_body(error))
-            finally:
-                watch.cancel()
-                await merged.close()
 
-
-class _Merged:
-    """Deltas of one or several lives as (choice index in the whole answer, delta)."""
-
-    def __init__(self, lives: Sequence[RequestLife], completions: Sequence[Completion]):
-        self.lives = lives
-        self._streams = [life.deltas() for life in lives]
-        self._offsets = [sum(c.n for c in completions[:i]) for i in range(len(completions))]
-        self._pending: dict[asyncio.Task[Delta], int] = {}
-        self._started = False
-
-    async def next(self, watch: asyncio.Task[None] | None = None) -> tuple[int, Delta] | None:
-        """None at the end. Raises the first life's BatonError; CancelledError (ours) once `watch` is done."""
-        if not self._started:
-            self._started = True
-            for index in range(len(self._streams)):
-                self._ask(index)
-        while self._pending:
-            waiting = {*self._pending, *([watch] if watch is not None else [])}
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if watch is not None and watch in done:
-                raise CancelledError("the client has gone")
-            task = next(task for task in done if task in self._pending)
-            index = self._pending.pop(task)  # type: ignore[arg-type]
-            try:
-                delta: Delta = task.result()  # type: ignore[assignment]
-            except StopAsyncIteration:
-                continue
-            self._ask(index)
-            return self._offsets[index] + delta.choice, delta
-        return None
-
-    def _ask(self, index: int) -> None:
-        stream = self._streams[index]
-
-        async def one() -> Delta:
-            return await anext(stream)
-
-        self._pending[asyncio.get_running_loop().create_task(one())] = index
-
-    async def close(self) -> None:
-        for task in self._pending:
-            task.cancel()
-        await asyncio.gather(*self._pending, return_exceptions=True)
-        for stream in self._streams:
-            await stream.aclose()  # type: ignore[attr-defined]
-
-
-async def _disconnected(request: Request) -> None:
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            return
+async def _events(
+    shape: Shape, reading: Reading, first: list[Delta], wants_usage: bool
+) -> AsyncIterator[bytes]:
+    """One event a token; what came together is written together."""
+    begun: set[int] = set()
+    before, after = shape.around_choice(wants_usage)
+    came = first
+    try:
+        while came:
+            frames: list[bytes] = []
+            for delta in came:
+                choice = shape.delta(delta.choice, delta, delta.choice not in begun)
+                begun.add(delta.choice)
+                frames += (before, orjson.dumps(choice), after)
+            yield b"".join(frames)
+            came = await reading.take()
+    except CancelledError:
+        return
+    except BatonError as error:
+        yield _event(error_body(error))
+        return
+    outcomes = [life.outcome for life in reading.lives]
+    last = shape.chunk([])
+    last["baton"] = baton(outcomes[-1])
+    if wants_usage:
+        last["usage"] = usage(outcomes)
+    yield _event(last) + _DONE
 
 
 def _request_id(request: Request) -> str:

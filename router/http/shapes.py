@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
+import orjson
 
 from router.completion import Completion, Delta, Outcome
 from router.tokens.tokenizer import ModelText
-from wire import common_pb2
+from wire import common_pb2, inference_pb2
+
+_TIMINGS = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
 
 
 def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -27,11 +29,8 @@ def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def baton(outcome: Outcome) -> dict[str, Any]:
     """Timings in seconds, bytes shipped, transport, the workers' names: as in inference.proto."""
-    shown: dict[str, Any] = MessageToDict(
-        outcome.timings, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    for name in ("kv_bytes_shipped", "not_shipped_tokens"):
-        shown[name] = int(shown[name])
+    timings = outcome.timings
+    shown: dict[str, Any] = {name: getattr(timings, name) for name in _TIMINGS}
     if outcome.explanation:
         shown["explanation"] = outcome.explanation
     return shown
@@ -77,6 +76,11 @@ class Shape:
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self.head(self.chunk_name), "choices": choices}
+
+    def around_choice(self, wants_usage: bool) -> tuple[bytes, bytes]:
+        """What stands before and after the one choice of every streamed chunk: written once an answer."""
+        head = b"data: " + orjson.dumps(self.head(self.chunk_name))[:-1] + b',"choices":['
+        return head, b'],"usage":null}\n\n' if wants_usage else b"]}\n\n"
 
     def choice(self, index: int, answer: Answer, prompt: Sequence[int]) -> dict[str, Any]:
         raise TypeError("use ChatShape or CompletionShape")

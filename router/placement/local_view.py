@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 
 from cluster.block_hash import INDEX_KEY_BYTES
@@ -18,8 +18,22 @@ class LocalView:
     def __init__(self, rng: random.Random):
         self._rng = rng
         self._seen: OrderedDict[bytes, str] = OrderedDict()  # block key → worker that had it last
+        self._noted: deque[tuple[bytes, str]] = deque()
+        self._noted_bytes = 0
 
     def remember(self, chain: bytes, worker_id: str) -> None:
+        """Only notes it: block by block it is taken in when Redis is gone, which most of it never sees."""
+        self._noted.append((chain, worker_id))
+        self._noted_bytes += len(chain)
+        while self._noted_bytes > MAX_REMEMBERED * INDEX_KEY_BYTES:
+            self._noted_bytes -= len(self._noted.popleft()[0])
+
+    def _take_in(self) -> None:
+        while self._noted:
+            self._index(*self._noted.popleft())
+        self._noted_bytes = 0
+
+    def _index(self, chain: bytes, worker_id: str) -> None:
         for begin in range(0, len(chain), INDEX_KEY_BYTES):
             key = chain[begin : begin + INDEX_KEY_BYTES]
             self._seen[key] = worker_id
@@ -37,6 +51,7 @@ class LocalView:
         return holder
 
     def _holder(self, workers: Sequence[WorkerInfo], chain: bytes) -> WorkerInfo | None:
+        self._take_in()
         by_id = {worker.worker_id: worker for worker in workers}
         for begin in range(len(chain) - INDEX_KEY_BYTES, -1, -INDEX_KEY_BYTES):
             worker_id = self._seen.get(chain[begin : begin + INDEX_KEY_BYTES])

@@ -1,178 +1,206 @@
 -- One placement: match, score, charge, record. One call per dispatch attempt.
 -- KEYS: owners, load, routers, calls, chg:<router>
 -- ARGV: prefix, router, chain, tokens, page, output_tokens, mode, random, a, b, token_bytes, bandwidth,
---       per_token_decode, feeds, ttl_ms, predict_ms, number of prefill candidates, then 5 fields for every
---       candidate: slot, name, place, rate, capacity_tokens
+--       per_token_decode, feeds, ttl_ms, predict_ms, rate, number of prefill candidates, number of candidates,
+--       the decode workers' capacities (8-byte doubles, tokens, packed), slots (4-byte numbers, packed), runs of
+--       candidates of one place (4-byte number of the place, 4-byte index of its last one, packed), then for every
+--       candidate its field of `load`, then, where decode workers may prefill, theirs for that
 -- mode: never | fallback | auto | always (local prefill at the decode worker)
 -- -> prefill index (0 = local), decode index, cached tokens at prefill, at decode, cost, terms…
+-- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
 local L, page, out = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local mode, random = ARGV[7], tonumber(ARGV[8])
 local a, b = tonumber(ARGV[9]), tonumber(ARGV[10])
 local token_bytes, bandwidth, per_token = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local feeds, ttl, predict = ARGV[14], tonumber(ARGV[15]), tonumber(ARGV[16])
-local np = tonumber(ARGV[17])
-local FIRST, WIDTH = 18, 5
+local rate, np, count = tonumber(ARGV[17]), tonumber(ARGV[18]), tonumber(ARGV[19])
+local function numbers(kind, packed, size) return {struct.unpack('>' .. string.rep(kind, #packed / size), packed)} end
+local capacities, slots, runs = numbers('d', ARGV[20], 8), numbers('I4', ARGV[21], 4), numbers('I4', ARGV[22], 4)
+local LOADS = 22
+local BEST = 8
+local TIE = 1.05
+local call = redis.call
 
-redis.call('INCR', KEYS[4])
+call('INCR', KEYS[4])
+if count == np then return {-1} end
 local now = now_ms()
+local records = feeds ~= 'reported' and #chain > 0
 
 -- An expired router's charges are dropped, one table a call.
-local dead = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 1)[1]
+local dead = call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 1)[1]
 if dead then
   local table_key = string.gsub(KEYS[5], 'chg:.*$', '') .. 'chg:' .. dead
-  local old = redis.call('HGETALL', table_key)
-  for i = 1, #old, 2 do redis.call('HINCRBY', KEYS[2], old[i], -tonumber(old[i + 1])) end
-  redis.call('DEL', table_key)
-  redis.call('ZREM', KEYS[3], dead)
+  local old = call('HGETALL', table_key)
+  for i = 1, #old, 2 do call('HINCRBY', KEYS[2], old[i], -tonumber(old[i + 1])) end
+  call('DEL', table_key)
+  call('ZREM', KEYS[3], dead)
 end
 
-local cover = match(prefix, chain, now, now + ttl, KEYS[1], 16)
+-- Recording walks the same nodes again, and further: it sets when they expire.
+local cover = {}
+for slot, blocks in pairs(match(prefix, chain, now, not records and now + ttl, KEYS[1], 16)) do
+  cover[tonumber(slot)] = blocks
+end
 
-local count = (#ARGV - FIRST + 1) / WIDTH
+-- What waits at prefill workers, what lives at decode workers (and waits, where they prefill): one call.
 local may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and np == 0)
-
--- Loads in one call: what waits at prefill workers, what lives at decode workers (and waits, where they prefill).
-local fields = {}
-for i = 1, count do
-  local name = ARGV[FIRST + (i - 1) * WIDTH + 1]
-  if i <= np then
-    fields[#fields + 1] = 'p:' .. name
-  else
-    fields[#fields + 1] = 'd:' .. name
-    if may_local then fields[#fields + 1] = 'p:' .. name end
-  end
-end
-local loads = #fields > 0 and redis.call('HMGET', KEYS[2], unpack(fields)) or {}
-local function load_at(i) return math.max(0, tonumber(loads[i] or '0') or 0) end
+local loads = call('HMGET', KEYS[2], unpack(ARGV, LOADS + 1))
 
 local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
+local ship_rate = token_bytes / bandwidth
 
-local function hit_of(i)
-  local hit = (cover[ARGV[FIRST + (i - 1) * WIDTH]] or 0) * page
-  if hit > L - 1 then return L - 1 end
-  return hit
-end
-
--- Plain arrays by candidate: a table for each of 128 would cost more than the rest of the script.
-local hits, score, wait_of, resident, pending = {}, {}, {}, {}, {}
-local cold = prefill_seconds(L)
-for i = 1, np do
-  local hit = hit_of(i)
-  local wait = load_at(i) / tonumber(ARGV[FIRST + (i - 1) * WIDTH + 3])
-  hits[i], wait_of[i] = hit, wait
-  score[i] = wait + (hit == 0 and cold or prefill_seconds(L - hit))
-end
-local longest
-for i = np + 1, count do
-  local at = may_local and np + 2 * (i - np) - 1 or i
-  local hit, living = hit_of(i), load_at(at)
-  local capacity = tonumber(ARGV[FIRST + (i - 1) * WIDTH + 4])
-  local penalty = per_token * living
-  local free = capacity - living
-  if free < L + out then penalty = penalty + 1 + (L + out - free) / math.max(1, capacity) end
-  hits[i], resident[i], wait_of[i] = hit, living, penalty
-  pending[i] = may_local and load_at(at + 1) or 0
-  score[i] = penalty + (L - hit) * token_bytes / bandwidth
-  if not longest or hit > hits[longest] then longest = i end
-end
-if count == np then return {-1} end
-
-local function described(i)
-  local at = FIRST + (i - 1) * WIDTH
-  return {
-    index = i, slot = ARGV[at], name = ARGV[at + 1], place = ARGV[at + 2], rate = tonumber(ARGV[at + 3]),
-    hit = hits[i], wait = wait_of[i], penalty = wait_of[i], resident = resident[i], pending = pending[i],
-    compute = prefill_seconds(L - hits[i]), ship = (L - hits[i]) * token_bytes / bandwidth,
-  }
-end
-
--- The best eight, by eight passes: sorting all costs more. Then the best two of each place.
+-- The best few of a role in one pass (most candidates are worse than all of them), and the best of every place.
+local score, place_of, run = {}, {}, 1
 local function best(first, last)
-  local chosen, taken, places = {}, {}, {}
-  for _ = 1, math.min(8, last - first + 1) do
-    local top
-    for i = first, last do
-      if not taken[i] and (not top or score[i] < score[top]) then top = i end
-    end
-    taken[top] = true
-    local c = described(top)
-    places[c.place] = (places[c.place] or 0) + 1
-    chosen[#chosen + 1] = c
-  end
-  if last - first + 1 > 8 then
-    local near = {}
-    for i = first, last do
-      if not taken[i] then
-        local place = ARGV[FIRST + (i - 1) * WIDTH + 2]
-        if (places[place] or 0) < 2 and (not near[place] or score[i] < score[near[place]]) then near[place] = i end
+  local chosen, size, by_place, bound = {}, 0, {}, math.huge
+  local i = first
+  while i <= last do
+    local place, top, top_score = runs[run], i, math.huge
+    for at = i, runs[run + 1] do
+      local s = score[at]
+      place_of[at] = place
+      if s < top_score then top, top_score = at, s end
+      if s < bound then
+        if size < BEST then size = size + 1 end
+        local k = size
+        while k > 1 and s < score[chosen[k - 1]] do
+          chosen[k] = chosen[k - 1]
+          k = k - 1
+        end
+        chosen[k] = at
+        if size == BEST then bound = score[chosen[BEST]] end
       end
     end
-    for _, i in pairs(near) do
-      taken[i] = true
-      chosen[#chosen + 1] = described(i)
-    end
+    by_place[place] = top
+    i, run = runs[run + 1] + 1, run + 2
   end
-  return chosen, taken
+  local among = {}
+  for k = 1, size do among[chosen[k]] = true end
+  return chosen, among, by_place
 end
 
-local ps = best(1, np)
-local ds, kept = best(np + 1, count)
-if not kept[longest] then ds[#ds + 1] = described(longest) end
-
-local choices = {}
-for _, p in ipairs(ps) do
-  for _, d in ipairs(ds) do
-    local near = p.place == d.place and 1 or 0.5
-    local ship = math.max(0, d.ship / near - 0.9 * p.compute)
-    choices[#choices + 1] = {p = p, d = d, ship = ship, cost = p.wait + p.compute + ship + d.penalty}
+local hits, wait = {}, {}
+local cold = prefill_seconds(L)
+for i = 1, np do
+  local load = loads[i]
+  local seconds = load and load / rate or 0
+  if seconds < 0 then seconds = 0 end
+  local blocks = cover[slots[i]]
+  wait[i] = seconds
+  if blocks then
+    local hit = math.min(blocks * page, L - 1)
+    hits[i], score[i] = hit, seconds + prefill_seconds(L - hit)
+  else
+    hits[i], score[i] = 0, seconds + cold
   end
+end
+local living = {}
+local longest = np + 1
+local cold_ship, need = L * ship_rate, L + out
+for i = np + 1, count do
+  local load = tonumber(loads[i] or 0)
+  if load < 0 then load = 0 end
+  local penalty, lack = per_token * load, need + load - capacities[i - np]
+  if lack > 0 then penalty = penalty + 1 + lack / math.max(1, capacities[i - np]) end
+  living[i], wait[i] = load, penalty
+  local blocks = cover[slots[i]]
+  if blocks then
+    local hit = math.min(blocks * page, L - 1)
+    hits[i], score[i] = hit, penalty + (L - hit) * ship_rate
+    if hit > hits[longest] then longest = i end
+  else
+    hits[i], score[i] = 0, penalty + cold_ship
+  end
+end
+
+local ps, among_ps, p_places = best(1, np)
+local ds, among_ds, d_places = best(np + 1, count)
+if not among_ds[longest] then
+  ds[#ds + 1] = longest
+  among_ds[longest] = true
+end
+
+-- Choices: prefill index (0 = local), decode index, seconds, seconds the hand-off adds.
+local cp, cd, cost, shipping, choices = {}, {}, {}, {}, 0
+local cheapest = math.huge
+local function consider(p, d, seconds, ship)
+  choices = choices + 1
+  cp[choices], cd[choices], cost[choices], shipping[choices] = p, d, seconds, ship
+  if seconds < cheapest then cheapest = seconds end
+end
+local function pair(p, d)
+  local compute = prefill_seconds(L - hits[p])
+  local seconds = wait[p] + compute + wait[d]
+  if seconds > cheapest * TIE then return end  -- whatever the hand-off adds
+  local ship = (L - hits[d]) * ship_rate
+  if place_of[p] ~= place_of[d] then ship = 2 * ship end
+  ship = ship - 0.9 * compute
+  if ship < 0 then ship = 0 end
+  consider(p, d, seconds + ship, ship)
+end
+for i = 1, #ps do
+  for k = 1, #ds do pair(ps[i], ds[k]) end
+end
+-- Those beside one of them, and a place's own best two, may win by lying together.
+for i = 1, #ps do
+  local d = d_places[place_of[ps[i]]]
+  if d and not among_ds[d] then pair(ps[i], d) end
+end
+for k = 1, #ds do
+  local p = p_places[place_of[ds[k]]]
+  if p and not among_ps[p] then pair(p, ds[k]) end
+end
+for place, p in pairs(p_places) do
+  local d = d_places[place]
+  if d and not among_ps[p] and not among_ds[d] then pair(p, d) end
 end
 if may_local then
-  for _, d in ipairs(ds) do
-    local u = L - d.hit
+  for k = 1, #ds do
+    local d = ds[k]
+    local queue = tonumber(loads[count + d - np] or 0)
     -- Its own running batch waits for the chunks: prefill here costs those streams too.
-    local slow = d.resident > 0 and 2 or 1
-    local cost = d.pending / d.rate + slow * prefill_seconds(u) + d.penalty
-    choices[#choices + 1] = {d = d, ship = 0, cost = cost}
+    local slow = living[d] > 0 and 2 or 1
+    consider(0, d, math.max(0, queue) / rate + slow * prefill_seconds(L - hits[d]) + wait[d], 0)
   end
 end
-if #choices == 0 then return {-2} end
--- What lies within 5 % of the cheapest is a tie.
-local cheapest = choices[1].cost
-for _, c in ipairs(choices) do if c.cost < cheapest then cheapest = c.cost end end
+if choices == 0 then return {-2} end
+
+-- What lies within 5 % of the cheapest is a tie. Of equal times the one with most of the prompt cached costs the
+-- cluster least; chance decides the rest.
+local reuse, equal = -1, 0
+local function reused(c) return (cp[c] > 0 and hits[cp[c]] or 0) + hits[cd[c]] end
 local tied = {}
-for _, c in ipairs(choices) do if c.cost <= cheapest * 1.05 then tied[#tied + 1] = c end end
--- Of equal times the one with most of the prompt cached costs the cluster least; chance decides the rest.
-local reuse = 0
-for _, c in ipairs(tied) do
-  c.reuse = (c.p and c.p.hit or 0) + c.d.hit
-  if c.reuse > reuse then reuse = c.reuse end
-end
-local equal = {}
-for _, c in ipairs(tied) do if c.reuse == reuse then equal[#equal + 1] = c end end
-local pick = equal[1 + math.floor(random * #equal)]
-local p, d = pick.p, pick.d
-
-local function charge(field, amount)
-  redis.call('HINCRBY', KEYS[2], field, amount)
-  redis.call('HINCRBY', KEYS[5], field, amount)
-end
-local worker = p or d
-local u = L - worker.hit
-charge('p:' .. worker.name, u)
-charge('d:' .. d.name, L + out)
-
-if feeds ~= 'reported' then
-  local blocks = #chain / 8
-  if blocks > 0 then
-    if p then insert(prefix, chain, p.slot, blocks, false, now + predict, now + ttl) end
-    insert(prefix, chain, d.slot, blocks, false, now + predict, now + ttl)
+for c = 1, choices do
+  if cost[c] <= cheapest * TIE then
+    local cached = reused(c)
+    if cached > reuse then reuse, equal = cached, 0 end
+    if cached == reuse then
+      equal = equal + 1
+      tied[equal] = c
+    end
   end
 end
+local pick = tied[1 + math.floor(random * equal)]
+local p, d = cp[pick], cd[pick]
 
-local wait = p and p.wait or d.pending / d.rate
+local at = p > 0 and p or d  -- who prefills
+local u = L - hits[at]
+local function charge(field, amount)
+  call('HINCRBY', KEYS[2], field, amount)
+  call('HINCRBY', KEYS[5], field, amount)
+end
+charge(p > 0 and ARGV[LOADS + p] or ARGV[LOADS + count + d - np], u)
+charge(ARGV[LOADS + d], L + out)
+
+if records then
+  local winners = {string.format('%d', slots[d])}
+  if p > 0 then winners[2] = string.format('%d', slots[p]) end
+  insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl)
+end
+
+local waits = p > 0 and wait[p] or math.max(0, tonumber(loads[count + d - np] or 0)) / rate
 return {
-  p and p.index or 0, d.index, worker.hit, d.hit, u, tostring(pick.cost), tostring(wait),
-  tostring(prefill_seconds(u)), tostring(pick.ship), tostring(d.penalty),
+  p, d, hits[at], hits[d], u, tostring(cost[pick]), tostring(waits), tostring(prefill_seconds(u)),
+  tostring(shipping[pick]), tostring(wait[d]),
 }

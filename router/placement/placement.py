@@ -7,7 +7,6 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
 from importlib import resources
 
 import redis
@@ -20,7 +19,9 @@ from cluster.membership.reader import Members
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect_async
 from router.placement.calibration import Calibration
+from router.placement.candidates import Candidates
 from router.placement.local_view import LocalView
+from router.placement.script_call import Argument, ScriptCall
 from router.placement.types import Charge, Mode, Placed, PlacementRequest
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Placement:
         self._members = members
         self._rng = rng or random.Random()
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
-        self._place = self._client.register_script(scripts.tree() + _lua("place.lua"))
+        self._place = ScriptCall(config.redis_url, scripts.tree() + _lua("place.lua"))
         self._settle = self._client.register_script(_lua("settle.lua"))
         tag = f"{{{config.namespace}}}:"
         self._load_key, self._routers_key, self._calls_key = tag + "load", tag + "routers", tag + "calls"
@@ -51,6 +52,8 @@ class Placement:
         self.calibration = Calibration()
         self._local = LocalView(self._rng)
         self._charges: dict[bytes, Charge] = {}
+        self._everybody: Candidates | None = None
+        self._everybody_of: list[WorkerInfo] | None = None  # the membership they were made of
         self._dirty = asyncio.Event()
         self._down_until = 0.0
         self._closed = False
@@ -58,6 +61,8 @@ class Placement:
         self.calls = 0
 
     async def start(self) -> None:
+        """A router that was killed and comes back under its name takes what it had charged off the load."""
+        await self._settle_once()
         self._task = asyncio.get_running_loop().create_task(self._settle_forever())
 
     async def close(self) -> None:
@@ -68,6 +73,7 @@ class Placement:
             await asyncio.wait([self._task], timeout=LEASE_SECONDS)
         self._charges.clear()
         await self._settle_once()
+        await self._place.close()
         await self._client.aclose()
 
     @property
@@ -76,25 +82,35 @@ class Placement:
 
     async def place(self, request: PlacementRequest) -> Placed:
         """One script call. Raises UnavailableError when a role that is needed has nobody."""
-        prefill = self._usable(self._members.prefill, request)
-        decode = self._usable(self._members.decode, request)
-        if self.mode == "always":
-            prefill = []
-        if self.mode in ("fallback", "auto") and all(w.worker_id in request.excluded for w in prefill):
-            prefill = []  # those that are left have failed this request, and others may prefill
-        if not decode:
+        candidates = self._candidates(request)
+        if not candidates.decode:
             raise UnavailableError("no decode worker is there", retry_after_seconds=1.0)
-        if not prefill and self.mode == "never":
+        if not candidates.prefill and self.mode == "never":
             raise UnavailableError("no prefill worker is there", retry_after_seconds=1.0)
         self.calls += 1
         if time.monotonic() >= self._down_until:
             try:
                 async with asyncio.timeout(SCRIPT_SECONDS * 2):
-                    return await self._ask(request, prefill, decode)
+                    return await self._ask(request, candidates)
             except (redis.RedisError, TimeoutError, OSError) as error:
                 log.warning("placing without Redis: %s", error)
                 self._down_until = time.monotonic() + RETRY_SECONDS
-        return self._alone(request, prefill, decode)
+        return self._alone(request, candidates)
+
+    def _candidates(self, request: PlacementRequest) -> Candidates:
+        """All who are there, put together once a membership; without those that failed this request."""
+        members = self._members
+        if request.excluded:
+            prefill = self._usable(members.prefill, request)
+            if self.mode in ("fallback", "auto") and all(w.worker_id in request.excluded for w in prefill):
+                prefill = []  # those that are left have failed this request, and others may prefill
+            decode = self._usable(members.decode, request)
+            return Candidates([] if self.mode == "always" else prefill, decode, self.mode)
+        if self._everybody is None or self._everybody_of is not members.all:
+            prefill = [] if self.mode == "always" else members.prefill
+            self._everybody = Candidates(prefill, members.decode, self.mode)
+            self._everybody_of = members.all
+        return self._everybody
 
     @staticmethod
     def _usable(workers: list[WorkerInfo], request: PlacementRequest) -> list[WorkerInfo]:
@@ -102,13 +118,22 @@ class Placement:
         others = [worker for worker in workers if worker.worker_id not in request.excluded]
         return others or workers
 
-    async def _ask(
-        self, request: PlacementRequest, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo]
-    ) -> Placed:
-        workers = [*prefill, *decode]
-        model_id = decode[0].model_id
+    async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed:
+        workers = candidates.workers
+        answer = await self._place(
+            [self._owners_key, self._load_key, self._routers_key, self._calls_key, self._charges_key],
+            [*self._arguments(request, candidates.model_id), *candidates.arguments],
+        )
+        p_index, d_index, hit, decode_hit, uncached = (int(value) for value in answer[:5])
+        p = workers[p_index - 1] if p_index else None
+        d = workers[d_index - 1]
+        terms = {name: float(value) for name, value in zip(_TERMS, answer[5:], strict=True)}
+        self._charge(request, p, d, uncached)
+        return Placed(p, d, hit, decode_hit, True, terms)
+
+    def _arguments(self, request: PlacementRequest, model_id: str) -> list[Argument]:
         c = self.calibration
-        arguments: list[bytes | str | int | float] = [
+        return [
             scripts.prefix(self._config.namespace, model_id),
             self._config.router_id,
             request.chain,
@@ -125,28 +150,13 @@ class Placement:
             self._config.index_feeds,
             int(scripts.NODE_TTL_SECONDS * 1000),
             int(PREDICT_SECONDS * 1000),
-            len(prefill),
+            c.rate,
         ]
-        for worker in workers:
-            capacity = worker.blocks_total * worker.page_size
-            arguments += [worker.slot, worker.name, worker.place or worker.host, c.rate, capacity]
-        answer = await self._place(
-            keys=[self._owners_key, self._load_key, self._routers_key, self._calls_key, self._charges_key],
-            args=arguments,
-        )
-        p_index, d_index, hit, decode_hit, uncached = (int(value) for value in answer[:5])
-        p = workers[p_index - 1] if p_index else None
-        d = workers[d_index - 1]
-        terms = {name: float(value) for name, value in zip(_TERMS, answer[5:], strict=True)}
-        self._charge(request, p, d, uncached)
-        return Placed(p, d, hit, decode_hit, True, terms)
 
-    def _alone(
-        self, request: PlacementRequest, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo]
-    ) -> Placed:
+    def _alone(self, request: PlacementRequest, candidates: Candidates) -> Placed:
         load = self._own_load()
-        d = self._local.pick(decode, load, request.chain)
-        p = self._local.pick(prefill, load, request.chain) if prefill else None
+        d = self._local.pick(candidates.decode, load, request.chain)
+        p = self._local.pick(candidates.prefill, load, request.chain) if candidates.prefill else None
         self._charge(request, p, d, request.token_count)
         return Placed(p, d, 0, 0, False)
 
@@ -190,8 +200,10 @@ class Placement:
                     await self._dirty.wait()
             except TimeoutError:
                 pass
-            # Nothing charged and nothing changed: no lease is needed, and an idle router stays quiet.
-            if self._dirty.is_set() or (self._charges and time.monotonic() - renewed > LEASE_SECONDS / 5):
+            # Nothing charged and nothing changed: no lease is needed, and an idle router is nearly quiet. It only
+            # sees to it that what a dead one has charged does not stay.
+            quiet = time.monotonic() - renewed
+            if self._dirty.is_set() or quiet > (LEASE_SECONDS / 5 if self._charges else LEASE_SECONDS):
                 self._dirty.clear()
                 await self._settle_once()
                 renewed = time.monotonic()

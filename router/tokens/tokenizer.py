@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
 
-# Below this many characters encoding takes less time than a trip to another thread.
-INLINE_CHARACTERS = 512
+# Up to this many characters (about 0.5 ms) encoding costs a request less than a trip to another thread, and the
+# requests beside it no more than its other work does.
+INLINE_CHARACTERS = 4096
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -117,7 +118,9 @@ class ModelText:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, text, special)
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        # The fast variant leaves out where in the text each token lies.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
         return ids
 
     def token_text(self, token_id: int) -> str:

@@ -22,7 +22,7 @@ for slot, blocks in pairs(cover) do out[#out + 1] = slot; out[#out + 1] = blocks
 return out
 """
 _PREDICT = """
-insert(ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), false, now_ms() + tonumber(ARGV[5]), now_ms() + 60000)
+insert(ARGV[1], ARGV[2], {ARGV[3]}, tonumber(ARGV[4]), false, now_ms() + tonumber(ARGV[5]), now_ms() + 60000)
 return 1
 """
 

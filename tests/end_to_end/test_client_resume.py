@@ -11,14 +11,14 @@ from tests.checkpoints import prompt_ids
 from tests.exactness import judge
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
-NEW = 300
-KILL_AFTER = 40
+NEW = 900
+KILL_AFTER = 3  # pieces; tokens that came together make one
 
 
 def test_a_killed_router_loses_no_token_and_repeats_none(checkpoint, start_cluster):
-    cluster = start_cluster(checkpoint("llama"), *FLAGS, "--routers", "2")
-    prompt = prompt_ids(70, seed=4)
     model = checkpoint("llama")
+    cluster = start_cluster(model, *FLAGS, "--routers", "2")
+    prompt = prompt_ids(70, seed=4)
     with Client(cluster.routers) as client:
         # No seed is given: the client has to carry on with the one that the dead router drew.
         stream = client.stream(prompt, max_tokens=NEW, temperature=1, ignore_eos=True)

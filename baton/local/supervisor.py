@@ -1,0 +1,88 @@
+"""Starts again what has died, with a pause that grows, until it has died too often in a row.
+
+running ──exits──► waiting (0.2 s, 0.4 s, … 10 s) ──► running
+   └── lived shorter than 10 s, 8 times in a row ──► given up
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.local.children import Child
+from cluster.errors import SetupError
+
+FIRST_PAUSE_SECONDS = 0.2
+MAX_PAUSE_SECONDS = 10.0
+SHORT_LIFE_SECONDS = 10.0
+MAX_SHORT_LIVES = 8
+
+
+@dataclass
+class Ward:
+    """One process that has to be there. `restart` None: its end is reported and that is all."""
+
+    child: Child
+    restart: Callable[[], Child] | None
+    on_exit: Callable[[Child], None]
+    started: float
+    short_lives: int = 0
+    due: float | None = None  # when it is started again; None while it runs or is given up
+    given_up: bool = False
+
+
+class Supervisor:
+    """`check` is called now and then, always by the thread that started the children: they die with it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._wards: list[Ward] = []
+
+    def add(
+        self,
+        child: Child,
+        restart: Callable[[], Child] | None = None,
+        on_exit: Callable[[Child], None] = lambda child: None,
+    ) -> None:
+        self._wards.append(Ward(child, restart, on_exit, self._clock()))
+
+    @property
+    def children(self) -> list[Child]:
+        return [ward.child for ward in self._wards]
+
+    def check(self) -> list[str]:
+        """What happened since the last call, for people to read."""
+        said: list[str] = []
+        for ward in self._wards:
+            if ward.due is None and not ward.given_up and ward.child.exit_code() is not None:
+                said.append(self._exited(ward))
+            if ward.due is not None and self._clock() >= ward.due:
+                said.append(self._start_again(ward))
+        return said
+
+    def _exited(self, ward: Ward) -> str:
+        child, now = ward.child, self._clock()
+        child.reap()  # ranks of a worker live in its session
+        ward.on_exit(child)
+        line = f"{child.name} exited with code {child.exit_code()}"
+        ward.short_lives = ward.short_lives + 1 if now - ward.started < SHORT_LIFE_SECONDS else 0
+        if ward.restart is None or ward.short_lives >= MAX_SHORT_LIVES:
+            ward.given_up = True
+            return line if ward.restart is None else f"{line}; given up after {MAX_SHORT_LIVES} short lives"
+        pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** max(0, ward.short_lives - 1))
+        ward.due = now + pause
+        return f"{line}; starting again in {pause:.1f} s"
+
+    def _start_again(self, ward: Ward) -> str:
+        assert ward.restart is not None, "due says so"
+        ward.started = self._clock()
+        try:
+            ward.child = ward.restart()
+        except SetupError as error:
+            ward.short_lives += 1
+            ward.given_up = ward.short_lives >= MAX_SHORT_LIVES
+            ward.due = None if ward.given_up else self._clock() + MAX_PAUSE_SECONDS
+            return f"{ward.child.name} does not start: {error}"
+        ward.due = None
+        return f"{ward.child.name} started again"

@@ -1,0 +1,78 @@
+"""What dies is started again; what dies too often is not."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+
+from baton.local.children import Child
+from baton.local.supervisor import MAX_PAUSE_SECONDS, MAX_SHORT_LIVES, Supervisor
+from cluster.errors import SetupError
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ended_child(tmp_path, name="worker"):
+    process = subprocess.Popen(["true"], start_new_session=True)
+    process.wait(10)
+    return Child(name, process, tmp_path / "log")
+
+
+def test_a_dead_child_is_started_again_after_a_pause(tmp_path):
+    clock, exits = Clock(), []
+    supervisor = Supervisor(clock)
+    supervisor.add(ended_child(tmp_path), lambda: ended_child(tmp_path, "next"), exits.append)
+    clock.now = 100.0
+    (line,) = supervisor.check()
+    assert "exited with code 0" in line
+    assert [child.name for child in exits] == ["worker"]
+    assert supervisor.check() == []
+    clock.now += 0.3
+    assert supervisor.check() == ["next started again"]
+
+
+def test_pauses_grow_and_restarts_end(tmp_path):
+    clock, started = Clock(), []
+
+    def restart():
+        started.append(clock.now)
+        return ended_child(tmp_path)
+
+    supervisor = Supervisor(clock)
+    supervisor.add(ended_child(tmp_path), restart)
+    said = []
+    while clock.now < 200:
+        said += supervisor.check()
+        clock.now += 0.1
+    assert len(started) == MAX_SHORT_LIVES - 1
+    gaps = [after - before for before, after in itertools.pairwise(started)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] < MAX_PAUSE_SECONDS + 1
+    assert "given up" in said[-1]
+
+
+def test_a_child_without_restart_is_only_reported(tmp_path):
+    supervisor = Supervisor(Clock())
+    supervisor.add(ended_child(tmp_path, "ray"))
+    assert supervisor.check() == ["ray exited with code 0"]
+    assert supervisor.check() == []
+
+
+def test_a_failing_start_is_tried_again_and_said(tmp_path):
+    clock = Clock()
+
+    def restart():
+        raise SetupError("no room")
+
+    supervisor = Supervisor(clock)
+    supervisor.add(ended_child(tmp_path, "redis"), restart)
+    said = []
+    while clock.now < 200:
+        said += supervisor.check()
+        clock.now += 0.5
+    assert said.count("redis does not start: no room") == MAX_SHORT_LIVES - 1

@@ -1,0 +1,137 @@
+"""One fault after another on one cluster under load, each followed by quiet and a look at everything.
+
+load runs ─► fault ─► all whole again ─► no new requests ─► streams end ─► judged ─► nothing left behind ─► next
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.chaos.faults import Fault, Struck, draw_fault, strike
+from tests.chaos.invariants import leaks
+from tests.chaos.results import Result
+from tests.chaos.streams import Stream
+from tests.chaos.target import Target
+from tests.chaos.workload import Workload
+
+END_SECONDS = 60.0
+SETTLE_SECONDS = 1.0
+WINDOW_SECONDS = 3.0  # silences that begin this long after a fault belong to it
+_POSITIONS = re.compile(r"token at position (\d+), expected (\d+)")
+
+
+class Campaign:
+    """Tells `on_result` of every fault that counted; streams with wrong tokens go to the file `evidence`."""
+
+    def __init__(
+        self,
+        target: Target,
+        workload: Workload,
+        seed: str,
+        on_result: Callable[[Result], None],
+        evidence: Path,
+    ):
+        self._target = target
+        self._workload = workload
+        self._seed = seed
+        self._on_result = on_result
+        self._evidence = evidence
+        self._known_leaks: list[str] = []
+
+    async def run(self, faults: int, first: int, names: list[str]) -> None:
+        """Faults number `first` … until `faults` of them counted."""
+        self._workload.start()
+        try:
+            for number in range(first, faults):
+                fault = draw_fault(self._seed, number, names)
+                while not await self._one(fault):  # nothing was in flight: again
+                    pass
+        finally:
+            await self._workload.stop()
+
+    async def _one(self, fault: Fault) -> bool:
+        loop, workload = asyncio.get_running_loop(), self._workload
+        missing = await self._target.whole()
+        if missing:
+            raise RuntimeError(f"before fault {fault.number}: {missing}")
+        workload.finished.clear()
+        workload.resume()
+        struck = await strike(fault, self._target, workload)
+        if struck is None:
+            return False
+        await asyncio.sleep(SETTLE_SECONDS)
+        missing = await self._target.whole()
+        whole_again = loop.time() - struck.began
+        workload.pause()
+        ended = await workload.idle(END_SECONDS)
+        found = [f"stuck: {stream}" for stream in workload.live] if not ended else []
+        streams = [*workload.finished, *workload.live]
+        for stream in list(workload.live):
+            workload.cancel(stream)
+        await workload.idle(5.0)
+        await workload.checked()
+        unjudged = sum(bool(stream.tokens) and stream.verdict is None for stream in workload.finished)
+        found += [f"{unjudged} streams not judged"] if unjudged else []
+        found += ([f"not whole: {missing}"] if missing else []) + await leaks(self._target)
+        fresh = [leak for leak in found if leak not in self._known_leaks]
+        self._known_leaks = found
+        for stream in streams:
+            if stream.verdict is not None and stream.verdict.wrong:
+                self._keep(fault, stream)
+        self._on_result(self._result(fault, struck, streams, fresh, whole_again))
+        return True
+
+    def _keep(self, fault: Fault, stream: Stream) -> None:
+        """What is needed to look at a wrong token again."""
+        self._evidence.parent.mkdir(parents=True, exist_ok=True)
+        with self._evidence.open("a") as file:
+            file.write(json.dumps({"seed": self._seed, "number": fault.number, **asdict(stream)}) + "\n")
+
+    def _result(
+        self, fault: Fault, struck: Struck, streams: list[Stream], leaks: list[str], whole_again: float
+    ) -> Result:
+        baton = [stream for stream in streams if stream.kind == "baton"]
+        broken = [s for s in streams if s.outcome == "error" and s.router in struck.routers and s.router]
+        errors = [s for s in streams if s.outcome == "error" and s not in broken]
+        until = struck.began + max(WINDOW_SECONDS, struck.held_seconds)
+        lost, doubled = 0, 0
+        for stream in streams:
+            missing, surplus = _miscounted(stream)
+            lost, doubled = lost + missing, doubled + surplus
+        verdicts = [stream.verdict for stream in streams if stream.verdict is not None]
+        return Result(
+            seed=self._seed,
+            number=fault.number,
+            fault=fault.name,
+            hold=struck.held_seconds,
+            in_flight=struck.in_flight,
+            hit=struck.hit,
+            requests=len(streams),
+            tokens=sum(verdict.checked for verdict in verdicts),
+            lost=lost,
+            doubled=doubled,
+            wrong=sum(len(verdict.wrong) for verdict in verdicts),
+            near_ties=sum(verdict.near_ties for verdict in verdicts),
+            errors=[f"{s.kind} after {len(s.tokens)} tokens: {s.problem}" for s in errors],
+            openai_broken=len(broken),
+            recovery=max((s.longest_silence(struck.began, until) for s in baton), default=0.0),
+            whole_again=whole_again,
+            leaks=leaks,
+        )
+
+
+def _miscounted(stream: Stream) -> tuple[int, int]:
+    """Tokens lost and doubled: by their number at the end, or by the position at which the client refused."""
+    if stream.outcome == "done":
+        surplus = len(stream.tokens) - stream.ask.max_tokens
+        return max(0, -surplus), max(0, surplus)
+    refused = _POSITIONS.search(stream.problem)
+    if refused is None:
+        return 0, 0
+    came, expected = int(refused[1]), int(refused[2])
+    return max(0, came - expected), max(0, expected - came)

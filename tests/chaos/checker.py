@@ -1,0 +1,50 @@
+"""Judges finished streams in a process of its own, so that judging delays no client."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.requests import Ask
+from tests.exactness import judge
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one stream: `wrong` are the indexes of tokens that the reference would not have given."""
+
+    checked: int
+    near_ties: int
+    wrong: tuple[int, ...]
+
+
+class Checker:
+    def __init__(self, model: Path):
+        self._model = model
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_step_back)
+
+    async def check(self, ask: Ask, output: list[int], seed: int | None) -> Verdict:
+        """`seed` is the one that was used."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, _judge, self._model, ask, output, seed)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _step_back() -> None:
+    """The cluster under test has the cores first."""
+    import torch
+
+    os.nice(10)
+    torch.set_num_threads(1)
+
+
+def _judge(model: Path, ask: Ask, output: list[int], seed: int | None) -> Verdict:
+    found = judge(model, ask.prompt, output, ask.params(seed))
+    return Verdict(found.checked, len(found.near_ties), tuple(found.wrong))

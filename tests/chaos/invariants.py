@@ -1,0 +1,92 @@
+"""What must be true once no request runs: nothing held, nothing in doubt, nobody left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redis
+
+from tests.chaos.target import ROLES, Target, poll
+
+QUIET_SECONDS = 15.0
+
+
+async def leaks(target: Target) -> list[str]:
+    """Everything that is still wrong after QUIET_SECONDS; empty if all is well."""
+    found: list[str] = []
+
+    async def check() -> str:
+        found[:] = [
+            *await _workers(target),
+            *await asyncio.to_thread(_reservations, target.redis_url),
+            *_processes(target),
+        ]
+        return "; ".join(found)
+
+    wrong = await poll(check, QUIET_SECONDS)
+    return [wrong] if wrong and not found else found
+
+
+async def _workers(target: Target) -> list[str]:
+    state, found = target.state(), []
+    views = await target.views()
+    for view in views:
+        if view["router"]["requests_in_flight"]:
+            found.append(f"{view['router']['id']}: {view['router']['requests_in_flight']} streams open")
+    expected = {one["id"] for role in ROLES for one in state[role]}
+    told = {worker["id"]: worker["status"] for worker in views[0]["workers"] if worker["lease"] == "live"}
+    for worker_id in expected:
+        if worker_id not in told:
+            found.append(f"{worker_id}: no status")
+        else:
+            found += [f"{worker_id}: {wrong}" for wrong in _worker(told[worker_id])]
+    return found
+
+
+def _worker(status: dict[str, Any]) -> list[str]:
+    found = []
+    held, free, total = status["blocks_held"], status["blocks_free"], status["blocks_total"]
+    if held + free != total:
+        found.append(f"{held} blocks held + {free} free of {total}")
+    if held:
+        found.append(f"{held} blocks held")
+    for name in ("attempts", "handoffs_live", "running", "waiting", "waiting_for_kv"):
+        if status[name]:
+            found.append(f"{name} = {status[name]}")
+    if "ring_slots" in status and status["ring_free"] != status["ring_slots"]:
+        in_doubt = status["ring_quarantined"]
+        found.append(f"{status['ring_free']} of {status['ring_slots']} slots free, {in_doubt} in doubt")
+    return found
+
+
+def _reservations(url: str) -> list[str]:
+    """Load that routers charged: with no request there is none."""
+    client = redis.Redis.from_url(url, socket_timeout=2.0, decode_responses=True)
+    try:
+        found = []
+        for key in client.keys("{*}:load"):
+            charged = {field: int(amount) for field, amount in client.hgetall(key).items() if int(amount)}
+            if charged:
+                found.append(f"charged in Redis: {charged}")
+        return found
+    except redis.RedisError as error:
+        return [f"Redis: {error}"]
+    finally:
+        client.close()
+
+
+def _processes(target: Target) -> list[str]:
+    """Every process of this cluster, found by its directory on the command line, is one that the parent knows."""
+    state = target.state()
+    directory = str(Path(state["logs"]).parent)
+    known = {state["pid"], state["redis"]["pid"]}
+    known |= {one["pid"] for role in ("router", *ROLES) for one in state[role]}
+    orphans = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        command = process.info["cmdline"] or []
+        if any(directory in part for part in command) and process.info["pid"] not in known:
+            orphans.append(f"orphan {process.info['pid']}: {' '.join(command)[:120]}")
+    return orphans

@@ -1,0 +1,91 @@
+"""The cluster under test, as its state file and its routers describe it now."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ROLES = ("prefill", "decode")
+WHOLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Target:
+    state_file: Path
+    replicas: int  # of each of routers, prefill and decode workers
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads(self.state_file.read_text())
+        return state
+
+    @property
+    def grpc(self) -> list[str]:
+        return [router["grpc"] for router in self.state()["router"]]
+
+    @property
+    def http(self) -> list[str]:
+        return [router["http"] for router in self.state()["router"]]
+
+    @property
+    def redis_url(self) -> str:
+        return str(self.state()["redis"]["url"])
+
+    def pids(self, role: str) -> list[int]:
+        """`role`: router, prefill, decode or redis."""
+        state = self.state()
+        if role == "redis":
+            return [state["redis"]["pid"]]
+        return [one["pid"] for one in state[role]]
+
+    def pid_of(self, worker_id: str) -> int | None:
+        state = self.state()
+        return next((one["pid"] for role in ROLES for one in state[role] if one["id"] == worker_id), None)
+
+    def workers(self, state: dict[str, Any], role: str) -> set[str]:
+        return {one["id"] for one in state[role]}
+
+    async def views(self) -> list[dict[str, Any]]:
+        """Every router's /v1/cluster. Raises httpx.HTTPError."""
+        async with httpx.AsyncClient(timeout=3.0) as client:
+            answers = [await client.get(f"{url}/v1/cluster") for url in self.http]
+        return [answer.json() for answer in answers]
+
+    async def whole(self, seconds: float = WHOLE_SECONDS) -> str:
+        """Waits until every router sees every worker alive. Returns what is missing, or ""."""
+        return await poll(self._missing, seconds)
+
+    async def _missing(self) -> str:
+        state = self.state()
+        if len(state["router"]) < self.replicas:
+            return "a router is missing"
+        if not all(psutil.pid_exists(one["pid"]) for role in ("router", *ROLES) for one in state[role]):
+            return "a process has exited"
+        expected = self.workers(state, "prefill") | self.workers(state, "decode")
+        if len(expected) < 2 * self.replicas:
+            return f"{2 * self.replicas - len(expected)} workers are missing"
+        for view in await self.views():
+            live = {worker["id"] for worker in view["workers"] if worker["lease"] == "live"}
+            if not view["redis"]["ok"]:
+                return "a router has no Redis"
+            if not expected <= live:
+                return f"a router does not see {sorted(expected - live)}"
+        return ""
+
+
+async def poll(check: Any, seconds: float, pause_seconds: float = 0.1) -> str:
+    """Calls `check` until it finds nothing wrong; its last word when the time is over."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while True:
+        try:
+            wrong: str = await check()
+        except (httpx.HTTPError, OSError, ValueError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if not wrong or asyncio.get_running_loop().time() > deadline:
+            return wrong
+        await asyncio.sleep(pause_seconds)

@@ -1,0 +1,62 @@
+"""When a request is tried again, and when it is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.errors import BlocksExhaustedError, PeerLostError, UnavailableError
+from router.dispatch.patience import MAX_PAUSE_SECONDS, Patience
+
+LOST = PeerLostError("gone")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_workers_that_are_not_there_cost_time_only():
+    clock = Clock()
+    patience = Patience(3, 30.0, clock)
+    tries = 0
+
+    def try_on():
+        nonlocal tries
+        while True:
+            clock.now += patience.pause_seconds(LOST, 0.0, progress=False, reached=False)
+            tries += 1
+
+    with pytest.raises(UnavailableError) as caught:
+        try_on()
+    assert 30.0 - MAX_PAUSE_SECONDS <= clock.now <= 30.0
+    assert tries < 80
+    assert caught.value.retry_after_seconds > 0
+
+
+def test_a_request_that_workers_die_of_is_given_up():
+    patience = Patience(3, 30.0, Clock())
+    for _ in range(2):
+        patience.pause_seconds(LOST, 0.0, progress=False, reached=True)
+    with pytest.raises(UnavailableError, match="3 attempts"):
+        patience.pause_seconds(LOST, 0.0, progress=False, reached=True)
+
+
+def test_a_token_begins_both_limits_anew():
+    clock = Clock()
+    patience = Patience(2, 30.0, clock)
+    for _ in range(20):
+        clock.now += 29.0
+        patience.pause_seconds(LOST, 0.0, progress=True, reached=True)
+        patience.pause_seconds(LOST, 0.0, progress=False, reached=True)
+
+
+def test_the_first_retry_is_immediate_and_a_hint_is_kept():
+    patience = Patience(8, 30.0, Clock())
+    assert patience.pause_seconds(LOST, 0.0, progress=False, reached=False) == 0.0
+    assert patience.pause_seconds(LOST, 0.25, progress=False, reached=False) == 0.25
+    full = BlocksExhaustedError("full", retry_after_seconds=60.0)
+    with pytest.raises(UnavailableError) as caught:
+        patience.pause_seconds(full, 60.0, progress=False, reached=True)
+    assert caught.value.retry_after_seconds == 60.0
