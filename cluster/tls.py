@@ -158,10 +158,20 @@ class Peers:
         """A channel to a worker."""
         if self._identity is None:
             return grpc.aio.insecure_channel(address, options=list(options))
-        pem = self._identity.current()
-        credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
-        named = [*options, ("grpc.ssl_target_name_override", WORKER_NAME)]
-        return grpc.aio.secure_channel(address, credentials, options=named)
+        return grpc.aio.secure_channel(
+            address, self._credentials(self._identity), options=_to_worker(options)
+        )
+
+    def blocking_channel(self, address: str, options: Options = ()) -> grpc.Channel:
+        """The same without an event loop."""
+        if self._identity is None:
+            return grpc.insecure_channel(address, options=list(options))
+        return grpc.secure_channel(address, self._credentials(self._identity), options=_to_worker(options))
+
+    @staticmethod
+    def _credentials(identity: Identity) -> grpc.ChannelCredentials:
+        pem = identity.current()
+        return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
         """The bound port; raises RuntimeError when it is not to be had."""
@@ -170,6 +180,10 @@ class Peers:
     @property
     def interceptors(self) -> list[grpc.aio.ServerInterceptor]:  # type: ignore[type-arg]
         return [PeerNames()] if self._identity is not None else []
+
+
+def _to_worker(options: Options) -> list[tuple[str, Any]]:
+    return [*options, ("grpc.ssl_target_name_override", WORKER_NAME)]
 
 
 def listen(server: grpc.aio.Server, address: str, identity: Identity | None, *, ask_clients: bool) -> int:

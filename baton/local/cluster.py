@@ -56,7 +56,7 @@ class LocalCluster:
         self._routers = Supervisor()
         self._workers = Supervisor()
         self._servers = Supervisor()  # Redis
-        self._notices = ExitNotices()
+        self._notices = ExitNotices(options.tls.peers())
         self._written: ClusterState | None = None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.tls import ClientTls
+from cluster.tls import ClientTls, Peers, make_identity
 
 
 class LocalTls:
@@ -22,6 +22,11 @@ class LocalTls:
         if self._directory is not None and self._require:
             fields["tls_client_ca"] = self._directory / "client-ca.pem"
         return fields
+
+    def peers(self) -> Peers:
+        """For a word with the workers, as a router has it."""
+        own = self._own("router")
+        return Peers(make_identity(own.get("tls_cert"), own.get("tls_key"), own.get("tls_ca")))
 
     def client(self) -> ClientTls | None:
         """For a look at the routers' doors from here."""
