@@ -12,7 +12,7 @@ from types import FrameType
 from rich.console import Console
 from rich.text import Text
 
-from baton.client import Client, GenerateOptions, Message, Stream
+from baton.client import Client, ClientTls, GenerateOptions, Message, Stream
 from cluster.errors import BatonError, UnavailableError
 
 HELP = """/help   this
@@ -21,12 +21,19 @@ HELP = """/help   this
 Ctrl-C  stop the answer"""
 
 
-def run(targets: Sequence[str], *, temperature: float, max_tokens: int) -> None:
+def run(
+    targets: Sequence[str],
+    *,
+    temperature: float,
+    max_tokens: int,
+    api_key: str = "",
+    tls: ClientTls | None = None,
+) -> None:
     """Until /quit or the end of input. Raises UnavailableError when no router answers."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives `input` its history and line editing)
     console = Console(highlight=False)
-    with Client(list(targets)) as client:
+    with Client(list(targets), api_key=api_key, tls=tls) as client:
         model = _first_model(client)
         console.print(Text.assemble((model, "bold"), ("  /help for commands", "dim")))
         Chat(client, console, temperature=temperature, max_tokens=max_tokens).loop()

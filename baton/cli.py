@@ -8,6 +8,8 @@ import typer
 from rich.console import Console
 
 from baton.commands import serve, talk, up
+from baton.commands.certs import certs
+from baton.commands.keys import keys
 from cluster.errors import BatonError
 from loadgen.cli import load
 
@@ -28,6 +30,10 @@ app.command("router", rich_help_panel="Single processes")(serve.router)
 app.command("prefill", rich_help_panel="Single processes")(serve.prefill)
 app.command("decode", rich_help_panel="Single processes")(serve.decode)
 app.command("pools", rich_help_panel="Single processes")(serve.pools)
+
+
+app.command("certs", rich_help_panel="Security")(certs)
+app.add_typer(keys, name="keys", rich_help_panel="Security")
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.errors import InternalError, UnavailableError
+from cluster.errors import InternalError, UnauthenticatedError, UnavailableError
+from cluster.tls import ClientTls
 
 TIMEOUT_SECONDS = 5.0
 MISSING = "–"
@@ -21,10 +22,17 @@ _REDIS = {"True": ("Redis ok", "green"), "False": ("Redis gone", "red")}
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "suspect": "yellow", "dead": "red"}
 
 
-def show(url: str, *, as_json: bool, console: Console | None = None) -> None:
+def show(
+    url: str,
+    *,
+    as_json: bool,
+    console: Console | None = None,
+    api_key: str = "",
+    tls: ClientTls | None = None,
+) -> None:
     """Prints the cluster behind `url`. Raises UnavailableError when no router answers there."""
     console = console or Console()
-    raw = fetch(url)
+    raw = fetch(url, api_key, tls)
     if as_json:
         console.file.write(raw.decode() + "\n")
         return
@@ -35,15 +43,19 @@ def show(url: str, *, as_json: bool, console: Console | None = None) -> None:
     console.print(render(view, wide=console.width >= _WIDE_COLUMNS))
 
 
-def fetch(url: str) -> bytes:
+def fetch(url: str, api_key: str = "", tls: ClientTls | None = None) -> bytes:
     """The body of /v1/cluster, as it came."""
-    address = url if "//" in url else f"http://{url}"
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    verify = tls.context() if tls is not None else True
+    address = url if "//" in url else f"{'http' if tls is None else 'https'}://{url}"
     try:
         # trust_env off: a proxy of the shell's would be asked for a router on this machine
-        with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False) as client:
+        with httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False, headers=headers, verify=verify) as client:
             answer = client.get(f"{address.rstrip('/')}/v1/cluster")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UnavailableError(f"no router answers at {address} ({error})", field="url") from error
+    if answer.status_code in (401, 403):
+        raise UnauthenticatedError(f"{address} wants an admin's API key (--api-key)", field="api_key")
     if answer.status_code != 200:
         raise UnavailableError(f"{address} answers with status {answer.status_code}", field="url")
     return answer.content

@@ -79,8 +79,9 @@ def _tokens(spec: common_pb2.GenerateSpec, count: int) -> list[Event]:
     for index in range(min(count, spec.sampling.max_tokens)):
         last = index + 1 == spec.sampling.max_tokens
         finish = common_pb2.FINISH_REASON_LENGTH if last else common_pb2.FINISH_REASON_UNSPECIFIED
-        token = common_pb2.Token(position=begin + index, token_id=TOKEN_ID, finish=finish)
-        events.append(Event(token=token))
+        for choice in range(spec.first_choice, spec.first_choice + max(1, spec.n)):
+            token = common_pb2.Token(choice=choice, position=begin + index, token_id=TOKEN_ID, finish=finish)
+            events.append(Event(token=token))
     return events
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -57,7 +57,17 @@ class TransferConfig(Frozen):
     digests: Literal["all", "off"] = "all"
 
 
-class WorkerConfig(Frozen):
+class TlsFields(Frozen):
+    """Who this process is to Baton's others, and whom it believes (PEM files, read again when they change)."""
+
+    tls_cert: Path | None = Field(None, description="certificate chain; none = plain text")
+    tls_key: Path | None = None
+    tls_ca: Path | None = Field(
+        None, description="authority of the cluster's own certificates: nothing else may be signed by it"
+    )
+
+
+class WorkerConfig(TlsFields):
     """One prefill or decode worker."""
 
     role: Role
@@ -65,9 +75,9 @@ class WorkerConfig(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = chosen by the system")
     metrics_port: int = Field(0, ge=0, le=65535)
-    redis_url: str = Field("", description="redis://… or unix://…")
+    redis_url: str = Field("", description="redis://…, rediss://… or unix://…", repr=False)
     namespace: str = Field("baton", description="prefix of every Redis key of this deployment")
-    secret: str = Field("baton", description="deployment secret that keys the block hashes")
+    secret: str = Field("baton", description="deployment secret that keys the block hashes", repr=False)
     place: str = Field("", description="rack/zone label of this host; equal labels are near")
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
@@ -84,17 +94,23 @@ class WorkerConfig(Frozen):
             return {**values, "worker_id": f"{values.get('role', 'worker')}-{secrets.token_hex(3)}"}
         return values
 
+    @model_validator(mode="after")
+    def _tls_is_mutual(self) -> Self:
+        if len({file is None for file in (self.tls_cert, self.tls_key, self.tls_ca)}) > 1:
+            raise ValueError("tls_cert, tls_key and tls_ca belong together: a worker's TLS is mutual")
+        return self
 
-class RouterConfig(Frozen):
+
+class RouterConfig(TlsFields):
     """One router."""
 
     router_id: str = Field(default_factory=lambda: f"router-{secrets.token_hex(4)}")
     host: str = "127.0.0.1"
     http_port: int = Field(8000, ge=0, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535)
-    redis_url: str = ""
+    redis_url: str = Field("", repr=False)
     namespace: str = "baton"
-    secret: str = "baton"
+    secret: str = Field("baton", repr=False)
     model: Path = Field(description="model directory: tokenizer, chat template, generation config")
     served_model_name: str = Field("", description="name clients use; default: the directory's name")
     max_model_len: int = Field(0, ge=0)
@@ -107,8 +123,32 @@ class RouterConfig(Frozen):
         600.0, gt=0, description="longest life of a request without a client deadline"
     )
     max_attempts: int = Field(8, ge=1)
+    door_tls_cert: Path | None = Field(None, description="what clients are shown; default: tls_cert")
+    door_tls_key: Path | None = None
+    tls_client_ca: Path | None = Field(
+        None, description="clients must bring a certificate of this authority; none = they need not"
+    )
     max_concurrent_requests: int = Field(1024, ge=1)
+    max_concurrent_requests_per_tenant: int = Field(0, ge=0, description="0 = no limit of its own")
+    max_concurrent_requests_per_connection: int = Field(512, ge=0, description="0 = no limit of its own")
+    api_keys_file: Path | None = Field(None, description="YAML or JSON list of API keys; none = no keys")
+    share_prefixes_across_tenants: bool = Field(
+        False, description="let tenants hit each other's cached prefixes; timing then shows who sent what"
+    )
     max_body_bytes: int = Field(8 << 20, ge=1)
-    max_choices: int = Field(16, ge=1)
+    max_choices: int = Field(16, ge=1, description="n")
+    max_prompts: int = Field(64, ge=1, description="prompts of one completion request")
     max_stop_strings: int = Field(16, ge=1)
+    max_stop_string_characters: int = Field(1024, ge=1)
+    max_stop_token_ids: int = Field(64, ge=0)
+    max_logit_bias: int = Field(1024, ge=0)
     max_logprobs: int = Field(20, ge=0)
+    max_json_depth: int = Field(32, ge=2)
+    max_header_bytes: int = Field(32 << 10, ge=1 << 10, description="head of a request, or gRPC metadata")
+    max_headers: int = Field(100, ge=8)
+    max_http_connections: int = Field(4096, ge=1)
+    header_seconds: float = Field(10.0, gt=0, description="a request's head must come within this")
+    body_seconds: float = Field(60.0, gt=0, description="and its body within this")
+    write_seconds: float = Field(
+        30.0, gt=0, description="a client that takes nothing for so long is cut off, its request cancelled"
+    )

@@ -5,6 +5,8 @@ BatonError
 │   ├── UnknownModelError          400 INVALID_ARGUMENT
 │   ├── UnsupportedFieldError      400 INVALID_ARGUMENT
 │   └── ContextLengthError         400 INVALID_ARGUMENT
+├── UnauthenticatedError           401 UNAUTHENTICATED     no API key, or not a valid one
+├── ForbiddenError                 403 PERMISSION_DENIED   the key does not cover this
 ├── RequestTooLargeError           413 RESOURCE_EXHAUSTED
 ├── OverloadedError                429 RESOURCE_EXHAUSTED  try again after `retry_after_seconds`
 ├── UnavailableError               503 UNAVAILABLE         no worker of a role, or draining
@@ -79,6 +81,16 @@ class UnsupportedFieldError(InvalidRequestError):
 
 class ContextLengthError(InvalidRequestError):
     pass
+
+
+class UnauthenticatedError(BatonError):
+    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
+
+
+class ForbiddenError(BatonError):
+    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+    http_status = 403
 
 
 class RequestTooLargeError(BatonError):

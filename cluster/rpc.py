@@ -5,21 +5,36 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
 
 from cluster import errors
 from wire import common_pb2
 
 ERROR_KEY = "baton-error-bin"
+STATUS_KEY = "grpc-status-details-bin"
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.BatonError) -> NoReturn:
     """Ends the RPC with the error's status; the peer gets it back from `error_from_rpc`."""
-    detail = error.to_wire().SerializeToString()
-    await context.abort(error.grpc_status, error.message, trailing_metadata=((ERROR_KEY, detail),))
+    await context.abort(error.grpc_status, error.message, trailing_metadata=trailing_metadata(error))
     raise AssertionError("abort() raises")
 
 
+def trailing_metadata(error: errors.BatonError) -> tuple[tuple[str, bytes], ...]:
+    """Our ErrorDetail, and Google's RetryInfo where trying again later may help."""
+    ours = (ERROR_KEY, error.to_wire().SerializeToString())
+    if not error.retry_after_seconds:
+        return (ours,)
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromMilliseconds(round(error.retry_after_seconds * 1000))
+    status = status_pb2.Status(code=error.grpc_status.value[0], message=error.message)
+    status.details.add().Pack(retry)
+    return (ours, (STATUS_KEY, status.SerializeToString()))
+
+
 _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.ForbiddenError,
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OverloadedError,
     grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,

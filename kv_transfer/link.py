@@ -49,9 +49,9 @@ class LinkToDecode:
         self._reserving: dict[bytes, asyncio.Future[handoff_pb2.ReserveReply]] = {}
         self._last_heard = time.monotonic()
         self._idle_since = time.monotonic()
-        self._channel = grpc.aio.insecure_channel(
+        self._channel = sender.peers.channel(
             decode.address,
-            options=[
+            [
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ],

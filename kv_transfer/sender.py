@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster import errors
 from cluster.config import TransferConfig
+from cluster.tls import Peers
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffReport, HandoffSpec
 from kv_transfer.geometry import plan_flows
@@ -183,7 +184,10 @@ class HandoffSender:
         layout: common_pb2.KvLayout,
         ranks: Sequence[Rank],
         config: TransferConfig,
+        peers: Peers | None = None,
     ):
+        """`peers` opens the control streams; default: plain text."""
+        self.peers = peers or Peers()
         self.worker = worker
         self.layout = layout
         self.ranks = ranks

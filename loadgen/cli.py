@@ -111,6 +111,13 @@ SloTpot = Annotated[
     float | None, typer.Option(help="Seconds a token after it, on average.", rich_help_panel=_JUDGE)
 ]
 SloE2e = Annotated[float | None, typer.Option(help="Last token within so many.", rich_help_panel=_JUDGE)]
+ApiKey = Annotated[
+    str, typer.Option(envvar="BATON_API_KEY", help="Where the server asks for one.", rich_help_panel=_ASK)
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(envvar="BATON_CLIENT_TLS_CA", help="Speak TLS; trust this authority.", rich_help_panel=_ASK),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures.", rich_help_panel=_TELL)]
 HtmlFile = Annotated[
     Path | None,
@@ -149,6 +156,8 @@ def load(
     slo_e2e: SloE2e = None,
     json: JsonFile = None,
     html: HtmlFile = None,
+    api_key: ApiKey = "",
+    tls_ca: TlsCa = None,
 ) -> None:
     """Offer a server a load, and report what its clients saw.
 
@@ -175,6 +184,8 @@ def load(
         "max_tokens": max_tokens,
         "temperature": temperature,
         "ignore_eos": ignore_eos,
+        "api_key": api_key,
+        "tls_ca": tls_ca,
         "slo": {"ttft_seconds": slo_ttft, "tpot_seconds": slo_tpot, "e2e_seconds": slo_e2e},
     }
     _finish(_run(_configs(shares, settings, extra_body, seed)), json, html)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -67,6 +68,10 @@ class LoadConfig(_Frozen):
     temperature: float = Field(0.0, ge=0)
     ignore_eos: bool = Field(False, description="always generate max_tokens (Baton and vLLM)")
     extra_body: dict[str, Any] = Field(default_factory=dict, description="HTTP: further fields of the body")
+
+    api_key: str = Field("", description="sent with every request; in no report", repr=False, exclude=True)
+    tls_ca: Path | None = Field(None, description="authority of https:// servers and of gRPC with TLS")
+    tls: bool = Field(False, description="gRPC: speak TLS; https:// says so for HTTP")
 
     seed: int = 0
     slo: Slo = Slo()

@@ -20,13 +20,14 @@ class GrpcTarget:
     def __init__(self, config: LoadConfig, address: str, clock: Clock) -> None:
         self._config = config
         self._clock = clock
-        self._channel = grpc.aio.insecure_channel(address.removeprefix("grpc://"))
+        self._channel = _channel(config, address.removeprefix("grpc://"))
+        self._metadata = (("authorization", f"Bearer {config.api_key}"),) if config.api_key else ()
         self._stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(self._channel)
 
     async def send(self, prompt: Prompt, record: RequestRecord) -> str:
         request = self._request(prompt)
         record.sent = self._clock()
-        call = self._stub.Generate(request, timeout=self._config.timeout_seconds)
+        call = self._stub.Generate(request, timeout=self._config.timeout_seconds, metadata=self._metadata)
         try:
             return await self._read(call, record)
         except grpc.aio.AioRpcError as error:
@@ -87,6 +88,13 @@ def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
         attempts=timings.attempts,
         placement_calls=timings.placement_calls,
     )
+
+
+def _channel(config: LoadConfig, address: str) -> grpc.aio.Channel:
+    if not config.tls and config.tls_ca is None:
+        return grpc.aio.insecure_channel(address)
+    ca = config.tls_ca.read_bytes() if config.tls_ca is not None else None
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca))
 
 
 def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:

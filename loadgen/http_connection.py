@@ -6,7 +6,9 @@ One request at a time on a connection; finished connections are kept for the nex
 from __future__ import annotations
 
 import asyncio
+import ssl
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httptools
@@ -114,13 +116,16 @@ class HttpConnection(asyncio.Protocol):
 
 
 class HttpPool:
-    """Connections to one `http://host:port`."""
+    """Connections to one `http://host:port`, or `https://…`. `ca`: a file; none = the system's authorities."""
 
-    def __init__(self, url: str, clock: Clock) -> None:
+    def __init__(self, url: str, clock: Clock, api_key: str = "", ca: Path | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{url!r}: the target is http://host:port")
-        self._host, self._port = parts.hostname, parts.port or 80
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r}: the target is http://host:port or https://host:port")
+        secure = parts.scheme == "https"
+        self._tls = ssl.create_default_context(cafile=ca) if secure else None
+        self._host, self._port = parts.hostname, parts.port or (443 if secure else 80)
+        self._authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._path = parts.path.rstrip("/")
         self._clock = clock
         self._idle: list[HttpConnection] = []
@@ -153,7 +158,7 @@ class HttpPool:
         try:
             # asyncio sets TCP_NODELAY on every TCP socket
             _, connection = await loop.create_connection(
-                lambda: HttpConnection(self._clock), self._host, self._port
+                lambda: HttpConnection(self._clock), self._host, self._port, ssl=self._tls
             )
         except OSError as error:
             raise RequestFailed("connection", str(error)) from error
@@ -169,7 +174,8 @@ class HttpPool:
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         head = (
             f"{method} {self._path}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            f"{self._authorization}\r\n"
         )
         return head.encode() + body
 

@@ -21,7 +21,7 @@ class HttpTarget:
     def __init__(self, config: LoadConfig, address: str, clock: Clock) -> None:
         self._config = config
         self._clock = clock
-        self._pool = HttpPool(address, clock)
+        self._pool = HttpPool(address, clock, config.api_key, config.tls_ca)
         self._model = config.model
         self._finding_model = asyncio.Lock()
 

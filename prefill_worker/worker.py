@@ -17,7 +17,11 @@ class PrefillWorker:
         self._core = WorkerCore(config)
         core = self._core
         self._sender = HandoffSender(
-            worker=core.ref, layout=core.layout, ranks=core.ranks.endpoints, config=config.transfer
+            worker=core.ref,
+            layout=core.layout,
+            ranks=core.ranks.endpoints,
+            config=config.transfer,
+            peers=core.peers,
         )
         self._role = PrefillRole(core, self._sender)
         core.on_output = self._role.on_output

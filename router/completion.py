@@ -25,6 +25,8 @@ class Completion:
     resume_tokens: list[int] = field(default_factory=list)
     explain: bool = False
     deadline_seconds: float = 600.0
+    tenant: str = ""  # whose key it came with
+    prefix_scope: str = ""  # who shares its prefixes; goes into the salt of its block hashes
 
 
 @dataclass(frozen=True)

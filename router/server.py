@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import socket
+import ssl
+from collections.abc import Callable
 
 import grpc
 import uvicorn
@@ -13,20 +15,32 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
+from cluster.auth.key_file import ApiKeys
 from cluster.config import RouterConfig
 from cluster.errors import ConfigError
 from cluster.membership.reader import Members
+from cluster.tls import DoorContext, Peers, listen, make_identity
 from router.dispatch.channels import Channels
 from router.dispatch.services import Services
 from router.front import Front
+from router.grpc.gate import KeyInterceptor
 from router.grpc.service import SERVICE, InferenceService
 from router.http.app import build_app
+from router.http.gate import Gate
+from router.http.protocol import HttpLimits, limited
 from router.metrics import RouterMetrics
 from router.placement.placement import Placement
 from router.tokens.tokenizer import ModelText
 from wire import inference_pb2
 
 GRACE_SECONDS = 5.0
+EXTRA_STREAMS = 64
+SEND_BUFFER_BYTES = 256 << 10
+
+
+def _max_streams(config: RouterConfig) -> int:
+    own = config.max_concurrent_requests_per_connection or config.max_concurrent_requests
+    return own + EXTRA_STREAMS
 
 
 class Router:
@@ -37,29 +51,49 @@ class Router:
         self._text = ModelText(config.model)
         self._members = Members(config.redis_url, config.namespace)
         self._placement = Placement(config, self._members)
-        self._channels = Channels()
+        inside = make_identity(config.tls_cert, config.tls_key, config.tls_ca)
+        self._door = make_identity(
+            config.door_tls_cert or config.tls_cert,
+            config.door_tls_key or config.tls_key,
+            config.tls_client_ca,
+        )
+        self._ask_clients = config.tls_client_ca is not None
+        self._door_context = (
+            DoorContext(self._door, ask_clients=self._ask_clients) if self._door is not None else None
+        )
+        self._channels = Channels(Peers(inside if config.tls_ca else None))
         self._services = Services(config, self._text, self._members, self._placement, self._channels)
-        self.front = Front(self._services, RouterMetrics(CollectorRegistry()))
+        self._keys = ApiKeys(config.api_keys_file)
+        self.front = Front(self._services, RouterMetrics(CollectorRegistry()), self._keys)
         self._grpc = grpc.aio.server(
+            interceptors=[KeyInterceptor(self.front)] if self._keys.on else [],
             options=[
                 ("grpc.max_receive_message_length", config.max_body_bytes),
+                ("grpc.max_metadata_size", config.max_header_bytes),
+                ("grpc.absolute_max_metadata_size", config.max_header_bytes),
+                ("grpc.server_handshake_timeout_ms", int(config.header_seconds * 1000)),
+                # Refusing takes a stream too: a few more than may be served.
+                ("grpc.max_concurrent_streams", _max_streams(config)),
                 ("grpc.so_reuseport", 0),
                 # Clients ping through silent streams to notice a router that is gone; without these two the
                 # server would answer "too many pings" and hang up.
                 ("grpc.http2.min_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
-            ]
+            ],
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._socket = self._listen()
         self._http = uvicorn.Server(
             uvicorn.Config(
-                build_app(self.front),
+                Gate(build_app(self.front), self.front),
+                http=limited(HttpLimits.of(config)),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,  # nothing here asks who the client is
                 lifespan="off",
                 timeout_graceful_shutdown=int(GRACE_SECONDS),
+                ssl_context_factory=self._ssl_context if self._door_context is not None else None,
             )
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -67,17 +101,24 @@ class Router:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self._config.host}:{self._socket.getsockname()[1]}"
+        scheme = "http" if self._door is None else "https"
+        return f"{scheme}://{self._config.host}:{self._socket.getsockname()[1]}"
 
     @property
     def grpc_address(self) -> str:
         return f"{self._config.host}:{self._grpc_port}"
+
+    def _ssl_context(self, config: uvicorn.Config, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+        assert self._door_context is not None
+        return self._door_context.context
 
     def _listen(self) -> socket.socket:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit it: a first streamed byte must not wait for Nagle.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # So does this one: what a client leaves unread must stop its request soon, not fill megabytes of kernel.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         try:
             sock.bind((self._config.host, self._config.http_port))
         except OSError as error:
@@ -100,7 +141,7 @@ class Router:
         reflection.enable_server_reflection(services, self._grpc)
         address = f"{self._config.host}:{self._config.grpc_port}"
         try:
-            self._grpc_port = self._grpc.add_insecure_port(address)
+            self._grpc_port = listen(self._grpc, address, self._door, ask_clients=self._ask_clients)
         except RuntimeError as error:
             raise ConfigError(
                 f"--grpc-port: cannot listen on {address}: {error}", field="grpc_port"
@@ -129,7 +170,14 @@ class Router:
             for service in ("", SERVICE):
                 await self._health.set(service, serving)
             await self._channels.keep_only({worker.address for worker in self._members.all})
+            await asyncio.to_thread(self._refresh)
             await asyncio.sleep(0.5)
+
+    def _refresh(self) -> None:
+        """Files that may have changed: keys and certificates."""
+        self._keys.refresh()
+        if self._door_context is not None:
+            self._door_context.refresh()
 
     async def close(self) -> None:
         """Lets requests finish for a few seconds, then ends them."""

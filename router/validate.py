@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.config import RouterConfig
-from cluster.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from cluster.errors import ContextLengthError, InvalidRequestError, ModelError, UnknownModelError
 from router.completion import Completion
 from router.tokens.tokenizer import ModelText
 from wire import common_pb2
@@ -55,6 +55,14 @@ class Validator:
         self.served_name = config.served_model_name or config.model.name
         own = text.max_position_embeddings
         self.max_model_len = min(config.max_model_len or own, own)
+        self._check_defaults()
+
+    def _check_defaults(self) -> None:
+        """Raises ModelError: what the model's own file says wrongly must not look like a client's fault later."""
+        try:
+            self._sampling(Asked(), 0)
+        except InvalidRequestError as error:
+            raise ModelError(f"generation_config.json: {error.message}", field=error.field) from error
 
     def completion(self, prompt: Sequence[int], asked: Asked) -> Completion:
         """Raises InvalidRequestError, UnknownModelError or ContextLengthError."""
@@ -98,18 +106,19 @@ class Validator:
 
         def number(name: str, default: float, low: float, high: float) -> float:
             given = getattr(asked, name)
-            return self._number(name, defaults.get(name, default) if given is None else given, low, high)
+            if given is None:
+                given = defaults.get(name)
+            return self._number(name, default if given is None else given, low, high)
 
         stop_ids = self._tokens("stop_token_ids", asked.stop_token_ids)
-        if len(stop_ids) > 64:
-            raise _refuse("stop_token_ids", "at most 64 are allowed", 64)
+        most = self._config.max_stop_token_ids
+        if len(stop_ids) > most:
+            raise _refuse("stop_token_ids", f"at most {most} are allowed", most)
         max_tokens = self._max_tokens(asked.max_tokens, prompt)
-        seed = asked.seed if asked.seed is not None else secrets.randbits(63)
+        seed = self._integer("seed", asked.seed, secrets.randbits(63), -(2**63), 2**64 - 1)
         return common_pb2.SamplingParams(
             temperature=number("temperature", 1.0, 0.0, 100.0),
-            top_k=self._integer(
-                "top_k", defaults.get("top_k") if asked.top_k is None else max(0, asked.top_k), 0, 0, vocab
-            ),
+            top_k=self._top_k(asked.top_k, defaults.get("top_k"), vocab),
             top_p=self._positive("top_p", number("top_p", 1.0, 0.0, 1.0)),
             min_p=number("min_p", 0.0, 0.0, 1.0),
             repetition_penalty=self._positive(
@@ -126,6 +135,10 @@ class Validator:
             logprobs=asked.logprobs is not None,
             top_logprobs=self._integer("logprobs", asked.logprobs, 0, 0, self._config.max_logprobs),
         )
+
+    def _top_k(self, asked: int | None, default: Any, vocab: int) -> int:
+        """0 and less = all, as vLLM has it."""
+        return max(0, self._integer("top_k", default if asked is None else asked, 0, -(2**31), vocab))
 
     def _max_tokens(self, asked: int | None, prompt: int) -> int:
         room = self.max_model_len - prompt
@@ -148,16 +161,18 @@ class Validator:
         return wanted
 
     def _bias(self, given: Mapping[int, float]) -> dict[int, float]:
-        if len(given) > 1024:
-            raise _refuse("logit_bias", "at most 1024 entries are allowed", 1024)
+        most = self._config.max_logit_bias
+        if len(given) > most:
+            raise _refuse("logit_bias", f"at most {most} entries are allowed", most)
         self._tokens("logit_bias", list(given))
         return {key: self._number("logit_bias", value, -100.0, 100.0) for key, value in given.items()}
 
     def _stops(self, stops: Sequence[str]) -> tuple[str, ...]:
         if len(stops) > self._config.max_stop_strings:
             raise _refuse("stop", f"at most {self._config.max_stop_strings}", self._config.max_stop_strings)
-        if any(not stop or len(stop) > 1024 for stop in stops):
-            raise _refuse("stop", "each must have 1 … 1024 characters", 1024)
+        longest = self._config.max_stop_string_characters
+        if any(not stop or len(stop) > longest for stop in stops):
+            raise _refuse("stop", f"each must have 1 … {longest} characters", longest)
         return tuple(stops)
 
     @staticmethod

@@ -35,6 +35,8 @@ def make_model_id(model: Path) -> str:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"{model}/config.json: {error}", field="config.json") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{model}/config.json holds no object", field="config.json")
     digest = hashlib.blake2b(digest_size=8)
     digest.update(json.dumps({key: config.get(key) for key in _SHAPE_KEYS}, sort_keys=True).encode())
     for weights in sorted(model.glob("*.safetensors")):

@@ -19,6 +19,7 @@ from cluster.index.reporter import ChainReporter
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.telemetry.exporter import Exporter
+from cluster.tls import Peers, make_identity
 from engine.engine import Engine
 from engine.request import ChainReport, StepOutput
 from wire import common_pb2
@@ -67,7 +68,8 @@ class WorkerCore:
             on_failure=self._engine_failed,
             step_stall_seconds=config.step_stall_seconds,
         )
-        self.server = WorkerServer(config.host, config.port)
+        self.peers = Peers(make_identity(config.tls_cert, config.tls_key, config.tls_ca))
+        self.server = WorkerServer(config.host, config.port, self.peers)
         self.server.bind()
 
     @property

@@ -8,6 +8,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.errors import ConfigError
+from cluster.tls import Peers
 
 # A part travels whole in one message on the gRPC transport; prompts travel as 4 bytes a token.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -25,8 +26,9 @@ OPTIONS: list[tuple[str, int]] = [
 class WorkerServer:
     """Serves a role's services and gRPC health on one port."""
 
-    def __init__(self, host: str, port: int):
-        self._server = grpc.aio.server(options=OPTIONS)
+    def __init__(self, host: str, port: int, peers: Peers):
+        self._server = grpc.aio.server(options=OPTIONS, interceptors=peers.interceptors)
+        self._peers = peers
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._host = host
@@ -42,7 +44,7 @@ class WorkerServer:
     def bind(self) -> None:
         """Takes the port. Raises ConfigError when it is not to be had."""
         try:
-            bound = self._server.add_insecure_port(self.address)
+            bound = self._peers.listen(self._server, self.address)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {self.address}: {error}", field="port") from error
         self._port = bound

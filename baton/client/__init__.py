@@ -24,6 +24,7 @@ from baton.client.types import (
     TokenLogprob,
     Usage,
 )
+from cluster.tls import ClientTls
 
 __all__ = [
     "AsyncClient",
@@ -31,6 +32,7 @@ __all__ = [
     "Choice",
     "Chunk",
     "Client",
+    "ClientTls",
     "Completion",
     "GenerateOptions",
     "Message",

@@ -12,10 +12,17 @@ import grpc
 
 from baton.client.progress import StreamProgress
 from baton.client.request import generate_request, tokenize_request
-from baton.client.routers import CHANNEL_OPTIONS, Routers, default_reconnects, pause_seconds
+from baton.client.routers import (
+    CHANNEL_OPTIONS,
+    Routers,
+    call_metadata,
+    default_reconnects,
+    pause_seconds,
+)
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
 from cluster.errors import DeadlineError, InternalError
 from cluster.rpc import error_from_rpc
+from cluster.tls import ClientTls, door_channel
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc as rpc
 
@@ -28,6 +35,8 @@ class Client:
     Args:
         addresses: host:port of a router's gRPC port, or several.
         timeout_seconds: deadline of every call, over all its reconnects, where the call names none.
+        api_key: sent with every call, where the routers ask for keys.
+        tls: whom to trust and who we are, where the routers speak TLS; `ClientTls()` trusts the system's list.
         max_reconnects: how often one call may move on to another router; default: each router twice.
 
     Every method raises a class of `cluster.errors`.
@@ -37,10 +46,14 @@ class Client:
         self,
         addresses: str | Sequence[str] = "127.0.0.1:50051",
         *,
+        api_key: str = "",
+        tls: ClientTls | None = None,
         timeout_seconds: float = 600.0,
         max_reconnects: int | None = None,
     ) -> None:
         self._routers = Routers(addresses)
+        self._tls = tls
+        self._metadata = call_metadata(api_key)
         self._timeout_seconds = timeout_seconds
         reconnects = default_reconnects(self._routers.addresses)
         self._max_reconnects = reconnects if max_reconnects is None else max_reconnects
@@ -84,13 +97,16 @@ class Client:
     ) -> list[int]:
         """Token ids of a text, or of a conversation under the model's chat template."""
         request = tokenize_request(prompt, model=model)
-        answer = self._unary(lambda stub, left: stub.Tokenize(request, timeout=left), timeout_seconds)
+        answer = self._unary(
+            lambda stub, left: stub.Tokenize(request, timeout=left, metadata=self._metadata), timeout_seconds
+        )
         return list(answer.token_ids)
 
     def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
         """The models served."""
         answer = self._unary(
-            lambda stub, left: stub.ListModels(pb.ListModelsRequest(), timeout=left), timeout_seconds
+            lambda stub, left: stub.ListModels(pb.ListModelsRequest(), timeout=left, metadata=self._metadata),
+            timeout_seconds,
         )
         return [ModelInfo(item.id, item.max_model_len, item.created_unix_seconds) for item in answer.models]
 
@@ -129,7 +145,7 @@ class Client:
         with self._lock:
             address = self._routers.current
             if address not in self._channels:
-                self._channels[address] = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                self._channels[address] = door_channel(address, self._tls, CHANNEL_OPTIONS)
             return address, rpc.InferenceStub(self._channels[address])
 
     def _failed(self, address: str) -> None:
@@ -228,7 +244,7 @@ class Stream(Iterator[Chunk]):
         if left <= 0:
             raise DeadlineError("the deadline passed before the stream's end")
         self._address, stub = self._client._stub()
-        self._call = stub.Generate(self._progress.request(), timeout=left)
+        self._call = stub.Generate(self._progress.request(), timeout=left, metadata=self._client._metadata)
 
     def _reconnect(self, error: grpc.RpcError | None) -> None:
         self._progress.lost(error)

@@ -40,6 +40,11 @@ class Routers:
             self._current = (self._current + 1) % len(self._addresses)
 
 
+def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
+    """What goes with every call."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
 def default_reconnects(addresses: Sequence[str]) -> int:
     """Each router twice; a single one is not asked again."""
     return 0 if len(addresses) < 2 else 2 * len(addresses) - 1

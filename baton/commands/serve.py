@@ -26,6 +26,9 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file wit
 RedisUrl = Annotated[str | None, typer.Option(help="redis://… or unix://… that the cluster shares.")]
 Namespace = Annotated[str | None, typer.Option(help="Prefix of this deployment's Redis keys.")]
 Host = Annotated[str | None, typer.Option(help="Address to listen on. [dim]127.0.0.1[/dim]")]
+TlsCert = Annotated[Path | None, typer.Option(help="This process's certificate (PEM).")]
+TlsKey = Annotated[Path | None, typer.Option(help="Its key.")]
+TlsCa = Annotated[Path | None, typer.Option(help="Authority of the cluster's certificates.")]
 ReadyFile = Annotated[Path | None, typer.Option(help="Write addresses here (JSON) once serving.")]
 
 
@@ -38,6 +41,19 @@ def router(
     http_port: Annotated[int | None, typer.Option(help="OpenAI HTTP port; 0 = any.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 = any.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients use.")] = None,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="API keys (YAML or JSON); without it everyone may ask.")
+    ] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Authority whose certificates clients must show.")
+    ] = None,
+    share_prefixes_across_tenants: Annotated[
+        bool | None,
+        typer.Option("--share-prefixes-across-tenants", help="Tenants hit each other's cached prefixes."),
+    ] = None,
     ready_file: ReadyFile = None,
 ) -> None:
     """Run one router: OpenAI HTTP and gRPC in front, placement, and the life of every request."""
@@ -49,6 +65,12 @@ def router(
         http_port=http_port,
         grpc_port=grpc_port,
         served_model_name=served_model_name,
+        api_keys_file=api_keys_file,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_ca=tls_ca,
+        tls_client_ca=tls_client_ca,
+        share_prefixes_across_tenants=share_prefixes_across_tenants,
     )
     uvloop.run(_run_router(settings.load(RouterConfig, flags, config), ready_file))
 
@@ -63,11 +85,15 @@ def prefill(
     dtype: Annotated[str | None, typer.Option(help="auto | float32 | bfloat16")] = None,
     tensor_parallel: Annotated[int | None, typer.Option(help="Ranks of this worker.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one rank.")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     ready_file: ReadyFile = None,
 ) -> None:
     """Run one prefill worker in the foreground."""
     engine = _given(model=model, dtype=dtype, tensor_parallel=tensor_parallel, threads=threads)
     flags = _given(redis_url=redis_url, namespace=namespace, host=host, port=port)
+    flags |= _given(tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca)
     _worker("prefill", flags, engine, config, ready_file)
 
 
@@ -81,11 +107,15 @@ def decode(
     dtype: Annotated[str | None, typer.Option(help="auto | float32 | bfloat16")] = None,
     tensor_parallel: Annotated[int | None, typer.Option(help="Ranks of this worker.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of one rank.")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     ready_file: ReadyFile = None,
 ) -> None:
     """Run one decode worker in the foreground."""
     engine = _given(model=model, dtype=dtype, tensor_parallel=tensor_parallel, threads=threads)
     flags = _given(redis_url=redis_url, namespace=namespace, host=host, port=port)
+    flags |= _given(tls_cert=tls_cert, tls_key=tls_key, tls_ca=tls_ca)
     _worker("decode", flags, engine, config, ready_file)
 
 

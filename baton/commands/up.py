@@ -46,6 +46,19 @@ def up(
     threads_per_worker: Annotated[int, typer.Option(help="CPU threads of one rank.")] = 1,
     http_port: Annotated[int, typer.Option(help="OpenAI HTTP; 0 = any free port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC; 0 = any free port.")] = 50051,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(envvar="BATON_API_KEYS_FILE", help="API keys; see baton keys.")
+    ] = None,
+    certs: Annotated[
+        Path | None, typer.Option(help="TLS everywhere, with the files baton certs made there.")
+    ] = None,
+    require_client_certs: Annotated[
+        bool, typer.Option("--require-client-certs", help="Clients too must show a certificate.")
+    ] = False,
+    share_prefixes_across_tenants: Annotated[
+        bool,
+        typer.Option("--share-prefixes-across-tenants", help="Tenants hit each other's cached prefixes."),
+    ] = False,
     redis_url: Annotated[str, typer.Option(help="A Redis to use; default: an embedded one.")] = "",
     state_file: Annotated[
         Path | None, typer.Option(help="Write ids, pids and addresses here (JSON).")
@@ -72,6 +85,10 @@ def up(
         threads_per_worker=threads_per_worker,
         http_port=http_port,
         grpc_port=grpc_port,
+        api_keys_file=api_keys_file,
+        certs=certs,
+        require_client_certs=require_client_certs,
+        share_prefixes_across_tenants=share_prefixes_across_tenants,
         redis_url=redis_url,
         state_file=state_file,
     )

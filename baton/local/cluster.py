@@ -30,6 +30,7 @@ from cluster.config import Role, RouterConfig
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
+from cluster.redis.connect import without_password
 from cluster.redis.embedded import EmbeddedRedis
 
 START_SECONDS = 300.0
@@ -55,7 +56,7 @@ class LocalCluster:
         self._routers = Supervisor()
         self._workers = Supervisor()
         self._servers = Supervisor()  # Redis
-        self._notices = ExitNotices()
+        self._notices = ExitNotices(options.tls.peers())
         self._written: ClusterState | None = None
 
     @property
@@ -242,15 +243,22 @@ class LocalCluster:
 
     def _wait_until_ready(self, http: str) -> None:
         wanted = self._options.decode + self._options.prefill_workers
+        keys = self._options.api_keys_file is not None
+        tls = self._options.tls.client()
+        context = tls.context() if tls is not None else None
 
         def ready() -> bool | None:
             # The router's own view: it must know every worker, or its first requests see a part of the cluster.
+            # That view needs an admin's key where keys are on, and we have none.
+            path = "ready" if keys else "v1/cluster"
             try:
-                with urllib.request.urlopen(f"{http}/v1/cluster", timeout=2.0) as answer:
-                    workers = json.load(answer)["workers"]
+                with urllib.request.urlopen(f"{http}/{path}", timeout=2.0, context=context) as answer:
+                    view = json.load(answer)
             except OSError:
                 return None
-            return True if sum(one["lease"] == "live" for one in workers) >= wanted else None
+            if keys:
+                return True
+            return True if sum(one["lease"] == "live" for one in view["workers"]) >= wanted else None
 
         self._poll(ready, "the router did not become ready")
 
@@ -274,7 +282,9 @@ class LocalCluster:
         return ClusterState(
             http=routers[0].http,
             grpc=routers[0].grpc,
-            redis=RedisState(self._redis_url, self._redis.pid if self._redis is not None else None),
+            redis=RedisState(
+                without_password(self._redis_url), self._redis.pid if self._redis is not None else None
+            ),
             router=routers,
             prefill=of_role("prefill"),
             decode=of_role("decode"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from cluster.tls import Peers
 from wire import decode_pb2, decode_pb2_grpc
 
 CALL_SECONDS = 2.0
@@ -31,7 +32,8 @@ class _Notice:
 class ExitNotices:
     """Never waits: every `send` looks after the calls of the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._notices: list[_Notice] = []
 
     def add(self, exited: str, targets: Iterable[str]) -> None:
@@ -51,9 +53,8 @@ class ExitNotices:
             waiting.append(notice)
         self._notices = waiting
 
-    @staticmethod
-    def _call(notice: _Notice, address: str) -> None:
-        notice.channel = grpc.insecure_channel(address)
+    def _call(self, notice: _Notice, address: str) -> None:
+        notice.channel = self._peers.blocking_channel(address)
         stub = decode_pb2_grpc.DecodeStub(notice.channel)
         request = decode_pb2.PeerExitedRequest(worker_id=notice.exited)
         notice.call = stub.PeerExited.future(request, timeout=CALL_SECONDS)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import psutil
 
+from baton.local.local_tls import LocalTls
 from cluster.config import EngineConfig, LocalPrefill, Role, RouterConfig, TransferConfig, WorkerConfig
 from cluster.errors import ConfigError
 
@@ -43,6 +44,10 @@ class UpOptions:
     http_port: int = 8000
     grpc_port: int = 50051
     redis_url: str = ""
+    api_keys_file: Path | None = None
+    share_prefixes_across_tenants: bool = False
+    certs: Path | None = None
+    require_client_certs: bool = False
     namespace: str = ""
     state_file: Path | None = None
     transfer: TransferConfig = TransferConfig()
@@ -53,11 +58,17 @@ class UpOptions:
         for name in ("routers", "decode", "prefill_tp", "decode_tp", "threads_per_worker"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", field=name)
+        if self.require_client_certs and self.certs is None:
+            raise ConfigError("--require-client-certs needs --certs", field="certs")
         if not self.aggregated and self.prefill < 1 and self.local_prefill == "never":
             raise ConfigError(
                 "--prefill 0 leaves nobody to prefill; allow --local-prefill fallback or --aggregated",
                 field="prefill",
             )
+
+    @property
+    def tls(self) -> LocalTls:
+        return LocalTls(self.certs, self.require_client_certs)
 
     @property
     def prefill_workers(self) -> int:
@@ -83,6 +94,7 @@ class UpOptions:
             namespace=namespace,
             secret=secret,
             transfer=self.transfer,
+            **self.tls.worker(),
             engine=EngineConfig(
                 model=self.model.absolute(),
                 dtype=self.dtype,
@@ -113,6 +125,9 @@ class UpOptions:
             page_size=self.page_size,
             local_prefill=self.local_prefill,
             aggregated=self.aggregated,
+            **self.tls.router(),
+            share_prefixes_across_tenants=self.share_prefixes_across_tenants,
+            api_keys_file=self.api_keys_file.absolute() if self.api_keys_file else None,
         )
 
     def worker_environment(self) -> dict[str, str]:

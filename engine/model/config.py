@@ -49,6 +49,31 @@ class ModelConfig:
             raw: dict[str, Any] = json.loads((directory / "config.json").read_text())
         except (OSError, ValueError) as error:
             raise ModelError(f"{directory}/config.json: {error}", field="config.json") from error
+        try:
+            found = cls._parse(directory, raw)
+            found._check()
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
+            raise ModelError(f"{directory}/config.json: {error!r}", field="config.json") from error
+        return found
+
+    def _check(self) -> None:
+        """What no model can do without. Raises ModelError naming the key."""
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        for key in (*sizes, "head_dim", "max_model_len"):
+            value = getattr(self, key)
+            if type(value) is not int or not 0 < value < 2**31:
+                raise ModelError(f"config.json: {key} is {value!r}, not a positive number", field=key)
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"config.json: {self.num_heads} heads are no multiple of {self.num_kv_heads} KV heads",
+                field="num_key_value_heads",
+            )
+        for key, values in (("eos_token_id", self.eos_token_ids), ("sliding_window", self.windows)):
+            if not all(type(value) is int for value in values):
+                raise ModelError(f"config.json: {key} holds something else than numbers", field=key)
+
+    @classmethod
+    def _parse(cls, directory: Path, raw: dict[str, Any]) -> ModelConfig:
         name = (raw.get("architectures") or ["none"])[0]
         if name not in _FAMILIES:
             raise ModelError(
@@ -79,7 +104,7 @@ class ModelConfig:
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or need("hidden_size") // heads,
             norm_eps=raw.get("rms_norm_eps", 1e-6),
-            max_model_len=raw.get("max_position_embeddings", 2048),
+            max_model_len=raw.get("max_position_embeddings") or 2048,
             rope=rope,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=True if family == "qwen2" else bias,

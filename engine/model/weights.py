@@ -26,9 +26,9 @@ class Checkpoint:
         if index.exists():
             try:
                 names = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
+                return {name: _inside(directory, file) for name, file in names.items()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ModelError(f"{index}: {error!r}", field=index.name) from error
-            return {name: directory / file for name, file in names.items()}
         single = directory / "model.safetensors"
         if not single.exists():
             raise ModelError(f"{directory} has no model.safetensors and no index", field="model.safetensors")
@@ -52,6 +52,13 @@ class Checkpoint:
                 raise ModelError(f"tensor {name} has shape {found}, expected {shape}", field=name)
             tensor: torch.Tensor = part[:, columns] if columns is not None else part[rows or slice(None)]
         return tensor.to(self._device, self._dtype).contiguous()
+
+
+def _inside(directory: Path, file: str) -> Path:
+    """An index names files beside itself; another place would be another model's, or nobody's business."""
+    if Path(file).name != file:
+        raise ValueError(f"{file!r} is not the name of a file in this directory")
+    return directory / file
 
 
 def _open(file: Path) -> safe_open:

@@ -6,8 +6,10 @@ import asyncio
 
 import grpc
 
+from cluster.tls import Peers
 from wire import decode_pb2_grpc, prefill_pb2_grpc
 
+RETIRE_SECONDS = 600.0
 _OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -21,14 +23,18 @@ _OPTIONS = [
 class _Connection:
     """A channel with its stubs: making one costs as much as a call."""
 
-    def __init__(self, address: str):
-        self.channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    def __init__(self, channel: grpc.aio.Channel):
+        self.channel = channel
         self.prefill: prefill_pb2_grpc.PrefillAsyncStub = prefill_pb2_grpc.PrefillStub(self.channel)
         self.decode: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channel)
 
 
 class Channels:
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers | None = None) -> None:
+        """`peers` opens them; default: plain text."""
+        self._peers = peers or Peers()
+        self._generation = self._peers.generation
+        self._retiring: set[asyncio.Task[None]] = set()
         self._open: dict[str, _Connection] = {}
 
     def prefill(self, address: str) -> prefill_pb2_grpc.PrefillAsyncStub:
@@ -39,14 +45,28 @@ class Channels:
 
     def _connection(self, address: str) -> _Connection:
         if address not in self._open:
-            self._open[address] = _Connection(address)
+            self._open[address] = _Connection(self._peers.channel(address, _OPTIONS))
         return self._open[address]
 
     async def keep_only(self, addresses: set[str]) -> None:
         """Closes connections to workers that are gone."""
         for address in [known for known in self._open if known not in addresses]:
             await self._open.pop(address).channel.close(1.0)
+        if self._peers.generation != self._generation:
+            self._generation = self._peers.generation
+            self._renew()
+
+    def _renew(self) -> None:
+        """A new certificate: new calls go over new connections, calls under way end on theirs."""
+        for one in self._open.values():
+            task = asyncio.get_running_loop().create_task(one.channel.close(RETIRE_SECONDS))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+        self._open.clear()
 
     async def close(self) -> None:
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
         await asyncio.gather(*(one.channel.close(None) for one in self._open.values()))
         self._open.clear()

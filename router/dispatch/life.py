@@ -208,7 +208,7 @@ class RequestLife:
             sampling=c.sampling,
             first_choice=choices[0].index,
             n=len(choices),
-            salt=self._services.salt(model_id),
+            salt=self._services.salt(model_id, c.prefix_scope),
             priority=c.priority,
         )
 

@@ -16,6 +16,8 @@ from router.dispatch.liveness import Liveness
 from router.placement.placement import Placement
 from router.tokens.tokenizer import ModelText
 
+MAX_SALTS = 4096  # tenants whose salt is kept at hand
+
 
 class Services:
     def __init__(
@@ -31,7 +33,7 @@ class Services:
         self.members = members
         self.placement = placement
         self.channels = channels
-        self._salts: dict[str, bytes] = {}
+        self._salts: dict[tuple[str, str], bytes] = {}
         self.liveness = Liveness()
         self._cleanups: set[asyncio.Task[Any]] = set()
 
@@ -45,11 +47,14 @@ class Services:
             raise UnavailableError("no worker is there", retry_after_seconds=1.0)
         return workers[0].model_id
 
-    def salt(self, model_id: str) -> bytes:
-        """Of a model's block hashes."""
-        if model_id not in self._salts:
-            self._salts = {model_id: make_salt(model_id)}  # one model at a time is served
-        return self._salts[model_id]
+    def salt(self, model_id: str, prefix_scope: str) -> bytes:
+        """Of a model's block hashes, for those who share prefixes."""
+        known = self._salts.get((model_id, prefix_scope))
+        if known is None:
+            if len(self._salts) >= MAX_SALTS:
+                self._salts.clear()
+            known = self._salts[model_id, prefix_scope] = make_salt(model_id, tenant=prefix_scope)
+        return known
 
     def clean_up(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Runs on after the request is over: a client that has gone must not wait for it."""

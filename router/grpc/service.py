@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from cluster import rpc
-from cluster.errors import BatonError, InvalidRequestError, UnknownModelError
+from cluster.errors import BatonError, CancelledError, InvalidRequestError, UnknownModelError
 from router.completion import Completion, Delta
 from router.dispatch.life import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestLife
 from router.dispatch.mailbox import Mailbox
 from router.front import Front
+from router.grpc.gate import caller_of
+from router.grpc.write_deadline import WriteDeadline
 from router.validate import Asked
 from wire import inference_pb2 as pb
 
@@ -35,14 +39,31 @@ class InferenceService:
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def Generate(self, raw: bytes, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, raw: bytes, context: Context) -> None:
         try:
             completion = await self._completion(_parse(pb.GenerateRequest(), raw), context)
-            with self._front.admit(completion) as life:
-                async for response in _responses(life, completion):
-                    yield response
+            caller = caller_of(self._front, context)
+            with self._front.admit(completion, caller, context.peer()) as life:
+                await self._write(_responses(life, completion), context)
         except BatonError as error:
             await rpc.abort(context, error)
+
+    async def _write(self, responses: AsyncGenerator[pb.GenerateResponse, None], context: Context) -> None:
+        deadline = WriteDeadline(self._front.config.write_seconds)
+        try:
+            # Closed here whatever happens: that cancels the request at its workers.
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    with deadline:
+                        await context.write(response)
+        except asyncio.CancelledError:
+            if not deadline.expired:
+                raise
+            # grpc.aio would leave the call open without a status, and its client waiting.
+            deadline.uncancel()
+            raise CancelledError(f"nothing was read for {self._front.config.write_seconds:g} s") from None
+        finally:
+            deadline.close()
 
     async def _completion(self, request: pb.GenerateRequest, context: Context) -> Completion:
         text = self._front.text
@@ -130,7 +151,7 @@ def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
     )
 
 
-async def _responses(life: RequestLife, completion: Completion) -> AsyncIterator[pb.GenerateResponse]:
+async def _responses(life: RequestLife, completion: Completion) -> AsyncGenerator[pb.GenerateResponse, None]:
     deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
     life.start(deltas)
     try:

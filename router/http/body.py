@@ -5,30 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from cluster.errors import InvalidRequestError, RequestTooLargeError
-
-MAX_DEPTH = 32
+from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
 
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as an object. Raises RequestTooLargeError while reading, InvalidRequestError after."""
+async def read_json(request: Request, max_bytes: int, max_depth: int) -> dict[str, Any]:
+    """The body as an object. Raises RequestTooLargeError as soon as that is known, InvalidRequestError after
+    reading, CancelledError when the client has gone meanwhile."""
     raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > max_bytes:
-            raise RequestTooLargeError(
-                f"the body exceeds {max_bytes} bytes", field="body", limit=str(max_bytes)
-            )
+    try:
+        async for piece in request.stream():
+            raw += piece
+            if len(raw) > max_bytes:
+                raise RequestTooLargeError(
+                    f"the body exceeds {max_bytes} bytes", field="body", limit=str(max_bytes)
+                )
+    except ClientDisconnect:
+        raise CancelledError("the client has gone") from None
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", field="body") from None
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object", field="body")
-    if _depth(body, MAX_DEPTH) > MAX_DEPTH:
-        raise InvalidRequestError("the body is nested too deeply", field="body", limit=str(MAX_DEPTH))
+    if _depth(body, max_depth) > max_depth:
+        raise InvalidRequestError(
+            f"the body is nested deeper than {max_depth}", field="body", limit=str(max_depth)
+        )
     return body
 
 

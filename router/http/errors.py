@@ -11,9 +11,11 @@ from starlette.responses import Response
 from cluster.errors import (
     BatonError,
     ContextLengthError,
+    ForbiddenError,
     InvalidRequestError,
     OverloadedError,
     RequestTooLargeError,
+    UnauthenticatedError,
     UnknownModelError,
     UnsupportedFieldError,
 )
@@ -24,6 +26,8 @@ _CODES: dict[type[BatonError], str] = {
     UnsupportedFieldError: "unsupported_parameter",
     RequestTooLargeError: "request_too_large",
     OverloadedError: "overloaded",
+    UnauthenticatedError: "invalid_api_key",
+    ForbiddenError: "insufficient_permissions",
 }
 
 
@@ -31,7 +35,7 @@ def error_body(error: BatonError) -> dict[str, Any]:
     kind = "invalid_request_error" if isinstance(error, InvalidRequestError) else "server_error"
     if isinstance(error, OverloadedError):
         kind = "rate_limit_error"
-    if isinstance(error, RequestTooLargeError):
+    if isinstance(error, RequestTooLargeError | UnauthenticatedError | ForbiddenError):
         kind = "invalid_request_error"
     return {
         "error": {
@@ -45,6 +49,8 @@ def error_body(error: BatonError) -> dict[str, Any]:
 
 def error_response(error: BatonError) -> Response:
     headers = {}
+    if isinstance(error, UnauthenticatedError):
+        headers["www-authenticate"] = "Bearer"
     if error.retry_after_seconds:
         headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
     return Response(

@@ -19,19 +19,20 @@ from router.front import Front
 from router.http import fields
 from router.http.body import read_json
 from router.http.errors import error_body
+from router.http.gate import caller_of, connection_of
 from router.http.reading import EventStream, Reading
 from router.http.shapes import Answer, ChatShape, CompletionShape, Shape, baton, usage
 
-MAX_PROMPTS = 64
 _DONE = b"data: [DONE]\n\n"
 
 
 class Generate:
     def __init__(self, front: Front):
         self._front = front
+        self._config = front.config
 
     async def chat(self, request: Request) -> Response:
-        body = await read_json(request, self._front.config.max_body_bytes)
+        body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
         fields.check(body, fields.CHAT)
         rendered = self._front.text.render(fields.messages(body))
         prompt = await self._front.text.encode(rendered, special=False)
@@ -43,7 +44,7 @@ class Generate:
         return await self._answer(request, body, ChatShape, [completion], "chatcmpl-")
 
     async def completion(self, request: Request) -> Response:
-        body = await read_json(request, self._front.config.max_body_bytes)
+        body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
         fields.check(body, fields.COMPLETION)
         prompts = await self._prompts(body.get("prompt"))
         # OpenAI's default of 16 for this old endpoint, where a chat takes what the context leaves.
@@ -60,10 +61,9 @@ class Generate:
             raise InvalidRequestError("prompt: must be text, token ids, or a list of either", field="prompt")
         if all(type(one) is int for one in value):
             return [value]
-        if len(value) > MAX_PROMPTS:
-            raise InvalidRequestError(
-                f"prompt: at most {MAX_PROMPTS} at once", field="prompt", limit=str(MAX_PROMPTS)
-            )
+        most = self._config.max_prompts
+        if len(value) > most:
+            raise InvalidRequestError(f"prompt: at most {most} at once", field="prompt", limit=str(most))
         prompts = []
         for one in value:
             if isinstance(one, str):
@@ -91,9 +91,12 @@ class Generate:
         )
         wants_usage = fields.include_usage(body)
         stack = contextlib.ExitStack()
+        caller, connection = caller_of(request), connection_of(request)
         with stack:
             lives = [
-                stack.enter_context(self._front.admit(one, sum(c.n for c in completions[:i])))
+                stack.enter_context(
+                    self._front.admit(one, caller, connection, sum(c.n for c in completions[:i]))
+                )
                 for i, one in enumerate(completions)
             ]
             headers = {"x-request-id": completions[0].request_id}

@@ -26,14 +26,16 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: {error}", field=path.name) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no object", field=path.name)
     return content
 
 
 def _token_text(value: Any) -> str:
-    return str(value["content"]) if isinstance(value, Mapping) else str(value or "")
+    return str((value.get("content") if isinstance(value, Mapping) else value) or "")
 
 
 class ModelText:
@@ -43,9 +45,13 @@ class ModelText:
         path = directory / "tokenizer.json"
         if not path.exists():
             raise ModelError(f"{directory} has no tokenizer.json", field="tokenizer.json")
-        self.tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exceptions
+            raise ModelError(f"{path}: {error}", field=path.name) from error
         self.config = _read(directory / "config.json")
         self.generation = _read(directory / "generation_config.json")
+        self._check()
         settings = _read(directory / "tokenizer_config.json")
         self._special = {
             name: _token_text(settings.get(name))
@@ -54,22 +60,35 @@ class ModelText:
         self._template = self._compile(directory, settings)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
 
+    def _check(self) -> None:
+        """What requests will rely on. Raises ModelError: later it would look like the client's fault, or ours."""
+        for key in ("vocab_size", "max_position_embeddings"):
+            value = self.config.get(key)
+            if value is not None and (type(value) is not int or not 0 < value < 2**31):
+                raise ModelError(f"config.json: {key} is {value!r}, not a positive number", field=key)
+
     @property
     def vocab_size(self) -> int:
         return int(self.config.get("vocab_size") or self.tokenizer.get_vocab_size())
 
     @property
     def max_position_embeddings(self) -> int:
-        return int(self.config.get("max_position_embeddings", 2048))
+        return int(self.config.get("max_position_embeddings") or 2048)
 
     @staticmethod
     def _compile(directory: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
         file = directory / "chat_template.jinja"
-        source = file.read_text() if file.exists() else settings.get("chat_template")
+        try:
+            source = file.read_text() if file.exists() else settings.get("chat_template")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file}: {error}", field=file.name) from error
         if isinstance(source, list):  # several named templates: the default one
-            source = next((one["template"] for one in source if one.get("name") == "default"), None)
+            named = [one for one in source if isinstance(one, dict)]
+            source = next((one.get("template") for one in named if one.get("name") == "default"), None)
         if not source:
             return None
+        if not isinstance(source, str):
+            raise ModelError("the chat template is not text", field="chat_template")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -78,7 +97,10 @@ class ModelText:
         )
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        return environment.from_string(source)
+        try:
+            return environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template: {error}", field="chat_template") from error
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """A conversation as the model was trained to see it, ending where the assistant begins."""
@@ -86,7 +108,7 @@ class ModelText:
             raise InvalidRequestError("this model has no chat template; send a prompt", field="messages")
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidRequestError(f"the chat template refuses: {error}", field="messages") from error
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:

@@ -1,0 +1,41 @@
+"""`baton keys`: makes API keys."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Annotated
+
+import typer
+import yaml
+
+from cluster.auth.keys import new_key
+from cluster.errors import ConfigError
+
+keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
+
+
+@keys.callback()
+def _keys() -> None:
+    """Make API keys."""
+
+
+@keys.command("new")
+def new(
+    tenant: Annotated[str, typer.Option(help="Whose key it is.")],
+    weight: Annotated[float, typer.Option(help="Share of a crowded cluster, beside other tenants'.")] = 1.0,
+    days: Annotated[int, typer.Option(help="Valid for so many days; 0 = until revoked.")] = 0,
+    admin: Annotated[bool, typer.Option("--admin", help="May read /metrics and /v1/cluster.")] = False,
+) -> None:
+    """Print a new key, once, and the entry to add to the file that --api-keys-file names."""
+    fields: dict[str, object] = {"weight": weight, "admin": admin}
+    if days:
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+        fields["expires_at"] = end.replace(microsecond=0)
+    try:
+        key, entry = new_key(tenant, **fields)
+    except ValueError as error:
+        raise ConfigError(f"no such key can be made: {error}", field="keys") from error
+    shown = entry.model_dump(mode="json", exclude_defaults=True)
+    typer.echo(f"# The key of {tenant}. It is shown once: give it to its owner, and keep no copy.\n# {key}")
+    typer.echo("# The entry for the keys file:")
+    typer.echo(yaml.safe_dump([shown], sort_keys=False), nl=False)

@@ -1,0 +1,137 @@
+"""Certificates for development: two authorities, and what they sign.
+
+ca         signs router and worker: the cluster's own, and nothing else
+client-ca  signs client: who may knock at the doors where they ask
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from cluster.errors import ConfigError
+from cluster.tls import ROUTER_NAME, WORKER_NAME
+
+AUTHORITY_DAYS = 3650
+# Clocks differ a little: a certificate made now must be valid on a machine that is behind.
+SKEW = datetime.timedelta(minutes=5)
+_CURVE = ec.SECP256R1()
+
+
+def make_certs(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
+    """Writes new certificates; authorities that are there already sign again. Raises ConfigError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        cluster, clients = _authority(directory / "ca"), _authority(directory / "client-ca")
+        both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        doors = [ROUTER_NAME, "localhost", "127.0.0.1", "::1", *hosts]
+        _issue(directory / "router", cluster, doors, both, days)
+        _issue(directory / "worker", cluster, [WORKER_NAME], both, days)
+        _issue(directory / "client", clients, ["client"], [ExtendedKeyUsageOID.CLIENT_AUTH], days)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory}: {error}", field="out") from error
+    return sorted(directory.glob("*.pem"))
+
+
+class _Authority:
+    def __init__(self, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey):
+        self.cert = cert
+        self.key = key
+
+
+def _authority(stem: Path) -> _Authority:
+    cert_file, key_file = stem.with_suffix(".pem"), stem.with_suffix(".key")
+    if cert_file.exists() and key_file.exists():
+        key = serialization.load_pem_private_key(key_file.read_bytes(), None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ConfigError(f"{key_file} is not an authority made here", field="out")
+        return _Authority(x509.load_pem_x509_certificate(cert_file.read_bytes()), key)
+    key = ec.generate_private_key(_CURVE)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Baton development {stem.name}")])
+    cert = (
+        _builder(name, name, key.public_key(), AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    _write(stem, cert, key)
+    return _Authority(cert, key)
+
+
+def _issue(
+    stem: Path, authority: _Authority, names: Sequence[str], usages: list[x509.ObjectIdentifier], days: int
+) -> None:
+    key = ec.generate_private_key(_CURVE)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"baton-{stem.name}")])
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    cert = (
+        _builder(name, authority.cert.subject, key.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_name(one) for one in names]), critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(authority.key, hashes.SHA256())
+    )
+    _write(stem, cert, key)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
+
+
+def _write(stem: Path, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    """Each file whole or not at all; the key for its owner only, from the first byte on."""
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    public = cert.public_bytes(serialization.Encoding.PEM)
+    for file, content, mode in (
+        (stem.with_suffix(".key"), private, 0o600),
+        (stem.with_suffix(".pem"), public, 0o644),
+    ):
+        part = file.with_name(f"{file.name}.{os.getpid()}")
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as output:
+            output.write(content)
+        part.replace(file)

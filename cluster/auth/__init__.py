@@ -1,0 +1,1 @@
+"""Who may ask: API keys, hashed at rest, and the tenants they stand for."""

@@ -1,0 +1,118 @@
+"""API keys: how one is made, what is kept of it, and how a presented one is checked.
+
+    key   = baton-<id>-<secret>       id: 8 bytes, secret: 32 random bytes; the client keeps it, nobody else does
+    entry = id, sha256(id ‖ secret)   the id is the salt, and finds the entry without trying all of them
+
+A fast hash is right here: the secret is 256 random bits, drawn by us, so there is no dictionary to try and nothing
+that scrypt's slowness would protect; a slow one on every request would be a way to exhaust the router.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from cluster.errors import ConfigError, UnauthenticatedError
+
+PREFIX = "baton"
+ID_BYTES = 8
+SECRET_BYTES = 32
+MAX_KEY_CHARACTERS = 256
+
+
+class KeyEntry(BaseModel):
+    """One key in the file. The tenant is its owner; several keys may share one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str = Field(pattern=r"^[0-9a-f]{16}$")
+    tenant: str = Field(min_length=1, max_length=128)
+    key_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
+    weight: float = Field(1.0, gt=0, le=1000, description="share of a crowded cluster, beside other tenants'")
+    expires_at: datetime.datetime | None = None
+    revoked: bool = False
+    admin: bool = Field(False, description="may read /metrics and /v1/cluster")
+    max_concurrent_requests: int | None = Field(
+        None, ge=1, description="of the tenant; default: the router's"
+    )
+
+    @field_validator("expires_at")
+    @classmethod
+    def _in_utc(cls, value: datetime.datetime | None) -> datetime.datetime | None:
+        """A time without a zone is UTC: YAML readers drop the zone of a UTC time."""
+        if value is not None and value.tzinfo is None:
+            return value.replace(tzinfo=datetime.UTC)
+        return value
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whose request it is. Without keys everyone is the same nameless tenant."""
+
+    tenant: str = ""
+    key_id: str = ""
+    weight: float = 1.0
+    admin: bool = False
+    max_concurrent_requests: int | None = None
+
+
+ANYONE = Caller(admin=True)
+
+
+def new_key(tenant: str, **fields: object) -> tuple[str, KeyEntry]:
+    """A key and its entry; the key itself is nowhere else."""
+    key_id, secret = secrets.token_hex(ID_BYTES), secrets.token_urlsafe(SECRET_BYTES)
+    entry = KeyEntry.model_validate(
+        {**fields, "id": key_id, "tenant": tenant, "key_sha256": _digest(key_id, secret)}
+    )
+    return f"{PREFIX}-{key_id}-{secret}", entry
+
+
+def _digest(key_id: str, secret: str) -> str:
+    return hashlib.sha256(key_id.encode() + secret.encode()).hexdigest()
+
+
+class KeyRing:
+    """The keys of one file, by id. Raises ConfigError where two entries have the same id."""
+
+    def __init__(self, entries: Iterable[KeyEntry]):
+        self._entries: dict[str, KeyEntry] = {}
+        for entry in entries:
+            if entry.id in self._entries:
+                raise ConfigError(f"API key {entry.id} is there twice", field="api_keys_file")
+            self._entries[entry.id] = entry
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def check(self, authorization: str, now_seconds: float) -> Caller:
+        """The caller behind an `Authorization` value. Raises UnauthenticatedError, which never says why the
+        key is wrong: only that one is missing, or is not valid."""
+        scheme, _, key = authorization.partition(" ")
+        if not authorization or scheme.lower() != "bearer":
+            raise UnauthenticatedError(
+                "an API key is needed: Authorization: Bearer <key>", field="authorization"
+            )
+        entry = self._find(key.strip())
+        if entry is None or entry.revoked or _expired(entry, now_seconds):
+            raise UnauthenticatedError("the API key is not valid", field="authorization")
+        return Caller(entry.tenant, entry.id, entry.weight, entry.admin, entry.max_concurrent_requests)
+
+    def _find(self, key: str) -> KeyEntry | None:
+        """The comparison takes the same time wherever the digests differ, also for an id that is not there."""
+        prefix, _, rest = key[:MAX_KEY_CHARACTERS].partition("-")
+        key_id, _, secret = rest.partition("-")
+        entry = self._entries.get(key_id)
+        expected = entry.key_sha256 if entry is not None else "0" * 64
+        same = hmac.compare_digest(_digest(key_id, secret), expected)
+        return entry if same and prefix == PREFIX else None
+
+
+def _expired(entry: KeyEntry, now_seconds: float) -> bool:
+    return entry.expires_at is not None and entry.expires_at.timestamp() <= now_seconds

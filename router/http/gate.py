@@ -1,0 +1,60 @@
+"""What every HTTP request passes before the application sees it: who is it, and may it ask here?
+
+Refusals are made from the head alone: the body has not been read, let alone parsed.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.auth.keys import ANYONE, Caller
+from cluster.errors import BatonError, ForbiddenError, UnauthenticatedError
+from router.front import Front
+from router.http.errors import error_response
+
+# Probes carry no keys. What is not named here needs one: also a path that does not exist.
+OPEN = frozenset({"/health", "/ready"})
+# They show every tenant's load and the workers' addresses.
+ADMIN = frozenset({"/metrics", "/v1/cluster"})
+_CALLER = "baton.caller"
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, front: Front):
+        self._app = app
+        self._front = front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._front.keys.on and scope["path"] not in OPEN:
+            try:
+                scope[_CALLER] = self._check(scope)
+            except BatonError as error:
+                response = error_response(error)
+                # The body is still on its way, and nobody will read it.
+                response.headers["connection"] = "close"
+                self._front.metrics.requests.labels("refused").inc()
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> Caller:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) > 1:
+            raise UnauthenticatedError("there is more than one Authorization header", field="authorization")
+        caller = self._front.keys.check(given[0].decode("latin-1") if given else "")
+        if scope["path"] in ADMIN and not caller.admin:
+            raise ForbiddenError(f"{scope['path']}: needs a key with admin: true", field="authorization")
+        return caller
+
+
+def caller_of(request: Request) -> Caller:
+    """Who the gate found."""
+    caller: Caller = request.scope.get(_CALLER, ANYONE)
+    return caller
+
+
+def connection_of(request: Request) -> str:
+    """The connection's name, as long as it lives."""
+    client = request.client
+    return f"{client.host}:{client.port}" if client is not None else ""

@@ -1,0 +1,199 @@
+"""uvicorn's HTTP/1.1 with what it does not bound: heads, connections, and the time a client may take.
+
+    connected ──head──► asked ──body──► answered          each arrow has a deadline
+                 │ too large, too many, too late
+                 ▼
+              an OpenAI error, and the connection ends
+
+An answer nobody reads stops the request at the socket first: uvicorn stops sending, tokens queue up to a bound,
+and the decode worker pauses. After `write_seconds` of that the connection is cut, which cancels the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from cluster.config import RouterConfig
+from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
+from router.http.errors import error_body
+
+log = logging.getLogger(__name__)
+# Closing at once, with bytes of the client's still unread, would reset the connection under our answer.
+LINGER_SECONDS = 0.5
+RETRY_SECONDS = 1
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    header_bytes: int
+    headers: int
+    connections: int
+    header_seconds: float
+    body_seconds: float
+    write_seconds: float
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> HttpLimits:
+        return cls(
+            header_bytes=config.max_header_bytes,
+            headers=config.max_headers,
+            connections=config.max_http_connections,
+            header_seconds=config.header_seconds,
+            body_seconds=config.body_seconds,
+            write_seconds=config.write_seconds,
+        )
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. `limits` is set by `limited`, for uvicorn makes protocols itself."""
+
+    limits: HttpLimits
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self._in_head = True
+        self._in_body = False
+        self._head_bytes = 0
+        self._refused = False
+        self._refusal: tuple[int, BatonError] | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # --- asyncio's side --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        limit = self.limits.connections
+        if len(self.connections) > limit:
+            self._refuse(429, OverloadedError(f"this router has {limit} connections", limit=str(limit)))
+        else:
+            self._expect(self.limits.header_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        super().data_received(data)
+        if self._refused or self.transport.is_closing():
+            return
+        if self._in_head and self._head_bytes + len(data) > self.limits.header_bytes:
+            self._refuse(431, _too_large(self.limits.header_bytes))
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+        if not self._in_head and not self._in_body:
+            self._stop_timer()
+        elif self._timer is None:
+            self._expect(self.limits.header_seconds if self._in_head else self.limits.body_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.limits.write_seconds, self._unread)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    # --- httptools' side -------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= self.limits.headers:
+            limit = self.limits.headers
+            error = InvalidRequestError(f"headers: at most {limit}", field="headers", limit=str(limit))
+            self._give_up(431, error)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.header_bytes:
+            self._give_up(431, _too_large(self.limits.header_bytes))
+        self._stop_timer()
+        self._in_head, self._in_body = False, True
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+
+    # --- the ends --------------------------------------------------------------------------------------------
+
+    def _give_up(self, status: int, error: BatonError) -> None:
+        """Out of the parser, which then calls send_400_response."""
+        self._refusal = (status, error)
+        raise ValueError(error.message)
+
+    def send_400_response(self, msg: str) -> None:
+        status, error = self._refusal or (400, InvalidRequestError(f"this is not HTTP/1.1: {msg}"))
+        self._refuse(status, error)
+
+    def _refuse(self, status: int, error: BatonError) -> None:
+        """Says so, if no answer is on its way, and lets the connection end."""
+        self._refused = True
+        self._stop_timer()
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            self.transport.write(_answer(status, error))
+        if cycle is not None and not cycle.response_complete:
+            # The application must neither wait for more nor answer over ours.
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _expect(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._late, seconds)
+
+    def _late(self, seconds: float) -> None:
+        self._timer = None
+        what = "head" if self._in_head else "body"
+        self._refuse(408, DeadlineError(f"the request's {what} did not come within {seconds:g} s"))
+
+    def _unread(self) -> None:
+        self._write_timer = None
+        log.info("a client read nothing for %g s: its connection is cut", self.limits.write_seconds)
+        self.transport.abort()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+def limited(limits: HttpLimits) -> type[asyncio.Protocol]:
+    """A protocol class with these limits."""
+    return type("Limited", (LimitedProtocol,), {"limits": limits})
+
+
+def _too_large(limit: int) -> InvalidRequestError:
+    return InvalidRequestError(f"headers: at most {limit} bytes", field="headers", limit=str(limit))
+
+
+def _answer(status: int, error: BatonError) -> bytes:
+    body = orjson.dumps(error_body(error))
+    retry = f"retry-after: {RETRY_SECONDS}\r\n" if status == 429 else ""
+    head = (
+        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,137 @@
+"""The HTTP door: whatever comes, the answer is right or a clean 4xx that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import string
+import time
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fuzz.conftest import BATCH, few
+from tests.fuzz.strategies import anything, bodies, raw_requests, texts
+from tests.security.routers import Router
+
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+
+
+@pytest.fixture(scope="module")
+def client(router: Router):
+    with httpx.Client(base_url=router.http, timeout=20) as made:
+        yield made
+
+
+def check(answer: httpx.Response) -> None:
+    assert answer.status_code < 500, (answer.request.content, answer.text)
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert error["message"]
+        assert error["type"]
+        return
+    if "event-stream" in answer.headers.get("content-type", ""):
+        events = [line[6:] for line in answer.text.split("\n\n") if line]
+        assert events[-1] == "[DONE]", answer.text
+        assert all("error" not in json.loads(event) for event in events[:-1]), answer.text
+
+
+def post(client: httpx.Client, path: str, body: object) -> None:
+    check(client.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}))
+
+
+@few(300)
+@given(body=bodies("prompt"))
+def test_completions(body, client):
+    post(client, "/v1/completions", body)
+
+
+@few(300)
+@given(body=bodies("messages"))
+def test_chats(body, client):
+    post(client, "/v1/chat/completions", body)
+
+
+@few(150)
+@given(
+    path=st.sampled_from(ENDPOINTS),
+    raw=st.one_of(st.binary(max_size=300), anything.map(repr).map(str.encode)),
+)
+def test_bodies_that_are_not_json(path, raw, client):
+    try:
+        json.loads(raw)
+    except (ValueError, RecursionError):
+        assert client.post(path, content=raw).status_code == 400
+
+
+_NAME = st.text(string.ascii_letters + string.digits + "-_", min_size=1, max_size=20)
+_VALUE = st.binary(max_size=60).map(lambda raw: raw.translate(None, b"\r\n\x00"))
+_KNOWN = st.sampled_from(
+    ["x-request-id", "accept", "authorization", "content-type", "content-encoding", "te", "range"]
+)
+
+
+@few(150)
+@given(headers=st.lists(st.tuples(st.one_of(_NAME, _KNOWN), _VALUE), max_size=8), name=texts)
+def test_headers(headers, name, client):
+    framing = {"content-length", "transfer-encoding", "host", "connection", "expect", "upgrade"}
+    sent = [(key.encode(), value) for key, value in headers if key.lower() not in framing]
+    body = json.dumps({"prompt": name, "max_tokens": 1}).encode()
+    try:
+        request = client.build_request("POST", "/v1/completions", content=body, headers=sent)
+        answer = client.send(request)
+    except httpx.LocalProtocolError:
+        return  # the client refuses to send it: the raw test does
+    check(answer)
+
+
+@few(100)
+@given(
+    path=st.text(min_size=1, max_size=30).map(lambda text: "/" + text.encode("utf-8", "replace").hex("%")),
+    method=st.sampled_from(["GET", "PUT", "DELETE", "PATCH", "POST", "OPTIONS", "HEAD"]),
+)
+def test_paths(path, method, client):
+    answer = client.request(method, path)
+    assert answer.status_code < 500
+    if method != "HEAD" and answer.status_code >= 400:
+        assert answer.json()["error"]["message"]
+
+
+def exchange(address: tuple[str, int], payloads: list[bytes], seconds: float) -> list[bytes]:
+    """Sends every payload on a connection of its own, all at once; the first bytes that came back on each."""
+    answers = [b""] * len(payloads)
+    with selectors.DefaultSelector() as selector:
+        for index, payload in enumerate(payloads):
+            sock = socket.create_connection(address, timeout=5)
+            sock.sendall(payload)
+            sock.setblocking(False)
+            selector.register(sock, selectors.EVENT_READ, index)
+        deadline = time.monotonic() + seconds
+        while selector.get_map() and time.monotonic() < deadline:
+            for key, _ in selector.select(0.05):
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                try:
+                    answers[key.data] = sock.recv(65536)
+                except OSError:
+                    answers[key.data] = b""
+                selector.unregister(sock)
+                sock.close()
+        left = [key.fileobj for key in selector.get_map().values()]
+        for sock in left:
+            assert isinstance(sock, socket.socket)
+            sock.close()
+        assert not left, "the router neither answers nor hangs up"
+    return answers
+
+
+@few(20, BATCH)
+@given(payloads=st.lists(raw_requests(), min_size=BATCH, max_size=BATCH))
+def test_raw_bytes(payloads, router):
+    for payload, answer in zip(payloads, exchange(router.address, payloads, 3.0), strict=True):
+        if answer:
+            assert answer.startswith(b"HTTP/1.1 "), (payload, answer)
+            assert 100 <= int(answer[9:12]) < 500, (payload, answer)

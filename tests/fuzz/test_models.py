@@ -1,0 +1,125 @@
+"""Model directories that are not what they should be: refused before anything listens, by a ModelError."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import RouterConfig
+from cluster.errors import ConfigError, InvalidRequestError, ModelError
+from engine.model.config import ModelConfig
+from engine.model.weights import Checkpoint
+from router.tokens.tokenizer import ModelText
+from router.validate import Asked, Validator
+from tests.fuzz.conftest import few
+from tests.fuzz.strategies import anything
+from worker.build import make_model_id
+
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+CONFIG_KEYS = (
+    "architectures",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rope_parameters",
+    "rope_scaling",
+    "eos_token_id",
+    "sliding_window",
+    "rms_norm_eps",
+    "torch_dtype",
+)
+KEYS = {
+    "config.json": CONFIG_KEYS,
+    "generation_config.json": ("temperature", "top_k", "top_p", "eos_token_id"),
+    "tokenizer_config.json": ("chat_template", "bos_token", "eos_token", "pad_token"),
+    "tokenizer.json": ("model", "version", "added_tokens", "pre_tokenizer", "decoder"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return checkpoint("llama")
+
+
+def read_all(directory: Path) -> None:
+    """Everything that a router and a worker read before they serve."""
+    for read in (ModelConfig.read, make_model_id, _text, _weights):
+        with contextlib.suppress(ModelError, ConfigError):
+            read(directory)
+
+
+def _text(directory: Path) -> None:
+    text = ModelText(directory)
+    with contextlib.closing(text), contextlib.suppress(InvalidRequestError):
+        assert text.vocab_size > 0 and text.max_position_embeddings > 0
+        Validator(RouterConfig(model=directory), text).completion([1], Asked())
+        text.render([{"role": "user", "content": "hello"}])
+
+
+def _weights(directory: Path) -> None:
+    Checkpoint(directory, torch.float32, torch.device("cpu")).get("model.norm.weight", 64)
+
+
+def spoiled(model: Path, name: str, content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / "model"
+        shutil.copytree(model, directory)
+        (directory / name).write_bytes(content)
+        read_all(directory)
+
+
+@few(100)
+@given(data=st.data(), name=st.sampled_from(FILES))
+def test_a_key_that_holds_something_else(data, name, model):
+    file = model / name
+    content = json.loads(file.read_text()) if file.exists() else {}
+    for key in data.draw(st.lists(st.sampled_from(KEYS[name]), min_size=1, max_size=3, unique=True)):
+        content[key] = data.draw(anything)
+    spoiled(model, name, json.dumps(content).encode())
+
+
+@few(40)
+@given(
+    name=st.sampled_from([*FILES, "chat_template.jinja"]),
+    content=st.binary(max_size=80) | anything.map(repr).map(str.encode),
+)
+def test_a_file_that_holds_something_else(name, content, model):
+    spoiled(model, name, content)
+
+
+@few(30)
+@given(begin=st.integers(0, 400), noise=st.binary(min_size=1, max_size=16), cut=st.booleans())
+def test_weights_that_are_torn(begin, noise, cut, model):
+    raw = (model / "model.safetensors").read_bytes()
+    spoiled(
+        model, "model.safetensors", raw[:begin] if cut else raw[:begin] + noise + raw[begin + len(noise) :]
+    )
+
+
+@few(30)
+@given(content=st.one_of(anything, st.dictionaries(st.just("weight_map"), anything)))
+def test_an_index_that_names_nothing_of_ours(content, model):
+    spoiled(model, "model.safetensors.index.json", json.dumps(content).encode())
+
+
+def test_an_index_cannot_name_files_elsewhere(model, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    for name in ("../model.safetensors", "/etc/passwd", "a/b"):
+        index = {"weight_map": {"model.norm.weight": name}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ModelError):
+            Checkpoint(directory, torch.float32, torch.device("cpu"))

@@ -1,0 +1,44 @@
+"""A router with keys and stub workers behind it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
+
+NAME = "tiny"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyFile:
+    return KeyFile(tmp_path_factory.mktemp("keys") / "keys.yaml")
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    """What a module wants its router to be told besides."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def router(
+    keys: KeyFile, settings: dict[str, Any], checkpoint: Any, redis_server: Any, tmp_path_factory: Any
+) -> Iterator[Router]:
+    namespace = f"test-{secrets.token_hex(4)}"
+    config = {
+        "model": str(checkpoint("llama")),
+        "served_model_name": NAME,
+        "redis_url": redis_server.url,
+        "namespace": namespace,
+        "api_keys_file": str(keys.path),
+        **settings,
+    }
+    directory: Path = tmp_path_factory.mktemp("router")
+    with stub_workers(redis_server.url, namespace), run_router(directory, config) as running:
+        wait_ready(running.http)
+        yield running

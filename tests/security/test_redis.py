@@ -1,0 +1,113 @@
+"""A Redis that asks who we are: a user with a password, who may touch our keys only; shown to nobody."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+
+import httpx
+import pytest
+import redis
+
+from baton.client import Client
+from cluster.config import RouterConfig, WorkerConfig
+from cluster.redis.connect import connect, without_password
+from cluster.redis.embedded import EmbeddedRedis
+from tests.end_to_end.conftest import run_cluster, wait_for
+from tests.end_to_end.test_handover import PROCESS
+from tests.security.conftest import NAME
+from tests.security.routers import run_router, stub_workers
+
+PASSWORD = f"pass-{secrets.token_hex(8)}"
+# What docs/security.md recommends.
+RIGHTS = "+@read +@write +@scripting +@connection +time -@dangerous"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """The URL of a server whose default user is off and whose user `baton` may touch keys of {test-…} only."""
+    server = EmbeddedRedis.start(tmp_path_factory.mktemp("guarded"))
+    with redis.Redis.from_url(server.url) as admin:
+        for pattern in ("{test-*", "{baton-*"):
+            admin.execute_command(
+                "ACL", "SETUSER", "baton", "on", f">{PASSWORD}", f"~{pattern}", *RIGHTS.split()
+            )
+        admin.execute_command("ACL", "SETUSER", "default", "off")
+    yield server.url.replace("unix://", f"unix://baton:{PASSWORD}@")
+    server.stop()
+
+
+def test_the_user_may_touch_our_keys_only(guarded):
+    with connect(guarded) as client:
+        client.set("{test-x}:a", 1)
+        for forbidden in (("SET", "other", 1), ("FLUSHALL",), ("CONFIG", "GET", "*"), ("KEYS", "*")):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*forbidden)
+    with connect(guarded.replace(PASSWORD, "wrong")) as client, pytest.raises(redis.RedisError) as caught:
+        client.ping()
+    assert PASSWORD not in str(caught.value)
+
+
+def test_a_router_places_with_it_and_says_nothing_of_the_password(guarded, checkpoint, tmp_path):
+    namespace = f"test-{secrets.token_hex(4)}"
+    config = {
+        "model": str(checkpoint("llama")),
+        "served_model_name": NAME,
+        "redis_url": guarded,
+        "namespace": namespace,
+    }
+    with stub_workers(guarded, namespace), run_router(tmp_path, config) as router:
+        wait_for(lambda: httpx.get(f"{router.http}/ready").status_code == 200, 30, "ready")
+        with Client(router.grpc) as client:
+            said = client.generate("abc", max_tokens=3, explain=True)
+        assert said.explanation is not None
+        assert json.loads(said.explanation)[0]["from_redis"] is True
+        view = httpx.get(f"{router.http}/v1/cluster").text
+        assert json.loads(view)["redis"] == {"ok": True}
+        assert PASSWORD not in view + router.log.read_text()
+
+
+def test_a_wrong_password_is_said_without_itself(guarded, checkpoint, tmp_path):
+    wrong = f"wrong-{secrets.token_hex(4)}"
+    config = {
+        "model": str(checkpoint("llama")),
+        "redis_url": guarded.replace(PASSWORD, wrong),
+        "namespace": "test-x",
+    }
+    with run_router(tmp_path, config) as router:
+        view = httpx.get(f"{router.http}/v1/cluster").text
+        assert json.loads(view)["redis"] == {"ok": False}
+        assert httpx.post(f"{router.http}/v1/completions", json={"prompt": "a"}).status_code == 503
+        text = router.log.read_text()
+        assert wrong not in text + view
+
+
+def test_a_whole_cluster_with_a_password(guarded, checkpoint, tmp_path):
+    with run_cluster(tmp_path, checkpoint("llama"), "--redis-url", guarded, *PROCESS) as cluster:
+        with Client(cluster.grpc) as client:
+            prompt = "a prompt that is long enough for a block or two of the prefix cache"
+            client.generate(prompt, max_tokens=2)
+            said = client.generate(prompt, max_tokens=2)
+        assert said.usage is not None and said.usage.cached_tokens > 0
+        shown = json.dumps(cluster.state) + httpx.get(f"{cluster.http}/v1/cluster").text
+        directories = (tmp_path, Path(cluster.state["logs"]))
+        logs = "".join(file.read_text() for directory in directories for file in directory.glob("*.log"))
+        assert PASSWORD not in shown + logs
+
+
+def test_urls_and_configurations_are_shown_without_secrets():
+    hidden = {
+        "redis://u:p4ss@host:1/0": "redis://***@host:1/0",
+        "rediss://:p4ss@host": "rediss://***@host",
+        "unix://u:p4ss@/a/b.sock": "unix://***@/a/b.sock",
+        "unix:///a/b.sock?password=p4ss&db=1": "unix:///a/b.sock?password=***&db=1",
+        "redis://host:1": "redis://host:1",
+    }
+    for url, shown in hidden.items():
+        assert without_password(url) == shown
+    router = RouterConfig(model="m", redis_url="redis://:p4ss@h", secret="s3cret")
+    worker = WorkerConfig(role="decode", engine={"model": "m"}, redis_url="redis://:p4ss@h", secret="s3cret")
+    for config in (router, worker):
+        assert "p4ss" not in repr(config) + str(config)
+        assert "s3cret" not in repr(config) + str(config)

@@ -1,0 +1,46 @@
+"""A tenant learns nothing of what others have asked: no cached token, no shipped byte less."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from baton.client import Client
+from tests.checkpoints import prompt_ids
+from tests.end_to_end.conftest import run_cluster
+from tests.end_to_end.test_handover import PROCESS
+from tests.security.routers import KeyFile
+
+PROMPT = 120
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_prefix_is_shared_within_a_tenant_only(shared, checkpoint, tmp_path):
+    keys = KeyFile(tmp_path / "keys.yaml")
+    mine, again, probing = keys.add("mine"), keys.add("mine"), keys.add("probing", admin=True)
+    flags = ["--api-keys-file", str(keys.path), *PROCESS]
+    flags += ["--share-prefixes-across-tenants"] if shared else []
+    prompt = prompt_ids(PROMPT)
+
+    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
+
+        def ask(key: str) -> tuple[int, int, list[int]]:
+            with Client(cluster.grpc, api_key=key) as client:
+                said = client.generate(prompt, max_tokens=4, temperature=0)
+            assert said.usage is not None and said.timings is not None
+            return said.usage.cached_tokens, said.timings.not_shipped_tokens, list(said.choices[0].token_ids)
+
+        first = ask(mine)
+        assert first[:2] == (0, 0)
+        assert ask(mine)[0] >= PROMPT // 2
+        assert ask(again)[0] >= PROMPT // 2, "another key of the same tenant"
+        cached, not_shipped, tokens = ask(probing)
+        assert tokens == first[2]
+        if shared:
+            assert cached >= PROMPT // 2
+        else:
+            assert (cached, not_shipped) == (0, 0)
+            body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
+            probe = {"authorization": f"Bearer {mine}"}
+            hit = httpx.post(f"{cluster.http}/v1/completions", json=body, headers=probe, timeout=30).json()
+            assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] >= PROMPT // 2

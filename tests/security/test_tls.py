@@ -1,0 +1,327 @@
+"""Nobody speaks to a worker, or to doors that ask, without the right certificate; new ones need no restart."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import socket
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from cryptography import x509
+
+from baton.client import AsyncClient, Client, ClientTls
+from baton.local.certs import make_certs
+from baton.local.local_tls import LocalTls
+from cluster.errors import ConfigError, UnavailableError
+from cluster.tls import ClientTls as Files
+from cluster.tls import Identity, Peers, make_identity
+from tests.end_to_end.conftest import run_cluster, wait_for
+from tests.end_to_end.test_handover import PROCESS
+from tests.security.conftest import NAME
+from tests.security.routers import run_router, stub_workers
+from wire import decode_pb2, decode_pb2_grpc
+
+BODY = {"model": NAME, "prompt": "abc", "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    """Ours, and another authority's."""
+    directory = tmp_path_factory.mktemp("certs")
+    for name in ("ours", "theirs"):
+        make_certs(directory / name, [], 30)
+    return directory
+
+
+def identity(directory: Path, name: str, ca: str = "ca") -> Identity:
+    found = make_identity(directory / f"{name}.pem", directory / f"{name}.key", directory / f"{ca}.pem")
+    assert found is not None
+    return found
+
+
+class Worker:
+    """A worker's port with one method for routers and one for workers, as a role would add them."""
+
+    def __init__(self, peers: Peers):
+        self._server = grpc.aio.server(interceptors=peers.interceptors)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", self._methods()),))
+        self.address = f"127.0.0.1:{peers.listen(self._server, '127.0.0.1:0')}"
+
+    @staticmethod
+    def _methods():
+        async def run(request, context):
+            yield b"token"
+
+        async def cancel(request, context):
+            return b"cancelled"
+
+        async def handoff(requests, context):
+            async for _ in requests:
+                yield b"welcome"
+
+        return {
+            "Run": grpc.unary_stream_rpc_method_handler(run),
+            "Cancel": grpc.unary_unary_rpc_method_handler(cancel),
+            "Handoff": grpc.stream_stream_rpc_method_handler(handoff),
+        }
+
+    async def __aenter__(self):
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self._server.stop(None)
+
+
+async def calls(channel: grpc.aio.Channel) -> dict[str, object]:
+    """What each method answers: its first message, or the status."""
+    answers: dict[str, object] = {}
+    async with channel:
+        for name, call in (
+            ("Run", channel.unary_stream("/t.T/Run")),
+            ("Cancel", channel.unary_unary("/t.T/Cancel")),
+            ("Handoff", channel.stream_stream("/t.T/Handoff")),
+        ):
+            try:
+                if name == "Cancel":
+                    answers[name] = await call(b"", timeout=5)
+                else:
+                    given = iter([b""]) if name == "Handoff" else b""
+                    stream = call(given, timeout=5)
+                    answers[name] = [message async for message in stream].pop()
+            except grpc.aio.AioRpcError as error:
+                answers[name] = error.code().name
+    return answers
+
+
+async def test_a_worker_answers_routers_and_workers_each_their_own(certs):
+    ours = certs / "ours"
+    async with Worker(Peers(identity(ours, "worker"))) as worker:
+        as_router = await calls(Peers(identity(ours, "router")).channel(worker.address))
+        assert as_router == {"Run": b"token", "Cancel": b"cancelled", "Handoff": "PERMISSION_DENIED"}
+        as_worker = await calls(Peers(identity(ours, "worker")).channel(worker.address))
+        assert as_worker == {
+            "Run": "PERMISSION_DENIED",
+            "Cancel": "PERMISSION_DENIED",
+            "Handoff": b"welcome",
+        }
+
+
+async def test_a_worker_refuses_everybody_else(certs):
+    ours, theirs = certs / "ours", certs / "theirs"
+    shut = {"Run": "UNAVAILABLE", "Cancel": "UNAVAILABLE", "Handoff": "UNAVAILABLE"}
+    name = [("grpc.ssl_target_name_override", "worker.baton.internal")]
+    async with Worker(Peers(identity(ours, "worker"))) as worker:
+
+        def channel(ca: Path, key: Path | None, cert: Path | None) -> grpc.aio.Channel:
+            return grpc.aio.secure_channel(worker.address, Files(ca, cert, key).credentials(), options=name)
+
+        refused = {
+            "plain text": grpc.aio.insecure_channel(worker.address),
+            "no certificate": channel(ours / "ca.pem", None, None),
+            "another authority's": channel(ours / "ca.pem", theirs / "router.key", theirs / "router.pem"),
+            "a client's": channel(ours / "ca.pem", ours / "client.key", ours / "client.pem"),
+            "does not trust us": Peers(identity(theirs, "router")).channel(worker.address),
+        }
+        for what, one in refused.items():
+            assert await calls(one) == shut, what
+    # A server that is not a worker is not spoken to, even with a certificate of the right authority.
+    async with Worker(Peers(identity(ours, "router"))) as impostor:
+        assert await calls(Peers(identity(ours, "router")).channel(impostor.address)) == shut
+
+
+async def test_a_whole_new_authority_is_taken_up_while_serving(certs, tmp_path):
+    live = tmp_path / "live"
+    shutil.copytree(certs / "ours", live)
+    serving, asking = Peers(identity(live, "worker")), Peers(identity(live, "router"))
+    async with Worker(serving) as worker:
+        assert (await calls(asking.channel(worker.address)))["Run"] == b"token"
+        before = asking.generation
+        shutil.rmtree(live)
+        shutil.copytree(certs / "theirs", live)
+        async with asyncio.timeout(20):
+            while asking.generation == before:
+                await asyncio.sleep(0.05)
+            while (await calls(asking.channel(worker.address)))["Run"] != b"token":
+                await asyncio.sleep(0.05)
+        assert (await calls(Peers(identity(certs / "ours", "router")).channel(worker.address)))[
+            "Run"
+        ] == "UNAVAILABLE"
+
+
+def test_half_a_rotation_changes_nothing(certs, tmp_path):
+    live = tmp_path / "live"
+    shutil.copytree(certs / "ours", live)
+    now = 0.0
+    one = Identity(live / "worker.pem", live / "worker.key", live / "ca.pem", clock=lambda: now)
+    first = one.current()
+    make_certs(live, [], 30)
+    for name, other in (("worker.key", "theirs"), ("ca.pem", "")):
+        original = (live / name).read_bytes()
+        if other:
+            shutil.copy(certs / other / name, live / name)
+        else:
+            (live / name).write_text("not a certificate")
+        now += 10
+        assert one.current() == first and one.generation == 1
+        (live / name).write_bytes(original)
+    now += 10
+    assert one.current() != first and one.generation == 2
+
+
+def test_configuration_by_halves_is_refused(certs, tmp_path):
+    ours = certs / "ours"
+    with pytest.raises(ConfigError):
+        make_identity(ours / "worker.pem", None, None)
+    with pytest.raises(ConfigError, match=r"nothing\.pem"):
+        make_identity(tmp_path / "nothing.pem", ours / "worker.key", None)
+    with pytest.raises(ConfigError):
+        make_identity(ours / "worker.pem", ours / "router.key", None)
+
+
+def test_keys_are_for_their_owner_only(certs):
+    for file in (certs / "ours").glob("*.key"):
+        assert file.stat().st_mode & 0o077 == 0
+
+
+@pytest.fixture(scope="module")
+def door(certs, checkpoint, redis_server, tmp_path_factory):
+    """A router that asks clients for certificates, before plain stub workers; its files may change."""
+    live = tmp_path_factory.mktemp("door") / "live"
+    shutil.copytree(certs / "ours", live)
+    namespace = f"test-{secrets.token_hex(4)}"
+    config = {
+        "model": str(checkpoint("llama")),
+        "served_model_name": NAME,
+        "redis_url": redis_server.url,
+        "namespace": namespace,
+        "tls_cert": str(live / "router.pem"),
+        "tls_key": str(live / "router.key"),
+        "tls_client_ca": str(live / "client-ca.pem"),
+    }
+    directory = tmp_path_factory.mktemp("router")
+    with stub_workers(redis_server.url, namespace), run_router(directory, config) as running:
+        tls = client_tls(live)
+        wait_for(
+            lambda: httpx.get(f"{running.http}/ready", verify=tls.context()).status_code == 200, 30, "ready"
+        )
+        yield running, live
+
+
+def client_tls(directory: Path) -> ClientTls:
+    return ClientTls(directory / "ca.pem", directory / "client.pem", directory / "client.key")
+
+
+def test_the_doors_speak_tls_with_those_who_show_a_certificate(door, certs):
+    router, live = door
+    assert router.http.startswith("https://")
+    answer = httpx.post(f"{router.http}/v1/completions", json=BODY, verify=client_tls(live).context())
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    with Client(router.grpc, tls=client_tls(live)) as client:
+        assert len(client.generate("abc", max_tokens=3).choices[0].token_ids) == 3
+
+    async def asynchronous() -> int:
+        async with AsyncClient(router.grpc, tls=client_tls(live)) as client:
+            return len((await client.generate("abc", max_tokens=3)).choices[0].token_ids)
+
+    assert asyncio.run(asynchronous()) == 3
+
+
+@pytest.mark.parametrize("who", ["nobody", "their client", "our router"])
+def test_the_doors_refuse_the_wrong_certificate(who, door, certs):
+    router, live = door
+    own = {
+        "nobody": (None, None),
+        "their client": (certs / "theirs" / "client.pem", certs / "theirs" / "client.key"),
+        "our router": (live / "router.pem", live / "router.key"),
+    }[who]
+    tls = ClientTls(live / "ca.pem", *own)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{router.http}/health", verify=tls.context())
+    with Client(router.grpc, tls=tls) as client, pytest.raises(UnavailableError):
+        client.models(timeout_seconds=5)
+
+
+def test_plain_text_gets_nowhere(door):
+    router, _ = door
+    with Client(router.grpc) as client, pytest.raises(UnavailableError):
+        client.models(timeout_seconds=5)
+    with socket.create_connection(router.address, timeout=5) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200" not in sock.recv(100)
+
+
+def test_the_doors_show_a_new_certificate_without_a_restart(door):
+    router, live = door
+    context = client_tls(live).context()
+
+    def shown(port: int) -> int:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=5) as sock,
+            context.wrap_socket(sock, server_hostname="localhost") as wrapped,
+        ):
+            der = wrapped.getpeercert(binary_form=True)
+        assert der is not None
+        return x509.load_der_x509_certificate(der).serial_number
+
+    ports = [router.address[1], int(router.grpc.rsplit(":", 1)[1])]
+    context.set_alpn_protocols(["h2"])
+    before = [shown(port) for port in ports]
+    assert before[0] == before[1]
+    make_certs(live, [], 30)
+    new = x509.load_pem_x509_certificate((live / "router.pem").read_bytes()).serial_number
+    assert new != before[0]
+    wait_for(lambda: [shown(port) for port in ports] == [new, new], 15, "both doors show the new certificate")
+
+
+async def knock(address: str, live: Path) -> dict[str, object]:
+    """What a worker's port answers to those who trust it, know its name, and are nobody it knows."""
+    name = [("grpc.ssl_target_name_override", "worker.baton.internal")]
+    answers: dict[str, object] = {}
+    own: dict[str, tuple[Path, Path] | tuple[None, None]] = {
+        "nobody": (None, None),
+        "a client": (live / "client.pem", live / "client.key"),
+    }
+    known = await calls(Peers(identity(live, "router")).channel(address))
+    # It has no such methods; a stream to one may end as INTERNAL, where the refusal meets what is being sent.
+    assert "UNIMPLEMENTED" in known.values() and "UNAVAILABLE" not in known.values(), "a router is let in"
+    for who, (cert, key) in own.items():
+        credentials = Files(live / "ca.pem", cert, key).credentials()
+        answers[who] = (await calls(grpc.aio.secure_channel(address, credentials, options=name)))["Run"]
+    answers["plain text"] = (await calls(grpc.aio.insecure_channel(address)))["Run"]
+    return answers
+
+
+@pytest.mark.parametrize("transport", ["nixl", "grpc"])
+def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_path, monkeypatch):
+    live = tmp_path / "live"
+    shutil.copytree(certs / "ours", live)
+    if transport == "grpc":
+        monkeypatch.setenv("BATON_TRANSFER__TRANSPORT", "grpc")
+    flags = ["--certs", str(live), "--require-client-certs", *PROCESS]
+    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
+        with Client(cluster.grpc, tls=client_tls(live)) as client:
+            said = client.generate("a baton is handed over", max_tokens=8, temperature=0)
+            assert said.timings is not None and said.timings.transport == transport
+            assert said.timings.kv_bytes_shipped > 0
+        context = client_tls(live).context()
+        answer = httpx.post(
+            f"{cluster.http}/v1/completions", json={"prompt": "a", "max_tokens": 2}, verify=context
+        )
+        assert answer.json()["usage"]["completion_tokens"] == 2
+        for role in ("prefill", "decode"):
+            address = cluster.state[role][0]["address"]
+            assert set(asyncio.run(knock(address, live)).values()) == {"UNAVAILABLE"}
+        # `baton up` itself tells decode workers of prefill workers that died: by a router's right.
+        with LocalTls(live, True).peers().blocking_channel(cluster.state["decode"][0]["address"]) as channel:
+            told = decode_pb2.PeerExitedRequest(worker_id="nobody")
+            decode_pb2_grpc.DecodeStub(channel).PeerExited(told, timeout=5)
+        # Renewed while serving: the next hand-offs and requests go on.
+        make_certs(live, [], 30)
+        with Client(cluster.grpc, tls=client_tls(live)) as client:
+            for _ in range(3):
+                assert len(client.generate("again and again", max_tokens=4).choices[0].token_ids) == 4

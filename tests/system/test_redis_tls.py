@@ -1,0 +1,66 @@
+"""Redis over TLS, with certificates on both sides and a password: the URL says it all."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+import httpx
+import pytest
+import redis
+
+from baton.client import Client
+from baton.local.certs import make_certs
+from baton.local.ports import free_ports
+from cluster.redis.connect import connect
+from tests.end_to_end.conftest import wait_for
+from tests.security.routers import run_router, stub_workers
+from tests.system.debian_redis import run_server
+
+pytestmark = pytest.mark.system
+PASSWORD = f"pass-{secrets.token_hex(8)}"
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory):
+    """The URL of a server that speaks TLS only, with those who show a certificate and know the password."""
+    directory = tmp_path_factory.mktemp("redis")
+    make_certs(directory, [], 2)
+    (port,) = free_ports(1)
+    options = ["--tls-port", str(port), "--requirepass", PASSWORD, "--bind", "127.0.0.1"]
+    options += [
+        "--tls-cert-file",
+        str(directory / "router.pem"),
+        "--tls-key-file",
+        str(directory / "router.key"),
+    ]
+    options += ["--tls-ca-cert-file", str(directory / "ca.pem"), "--tls-auth-clients", "yes"]
+    with run_server(directory, *options):
+        files = f"ssl_certfile={directory}/worker.pem&ssl_keyfile={directory}/worker.key"
+        yield f"rediss://:{PASSWORD}@127.0.0.1:{port}/0?ssl_ca_certs={directory}/ca.pem&{files}"
+
+
+def test_only_tls_with_certificate_and_password_gets_in(secured):
+    with connect(secured) as client:
+        assert client.ping()
+    plain = secured.replace("rediss", "redis").partition("?")[0]
+    wrong = {
+        "plain text": plain,
+        "nobody's authority": secured.partition("?")[0],
+        "no certificate": secured.partition("&")[0],
+        "no password": secured.replace(f":{PASSWORD}@", ""),
+    }
+    for url in wrong.values():
+        with connect(url) as client, pytest.raises(redis.RedisError):
+            client.ping()
+
+
+def test_a_router_and_workers_over_it(secured, checkpoint, tmp_path):
+    namespace = f"test-{secrets.token_hex(4)}"
+    config = {"model": str(checkpoint("llama")), "redis_url": secured, "namespace": namespace}
+    with stub_workers(secured, namespace), run_router(tmp_path, config) as router:
+        wait_for(lambda: httpx.get(f"{router.http}/ready").status_code == 200, 30, "ready")
+        with Client(router.grpc) as client:
+            said = client.generate("abc", max_tokens=3, explain=True)
+        assert json.loads(said.explanation)[0]["from_redis"] is True
+        assert PASSWORD not in router.log.read_text()
