@@ -121,12 +121,15 @@ class Attempt:
 
     async def _stream(self, source: Source, worker: WorkerInfo, open_call: Callable[[], Any]) -> None:
         call = open_call()
+        task = asyncio.current_task()
+        assert task is not None, "_read makes one"
         silent = False
 
         def on_lost() -> None:
             nonlocal silent
-            silent = True
-            call.cancel()
+            if not silent:
+                silent = True
+                task.cancel()  # cancelling the call does not end a read of one that never got through
 
         try:
             with self.liveness.watch(worker.worker_id, worker.name, on_lost) as watch:
@@ -134,7 +137,7 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             await self._lost(source, rpc.error_from_rpc(error))
         except asyncio.CancelledError:
-            if not silent:
+            if not silent or task.uncancel():
                 raise
             await self._lost(source, errors.PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
         finally:
