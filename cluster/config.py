@@ -33,9 +33,15 @@ class EngineConfig(Frozen):
     max_batch_requests: int = Field(256, ge=1)
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    attention_backend: str = Field("auto", description="auto | sdpa | varlen | flash")
+    attention_backend: str = Field("auto", description="auto | cpu | sdpa | varlen | flash")
     tensor_parallel: int = Field(1, ge=1)
     threads: int = Field(1, ge=1, description="CPU threads of one rank")
+    recompute_limit_tokens: int = Field(
+        0,
+        ge=0,
+        description="a preempted request longer than this goes back to the router instead of being computed "
+        "again here, in the running batch; 0 = no limit",
+    )
 
 
 class TransferConfig(Frozen):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
+from torch import Tensor
 
 from cluster.config import EngineConfig
 from cluster.errors import ConfigError
 from engine import kv_cache
 from engine.attention import registry
 from engine.attention.base import AttentionShape
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, inverse_frequencies
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
+from engine.ops.base import LayerOps, OpsShape
+from engine.ops.rotary import tables
+from engine.ops.team import Team
+from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
 from engine.runner import ModelRunner
 
@@ -38,7 +45,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "device": name,
             "dtype": dtype,
             "max_model_len": config.max_model_len or model.max_model_len,
-            "attention_backend": registry.choose(config.attention_backend, device),
+            "attention_backend": registry.choose(
+                config.attention_backend, device, _DTYPES[dtype], model.head_dim, config.page_size
+            ),
             "kv_memory_bytes": kv_cache.choose_bytes(config.kv_memory_bytes, device),
         }
     )
@@ -54,14 +63,7 @@ def load_runner(config: EngineConfig, group: TpGroup | None = None) -> ModelRunn
         device = torch.device("cuda", group.rank % torch.cuda.device_count())
     else:
         torch.set_num_threads(resolved.threads)
-    decoder = Decoder(
-        model,
-        Checkpoint(config.model, dtype, device),
-        group,
-        max_len=resolved.max_model_len,
-        dtype=dtype,
-        device=device,
-    )
+    decoder = Decoder(model, Checkpoint(config.model, dtype, device), group)
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
     cache = kv_cache.allocate(
         resolved.kv_memory_bytes, block, resolved.max_model_len, resolved.page_size, dtype, device
@@ -69,5 +71,28 @@ def load_runner(config: EngineConfig, group: TpGroup | None = None) -> ModelRunn
     shape = AttentionShape(
         decoder.num_heads, decoder.num_kv_heads, model.head_dim, resolved.page_size, model.windows
     )
-    attention = registry.make(resolved.attention_backend, shape, cache)
-    return ModelRunner(resolved, model, decoder, attention, cache, group)
+    team = Team(resolved.threads if device.type == "cpu" else 1)
+    ops = _make_ops(model, decoder, cache, resolved, team)
+    attention = registry.make(resolved.attention_backend, shape, cache, team)
+    _give_back_freed_memory()
+    return ModelRunner(resolved, model, decoder, ops, attention, cache, group)
+
+
+def _make_ops(
+    model: ModelConfig, decoder: Decoder, cache: Tensor, config: EngineConfig, team: Team
+) -> LayerOps:
+    """The CPU's kernels serve both ends of a product, or neither: the backend says which."""
+    shape = OpsShape(decoder.num_heads, decoder.num_kv_heads, model.head_dim, model.norm_eps)
+    cos, sin = tables(inverse_frequencies(model), config.max_model_len)
+    if config.attention_backend == "cpu":
+        from engine.ops.cpu_ops import CpuOps
+
+        return CpuOps(shape, cos, sin, cache, team)
+    return TorchOps(shape, cos, sin, cache)
+
+
+def _give_back_freed_memory() -> None:
+    """Loading leaves what the packed weights were made from in the allocator's hands."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from torch import Tensor
 from cluster.block_hash import hash_block, hash_blocks, pack_tokens
 from cluster.config import EngineConfig
 from cluster.errors import BlocksExhaustedError, ContextLengthError, InvalidRequestError
+from cluster.state_machine import StateMachine
 from engine.cache.block_pool import BlockPool
 from engine.model.config import ModelConfig
-from engine.plan import BlockCopy, PlanItem, StepPlan
+from engine.plan import PlanItem, StepPlan
 from engine.request import (
     ChainReport,
     EngineRequest,
@@ -26,7 +28,9 @@ from engine.request import (
     TokenOutput,
 )
 from engine.sampling.sampler import Row, sample
+from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
+from engine.scheduler.states import TRANSITIONS
 from engine.scheduler.states import SequenceState as S
 from engine.stop import finish_reason, forbidden
 
@@ -54,31 +58,27 @@ class Engine:
         *,
         secret: bytes,
         on_chain: Callable[[ChainReport], None] = lambda report: None,
-        recompute_limit_tokens: int = 0,
     ):
         self._runner = runner
         self._config = config
         self._secret = secret
         self._on_chain = on_chain
-        self._recompute_limit = recompute_limit_tokens
+        self._recompute_limit = config.recompute_limit_tokens
         self._page = runner.page_size
         self._max_len = config.max_model_len or runner.model_config.max_model_len
         self._pool = BlockPool(runner.num_blocks, lambda chain, held: on_chain(ChainReport(chain, held)))
         self._requests: dict[str, list[Sequence]] = {}
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._copies: list[BlockCopy] = []
         self._arrival = itertools.count()
         self.steps = 0
-        self._count = dict.fromkeys(("computed", "cached", "output", "chunks", "preemptions", "evicted"), 0)
+        self._count: Counter[str] = Counter()
+        self._scheduler = Scheduler(config, self._pool, self, self._count)
         self._seconds = {"prefill": 0.0, "decode": 0.0}
 
     # --- requests --------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest) -> None:
         self._check(request)
-        self._waiting.append(self._make(request))
-        self._waiting.sort(key=lambda s: s.order)
+        self._scheduler.enqueue(self._make(request))
 
     def _check(self, request: EngineRequest) -> None:
         length = len(request.prompt_tokens) + len(request.output_tokens)
@@ -86,7 +86,7 @@ class Engine:
             raise InvalidRequestError(f"request {request.request_id} is already here", field="request_id")
         if not request.prompt_tokens:
             raise InvalidRequestError("the prompt is empty", field="prompt")
-        if length >= self._max_len or self._blocks_for(length) > self._pool.total:
+        if length >= self._max_len or self._scheduler.blocks_for(length) > self._pool.total:
             raise ContextLengthError(
                 f"{length} tokens do not fit a context of {self._max_len}",
                 field="prompt",
@@ -116,10 +116,7 @@ class Engine:
     def _finish(self, sequence: Sequence) -> None:
         if sequence.state is S.FINISHED:
             return
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-        if sequence in self._running:
-            self._running.remove(sequence)
+        self._scheduler.remove(sequence)
         sequence.machine.to(S.FINISHED)
         self._pool.drop(sequence.blocks)
         sequence.blocks = []
@@ -147,7 +144,7 @@ class Engine:
         length = len(request.prompt_tokens) + len(request.output_tokens)
         hashes = list(block_hashes)[: length // self._page]
         held = self._pool.match(hashes) if self._config.prefix_caching else []
-        total = self._blocks_for(min(length + growth_tokens, self._max_len))
+        total = self._scheduler.blocks_for(min(length + growth_tokens, self._max_len))
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
         if need > self._pool.free - self._pool.free_among(held):
@@ -159,21 +156,15 @@ class Engine:
         sequence.blocks = held + self._pool.take(total - len(held))
         sequence.registered_blocks = len(held)
         sequence.cached_tokens = len(held) * self._page
-        sequence.machine = self._waiting_for_kv(sequence)
+        sequence.machine = StateMachine(S.WAITING_FOR_KV, TRANSITIONS, request.request_id)
         return EngineReservation(sequence.blocks, sequence.cached_tokens)
-
-    def _waiting_for_kv(self, sequence: Sequence):  # type: ignore[no-untyped-def]
-        from cluster.state_machine import StateMachine
-        from engine.scheduler.states import TRANSITIONS
-
-        return StateMachine(S.WAITING_FOR_KV, TRANSITIONS, sequence.request.request_id)
 
     def commit(self, request_id: str, first_tokens: Seq[TokenOutput]) -> None:
         (sequence,) = self._requests[request_id]
         sequence.num_computed = len(sequence.tokens)
         self._register(sequence, len(sequence.tokens))
         sequence.machine.to(S.RUNNING)
-        self._running.append(sequence)
+        self._scheduler.running.append(sequence)
         self._fork(sequence, first_tokens)
 
     def _fork(self, first: Sequence, tokens: Seq[TokenOutput]) -> None:
@@ -184,7 +175,7 @@ class Engine:
                 continue
             sibling = Sequence(first.request, token.choice, [*first.tokens, token.token_id], first.arrival)
             sibling.num_computed = len(first.tokens)
-            used = self._blocks_for(len(first.tokens))
+            used = self._scheduler.blocks_for(len(first.tokens))
             sibling.blocks = first.blocks[:used]
             self._pool.hold(sibling.blocks)
             sibling.hashes = list(first.hashes)
@@ -192,7 +183,7 @@ class Engine:
             sibling.machine.to(S.RUNNING)
             family.append(sibling)
             if token.finish is None:
-                self._running.append(sibling)
+                self._scheduler.running.append(sibling)
             else:
                 self._finish(sibling)
         own = [token for token in tokens if token.choice == first.choice]
@@ -204,12 +195,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting) or any(not s.paused for s in self._running)
+        return self._scheduler.has_work
 
     def step(self) -> StepOutput:
         output = StepOutput([], [], [])
         began = time.perf_counter()
-        scheduled = self._schedule(output)
+        scheduled = self._scheduler.schedule(output)
         if not scheduled:
             return output
         items = [
@@ -223,7 +214,7 @@ class Engine:
             )
             for s, n in scheduled
         ]
-        copies, self._copies = self._copies, []
+        copies, self._scheduler.copies = self._scheduler.copies, []
         logits = self._runner.execute(StepPlan(items, copies))
         self.steps += 1
         self._advance(scheduled)
@@ -232,96 +223,28 @@ class Engine:
         self._seconds["prefill" if prefilling else "decode"] += time.perf_counter() - began
         return output
 
-    def _schedule(self, output: StepOutput) -> list[tuple[Sequence, int]]:
-        budget = self._config.max_batch_tokens
-        scheduled: list[tuple[Sequence, int]] = []
-        for sequence in sorted(self._running, key=lambda s: (s.missing > 1, *s.order)):
-            if sequence.paused or sequence.state is not S.RUNNING or budget <= 0:
-                continue
-            count = min(sequence.missing, budget)
-            if not self._grow(sequence, sequence.num_computed + count, output, {id(s) for s, _ in scheduled}):
-                continue
-            scheduled.append((sequence, count))
-            budget -= count
-        scheduled = [(s, n) for s, n in scheduled if s.state is S.RUNNING]
-        while self._waiting and budget > 0 and len(self._running) < self._config.max_batch_requests:
-            sequence = self._waiting[0]
-            count = self._admit(sequence, budget, bool(scheduled))
-            if count == 0:
-                break
-            scheduled.append((sequence, count))
-            budget -= count
-        return scheduled
+    # --- when blocks are short (the scheduler asks) --------------------------------------------------------
 
-    def _admit(self, sequence: Sequence, budget: int, others: bool) -> int:
-        held: list[int] = []
-        if self._config.prefix_caching:
-            held = self._pool.match(sequence.hashes[: (len(sequence.tokens) - 1) // self._page])
-        missing = len(sequence.tokens) - len(held) * self._page
-        if not self._config.chunked_prefill:
-            if others and missing > budget:
-                return 0
-            count = missing
-        else:
-            count = min(missing, budget)
-        need = self._blocks_for(len(sequence.tokens)) - len(held)
-        if need > self._pool.free - self._pool.free_among(held):
-            return 0
-        self._pool.hold(held)
-        sequence.blocks = held + self._pool.take(need)
-        sequence.num_computed = sequence.cached_tokens = len(held) * self._page
-        sequence.registered_blocks = len(held)
-        self._count["cached"] += sequence.cached_tokens
-        self._waiting.pop(0)
-        sequence.machine.to(S.RUNNING)
-        self._running.append(sequence)
-        return count
-
-    def _grow(self, sequence: Sequence, tokens: int, output: StepOutput, busy: set[int]) -> bool:
-        """Blocks for the first `tokens` tokens, the written ones its own. False: it was preempted itself."""
-        need = self._blocks_for(tokens) - len(sequence.blocks)
-        tail = sequence.num_computed // self._page
-        copy = tail < len(sequence.blocks) and self._pool.shared(sequence.blocks[tail])
-        while max(need, 0) + copy > self._pool.free:
-            if not self._make_room(sequence, output, busy):
-                return False
-        if copy:
-            (fresh,) = self._pool.take(1)
-            self._copies.append(BlockCopy(sequence.blocks[tail], fresh))
-            self._pool.drop([sequence.blocks[tail]])
-            sequence.blocks[tail] = fresh
-        if need > 0:
-            sequence.blocks.extend(self._pool.take(need))
+    def evict_reservation(self, output: StepOutput) -> bool:
+        reserved = [s for family in self._requests.values() for s in family if s.state is S.WAITING_FOR_KV]
+        if not reserved:
+            return False
+        youngest = max(reserved, key=lambda s: s.arrival).request.request_id
+        output.evicted_reservations.append(youngest)
+        self._count["evicted"] += 1
+        self.abort(youngest)
         return True
 
-    def _make_room(self, wanting: Sequence, output: StepOutput, busy: set[int]) -> bool:
-        reserved = [s for family in self._requests.values() for s in family if s.state is S.WAITING_FOR_KV]
-        if reserved:
-            youngest = max(reserved, key=lambda s: s.arrival)
-            output.evicted_reservations.append(youngest.request.request_id)
-            self._count["evicted"] += 1
-            self.abort(youngest.request.request_id)
-            return True
-        victims = [s for s in self._running if id(s) not in busy or s is wanting]
-        victim = max(victims, key=lambda s: s.order)
-        self._preempt(victim, output)
-        return victim is not wanting
+    def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
+        if not self._recompute_limit or len(victim.tokens) <= self._recompute_limit:
+            return False
+        family = self._requests.pop(victim.request.request_id)
+        output.done.append(self._done(family, preempted=True))
+        for sequence in family:
+            self._finish(sequence)
+        return True
 
-    def _preempt(self, victim: Sequence, output: StepOutput) -> None:
-        self._count["preemptions"] += 1
-        self._running.remove(victim)
-        self._pool.drop(victim.blocks)
-        victim.blocks = []
-        victim.num_computed = victim.registered_blocks = 0
-        victim.machine.to(S.WAITING)
-        if self._recompute_limit and len(victim.tokens) > self._recompute_limit:
-            family = self._requests.pop(victim.request.request_id)
-            output.done.append(self._done(family, preempted=True))
-            for sequence in family:
-                self._finish(sequence)
-            return
-        self._waiting.append(victim)
-        self._waiting.sort(key=lambda s: s.order)
+    # --- after the forward pass ----------------------------------------------------------------------------
 
     def _advance(self, scheduled: list[tuple[Sequence, int]]) -> None:
         for sequence, count in scheduled:
@@ -405,7 +328,7 @@ class Engine:
     def _took(self, sequence: Sequence, tokens: list[TokenOutput], output: StepOutput) -> None:
         request_id = sequence.request.request_id
         if sequence.request.prefill_only:
-            self._running.remove(sequence)
+            self._scheduler.running.remove(sequence)
             sequence.machine.to(S.HELD)
             output.done.append(self._done([sequence]))
             return
@@ -426,9 +349,6 @@ class Engine:
 
     # --- facts ------------------------------------------------------------------------------------------
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._page)
-
     def held_chains(self) -> Iterator[ChainReport]:
         for chain in self._pool.chains():
             yield ChainReport(chain, len(chain))
@@ -437,12 +357,12 @@ class Engine:
         everyone = [s for family in self._requests.values() for s in family]
         return EngineStats(
             steps=self.steps,
-            running=len(self._running),
-            waiting=len(self._waiting),
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
             waiting_for_kv=sum(s.state is S.WAITING_FOR_KV for s in everyone),
-            waiting_prefill_tokens=sum(s.missing for s in self._waiting)
-            + sum(s.missing for s in self._running if s.missing > 1),
-            resident_tokens=sum(s.num_computed for s in self._running),
+            waiting_prefill_tokens=sum(s.missing for s in self._scheduler.waiting)
+            + sum(s.missing for s in self._scheduler.running if s.missing > 1),
+            resident_tokens=sum(s.num_computed for s in self._scheduler.running),
             blocks_total=self._pool.total,
             blocks_free=self._pool.free,
             blocks_held=self._pool.total - self._pool.free,

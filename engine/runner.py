@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from cluster.config import EngineConfig
 from engine.attention.base import AttentionBackend
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
+from engine.ops.base import LayerOps
 from engine.parallel.group import TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan
 
@@ -23,6 +24,7 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         decoder: Decoder,
+        ops: LayerOps,
         attention: AttentionBackend,
         kv_cache: Tensor,
         group: TpGroup,
@@ -35,6 +37,7 @@ class ModelRunner:
         self.kv_head_range = decoder.kv_heads
         self.export_sink: ExportSink | None = None
         self._decoder = decoder
+        self._ops = ops
         self._attention = attention
         self._group = group
 
@@ -62,25 +65,23 @@ class ModelRunner:
         device = self.kv_cache.device
         tokens = torch.tensor([token for item in items for token in item.token_ids], device=device)
         where = [position for item in items for position in range(item.begin, item.end)]
-        positions = torch.tensor(where, device=device)
-        page = self.page_size
-        blocks = torch.tensor(
-            [item.block_ids[p // page] for item in items for p in range(item.begin, item.end)], device=device
-        )
-        offsets = positions % page
+        slots = [slot for item in items for slot in self._slots(item)]
         exporting = [item for item in items if item.export] if self.export_sink is not None else []
+        self._ops.begin(torch.tensor(where, device=device), torch.tensor(slots, device=device))
         self._attention.begin(items)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache = self.kv_cache[:, layer]
-            cache[blocks, 0, :, offsets] = k
-            cache[blocks, 1, :, offsets] = v
             mixed = self._attention.attend(layer, q, k, v)
             self._export(exporting, layer)
             return mixed
 
-        hidden = self._decoder.forward(tokens, positions, attention)
+        hidden = self._decoder.forward(tokens, self._ops, attention)
         return self._decoder.logits(hidden[self._wanted(items)])
+
+    def _slots(self, item: PlanItem) -> Iterator[int]:
+        """Where each token's KV goes: block · page_size + offset."""
+        page = self.page_size
+        return (item.block_ids[p // page] * page + p % page for p in range(item.begin, item.end))
 
     @staticmethod
     def _wanted(items: Sequence[PlanItem]) -> list[int]:

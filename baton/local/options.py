@@ -16,6 +16,9 @@ from cluster.errors import ConfigError
 # most one pool takes: a small model gains nothing from more.
 KV_SHARE_OF_FREE = 0.3
 KV_POOL_MAX_BYTES = 2 << 30
+# What a decode worker computes again by itself when it preempts: beyond it a prefill worker, which has most of it in
+# its cache, is quicker, and the running batch is not held up.
+RECOMPUTE_LIMIT_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,12 @@ class UpOptions:
                 chunked_prefill=self.chunked_prefill,
                 tensor_parallel=tensor_parallel,
                 threads=self.threads_per_worker,
+                recompute_limit_tokens=RECOMPUTE_LIMIT_TOKENS if self._gives_back(role) else 0,
             ),
         )
+
+    def _gives_back(self, role: Role) -> bool:
+        return role == "decode" and self.prefill_workers > 0
 
     def router_config(self, index: int, redis_url: str, namespace: str, secret: str) -> RouterConfig:
         return RouterConfig(

@@ -9,30 +9,46 @@ from torch import Tensor
 
 from cluster.errors import ConfigError
 from engine.attention.base import AttentionBackend, AttentionShape
+from engine.ops.team import Team
 
-NAMES = ("sdpa", "varlen", "flash")
+NAMES = ("cpu", "sdpa", "varlen", "flash")
 
 
-def choose(name: str, device: torch.device) -> str:
+def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
     """Resolves "auto". Raises ConfigError for a name that is unknown or can't run here."""
+    fits = device.type == "cpu" and _has_numba() and can_run(dtype, head_dim, page_size)
     if name == "auto":
         if device.type != "cuda":
-            return "sdpa"
+            return "cpu" if fits else "sdpa"
         return "flash" if _has_flash() else "varlen"
     if name not in NAMES:
         raise ConfigError(
             f"attention_backend {name!r} is none of {', '.join(NAMES)}", field="attention_backend"
         )
-    if name != "sdpa" and device.type != "cuda":
+    if name == "cpu" and not fits:
+        raise ConfigError(
+            "attention_backend cpu needs numba, float32 or bfloat16, and a head_dim that 8 divides",
+            field="attention_backend",
+        )
+    if name in ("varlen", "flash") and device.type != "cuda":
         raise ConfigError(f"attention_backend {name} needs a CUDA device", field="attention_backend")
     return name
 
 
-def make(name: str, shape: AttentionShape, kv_cache: Tensor) -> AttentionBackend:
+def can_run(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
+    """What the CPU's kernels are made for."""
+    return dtype in (torch.bfloat16, torch.float32) and head_dim % 8 == 0 and page_size % 4 == 0
+
+
+def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> AttentionBackend:
+    if name == "cpu":
+        from engine.attention.paged_cpu import PagedCpuBackend
+
+        return PagedCpuBackend(shape, kv_cache, team)
     if name == "sdpa":
         from engine.attention.sdpa import SdpaBackend
 
-        return SdpaBackend(shape, kv_cache)
+        return SdpaBackend(shape, kv_cache, team)
     if name == "varlen":
         from engine.attention.varlen import VarlenBackend, torch_varlen
 
@@ -44,3 +60,7 @@ def make(name: str, shape: AttentionShape, kv_cache: Tensor) -> AttentionBackend
 
 def _has_flash() -> bool:
     return any(importlib.util.find_spec(name) is not None for name in ("vllm_flash_attn", "vllm"))
+
+
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionShape
+from engine.ops.team import Team
 from engine.plan import PlanItem
 
 QUERY_BLOCK = 256  # rows of one product: one head's scores stay in the second-level cache
@@ -29,13 +30,28 @@ class _Span:
     end: int
     blocks: Tensor | None  # int64; None: a fresh prompt, its keys are in hand
 
+    @property
+    def is_token(self) -> bool:
+        return self.end - self.begin == 1
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A block of queries and the keys that they may see."""
+
+    rows: slice
+    keys: slice
+    masked: int  # from this key of `keys` on the mask applies
+    mask: Tensor
+
 
 class SdpaBackend:
     name = "sdpa"
 
-    def __init__(self, shape: AttentionShape, kv_cache: Tensor):
+    def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: Team):
         self._shape = shape
         self._cache = kv_cache
+        self._team = team
         self._scale = shape.head_dim**-0.5
         self._group = shape.num_heads // shape.num_kv_heads
         self._spans: list[_Span] = []
@@ -66,8 +82,16 @@ class SdpaBackend:
             self._flat = self._cache.new_empty(self._pages.numel())
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)
-        q = q * self._scale  # once for the step's tokens, not for every product
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._attend_tokens(layer, q, out)
+        if self._spans:
+            self._attend_spans(layer, q * self._scale, k, v, out)  # scaled once, not for every product
+        return out.view(q.shape[0], -1)
+
+    def _attend_tokens(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """For backends that have a faster way for single tokens, and leave their spans out."""
+
+    def _attend_spans(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         window = self._shape.windows[layer]
         for span in self._spans:
             rows = span.rows
@@ -75,12 +99,11 @@ class SdpaBackend:
                 keys, values = k[rows].transpose(0, 1).contiguous(), v[rows].transpose(0, 1).contiguous()
             else:
                 keys, values = self._gather(layer, span.blocks)
-            if span.end - span.begin == 1:
+            if span.is_token:
                 mask = self._tail_mask(keys.shape[1], span.end, window)
                 self._attend_token(q[rows], keys, values, mask, out[rows])
             else:
                 self._attend_prompt(q[rows], keys, values, span.begin, window, out[rows])
-        return out.view(q.shape[0], -1)
 
     def _gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, tokens, dim] of whole blocks, in buffers that live as long as we do."""
@@ -128,19 +151,29 @@ class SdpaBackend:
         s, count = self._shape, q.shape[0]
         grouped = (count, s.num_kv_heads, self._group, s.head_dim)
         queries, mixed = q.view(grouped).permute(1, 2, 0, 3).contiguous(), out.view(grouped)
-        for row in range(0, count, QUERY_BLOCK):
-            rows = slice(row, min(row + QUERY_BLOCK, count))
-            first, last = begin + rows.start, begin + rows.stop
-            low = max(0, first - window + 1) if window else 0
-            # Without a window only the last square of keys has something to hide.
-            masked = low if window else first
-            mask = self._mask(rows.stop - rows.start, last - masked, first - masked, window)
-            for head in range(s.num_kv_heads):
-                block = queries[head, :, rows].reshape(-1, s.head_dim)
-                scores = torch.mm(block, keys[head, low:last].t())
-                scores[:, masked - low :] += mask
-                product = torch.mm(torch.softmax(scores, -1), values[head, low:last])
-                mixed[rows, head] = product.view(self._group, -1, s.head_dim).transpose(0, 1)
+        pieces = [
+            self._piece(row, min(row + QUERY_BLOCK, count), begin, window)
+            for row in range(0, count, QUERY_BLOCK)
+        ]
+
+        def heads(first: int, last: int) -> None:
+            for head in range(first, last):
+                for piece in pieces:
+                    block = queries[head, :, piece.rows].reshape(-1, s.head_dim)
+                    scores = torch.mm(block, keys[head, piece.keys].t())
+                    scores[:, piece.masked :] += piece.mask
+                    product = torch.mm(torch.softmax(scores, -1), values[head, piece.keys])
+                    mixed[piece.rows, head] = product.view(self._group, -1, s.head_dim).transpose(0, 1)
+
+        self._team.split_torch(s.num_kv_heads, heads)
+
+    def _piece(self, row: int, stop: int, begin: int, window: int) -> _Piece:
+        first, last = begin + row, begin + stop
+        low = max(0, first - window + 1) if window else 0
+        # Without a window only the last square of keys has something to hide.
+        masked = low if window else first
+        mask = self._mask(stop - row, last - masked, first - masked, window)
+        return _Piece(slice(row, stop), slice(low, last), masked - low, mask)
 
     def _mask(self, rows: int, keys: int, offset: int, window: int) -> Tensor:
         """0 where row i (at position offset + i of the keys) may look, -inf elsewhere. [group · rows, keys]"""

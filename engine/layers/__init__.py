@@ -1,1 +1,1 @@
-"""Parts of the decoder that have a fast form: linear layers, norms, rotary embedding."""
+"""Linear layers in the form that is fastest where they run."""

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.layers.linear import Linear
-from engine.layers.rotary import Rotary
-from engine.model.config import ModelConfig, inverse_frequencies
+from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
+from engine.ops.base import LayerOps
 from engine.parallel.group import TpGroup, check_divides, kv_head_range
 
 
@@ -41,10 +41,6 @@ class Decoder:
         config: ModelConfig,
         checkpoint: Checkpoint,
         group: TpGroup,
-        *,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
     ):
         c = self.config = config
         self._group = group
@@ -70,7 +66,6 @@ class Decoder:
             head = checkpoint.get("lm_head.weight", c.vocab_size, c.hidden_size, rows=self._vocab)
         self._head = Linear(head)
         self.layers = [self._layer(checkpoint, index) for index in range(c.num_layers)]
-        self._rotary = Rotary(inverse_frequencies(c), max_len, dtype, device)
 
     def _layer(self, checkpoint: Checkpoint, index: int) -> Layer:
         c, get, p = self.config, checkpoint.get, f"model.layers.{index}."
@@ -107,23 +102,22 @@ class Decoder:
             down_bias=get(m + "down_proj.bias", hidden) if c.mlp_bias else None,
         )
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
-        """tokens, positions: int64 [T] → hidden states [T, hidden] before the final norm."""
-        cos, sin = self._rotary.at(positions)
+    def forward(self, tokens: Tensor, ops: LayerOps, attention: AttentionFunction) -> Tensor:
+        """tokens: int64 [T] → hidden states [T, hidden] after the final norm. `ops` has been told of the step."""
         x = self._embed(tokens)
+        y = ops.norm(x, self.layers[0].input_norm)
+        following = [layer.input_norm for layer in self.layers[1:]] + [self._norm]
         for index, layer in enumerate(self.layers):
-            y = self._rms(x, layer.input_norm)
-            q, k, v = self._heads(layer, y, cos, sin)
+            q, k, v = ops.heads(index, layer.qkv(y), layer.q_norm, layer.k_norm)
             mixed = layer.output(attention(index, q, k, v))
-            x = x + self._sum(mixed, layer.output_bias)
-            y = layer.gate_up(self._rms(x, layer.post_norm))
-            gate, up = y.chunk(2, dim=-1)
-            x = x + self._sum(layer.down(F.silu(gate).mul_(up)), layer.down_bias)
-        return x
+            y = ops.add_norm(x, self._sum(mixed, layer.output_bias), layer.post_norm)
+            inner = layer.down(ops.gate(layer.gate_up(y)))
+            y = ops.add_norm(x, self._sum(inner, layer.down_bias), following[index])
+        return y
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] → float32 [rows, vocab]."""
-        return self._group.gather_last(self._head(self._rms(hidden, self._norm))).float()
+        return self._group.gather_last(self._head(hidden)).float()
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._group.size == 1:
@@ -132,20 +126,6 @@ class Decoder:
         local = torch.where(inside, tokens - self._vocab.start, 0)
         return self._group.all_reduce(F.embedding(local, self._embedding) * inside[:, None])
 
-    def _heads(self, layer: Layer, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: [T, heads, dim] each."""
-        heads, kv = self.num_heads, self.num_kv_heads
-        qkv = layer.qkv(y).view(-1, heads + 2 * kv, self.config.head_dim)
-        if layer.q_norm is None or layer.k_norm is None:
-            turned = self._rotary.turn(qkv[:, : heads + kv], cos, sin)
-            return turned[:, :heads], turned[:, heads:], qkv[:, heads + kv :]
-        q = self._rms(qkv[:, :heads], layer.q_norm)
-        k = self._rms(qkv[:, heads : heads + kv], layer.k_norm)
-        return self._rotary.turn(q, cos, sin), self._rotary.turn(k, cos, sin), qkv[:, heads + kv :]
-
     def _sum(self, share: Tensor, bias: Tensor | None) -> Tensor:
         whole = self._group.all_reduce(share)
         return whole if bias is None else whole + bias
-
-    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)

@@ -231,3 +231,28 @@ def test_a_killed_worker_costs_a_pause_and_no_token(role, checkpoint, start_clus
 def _pid(cluster: Cluster, role: str, worker_ids: tuple[str, ...]) -> int:
     (pid,) = [w["status"]["pid"] for w in cluster.workers() if w["role"] == role and w["id"] in worker_ids]
     return int(pid)
+
+
+def test_a_long_preempted_request_goes_back_to_the_prefill_worker(checkpoint, start_cluster):
+    """Two answers outgrow the decode worker's 52 blocks: the younger one leaves, and returns with its KV shipped.
+
+    Each gets 20 blocks at first (60 tokens and 256 of growth) and needs 39 in the end.
+    """
+    model = checkpoint("llama")
+    flags = [flag if flag != "64MiB" else "624KiB" for flag in PROCESS]
+    cluster = start_cluster(model, *flags, "--max-model-len", "640")
+    prompts = [prompt_ids(60, seed=seed) for seed in (41, 42)]
+
+    async def both():
+        async with AsyncClient(cluster.grpc) as client:
+            options = {"max_tokens": 560, "temperature": 0, "ignore_eos": True}
+            return await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
+
+    answers = asyncio.run(both())
+    for prompt, answer in zip(prompts, answers, strict=True):
+        found = judge(model, prompt, list(answer.token_ids))
+        assert found.checked == 560 and not found.wrong and len(found.near_ties) <= 2
+    wait_for(lambda: cluster.status("decode")["preemptions"] >= 1, 10.0, "a preemption in the status")
+    assert cluster.status("decode")["prompt_tokens_computed"] == 0
+    assert max(answer.timings.attempts for answer in answers) >= 2
+    assert_all_free(cluster)

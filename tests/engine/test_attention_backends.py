@@ -9,8 +9,10 @@ from torch import Tensor
 from cluster.errors import ConfigError
 from engine.attention import registry
 from engine.attention.base import AttentionShape
+from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import VarlenBackend, flash_varlen
+from engine.ops.team import Team
 from engine.plan import PlanItem
 
 HEADS, KV, DIM, PAGE, LAYERS = 4, 2, 8, 16, 2
@@ -62,12 +64,18 @@ def step() -> tuple[Tensor, list[PlanItem], Tensor, Tensor, Tensor]:
 def test_cpu_and_cuda_backends_mean_the_same(window):
     cache, items, q, k, v = step()
     shape = AttentionShape(HEADS, KV, DIM, PAGE, (window,) * LAYERS)
-    backends = [SdpaBackend(shape, cache), VarlenBackend(shape, cache, reference)]
+    backends = [
+        VarlenBackend(shape, cache, reference),
+        SdpaBackend(shape, cache, Team(1)),
+        PagedCpuBackend(shape, cache, Team(1)),
+        PagedCpuBackend(shape, cache, Team(2)),
+    ]
     outputs = []
     for backend in backends:
         backend.begin(items)
         outputs.append(backend.attend(1, q, k, v))
-    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-4)
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0], atol=1e-5, rtol=1e-4)
 
 
 def test_the_flash_adapter_calls_by_keyword():
@@ -90,10 +98,13 @@ def test_the_flash_adapter_calls_by_keyword():
 
 def test_a_backend_that_cannot_run_here_is_refused():
     cpu = torch.device("cpu")
-    assert registry.choose("auto", cpu) == "sdpa"
+    assert registry.choose("auto", cpu, torch.float32, 64, 16) == "cpu"
+    assert registry.choose("auto", cpu, torch.float32, 60, 16) == "sdpa"
+    with pytest.raises(ConfigError, match="head_dim"):
+        registry.choose("cpu", cpu, torch.float32, 60, 16)
     for name in ("flash", "varlen", "nonsense"):
         with pytest.raises(ConfigError):
-            registry.choose(name, cpu)
+            registry.choose(name, cpu, torch.float32, 64, 16)
     shape = AttentionShape(HEADS, KV, DIM, 7, (0,))
     with pytest.raises(ConfigError):
         VarlenBackend(shape, torch.zeros(1, 1, 2, KV, 7, DIM), reference)

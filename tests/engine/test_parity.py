@@ -85,6 +85,17 @@ def test_whole_and_chunked_prompts_in_one_batch(variant, checkpoint):
     assert engine.stats().prefill_chunks >= 4
 
 
+@pytest.mark.parametrize("variant", ["qwen3", "mistral"])
+@pytest.mark.parametrize(("backend", "threads"), [("sdpa", 1), ("cpu", 2)])
+def test_other_forms_of_the_engine_say_the_same(variant, backend, threads, checkpoint):
+    model = checkpoint(variant)
+    engine = make_engine(model, attention_backend=backend, threads=threads, max_batch_tokens=100)
+    prompts = {str(i): prompt_ids(length, seed=i) for i, length in enumerate((70, 110, 5))}
+    outputs = run(engine, *(EngineRequest(name, prompt, GREEDY) for name, prompt in prompts.items()))
+    for name, prompt in prompts.items():
+        assert_same(model, prompt, outputs.tokens[name, 0])
+
+
 def test_a_cached_prefix_changes_nothing(checkpoint):
     model = checkpoint("qwen3")
     engine = make_engine(model)

@@ -1,0 +1,40 @@
+"""The contract: norms, rotation, the KV cache's new entries, the gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OpsShape:
+    """What the operations must know of the model, on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+
+
+class LayerOps(Protocol):
+    """One per rank. `begin` once a step, then the others once a layer. Tokens are rows."""
+
+    def begin(self, positions: Tensor, slots: Tensor) -> None:
+        """int64 [tokens] each: a token's position in its sequence, and block · page_size + offset of its KV."""
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm of [tokens, hidden]."""
+
+    def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
+        """x += delta, in place; returns the RMS norm of the sum."""
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """[tokens, 2 · inner] = [gate | up] → silu(gate) · up."""
+
+    def heads(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, (heads + 2 · kv_heads) · dim] → q, k, v [tokens, heads, dim], normed and rotated; keys and
+        values are in the cache when this returns. May work in place."""

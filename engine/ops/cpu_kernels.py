@@ -1,0 +1,346 @@
+"""Kernels for the CPU, compiled by numba for the machine they run on, and kept in its cache on disk.
+
+They take addresses of contiguous tensors, not arrays: a call costs 0.3 µs that way, and a decode step makes a hundred.
+`kind` says what the addresses point to: an int stands for bfloat16, a float for float32 (numba compiles one form for
+each type). `dim8` is a tuple whose length is head_dim / 8: a type carries it, so loops over it have a known length.
+All sums are kept in float32. Nothing is checked here: engine/ops/cpu_ops.py and engine/attention/paged_cpu.py pass
+what they own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+
+F = np.float32
+_LOG2E, _LN2_HIGH, _LN2_LOW = F(1.44269504088896341), F(0.693359375), F(-2.12194440e-4)
+_EXP = tuple(F(c) for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 0.166666655, 0.5))
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Kept on disk where something is writable: the first start compiles for seconds, later ones load."""
+    options: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "nogil": True}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no place for a cache: a read-only file system
+        return njit(**options)(function)
+
+
+def kind_of(dtype: torch.dtype) -> int | float:
+    return 0 if dtype is torch.bfloat16 else 0.0
+
+
+# --- memory ---------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _as_f32(typing, bits):
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def _as_u32(typing, value):
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def _at(typing, address, kind):
+    """A pointer to elements of `kind`."""
+    element = types.uint16 if isinstance(kind, types.Integer) else types.float32
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(element)(types.int64, kind), codegen
+
+
+@intrinsic
+def _integers(typing, address):
+    """A pointer to int64."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.int64)(types.int64), codegen
+
+
+@intrinsic
+def _prefetch(typing, address):
+    """Asks for one cache line. Blocks lie anywhere in the pool, where no hardware prefetcher follows:
+    asking for the next one while this one is worked on took reading from 10 to 25 GB/s (measured)."""
+
+    def codegen(context, builder, signature, args):
+        pointer = ir.IntType(8).as_pointer()
+        word = ir.IntType(32)
+        line = builder.inttoptr(args[0], pointer)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(function, [line, ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+def _load(pointer, index): ...
+
+
+def _store(pointer, index, value): ...
+
+
+def _size(kind): ...
+
+
+@overload(_load, inline="always")
+def _load_of(pointer, index):
+    if pointer.dtype is types.uint16:
+        return lambda pointer, index: _as_f32(np.uint32(pointer[index]) << np.uint32(16))
+    return lambda pointer, index: pointer[index]
+
+
+@overload(_store, inline="always")
+def _store_of(pointer, index, value):
+    if pointer.dtype is types.uint16:
+
+        def rounded(pointer, index, value):
+            bits = _as_u32(F(value))
+            odd = (bits >> np.uint32(16)) & np.uint32(1)
+            pointer[index] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+        return rounded
+
+    def plain(pointer, index, value):
+        pointer[index] = F(value)
+
+    return plain
+
+
+@overload(_size, inline="always")
+def _size_of(kind):
+    size = 2 if isinstance(kind, types.Integer) else 4
+    return lambda kind: size
+
+
+@njit(inline="always")
+def _exp(x):
+    """e^x, x ≤ 0, to the last bit or two (Cephes' expf)."""
+    x = max(x, F(-87.0))
+    n = np.floor(x * _LOG2E + F(0.5))
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    y = _EXP[0]
+    y = y * r + _EXP[1]
+    y = y * r + _EXP[2]
+    y = y * r + _EXP[3]
+    y = y * r + _EXP[4]
+    y = y * r + _EXP[5]
+    y = y * r * r + r + F(1.0)
+    return y * _as_f32(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+
+
+# --- between the products ---------------------------------------------------------------------------------
+
+
+@_compiled
+def add_norm(kind, x, delta, weight, out, first, last, width, eps):
+    """x += delta (where there is one: not 0), out = RMS norm of x. Rows [first, last) of `width`."""
+    xs, ds, ws, ys = _at(x, kind), _at(delta, kind), _at(weight, kind), _at(out, kind)
+    for row in range(first, last):
+        base = row * width
+        if delta:
+            for i in range(width):
+                _store(xs, base + i, _load(xs, base + i) + _load(ds, base + i))
+        total = F(0.0)
+        for i in range(width):
+            value = _load(xs, base + i)
+            total += value * value
+        scale = F(1.0) / np.sqrt(total / F(width) + F(eps))
+        for i in range(width):
+            _store(ys, base + i, _load(xs, base + i) * scale * _load(ws, i))
+
+
+@_compiled
+def silu_mul(kind, gate_up, out, first, last, width):
+    """out = silu(gate) · up; gate_up rows are [gate | up], `width` each."""
+    both, ys = _at(gate_up, kind), _at(out, kind)
+    for row in range(first, last):
+        base = row * 2 * width
+        for i in range(width):
+            gate = _load(both, base + i)
+            # e^-|g| never overflows: silu(g) = g / (1 + e^-g) = g · e^g / (1 + e^g)
+            small = _exp(-abs(gate))
+            top = F(1.0) if gate >= F(0.0) else small
+            _store(ys, row * width + i, gate * top / (F(1.0) + small) * _load(both, base + width + i))
+
+
+@_compiled
+def rotate_and_keep(
+    kind, qkv, first, last, heads, kv, dim8,
+    cosine, sine, positions, slots, cache, layer, block_stride, page,
+    q_norm, k_norm, eps,
+):  # fmt: skip
+    """Norms (where the model has them) and rotates queries and keys in place; keys and values go to the cache.
+
+    qkv rows are [q heads | k heads | v heads]; cosine and sine are float32 [positions, head_dim / 2];
+    slots[row] = block · page + offset; `layer` is the element offset of the layer in a block.
+    """
+    dim, half = 8 * len(dim8), 4 * len(dim8)
+    rows, kept = _at(qkv, kind), _at(cache, kind)
+    cos, sin = _at(cosine, 0.0), _at(sine, 0.0)
+    where, places = _integers(positions), _integers(slots)
+    for row in range(first, last):
+        base = row * (heads + 2 * kv) * dim
+        angle = where[row] * half
+        block, offset = places[row] // page, places[row] % page
+        target = block * block_stride + layer + offset * dim
+        for head in range(heads + kv):
+            at = base + head * dim
+            weight = q_norm if head < heads else k_norm
+            if weight:
+                ws = _at(weight, kind)
+                total = F(0.0)
+                for i in range(dim):
+                    total += _load(rows, at + i) * _load(rows, at + i)
+                scale = F(1.0) / np.sqrt(total / F(dim) + F(eps))
+                for i in range(dim):
+                    _store(rows, at + i, _load(rows, at + i) * scale * _load(ws, i))
+            for i in range(half):
+                low, high = _load(rows, at + i), _load(rows, at + half + i)
+                c, s = cos[angle + i], sin[angle + i]
+                _store(rows, at + i, low * c - high * s)
+                _store(rows, at + half + i, high * c + low * s)
+        for head in range(kv):
+            key, value = base + (heads + head) * dim, base + (heads + kv + head) * dim
+            to = target + head * page * dim
+            for i in range(dim):
+                kept[to + i] = rows[key + i]
+            to += kv * page * dim
+            for i in range(dim):
+                kept[to + i] = rows[value + i]
+
+
+# --- attention of single tokens -----------------------------------------------------------------------------
+
+
+@njit(inline="always")
+def _ask_for(address, size):
+    for line in range(0, size, 64):
+        _prefetch(address + line)
+
+
+@_compiled
+def _scores(keys, coming, size, kv, group, page, dim8, q, out):
+    """out[head, token] = q[head] · key[token] for one block; meanwhile the block at `coming` is asked for."""
+    dim = 8 * len(dim8)
+    for head in range(kv):
+        for token in range(page):
+            row = (head * page + token) * dim
+            _ask_for(coming + row * size, dim * size)
+            for g in range(0, group - 1, 2):
+                one, two = F(0.0), F(0.0)
+                for i in range(dim):
+                    key = _load(keys, row + i)
+                    one += q[head * group + g, i] * key
+                    two += q[head * group + g + 1, i] * key
+                out[head * group + g, token] = one
+                out[head * group + g + 1, token] = two
+            if group % 2:
+                one = F(0.0)
+                for i in range(dim):
+                    one += q[head * group + group - 1, i] * _load(keys, row + i)
+                out[head * group + group - 1, token] = one
+
+
+@_compiled
+def _mix(values, coming, size, kv, group, page, dim8, p, acc):
+    """acc[head] += p[head, token] · value[token] for one block; four tokens at a time spare the sums' way to memory."""
+    dim = 8 * len(dim8)
+    for head in range(kv):
+        for token in range(0, page, 4):
+            row = (head * page + token) * dim
+            _ask_for(coming + row * size, 4 * dim * size)
+            for g in range(head * group, head * group + group):
+                a, b, c, d = p[g, token], p[g, token + 1], p[g, token + 2], p[g, token + 3]
+                for i in range(dim):
+                    acc[g, i] += (
+                        a * _load(values, row + i)
+                        + b * _load(values, row + dim + i)
+                        + c * _load(values, row + 2 * dim + i)
+                        + d * _load(values, row + 3 * dim + i)
+                    )
+
+
+@_compiled
+def attend_tokens(
+    kind, q, q_stride, out, rows, tables, width, ends, first, last,
+    cache, layer, block_stride, kv, group, page, dim8, window, scale,
+):  # fmt: skip
+    """One query row for each of the items [first, last): all its heads against its own blocks, oldest first.
+
+    rows[item]: its row in q (rows `q_stride` elements apart) and in out [row, heads · dim]; tables [item, width]:
+    block numbers; ends[item]: its tokens. A block's keys lie together for all heads, so blocks are the outer loop.
+    """
+    dim, heads = 8 * len(dim8), kv * group
+    size = _size(kind)
+    queries, mixed = _at(q, kind), _at(out, kind)
+    row_of, table, end_of = _integers(rows), _integers(tables), _integers(ends)
+    values = kv * page * dim
+    scaled = np.empty((heads, dim), np.float32)
+    acc = np.empty((heads, dim), np.float32)
+    for item in range(first, last):
+        end, row = end_of[item], row_of[item]
+        begin = max(0, end - window) if window else 0
+        low, high = begin // page, (end + page - 1) // page
+        weights = np.empty((heads, (high - low) * page), np.float32)
+        for head in range(heads):
+            for i in range(dim):
+                scaled[head, i] = _load(queries, row * q_stride + head * dim + i) * F(scale)
+                acc[head, i] = F(0.0)
+        for index in range(low, high):
+            block = cache + (table[item * width + index] * block_stride + layer) * size
+            after = table[item * width + index + 1] if index + 1 < high else table[item * width + low]
+            coming = cache + (after * block_stride + layer + (0 if index + 1 < high else values)) * size
+            at = (index - low) * page
+            _scores(_at(block, kind), coming, size, kv, group, page, dim8, scaled, weights[:, at : at + page])
+        _soften(weights, heads, begin - low * page, end - low * page)
+        for index in range(low, high):
+            block = cache + (table[item * width + index] * block_stride + layer + values) * size
+            after = table[item * width + min(index + 1, high - 1)]
+            coming = cache + (after * block_stride + layer + values) * size
+            at = (index - low) * page
+            _mix(_at(block, kind), coming, size, kv, group, page, dim8, weights[:, at : at + page], acc)
+        for head in range(heads):
+            for i in range(dim):
+                _store(mixed, (row * heads + head) * dim + i, acc[head, i])
+
+
+@_compiled
+def _soften(weights, heads, begin, end):
+    """Softmax over tokens [begin, end); the others, which fill up the blocks, get no weight."""
+    for head in range(heads):
+        row = weights[head]
+        top = row[begin]
+        for i in range(begin, end):
+            top = max(top, row[i])
+        total = F(0.0)
+        for i in range(begin, end):
+            row[i] = _exp(row[i] - top)
+            total += row[i]
+        share = F(1.0) / total
+        for i in range(begin, end):
+            row[i] *= share
+        for i in range(begin):
+            row[i] = F(0.0)
+        for i in range(end, row.shape[0]):
+            row[i] = F(0.0)

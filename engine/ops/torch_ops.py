@@ -1,0 +1,57 @@
+"""The operations by torch: any device and dtype, and the reference for the CPU's fast form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.ops.base import OpsShape
+
+
+class TorchOps:
+    def __init__(self, shape: OpsShape, cos: Tensor, sin: Tensor, kv_cache: Tensor):
+        self._shape = shape
+        self._cache = kv_cache
+        self._page = kv_cache.shape[4]
+        # The halves are swapped by a roll; the sign that goes with it is in the table.
+        self._cos = torch.cat((cos, cos), -1).to(kv_cache)
+        self._sin = torch.cat((-sin, sin), -1).to(kv_cache)
+        self._turn = (self._cos, self._sin)
+        self._blocks = self._offsets = torch.empty(0)
+
+    def begin(self, positions: Tensor, slots: Tensor) -> None:
+        self._turn = (self._cos[positions][:, None], self._sin[positions][:, None])
+        self._blocks, self._offsets = slots // self._page, slots % self._page
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self._shape.norm_eps)
+
+    def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor) -> Tensor:
+        return self.norm(x.add_(delta), weight)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def heads(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, kv = self._shape.num_heads, self._shape.num_kv_heads
+        qkv = qkv.view(-1, heads + 2 * kv, self._shape.head_dim)
+        if q_norm is None or k_norm is None:
+            turned = self._rotate(qkv[:, : heads + kv])
+            q, k = turned[:, :heads], turned[:, heads:]
+        else:
+            q = self._rotate(self.norm(qkv[:, :heads], q_norm))
+            k = self._rotate(self.norm(qkv[:, heads : heads + kv], k_norm))
+        v = qkv[:, heads + kv :]
+        cache = self._cache[:, layer]
+        cache[self._blocks, 0, :, self._offsets] = k
+        cache[self._blocks, 1, :, self._offsets] = v
+        return q, k, v
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """x [tokens, heads, head_dim]."""
+        cos, sin = self._turn
+        return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)

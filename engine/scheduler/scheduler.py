@@ -1,0 +1,134 @@
+"""Which sequences a step computes, and how many tokens of each. Running ones come first, single tokens before
+chunks; then waiting ones are admitted while the token budget, the batch and the blocks last."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol
+
+from cluster.config import EngineConfig
+from engine.cache.block_pool import BlockPool
+from engine.plan import BlockCopy
+from engine.request import StepOutput
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.states import SequenceState as S
+
+
+class Owner(Protocol):
+    """What the scheduler asks of the engine when blocks are short."""
+
+    def evict_reservation(self, output: StepOutput) -> bool:
+        """Gives up the youngest reservation whose KV has not come. False: there is none."""
+
+    def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
+        """A preempted sequence that is too long to be computed again here leaves. False: it stays and waits."""
+
+
+class Scheduler:
+    def __init__(self, config: EngineConfig, pool: BlockPool, owner: Owner, count: Counter[str]):
+        self._config = config
+        self._pool = pool
+        self._owner = owner
+        self._count = count
+        self._page = config.page_size
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.copies: list[BlockCopy] = []
+
+    def enqueue(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+        self.waiting.sort(key=lambda s: s.order)
+
+    def remove(self, sequence: Sequence) -> None:
+        for queue in (self.waiting, self.running):
+            if sequence in queue:
+                queue.remove(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting) or any(not s.paused for s in self.running)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._page)
+
+    def schedule(self, output: StepOutput) -> list[tuple[Sequence, int]]:
+        """(sequence, tokens to compute); their blocks are taken. What blocks run short for is told in `output`."""
+        budget = self._config.max_batch_tokens
+        scheduled: list[tuple[Sequence, int]] = []
+        for sequence in sorted(self.running, key=lambda s: (s.missing > 1, *s.order)):
+            if sequence.paused or sequence.state is not S.RUNNING or budget <= 0:
+                continue
+            count = min(sequence.missing, budget)
+            if not self._grow(sequence, sequence.num_computed + count, output, {id(s) for s, _ in scheduled}):
+                continue
+            scheduled.append((sequence, count))
+            budget -= count
+        scheduled = [(s, n) for s, n in scheduled if s.state is S.RUNNING]
+        while self.waiting and budget > 0 and len(self.running) < self._config.max_batch_requests:
+            sequence = self.waiting[0]
+            count = self._admit(sequence, budget, bool(scheduled))
+            if count == 0:
+                break
+            scheduled.append((sequence, count))
+            budget -= count
+        return scheduled
+
+    def _admit(self, sequence: Sequence, budget: int, others: bool) -> int:
+        held: list[int] = []
+        if self._config.prefix_caching:
+            held = self._pool.match(sequence.hashes[: (len(sequence.tokens) - 1) // self._page])
+        missing = len(sequence.tokens) - len(held) * self._page
+        if not self._config.chunked_prefill:
+            if others and missing > budget:
+                return 0
+            count = missing
+        else:
+            count = min(missing, budget)
+        need = self.blocks_for(len(sequence.tokens)) - len(held)
+        if need > self._pool.free - self._pool.free_among(held):
+            return 0
+        self._pool.hold(held)
+        sequence.blocks = held + self._pool.take(need)
+        sequence.num_computed = sequence.cached_tokens = len(held) * self._page
+        sequence.registered_blocks = len(held)
+        self._count["cached"] += sequence.cached_tokens
+        self.waiting.pop(0)
+        sequence.machine.to(S.RUNNING)
+        self.running.append(sequence)
+        return count
+
+    def _grow(self, sequence: Sequence, tokens: int, output: StepOutput, busy: set[int]) -> bool:
+        """Blocks for the first `tokens` tokens, the written ones its own. False: it was preempted itself."""
+        need = self.blocks_for(tokens) - len(sequence.blocks)
+        tail = sequence.num_computed // self._page
+        copy = tail < len(sequence.blocks) and self._pool.shared(sequence.blocks[tail])
+        while max(need, 0) + copy > self._pool.free:
+            if not self._make_room(sequence, output, busy):
+                return False
+        if copy:
+            (fresh,) = self._pool.take(1)
+            self.copies.append(BlockCopy(sequence.blocks[tail], fresh))
+            self._pool.drop([sequence.blocks[tail]])
+            sequence.blocks[tail] = fresh
+        if need > 0:
+            sequence.blocks.extend(self._pool.take(need))
+        return True
+
+    def _make_room(self, wanting: Sequence, output: StepOutput, busy: set[int]) -> bool:
+        """False: `wanting` itself had to go."""
+        if self._owner.evict_reservation(output):
+            return True
+        victims = [s for s in self.running if id(s) not in busy or s is wanting]
+        victim = max(victims, key=lambda s: s.order)
+        self._preempt(victim, output)
+        return victim is not wanting
+
+    def _preempt(self, victim: Sequence, output: StepOutput) -> None:
+        self._count["preemptions"] += 1
+        self.running.remove(victim)
+        self._pool.drop(victim.blocks)
+        victim.blocks = []
+        victim.num_computed = victim.registered_blocks = 0
+        victim.machine.to(S.WAITING)
+        if not self._owner.gave_back(victim, output):
+            self.enqueue(victim)

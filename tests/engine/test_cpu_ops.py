@@ -1,0 +1,63 @@
+"""The CPU's kernels do what torch's operations do, in both dtypes, on one thread and on two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops.base import LayerOps, OpsShape
+from engine.ops.cpu_ops import CpuOps
+from engine.ops.rotary import tables
+from engine.ops.team import Team
+from engine.ops.torch_ops import TorchOps
+
+HEADS, KV, DIM, PAGE, LAYERS, BLOCKS = 6, 2, 16, 16, 3, 12
+TOKENS, WIDTH = 70, 96  # enough rows to be shared
+CLOSE = {torch.float32: {"atol": 2e-6, "rtol": 2e-6}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
+
+
+def make(kind: str, dtype: torch.dtype, threads: int) -> tuple[LayerOps, Tensor]:
+    cache = torch.zeros(BLOCKS, LAYERS, 2, KV, PAGE, DIM, dtype=dtype)
+    shape = OpsShape(HEADS, KV, DIM, 1e-5)
+    cos, sin = tables(1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM), 256)
+    ops = (
+        TorchOps(shape, cos, sin, cache) if kind == "torch" else CpuOps(shape, cos, sin, cache, Team(threads))
+    )
+    ops.begin(torch.arange(100, 100 + TOKENS), torch.randperm(BLOCKS * PAGE, generator=seeded())[:TOKENS])
+    return ops, cache
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=seeded()).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE))
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernels_equal_torch(dtype, threads):
+    outputs = []
+    for kind in ("torch", "cpu"):
+        ops, cache = make(kind, dtype, threads)
+        x, weight = random(TOKENS, WIDTH, dtype=dtype), random(WIDTH, dtype=dtype)
+        gate = random(TOKENS, 2 * WIDTH, dtype=dtype) * 20
+        qkv = random(TOKENS, (HEADS + 2 * KV) * DIM, dtype=dtype)
+        norm = random(DIM, dtype=dtype)
+        first = ops.norm(x, weight)
+        second = ops.add_norm(x, random(TOKENS, WIDTH, dtype=dtype) / 3, weight)
+        plain = ops.heads(1, qkv.clone(), None, None)
+        normed = ops.heads(2, qkv.clone(), norm, norm)
+        outputs.append([first, second, x, ops.gate(gate), *plain, *normed, cache])
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE[dtype])
+    assert outputs[0][-1].count_nonzero() > 0 and outputs[0][-1][:, 0].count_nonzero() == 0
+
+
+def test_the_gate_survives_extreme_values():
+    ops, _ = make("cpu", torch.float32, 1)
+    gate = torch.tensor([[-1e4, -90.0, -1e-8, 0.0, 1e-8, 90.0, 1e4, -3.0] + [1.0] * 8])
+    expected = torch.nn.functional.silu(gate[:, :8])
+    torch.testing.assert_close(ops.gate(gate), expected, atol=1e-30, rtol=1e-6)
