@@ -18,7 +18,7 @@ from tests.end_to_end.conftest import run_cluster
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "6MiB")
 WHOLE = ("--routers", "2", "--prefill", "2", "--decode", "2")
 SEED = "short"
-KINDS = ("cancel", "kill decode", "kill router", "stop decode", "kill prefill", "kill redis")
+KINDS = ("cancel", "kill decode", "stop decode", "kill prefill", "kill redis")
 HOLD_SECONDS = 5.5  # lost, and found again
 
 
