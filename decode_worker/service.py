@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -33,9 +34,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             attempt = self._role.attach(request)
         except BatonError as error:
             await rpc.abort(context, error)
-        events = self._role.attempts.read(attempt, request.from_position, lambda: self._role.resume(attempt))
-        async for event in events:
-            yield event
+        reading = self._role.attempts.read(attempt, request.from_position, lambda: self._role.resume(attempt))
+        async with contextlib.aclosing(reading) as events:
+            async for event in events:
+                yield event
 
     async def Run(
         self, request: decode_pb2.DecodeRunRequest, context: Context
@@ -44,8 +46,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             attempt = await self._role.run(request)
         except BatonError as error:
             await rpc.abort(context, error)
-        async for event in self._role.attempts.read(attempt, 0, lambda: self._role.resume(attempt)):
-            yield event
+        reading = self._role.attempts.read(attempt, 0, lambda: self._role.resume(attempt))
+        async with contextlib.aclosing(reading) as events:
+            async for event in events:
+                yield event
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:
         state = await self._role.abort(request.transfer_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -26,8 +27,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             attempt = self._role.open(request)
         except BatonError as error:
             await rpc.abort(context, error)
-        async for event in self._role.attempts.read(attempt):
-            yield event
+        async with contextlib.aclosing(self._role.attempts.read(attempt)) as events:
+            async for event in events:
+                yield event
 
     async def Cancel(
         self, request: prefill_pb2.PrefillCancelRequest, context: Context

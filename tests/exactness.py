@@ -1,14 +1,15 @@
 """Is an answer the one that an undisturbed run gives? Decided token by token, with one pass of the reference.
 
 A token counts as a near-tie, not as wrong, where the reference itself is undecided: its two best logits differ by
-less than GAP, the draw lies within EDGE of a border between two tokens, or tokens whose logits differ by less than GAP
-stand in the other order in the distribution that the draw falls into. Each token is judged after those that
-were really sent, so a stream that took the other side of a near-tie is judged on from there.
+less than GAP, the draw lies within EDGE of a border between two tokens, tokens whose logits differ by less than GAP
+stand in the other order in the distribution that the draw falls into, or the last token that top-p or top-k lets in
+is one of two. Each token is judged after those that were really sent, so a stream that took the other side of a
+near-tie is judged on from there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -65,6 +66,11 @@ def _greedy(row: torch.Tensor, token: int) -> tuple[bool, bool]:
 
 
 def _sampled(row: torch.Tensor, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:
+    exact, close = _drawn(row, token, params, draw)
+    return exact, close or any(_drawn(row, token, other, draw)[1] for other in _undecided(row, params))
+
+
+def _drawn(row: torch.Tensor, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:
     ids, mass = candidates(row, params)
     borders = (mass.cumsum(-1) / mass.sum()).tolist()
     index = int((ids == token).nonzero()[0]) if bool((ids == token).any()) else -1
@@ -74,6 +80,18 @@ def _sampled(row: torch.Tensor, token: int, params: SamplingParams, draw: float)
     first, last = _tied(row[ids] / params.temperature, index)
     lowest, highest = borders[first - 1] if first else 0.0, borders[last]
     return low <= draw < high, lowest - EDGE <= draw < highest + EDGE
+
+
+def _undecided(row: torch.Tensor, params: SamplingParams) -> list[SamplingParams]:
+    """Who is the last candidate may be undecided too: at the edge of top-p, or between equals at that of top-k."""
+    others = []
+    if params.top_p < 1.0:
+        others = [replace(params, top_p=params.top_p + EDGE), replace(params, top_p=params.top_p - EDGE)]
+    if 0 < params.top_k < len(row):
+        values = row.topk(params.top_k + 1).values
+        if float(values[-2] - values[-1]) < GAP:
+            others.append(replace(params, top_k=params.top_k + 1))
+    return others
 
 
 def _tied(logits: torch.Tensor, index: int) -> tuple[int, int]:

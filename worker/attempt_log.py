@@ -7,7 +7,7 @@ repeated Run gets its first answer again. The newest reader wins: an older one e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from wire import common_pb2
 
@@ -64,7 +64,7 @@ class AttemptLog:
 
     async def read(
         self, from_position: int = 0, on_progress: Callable[[], None] = lambda: None
-    ) -> AsyncIterator[common_pb2.AttemptEvent]:
+    ) -> AsyncGenerator[common_pb2.AttemptEvent, None]:
         """Tokens from `from_position` on, then the end; a beat whenever 0.5 s pass in silence.
 
         `on_progress` is called after each batch that the reader took (to resume a paused request).

@@ -9,7 +9,8 @@ ended ──end read, or 1.5 s──► forgotten (its transfer id is remembered
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
 from cluster.errors import OverloadedError, StaleTransferError
@@ -81,12 +82,14 @@ class Attempts(Generic[A]):
 
     async def read(
         self, attempt: A, from_position: int = 0, on_progress: Callable[[], None] = lambda: None
-    ) -> AsyncIterator[common_pb2.AttemptEvent]:
+    ) -> AsyncGenerator[common_pb2.AttemptEvent, None]:
         """The attempt's events; when the reader goes away before the end, the detach timer starts."""
         self._stop_timer(attempt.transfer_id)
         try:
-            async for event in attempt.log.read(from_position, on_progress):
-                yield event
+            # Closed here, not when it is collected: below, its reader must be gone.
+            async with contextlib.aclosing(attempt.log.read(from_position, on_progress)) as events:
+                async for event in events:
+                    yield event
         finally:
             if attempt.log.end_taken:
                 self.forget(attempt.transfer_id)

@@ -123,12 +123,15 @@ class Attempt:
 
     async def _stream(self, source: Source, worker: WorkerInfo, open_call: Callable[[], Any]) -> None:
         call = open_call()
+        task = asyncio.current_task()
+        assert task is not None, "_read makes one"
         silent = False
 
         def on_lost() -> None:
             nonlocal silent
-            silent = True
-            call.cancel()
+            if not silent:
+                silent = True
+                task.cancel()  # cancelling the call does not end a read of one that never got through
 
         try:
             with self.liveness.watch(worker.worker_id, worker.name, on_lost) as watch:
@@ -136,7 +139,7 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             self._lost(source, rpc.error_from_rpc(error))
         except asyncio.CancelledError:
-            if not silent:
+            if not silent or task.uncancel():
                 raise
             self._lost(source, errors.PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
         finally:

@@ -132,12 +132,12 @@ class RequestLife:
             except _Retry as retry:
                 log.info("attempt over: %s", retry, extra={"request_id": self._completion.request_id})
                 progress = sum(choice.new_tokens for choice in choices) > before
-                refused = isinstance(retry.reason, errors.BlocksExhaustedError)
                 pause = patience.pause_seconds(
                     retry.reason,
                     retry.pause_seconds,
                     progress=progress,
-                    reached=bool(attempt.heard) and not refused,
+                    costly=bool(attempt.lost & attempt.heard)
+                    or isinstance(retry.reason, errors.InternalError),
                 )
                 await asyncio.sleep(pause)
                 machine.to(LifeState.PLACING)

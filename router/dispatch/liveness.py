@@ -1,8 +1,8 @@
 """What this router hears of each worker, over all its streams.
 
-Every stream carries a beat each 0.5 s. A worker from which no stream has brought anything for 2 s is suspect: it gets
-no new work. After 5 s it is lost, for every stream at once: one opened later need not wait 5 s of its own. A stream
-that alone is silent for 5 s is lost by itself.
+Every stream carries a beat each 0.5 s. A worker from which no stream has brought anything for 2 s is suspect: it
+gets no new work. After 5 s it is lost, for every stream at once: one that was opened later need not wait 5 s of its
+own. A stream that alone is silent for 5 s is lost by itself.
 """
 
 from __future__ import annotations

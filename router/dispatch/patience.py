@@ -12,11 +12,11 @@ MAX_PAUSE_SECONDS = 0.5
 
 
 class Patience:
-    """Two limits: `max_attempts` in a row that reached a worker and brought no token, and the admission deadline.
+    """Two limits: `max_attempts` costly ones in a row that brought no token, and the admission deadline.
 
     The deadline begins anew with each token: what has begun is worth as much waiting as what has not. A worker that
-    is not there, or full, costs nothing but time; one that dies of a request does count, or a request could kill one
-    after the other.
+    is not there, or full, costs nothing but time. One that spoke and was lost is `costly`: a request that workers die
+    of must not kill one after the other.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class Patience:
         self.deadline = clock() + admission_seconds
 
     def pause_seconds(
-        self, reason: errors.BatonError, wanted: float, *, progress: bool, reached: bool
+        self, reason: errors.BatonError, wanted: float, *, progress: bool, costly: bool
     ) -> float:
         """What to wait before the next attempt, at least `wanted`. Raises the error that ends the request."""
         if progress:
             self._pause, self._fruitless = 0.0, 0
             self.deadline = self._clock() + self._admission_seconds
-        self._fruitless += reached and not progress
+        self._fruitless += costly and not progress
         pause = max(wanted, self._pause)
         self._pause = min(max(2 * self._pause, PAUSE_SECONDS), MAX_PAUSE_SECONDS)
         if self._fruitless >= self._max_attempts:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from tests.chaos.campaign import Campaign
 from tests.chaos.checker import Checker
-from tests.chaos.faults import ROWS
+from tests.chaos.faults import ROWS, draw_fault
 from tests.chaos.results import Result, append, percentile, read, table
 from tests.chaos.target import Target
 from tests.chaos.workload import Workload
@@ -109,7 +109,7 @@ async def _campaign(
         seed=f"{plan.seed}:{plan.first}",
     )
     campaign = Campaign(target, workload, plan.seed, on_result, plan.out / "wrong.jsonl")
-    await campaign.run(plan.faults, plan.first, plan.names)
+    await campaign.run(draw_fault(plan.seed, n, plan.names) for n in range(plan.first, plan.faults))
 
 
 def line(result: Result, faults: int) -> str:
@@ -117,7 +117,8 @@ def line(result: Result, faults: int) -> str:
     held = f" {result.hold:.1f} s" if result.hold else ""
     text = (
         f"{result.number + 1}/{faults} {result.fault}{held}: {result.in_flight} in flight, {result.hit} hit, "
-        f"recovery {result.recovery:.2f} s, whole after {result.whole_again:.1f} s, "
+        f"recovery {result.recovery:.2f} s, whole after {result.whole_again:.1f} s, reclaimed after "
+        f"{result.quiet:.1f} s, "
         f"{result.requests} requests, {result.tokens} tokens, near-ties {result.near_ties}"
     )
     if result.lost or result.doubled or result.wrong:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.chaos.faults import Fault, Struck, draw_fault, strike
+from tests.chaos.faults import Fault, Struck, strike
 from tests.chaos.invariants import leaks
 from tests.chaos.results import Result
 from tests.chaos.streams import Stream
@@ -43,13 +43,12 @@ class Campaign:
         self._evidence = evidence
         self._known_leaks: list[str] = []
 
-    async def run(self, faults: int, first: int, names: list[str]) -> None:
-        """Faults number `first` … until `faults` of them counted."""
+    async def run(self, schedule: Iterable[Fault]) -> None:
+        """Each fault until it counted: one that meets no request is tried again."""
         self._workload.start()
         try:
-            for number in range(first, faults):
-                fault = draw_fault(self._seed, number, names)
-                while not await self._one(fault):  # nothing was in flight: again
+            for fault in schedule:
+                while not await self._one(fault):
                     pass
         finally:
             await self._workload.stop()
@@ -74,16 +73,19 @@ class Campaign:
         for stream in list(workload.live):
             workload.cancel(stream)
         await workload.idle(5.0)
+        idle_since = loop.time()
+        left = await leaks(self._target)
+        quiet = loop.time() - idle_since
         await workload.checked()
         unjudged = sum(bool(stream.tokens) and stream.verdict is None for stream in workload.finished)
         found += [f"{unjudged} streams not judged"] if unjudged else []
-        found += ([f"not whole: {missing}"] if missing else []) + await leaks(self._target)
+        found += ([f"not whole: {missing}"] if missing else []) + left
         fresh = [leak for leak in found if leak not in self._known_leaks]
         self._known_leaks = found
         for stream in streams:
             if stream.verdict is not None and stream.verdict.wrong:
                 self._keep(fault, stream)
-        self._on_result(self._result(fault, struck, streams, fresh, whole_again))
+        self._on_result(self._result(fault, struck, streams, fresh, (whole_again, quiet)))
         return True
 
     def _keep(self, fault: Fault, stream: Stream) -> None:
@@ -93,7 +95,12 @@ class Campaign:
             file.write(json.dumps({"seed": self._seed, "number": fault.number, **asdict(stream)}) + "\n")
 
     def _result(
-        self, fault: Fault, struck: Struck, streams: list[Stream], leaks: list[str], whole_again: float
+        self,
+        fault: Fault,
+        struck: Struck,
+        streams: list[Stream],
+        leaks: list[str],
+        seconds: tuple[float, float],
     ) -> Result:
         baton = [stream for stream in streams if stream.kind == "baton"]
         broken = [s for s in streams if s.outcome == "error" and s.router in struck.routers and s.router]
@@ -120,7 +127,8 @@ class Campaign:
             errors=[f"{s.kind} after {len(s.tokens)} tokens: {s.problem}" for s in errors],
             openai_broken=len(broken),
             recovery=max((s.longest_silence(struck.began, until) for s in baton), default=0.0),
-            whole_again=whole_again,
+            whole_again=seconds[0],
+            quiet=seconds[1],
             leaks=leaks,
         )
 

@@ -23,7 +23,7 @@ class Row:
     """One row of the matrix. `bound_seconds`: the longest silence a Baton client may see; None: none is promised."""
 
     role: str  # router, prefill, decode, redis, or client
-    act: str  # kill, stop, cancel
+    act: str  # kill, stop, cancel, nothing
     everyone: bool = False
     weight: int = 2
     bound_seconds: float | None = KILL_BOUND_SECONDS
@@ -41,6 +41,8 @@ ROWS: dict[str, Row] = {
     "kill all prefill": Row("prefill", "kill", everyone=True, weight=1),
     "kill all decode": Row("decode", "kill", everyone=True, weight=1, bound_seconds=None),
     "cancel": Row("client", "cancel", weight=3),
+    # What the machine alone does to a stream: the other rows' recoveries hold this much of it.
+    "nothing": Row("client", "nothing", weight=1, bound_seconds=None),
 }
 
 
@@ -85,6 +87,8 @@ async def strike(fault: Fault, target: Target, workload: Workload) -> Struck | N
         await asyncio.sleep(0.005)
     if fault.row.act == "cancel":
         return _cancel(fault, workload)
+    if fault.row.act == "nothing":
+        return Struck(loop.time(), (), (), len(workload.live), 0, 0.0)
     hit = sum(any(target.pid_of(worker) in victims for worker in stream.workers) for stream in workload.live)
     routers = tuple(one["http"] for one in target.state()["router"] if one["pid"] in victims)
     began, in_flight, held = loop.time(), len(workload.live), 0.0
@@ -102,7 +106,7 @@ def _victims(fault: Fault, target: Target, workload: Workload) -> list[int]:
     """Pids, or the indexes of the streams to cancel; empty while no request is in flight there."""
     if not workload.live:
         return []
-    if fault.row.act == "cancel":
+    if fault.row.role == "client":
         return [i for i, stream in enumerate(workload.live) if not stream.cancel_asked]
     pids = sorted(target.pids(fault.row.role))
     if fault.row.everyone or fault.row.role == "redis":

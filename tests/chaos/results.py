@@ -31,7 +31,8 @@ class Result:
     errors: list[str]
     openai_broken: int  # plain OpenAI streams whose router died
     recovery: float
-    whole_again: float
+    whole_again: float  # until every process was back and every router saw every worker
+    quiet: float  # from the last stream's end until nothing was held anywhere; statuses are 0.5 s old
     leaks: list[str] = field(default_factory=list)
 
 
@@ -70,6 +71,7 @@ def table(results: Iterable[Result]) -> Table:
         "recovery p50 s",
         "p99 s",
         "bound s",
+        "reclaimed p99 s",
         "leaks",
     ):
         shown.add_column(column, justify="left" if column == "fault" else "right")
@@ -98,5 +100,6 @@ def _row(name: str, mine: Sequence[Result]) -> list[str]:
         "" if name == "all" else p50,
         "" if name == "all" else p99,
         f"{bound:.1f}" if bound is not None else "–",
+        f"{percentile([one.quiet for one in mine], 0.99):.2f}",
         str(sum(bool(one.leaks) for one in mine)),
     ]

@@ -25,7 +25,7 @@ def test_workers_that_are_not_there_cost_time_only():
     def try_on():
         nonlocal tries
         while True:
-            clock.now += patience.pause_seconds(LOST, 0.0, progress=False, reached=False)
+            clock.now += patience.pause_seconds(LOST, 0.0, progress=False, costly=False)
             tries += 1
 
     with pytest.raises(UnavailableError) as caught:
@@ -38,9 +38,9 @@ def test_workers_that_are_not_there_cost_time_only():
 def test_a_request_that_workers_die_of_is_given_up():
     patience = Patience(3, 30.0, Clock())
     for _ in range(2):
-        patience.pause_seconds(LOST, 0.0, progress=False, reached=True)
+        patience.pause_seconds(LOST, 0.0, progress=False, costly=True)
     with pytest.raises(UnavailableError, match="3 attempts"):
-        patience.pause_seconds(LOST, 0.0, progress=False, reached=True)
+        patience.pause_seconds(LOST, 0.0, progress=False, costly=True)
 
 
 def test_a_token_begins_both_limits_anew():
@@ -48,15 +48,15 @@ def test_a_token_begins_both_limits_anew():
     patience = Patience(2, 30.0, clock)
     for _ in range(20):
         clock.now += 29.0
-        patience.pause_seconds(LOST, 0.0, progress=True, reached=True)
-        patience.pause_seconds(LOST, 0.0, progress=False, reached=True)
+        patience.pause_seconds(LOST, 0.0, progress=True, costly=True)
+        patience.pause_seconds(LOST, 0.0, progress=False, costly=True)
 
 
 def test_the_first_retry_is_immediate_and_a_hint_is_kept():
     patience = Patience(8, 30.0, Clock())
-    assert patience.pause_seconds(LOST, 0.0, progress=False, reached=False) == 0.0
-    assert patience.pause_seconds(LOST, 0.25, progress=False, reached=False) == 0.25
+    assert patience.pause_seconds(LOST, 0.0, progress=False, costly=False) == 0.0
+    assert patience.pause_seconds(LOST, 0.25, progress=False, costly=False) == 0.25
     full = BlocksExhaustedError("full", retry_after_seconds=60.0)
     with pytest.raises(UnavailableError) as caught:
-        patience.pause_seconds(full, 60.0, progress=False, reached=True)
+        patience.pause_seconds(full, 60.0, progress=False, costly=True)
     assert caught.value.retry_after_seconds == 60.0

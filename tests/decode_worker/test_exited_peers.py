@@ -1,0 +1,43 @@
+"""A parent's word ends the quarantine of every life of the process that exited, and of nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from decode_worker.exited_peers import ExitedPeers
+from kv_transfer.ring import Claim, Ring, SlotState
+
+
+@pytest.fixture
+def ring():
+    return Ring(list(range(8)), lambda claim, slot: None)
+
+
+def exited_peers(ring):
+    receiver = SimpleNamespace(rings=[ring], process_exited=ring.process_exited)
+    return ExitedPeers(receiver)  # type: ignore[arg-type]
+
+
+async def test_slots_of_all_its_epochs_are_freed_and_no_others(ring):
+    for number, peer in enumerate(("p1@a", "p1@b", "p2@a")):
+        transfer_id = bytes([number]) * 16
+        ring.ask(Claim(transfer_id, peer, 0, 0, 100))
+        ring.quarantine(transfer_id)
+    async with asyncio.timeout(5):
+        await exited_peers(ring).apply("p1")
+    assert ring.count(SlotState.QUARANTINED) == 1
+    ring.check_integrity()
+
+
+async def test_the_word_may_come_before_the_broken_connection(ring):
+    ring.ask(Claim(b"t" * 16, "p1@a", 0, 0, 100))
+    applying = asyncio.create_task(exited_peers(ring).apply("p1"))
+    await asyncio.sleep(0.05)
+    assert ring.count(SlotState.GRANTED) == 1  # its hand-off has not ended here yet
+    ring.quarantine(b"t" * 16)
+    async with asyncio.timeout(5):
+        await applying
+    assert ring.count(SlotState.FREE) == 8

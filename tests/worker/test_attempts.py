@@ -1,0 +1,74 @@
+"""Whoever opens an attempt may vanish at any point: nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.errors import StaleTransferError
+from wire import common_pb2
+from worker.attempt_log import AttemptLog
+from worker.attempts import Attempts
+
+
+@dataclass(eq=False)
+class Attempt:
+    transfer_id: bytes = b"t" * 16
+    log: AttemptLog = field(default_factory=lambda: AttemptLog(lambda: 1))
+
+
+@pytest.fixture
+def cancelled():
+    return []
+
+
+@pytest.fixture
+def attempts(cancelled):
+    async def cancel(attempt):
+        cancelled.append(attempt)
+
+    return Attempts(cancel=cancel, max_attempts=4, detach_seconds=0.1)
+
+
+async def gone(attempts):
+    async with asyncio.timeout(5):
+        while len(attempts):
+            await asyncio.sleep(0.01)
+
+
+async def test_one_that_nobody_ever_reads_is_cancelled(attempts, cancelled):
+    attempt = Attempt()
+    attempts.open(attempt)
+    await gone(attempts)
+    assert cancelled == [attempt]
+    with pytest.raises(StaleTransferError):
+        attempts.open(Attempt())
+
+
+async def test_a_reader_that_ends_in_the_middle_of_an_event_starts_the_timer(attempts, cancelled):
+    attempt = Attempt()
+    attempts.open(attempt)
+    attempt.log.add(common_pb2.Token(position=1))
+    reading = attempts.read(attempt)
+    await anext(reading)
+    await reading.aclose()  # what gRPC does when the event can't be written any more
+    assert not attempt.log.has_reader
+    await gone(attempts)
+    assert cancelled == [attempt]
+
+
+async def test_a_reader_that_comes_back_keeps_it(attempts, cancelled):
+    attempt = Attempt()
+    attempts.open(attempt)
+    attempt.log.add(common_pb2.Token(position=1))
+    await attempts.read(attempt).aclose()
+    reading = attempts.read(attempt)
+    await anext(reading)
+    await asyncio.sleep(0.3)
+    assert len(attempts) == 1
+    assert not cancelled
+    attempt.log.end(common_pb2.AttemptEnd())
+    assert [event.WhichOneof("event") async for event in reading][-1] == "end"
+    assert len(attempts) == 0
