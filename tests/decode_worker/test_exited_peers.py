@@ -17,7 +17,10 @@ def ring():
 
 
 def exited_peers(ring):
-    receiver = SimpleNamespace(rings=[ring], process_exited=ring.process_exited)
+    async def process_exited(peer):
+        ring.process_exited(peer)
+
+    receiver = SimpleNamespace(rings=[ring], process_exited=process_exited)
     return ExitedPeers(receiver)  # type: ignore[arg-type]
 
 
