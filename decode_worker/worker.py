@@ -36,6 +36,7 @@ class DecodeWorker:
         self._receiver.on_exhausted = self._exhausted
         core.on_output = self._role.on_output
         core.status = self._status
+        core.on_fenced = self._fenced
         service = DecodeService(core, self._role, self._receiver)
         core.server.add(lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server))
 
@@ -75,6 +76,11 @@ class DecodeWorker:
         await self._role.attempts.close()
         await self._receiver.close()
         await self._core.stop()
+
+    async def _fenced(self) -> None:
+        """Others have gone on without this worker: nothing that it still does is wanted."""
+        await self._role.attempts.cancel_all()
+        await self._receiver.rejoin(self._core.ref)
 
     def _status(self) -> dict[str, Any]:
         counts = self._receiver.counts

@@ -58,6 +58,10 @@ class LinkToDecode:
         )
         self._tasks = [loop.create_task(self._run()), loop.create_task(self._beat())]
 
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.done() and not self._ready.cancelled() and self._ready.exception() is None
+
     async def ready(self) -> None:
         """Returns when the pair has agreed on everything. Raises what it could not agree on."""
         await asyncio.shield(self._ready)
@@ -170,6 +174,7 @@ class LinkToDecode:
                 handoff.on_reply(reply)
 
     async def _welcome(self, welcome: handoff_pb2.Welcome) -> None:
+        self._sender.learn_epoch(self.decode.worker_id, welcome.decode_epoch)
         if welcome.HasField("refused"):
             self._lose(errors.from_wire(welcome.refused))
             return
@@ -184,7 +189,7 @@ class LinkToDecode:
                 return
             log.warning("NIXL does not reach %s: this pair uses gRPC", self.name)
             self.transport = "grpc"
-        for transfer_id in self._sender.take_undelivered(self.name):
+        for transfer_id in self._sender.mail.take(self.decode.worker_id):
             self.send(drained=handoff_pb2.Drained(transfer_id=transfer_id))
         if not self._ready.done():
             self._ready.set_result(None)

@@ -170,6 +170,18 @@ class Land:
 
 
 @dataclass(frozen=True)
+class NewEpoch:
+    """The worker rejoined: parts addressed to an earlier epoch are stale, and nothing is expected any more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Wake:
+    """Something is about to come: a rank that polls slowly in idleness polls fast for a while."""
+
+
+@dataclass(frozen=True)
 class AddSegment:
     slots: int
 

@@ -112,10 +112,11 @@ class PeerLink:
             check_layouts(hello.layout, self._receiver.layout)
             self.transport = self._choose(list(hello.transports))
         except errors.BatonError as error:
-            self.send(welcome=handoff_pb2.Welcome(refused=error.to_wire()))
+            epoch = self._receiver.worker.epoch
+            self.send(welcome=handoff_pb2.Welcome(decode_epoch=epoch, refused=error.to_wire()))
         else:
-            self.welcome()
             self._receiver.register(self)
+            self.welcome()
 
     def welcome(self) -> None:
         """Said again when a rank has new memory."""

@@ -107,6 +107,8 @@ class HandoffReceiver:
 
     def register(self, link: PeerLink) -> None:
         self._peers[link.name] = link
+        for rank in self._ranks:
+            rank.handle(m.Wake())  # NIXL sets a pair up only as fast as both sides poll
 
     # --- what the peer asks ------------------------------------------------------------------------------
 
@@ -364,6 +366,19 @@ class HandoffReceiver:
         return HandoffState.ABORTED
 
     # --- the worker's life -------------------------------------------------------------------------------
+
+    async def rejoin(self, worker: common_pb2.WorkerRef) -> None:
+        """Under a new epoch, after this worker was fenced. Hand-offs under way end; ring, generations and
+        quarantine stay: every slot that is not free is in doubt."""
+        self.worker = worker
+        for link in list(self._peers.values()):
+            link.end()
+        for transfer_id in list(self._live):
+            await self._abort(transfer_id, errors.StaleEpochError("this worker was fenced"))
+        for ring in self.rings:
+            ring.fence_all()
+        for rank in self._ranks:
+            rank.handle(m.NewEpoch(worker.epoch))
 
     async def process_exited(self, peer: str) -> None:
         """The word of the peer's parent: nothing it posted can land any more, once we have looked. `peer` is

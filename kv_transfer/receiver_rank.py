@@ -146,6 +146,9 @@ class ReceiverRank:
                 self._forget(message.transfer_id)
             case m.Settle():
                 self._settling.append((time.monotonic() + SETTLE_SECONDS, message.token))
+            case m.NewEpoch():
+                self._epoch = message.epoch
+                self._expected.clear()
             case m.Land():
                 self._land(message)
             case m.AddSegment():

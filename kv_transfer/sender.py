@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cluster import errors
@@ -14,6 +13,7 @@ from cluster.config import TransferConfig
 from cluster.tls import Peers
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffReport, HandoffSpec
+from kv_transfer.drained_mail import DrainedMail
 from kv_transfer.geometry import plan_flows
 from kv_transfer.link import LinkToDecode
 from kv_transfer.ranks import Rank
@@ -21,7 +21,6 @@ from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
 FINISH_SECONDS = 60.0
-MAX_UNDELIVERED = 4096
 
 
 class OutgoingHandoff:
@@ -194,7 +193,8 @@ class HandoffSender:
         self.config = config
         self._links: dict[str, LinkToDecode] = {}
         self._live: dict[bytes, OutgoingHandoff] = {}
-        self._undelivered: dict[str, deque[bytes]] = {}
+        self._epochs: dict[str, int] = {}  # of decode workers, as they said last
+        self.mail = DrainedMail(self._link, lambda decode: self._epochs.get(decode.worker_id, 0))
         self._loop = asyncio.get_running_loop()
         self.handoffs = 0
         self.parts = 0
@@ -242,23 +242,30 @@ class HandoffSender:
         await link.ready()
         return link
 
+    def learn_epoch(self, worker_id: str, epoch: int) -> None:
+        self._epochs[worker_id] = epoch
+
     def link_closed(self, link: LinkToDecode) -> None:
         if self._links.get(link.name) is link:
             del self._links[link.name]
 
     def say_drained(self, handoff: OutgoingHandoff, link: LinkToDecode) -> None:
-        """Every write of the hand-off is terminal: D may reuse what it quarantined. Kept for the next link
-        if this one is lost."""
+        """Every write of the hand-off is terminal: D may reuse what it quarantined."""
         self._live.pop(handoff.transfer_id, None)
         link.detach(handoff)
-        if link.lost:
-            waiting = self._undelivered.setdefault(link.name, deque(maxlen=MAX_UNDELIVERED))
-            waiting.append(handoff.transfer_id)
+        current = self._links.get(link.name, link)
+        if not current.lost and current.is_ready:
+            current.send(drained=handoff_pb2.Drained(transfer_id=handoff.transfer_id))
         else:
-            link.send(drained=handoff_pb2.Drained(transfer_id=handoff.transfer_id))
+            self.mail.keep(link.decode, handoff.transfer_id)
 
-    def take_undelivered(self, name: str) -> Iterable[bytes]:
-        return self._undelivered.pop(name, ())
+    async def rejoin(self, worker: common_pb2.WorkerRef) -> None:
+        """Under a new epoch, after this worker was fenced: what is under way ends, and is drained on new streams."""
+        self.worker = worker
+        for handoff in list(self._live.values()):
+            await handoff.abort("this worker was fenced")
+        for link in list(self._links.values()):
+            await link.close()
 
     def count_part(self, verified: bool) -> None:
         if verified:

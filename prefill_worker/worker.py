@@ -26,6 +26,7 @@ class PrefillWorker:
         self._role = PrefillRole(core, self._sender)
         core.on_output = self._role.on_output
         core.status = self._status
+        core.on_fenced = self._fenced
         service = PrefillService(self._role)
         core.server.add(lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server))
 
@@ -60,6 +61,11 @@ class PrefillWorker:
         await self._role.attempts.close()
         await self._sender.close()
         await self._core.stop()
+
+    async def _fenced(self) -> None:
+        """Others have gone on without this worker: nothing that it still does is wanted."""
+        await self._role.attempts.cancel_all()
+        await self._sender.rejoin(self._core.ref)
 
     def _status(self) -> dict[str, Any]:
         return {

@@ -115,13 +115,16 @@ class Attempts(Generic[A]):
         """Refuse this transfer id from now on, also if it was never seen."""
         self._ended.add(transfer_id)
 
+    async def cancel_all(self) -> None:
+        """Ends every attempt there is now; their readers hear it."""
+        for attempt in self.all():
+            await self._cancel_and_forget(attempt)
+
     async def close(self) -> None:
         """Cancels what is left."""
         for transfer_id in list(self._timers):
             self._stop_timer(transfer_id)
-        for attempt in list(self._live.values()):
-            await self._cancel(attempt)
-            self.forget(attempt.transfer_id)
+        await self.cancel_all()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5.0)
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +31,7 @@ from worker.server import WorkerServer
 log = logging.getLogger(__name__)
 WIRE_VERSION = 1
 RESYNC_SECONDS = 10.0
+REJOIN_SECONDS = 10.0
 
 
 class WorkerCore:
@@ -53,6 +54,7 @@ class WorkerCore:
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.page_size = runner.page_size
         self.on_output: Callable[[StepOutput], None] = lambda output: None
+        self.on_fenced: Callable[[], Awaitable[None]] = _nothing
         self.status: Callable[[], dict[str, Any]] = dict
         self.draining = False
         self._registration: Registration | None = None
@@ -157,6 +159,7 @@ class WorkerCore:
             info,
             healthy=self.host.healthy,
             status=self._status,
+            rejoin=self._rejoin_from_thread,
         )
         self._reporter = ChainReporter(
             self.config.redis_url,
@@ -167,6 +170,16 @@ class WorkerCore:
         )
         self._registration.start()
         self._reporter.start()
+
+    def _rejoin_from_thread(self) -> int:
+        return asyncio.run_coroutine_threadsafe(self.rejoin(), self._loop).result(REJOIN_SECONDS)
+
+    async def rejoin(self) -> int:
+        """Fenced: from now on what is addressed to the old epoch is refused; what it began is ended. The prefix
+        cache stays: blocks are what their hashes say, whoever counts epochs."""
+        self.epoch = secrets.randbits(64) or 1
+        await self.on_fenced()
+        return self.epoch
 
     def _held_chains(self) -> list[tuple[list[bytes], int]]:
         """The whole prefix cache, asked on the reporter's thread, read on the engine's."""
@@ -231,3 +244,7 @@ class WorkerCore:
             await asyncio.to_thread(self._exporter.close)
         await self.host.stop()
         await asyncio.to_thread(self.ranks.close)
+
+
+async def _nothing() -> None:
+    """No role yet."""

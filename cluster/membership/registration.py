@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 import redis
 
+from cluster.errors import BatonError
 from cluster.membership import keys, scripts
-from cluster.membership.types import RENEW_SECONDS, WorkerInfo
+from cluster.membership.types import LEASE_DEAD_SECONDS, RENEW_SECONDS, WorkerInfo
 from cluster.redis.connect import connect
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,10 @@ class Registration:
 
     The worker starts and serves without Redis; it registers when Redis comes. While `healthy` says no, the lease
     is left to run out: a hung engine is a dead worker.
+
+    A worker that has not been able to renew for as long as a lease lives (it was stopped, or hung) has been fenced:
+    others have given its work to somebody else. `rejoin` then ends what it still holds and returns its new epoch.
+    Renewals that failed because Redis was away do not count: by its own clock the worker was there.
     """
 
     def __init__(
@@ -42,6 +48,8 @@ class Registration:
         healthy: Callable[[], bool] = lambda: True,
         status: Callable[[], Mapping[str, Any]] = dict,
         on_registered: Callable[[int], None] = lambda slot: None,
+        rejoin: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._client = connect(redis_url)
         self._keys = [
@@ -54,6 +62,8 @@ class Registration:
         self._healthy = healthy
         self._status = status
         self._on_registered = on_registered
+        self._rejoin = rejoin
+        self._clock = clock
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._unreachable = False
@@ -88,9 +98,28 @@ class Registration:
         self._client.close()
 
     def _run(self) -> None:
+        there = self._clock()  # when this worker could speak for itself last
         while not self._stop.wait(0 if self.slot == 0 and not self._unreachable else RENEW_SECONDS):
-            if self._healthy():
-                self._try(self._do_renew if self.slot else self._do_register)
+            if not self._healthy():
+                continue
+            if self._clock() - there > LEASE_DEAD_SECONDS and not self._new_life():
+                continue
+            self._try(self._do_renew if self.slot else self._do_register)
+            there = self._clock()
+
+    def _new_life(self) -> bool:
+        """False if it has to be tried again."""
+        if self._rejoin is None:
+            return True
+        try:
+            epoch = self._rejoin()
+        except (BatonError, TimeoutError) as error:
+            log.warning("fenced, and not able to rejoin yet: %r", error)
+            return False
+        log.warning("fenced: it was silent for longer than a lease; rejoining under a new epoch")
+        with self._lock:
+            self._info = replace(self._info, epoch=epoch, slot=0)
+        return True
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
