@@ -93,45 +93,6 @@ class Sets:
 
 
 prompts = st.lists(st.integers(0, 1), min_size=2, max_size=14)
-steps = st.lists(
-    st.tuples(st.sampled_from(["report", "predict", "shrink"]), st.sampled_from("123"), prompts), max_size=25
-)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=steps, probes=st.lists(prompts, min_size=1, max_size=6))
-def test_matches_are_those_of_plain_sets(steps, probes, redis_server):
-    index, model = Index(redis_server.url), Sets()
-    for slot in "123":
-        index.own(slot)
-    for kind, slot, tokens in steps:
-        blocks = chain(tokens)
-        if not blocks:
-            continue
-        if kind == "predict":
-            index.predict(slot, blocks)
-            model.report(slot, blocks, len(blocks))
-        else:
-            held = len(blocks) if kind == "report" else len(blocks) // 2
-            assert index.report(slot, blocks, held) == b"ok"
-            # A worker that shrinks a chain has lost everything that continues it.
-            lost = blocks[held:]
-            model.report(slot, blocks, held)
-            _drop_descendants(model, slot, steps, lost)
-    for tokens in probes:
-        blocks = chain(tokens)
-        expected, found = model.match(blocks), index.match(blocks)
-        # The index never promises more than there is, and forgets at most what it was told to.
-        assert all(found[slot] <= expected.get(slot, 0) for slot in found), (found, expected)
-    index.redis.close()
-
-
-def _drop_descendants(model: Sets, slot: str, steps, lost: tuple[bytes, ...]) -> None:
-    for _, _, tokens in steps:
-        blocks = chain(tokens)
-        for block in lost:
-            if block in blocks:
-                model.held[slot] -= set(blocks[blocks.index(block) :])
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
