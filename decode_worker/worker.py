@@ -14,14 +14,14 @@ from kv_transfer.receiver import HandoffReceiver
 from kv_transfer.ring import SlotState
 from wire import decode_pb2_grpc
 from worker.core import WorkerCore
+from worker.role_worker import RoleWorker
 
 log = logging.getLogger(__name__)
 
 
-class DecodeWorker:
+class DecodeWorker(RoleWorker):
     def __init__(self, config: WorkerConfig):
-        self._core = WorkerCore(config)
-        core = self._core
+        core = WorkerCore(config)
         self._role = DecodeRole(core)
         self._receiver = HandoffReceiver(
             worker=core.ref,
@@ -32,55 +32,18 @@ class DecodeWorker:
             config=config.transfer,
             is_ended=self._role.attempts.is_ended,
         )
+        super().__init__(core, self._role.attempts, self._receiver)
         self._role.receiver = self._receiver
         self._receiver.on_exhausted = self._exhausted
         core.on_output = self._role.on_output
         core.status = self._status
-        core.on_fenced = self._fenced
         service = DecodeService(core, self._role, self._receiver)
         core.server.add(lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server))
-
-    @property
-    def worker_id(self) -> str:
-        return self._core.worker_id
-
-    @property
-    def epoch(self) -> int:
-        return self._core.epoch
-
-    @property
-    def address(self) -> str:
-        return self._core.server.address
-
-    @property
-    def metrics_address(self) -> str:
-        return self._core.metrics_address
-
-    def healthy(self) -> bool:
-        return self._core.host.healthy() and not self._core.failed.done()
 
     def _exhausted(self, reason: str) -> None:
         """The end of this process is the fence that its landing ring needs."""
         log.error("the decode worker drains and ends: %s", reason)
-        self._core.spawn(self._core.leave(InternalError(reason), lambda: len(self._role.attempts) == 0))
-
-    async def wait_failed(self) -> BaseException:
-        return await self._core.failed
-
-    async def start(self) -> None:
-        await self._core.start()
-
-    async def stop(self) -> None:
-        """Finishes what runs, within the drain limit, then leaves."""
-        await self._core.drain(lambda: len(self._role.attempts) == 0)
-        await self._role.attempts.close()
-        await self._receiver.close()
-        await self._core.stop()
-
-    async def _fenced(self) -> None:
-        """Others have gone on without this worker: nothing that it still does is wanted."""
-        await self._role.attempts.cancel_all()
-        await self._receiver.rejoin(self._core.ref)
+        self._core.spawn(self._core.leave(InternalError(reason), self._idle))
 
     def _status(self) -> dict[str, Any]:
         counts = self._receiver.counts

@@ -118,6 +118,17 @@ class PeerLink:
             self._receiver.register(self)
             self.welcome()
 
+    def answer(self, part: m.PartLanded, verified: bool) -> None:
+        self.send(
+            part_result=handoff_pb2.PartResult(
+                transfer_id=part.transfer_id,
+                source_rank=part.source_rank,
+                target_rank=part.rank,
+                part=part.part,
+                verified=verified,
+            )
+        )
+
     def welcome(self) -> None:
         """Said again when a rank has new memory."""
         self.send(

@@ -284,7 +284,7 @@ class HandoffReceiver:
         handoff.part_verified(part)
         self.counts["parts"] += 1
         self.counts["bytes"] += part.bytes
-        self._answer(link, part, True)
+        link.answer(part, True)
         self._spawn(self._commit_if_complete(handoff))
 
     def _part_failed(self, handoff: IncomingHandoff, link: PeerLink, part: m.PartLanded) -> None:
@@ -293,22 +293,10 @@ class HandoffReceiver:
         key = (part.source_rank, part.rank, part.part)
         if part.error == "digest" and key not in handoff.resent:
             handoff.resent.add(key)
-            self._answer(link, part, False)
+            link.answer(part, False)
             return
         error = errors.DigestMismatchError(f"part {part.part} arrived corrupted twice ({part.error})")
         self._spawn(self._abort(part.transfer_id, error))
-
-    @staticmethod
-    def _answer(link: PeerLink, part: m.PartLanded, verified: bool) -> None:
-        link.send(
-            part_result=handoff_pb2.PartResult(
-                transfer_id=part.transfer_id,
-                source_rank=part.source_rank,
-                target_rank=part.rank,
-                part=part.part,
-                verified=verified,
-            )
-        )
 
     # --- the end of a hand-off ---------------------------------------------------------------------------
 

@@ -125,6 +125,13 @@ HtmlFile = Annotated[
 ]
 
 
+# Flags that are settings of the same name.
+_SAME_NAMES = (
+    "model", "arrival", "workload", "prompt_tokens", "prompt_spread", "prefix_tokens", "prefixes", "turns",
+    "vocab_size", "max_tokens", "temperature", "ignore_eos", "api_key", "tls_ca",
+)  # fmt: skip
+
+
 def load(
     protocol: Protocols = [ProtocolName.GRPC],  # noqa: B006 (typer wants a list, and copies it)
     target: Targets = None,
@@ -164,28 +171,15 @@ def load(
     Latencies count from the moment a request was due, so a server that stalls cannot hide the requests it
     held up. Figures the server reports itself (stages, cached tokens, shipped KV) appear where it does.
     """
+    given = dict(locals())
     shares = _shares(protocol, target or [], rate, concurrency, requests)
-    settings: dict[str, object] = {
-        "model": model,
-        "arrival": arrival,
+    settings: dict[str, object] = {name: given[name] for name in _SAME_NAMES} | {
         "seconds": 30.0 if requests is None and seconds is None else seconds,
         "warmup_requests": warmup,
         "timeout_seconds": timeout,
-        "workload": workload,
         "prompt_kind": prompts,
-        "prompt_tokens": prompt_tokens,
-        "prompt_spread": prompt_spread,
-        "prefix_tokens": prefix_tokens,
-        "prefixes": prefixes,
-        "turns": turns,
         "think_seconds": think,
         "questions": _lines(questions),
-        "vocab_size": vocab_size,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "ignore_eos": ignore_eos,
-        "api_key": api_key,
-        "tls_ca": tls_ca,
         "slo": {"ttft_seconds": slo_ttft, "tpot_seconds": slo_tpot, "e2e_seconds": slo_e2e},
     }
     _finish(_run(_configs(shares, settings, extra_body, seed)), json, html)

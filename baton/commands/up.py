@@ -65,34 +65,8 @@ def up(
     ] = None,
 ) -> None:
     """Start a whole cluster here: Redis, routers, prefill and decode workers. Ctrl-C stops all of it."""
-    options = UpOptions(
-        model=model,
-        routers=routers,
-        prefill=prefill,
-        decode=decode,
-        prefill_tp=prefill_tp,
-        decode_tp=decode_tp,
-        aggregated=aggregated,
-        local_prefill=local_prefill,
-        pool=pool,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        kv_memory=parse_bytes(kv_memory, "kv_memory"),
-        page_size=page_size,
-        max_batch_tokens=max_batch_tokens,
-        chunked_prefill=chunked_prefill,
-        served_model_name=served_model_name,
-        threads_per_worker=threads_per_worker,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        api_keys_file=api_keys_file,
-        certs=certs,
-        require_client_certs=require_client_certs,
-        share_prefixes_across_tenants=share_prefixes_across_tenants,
-        redis_url=redis_url,
-        state_file=state_file,
-    )
-    run(options)
+    given = dict(locals())  # every flag is the option of its name
+    run(UpOptions(**{**given, "kv_memory": parse_bytes(kv_memory, "kv_memory")}))
 
 
 def run(options: UpOptions) -> None:
