@@ -22,9 +22,9 @@ from router.completion import Completion, Delta, Outcome
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.mailbox import Mailbox
-from router.dispatch.patience import Patience
+from router.dispatch.patience import Patience, admission_seconds, ttft_target_seconds
 from router.dispatch.services import Services
-from router.placement.types import Placed, PlacementRequest
+from router.placement.types import Placed, PlacementRequest, urgency_of
 from wire import common_pb2, inference_pb2
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,10 @@ class RequestLife:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""
         machine = StateMachine(LifeState.PLACING, TRANSITIONS, self._completion.request_id)
         config = self._services.config
-        patience = Patience(config.max_attempts, config.admission_seconds)
+        patience = Patience(
+            config.max_attempts,
+            admission_seconds(config.admission_seconds, self._completion.deadline_seconds),
+        )
         while True:
             before = sum(choice.new_tokens for choice in choices)
             try:
@@ -168,6 +171,9 @@ class RequestLife:
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
             excluded=self._services.liveness.suspects | self._excluded,
             explain=c.explain,
+            urgency=urgency_of(c.priority),
+            target_seconds=self._target_seconds(),
+            deadline_seconds=self._left_seconds(),
         )
         placed = await self._place_until(request, deadline)
         self._truth.placement_seconds += time.monotonic() - began
@@ -185,6 +191,17 @@ class RequestLife:
         )
         self.worker_ids = [w.worker_id for w in (placed.prefill, placed.decode) if w is not None]
         return attempt
+
+    def _target_seconds(self) -> float:
+        """Within which the first token is wanted. What has once been taken in is not refused any more."""
+        if self._truth.attempts or self._completion.resume_tokens:
+            return 0.0
+        return ttft_target_seconds(self._services.config, urgency_of(self._completion.priority))
+
+    def _left_seconds(self) -> float:
+        if self._truth.attempts or self._completion.resume_tokens:
+            return 0.0
+        return max(1e-3, self._completion.deadline_seconds - (time.monotonic() - self._received))
 
     async def _place_until(self, request: PlacementRequest, deadline: float) -> Placed:
         """Waits for workers to come back, up to the admission deadline."""

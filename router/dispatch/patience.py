@@ -6,9 +6,26 @@ import time
 from collections.abc import Callable
 
 from cluster import errors
+from cluster.config import RouterConfig
+from router.placement.types import Urgency
 
 PAUSE_SECONDS = 0.02
 MAX_PAUSE_SECONDS = 0.5
+OF_DEADLINE = 0.9  # of a client's own deadline: the refusal must still reach it
+
+
+def ttft_target_seconds(config: RouterConfig, urgency: Urgency) -> float:
+    """Within which a class wants its first tokens; 0 = no target."""
+    return {
+        "high": config.ttft_target_seconds_high,
+        "normal": config.ttft_target_seconds_normal,
+        "batch": config.ttft_target_seconds_batch,
+    }[urgency]
+
+
+def admission_seconds(limit: float, deadline_seconds: float) -> float:
+    """How long a request may wait for a place: ended sooner than its deadline would end it, and told why."""
+    return min(limit, OF_DEADLINE * deadline_seconds)
 
 
 class Patience:
@@ -42,8 +59,18 @@ class Patience:
         if self._fruitless >= self._max_attempts:
             raise _unavailable(f"gave up after {self._fruitless} attempts: {reason}", reason) from None
         if self._clock() + pause > self.deadline:
+            if isinstance(reason, _BEHIND):
+                raise _overloaded(f"no worker took it in time: {reason}", reason) from None
             raise _unavailable(f"no worker took it in time: {reason}", reason) from None
         return pause
+
+
+# Workers that are there, and have too much to do.
+_BEHIND = (errors.OverloadedError, errors.DeadlineError, errors.BlocksExhaustedError)
+
+
+def _overloaded(message: str, reason: errors.BatonError) -> errors.OverloadedError:
+    return errors.OverloadedError(message, retry_after_seconds=reason.retry_after_seconds or 1.0)
 
 
 def _unavailable(message: str, reason: errors.BatonError) -> errors.UnavailableError:
