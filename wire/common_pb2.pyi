@@ -183,6 +183,8 @@ class GenerateSpec(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     prompt_tokens: _builtins.bytes
     output_tokens: _builtins.bytes
@@ -193,7 +195,11 @@ class GenerateSpec(_message.Message):
     salt: _builtins.bytes
     """block hash salt (cluster/block_hash.py), 16 bytes"""
     priority: _builtins.int
-    """higher is more important"""
+    """higher is more important: above 0 is high, 0 normal, below 0 batch"""
+    tenant: _builtins.str
+    """who shares a queue with whom; "" = all who have no key"""
+    weight: _builtins.float
+    """of the tenant, beside other tenants'; 0 is read as 1 (unset)"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
@@ -207,10 +213,12 @@ class GenerateSpec(_message.Message):
         n: _builtins.int = ...,
         salt: _builtins.bytes = ...,
         priority: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_choice", b"first_choice", "model_id", b"model_id", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "salt", b"salt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_choice", b"first_choice", "model_id", b"model_id", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "salt", b"salt", "sampling", b"sampling", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
