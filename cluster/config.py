@@ -82,6 +82,9 @@ class WorkerConfig(TlsFields):
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
     max_queued_requests: int = Field(1024, ge=1)
+    batch_aging_seconds: float = Field(
+        30.0, gt=0, description="a batch request that has queued for a prefill this long counts as normal"
+    )
     step_stall_seconds: float = Field(
         30.0, gt=0, description="an engine with work that stands still this long is dead"
     )

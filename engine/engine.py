@@ -229,7 +229,7 @@ class Engine:
         reserved = [s for family in self._requests.values() for s in family if s.state is S.WAITING_FOR_KV]
         if not reserved:
             return False
-        youngest = max(reserved, key=lambda s: s.arrival).request.request_id
+        youngest = max(reserved, key=lambda s: s.order).request.request_id
         output.evicted_reservations.append(youngest)
         self._count["evicted"] += 1
         self.abort(youngest)

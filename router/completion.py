@@ -26,6 +26,7 @@ class Completion:
     explain: bool = False
     deadline_seconds: float = 600.0
     tenant: str = ""  # whose key it came with
+    weight: float = 1.0  # of the tenant, beside other tenants'
     prefix_scope: str = ""  # who shares its prefixes; goes into the salt of its block hashes
 
 

@@ -122,9 +122,9 @@ class RequestLife:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""
         machine = StateMachine(LifeState.PLACING, TRANSITIONS, self._completion.request_id)
         config = self._services.config
+        c = self._completion
         patience = Patience(
-            config.max_attempts,
-            admission_seconds(config.admission_seconds, self._completion.deadline_seconds),
+            config.max_attempts, admission_seconds(config, urgency_of(c.priority), c.deadline_seconds)
         )
         while True:
             before = sum(choice.new_tokens for choice in choices)
@@ -227,6 +227,8 @@ class RequestLife:
             n=len(choices),
             salt=self._services.salt(model_id, c.prefix_scope),
             priority=c.priority,
+            tenant=c.tenant,
+            weight=c.weight,
         )
 
     # --- one attempt -------------------------------------------------------------------------------------

@@ -23,9 +23,11 @@ def ttft_target_seconds(config: RouterConfig, urgency: Urgency) -> float:
     }[urgency]
 
 
-def admission_seconds(limit: float, deadline_seconds: float) -> float:
-    """How long a request may wait for a place: ended sooner than its deadline would end it, and told why."""
-    return min(limit, OF_DEADLINE * deadline_seconds)
+def admission_seconds(config: RouterConfig, urgency: Urgency, deadline_seconds: float) -> float:
+    """How long a request may wait for a place: as long as its class's target lets it queue, and ended sooner than
+    its deadline would end it, so that it is told why."""
+    patience = max(config.admission_seconds, ttft_target_seconds(config, urgency))
+    return min(patience, OF_DEADLINE * deadline_seconds)
 
 
 class Patience:

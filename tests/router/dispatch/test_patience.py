@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.config import RouterConfig
 from cluster.errors import (
     BlocksExhaustedError,
     DeadlineError,
@@ -79,5 +80,7 @@ def test_workers_that_are_behind_are_no_time_out(reason):
 
 
 def test_a_refusal_comes_before_the_clients_deadline():
-    assert admission_seconds(30.0, 600.0) == 30.0
-    assert admission_seconds(30.0, 10.0) == 9.0
+    config = RouterConfig(model="/m", admission_seconds=30.0, ttft_target_seconds_batch=120.0)
+    assert admission_seconds(config, "normal", 600.0) == 30.0
+    assert admission_seconds(config, "normal", 10.0) == 9.0
+    assert admission_seconds(config, "batch", 600.0) == 120.0
