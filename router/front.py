@@ -77,7 +77,13 @@ class Front:
             return completion
         shared = self.config.share_prefixes_across_tenants
         scope = "" if shared else caller.tenant
-        return replace(completion, tenant=caller.tenant, weight=caller.weight, prefix_scope=scope)
+        return replace(
+            completion,
+            tenant=caller.tenant,
+            weight=caller.weight,
+            rate_limits=caller.rate_limits,
+            prefix_scope=scope,
+        )
 
     def ready(self) -> bool:
         """Can a request be served now?"""

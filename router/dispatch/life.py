@@ -8,9 +8,11 @@ PLACING → RUNNING → DONE
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -25,6 +27,7 @@ from router.dispatch.mailbox import Mailbox
 from router.dispatch.patience import Patience, admission_seconds, ttft_target_seconds
 from router.dispatch.services import Services
 from router.placement.types import Placed, PlacementRequest, urgency_of
+from router.quota.quota import EXPECTED_OUTPUT_TOKENS
 from wire import common_pb2, inference_pb2
 
 log = logging.getLogger(__name__)
@@ -108,7 +111,7 @@ class RequestLife:
 
     async def _run(self) -> None:
         try:
-            async with asyncio.timeout(self._completion.deadline_seconds):
+            async with asyncio.timeout(self._completion.deadline_seconds), self._charged():
                 await self._run_choices(self._choices)
         except TimeoutError:
             seconds = self._completion.deadline_seconds
@@ -117,6 +120,22 @@ class RequestLife:
             self._deltas.fail(error)
         else:
             self._deltas.end()
+
+    @contextlib.asynccontextmanager
+    async def _charged(self) -> AsyncIterator[None]:
+        """To its tenant's quota: what it is expected to use, and at the end what it has used."""
+        c, quota = self._completion, self._services.quota
+        prompt = len(c.prompt_tokens)
+        expected = prompt + c.n * min(c.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
+        charge = await quota.charge(c.tenant, c.rate_limits, expected)
+        try:
+            yield
+        finally:
+            if charge is not None:
+                # Work that no worker has begun costs nothing: the request was refused, or nobody was there.
+                served = self._truth.attempts > 0
+                used = prompt + sum(choice.new_tokens for choice in self._choices) if served else 0
+                self._services.clean_up(quota.settle(charge, used, served=served))
 
     async def _run_choices(self, choices: list[ChoiceStream]) -> None:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""
