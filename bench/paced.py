@@ -69,7 +69,9 @@ class PacedWorkers(StubWorkers):
         try:
             began = time.monotonic()
             async with lane.busy:
+                alone = time.monotonic()
                 await asyncio.sleep(tokens / self._rate)
+                report.prompt_compute_seconds = time.monotonic() - alone
             report.prefill_queue_seconds = began - received
             report.prefill_seconds = time.monotonic() - began
             report.computed_prompt_tokens = tokens

@@ -138,6 +138,7 @@ class PrefillRole:
         report.prefill_seconds = time.monotonic() - started
         report.cached_tokens = prefilled.done.cached_tokens
         report.computed_prompt_tokens = prefilled.done.computed_prompt_tokens
+        report.prompt_compute_seconds = prefilled.done.prompt_compute_seconds
         return prefilled
 
     async def _hand_over(

@@ -323,6 +323,7 @@ class WorkReport(_message.Message):
     KV_BYTES_SHIPPED_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     prefill_queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
     handoff_exposed_seconds: _builtins.float
@@ -339,6 +340,8 @@ class WorkReport(_message.Message):
     transport: _builtins.str
     """"nixl" | "grpc" | "" """
     worker_id: _builtins.str
+    prompt_compute_seconds: _builtins.float
+    """its share, by tokens, of the steps that computed its prompt"""
     def __init__(
         self,
         *,
@@ -353,10 +356,11 @@ class WorkReport(_message.Message):
         kv_bytes_shipped: _builtins.int = ...,
         transport: _builtins.str = ...,
         worker_id: _builtins.str = ...,
+        prompt_compute_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_prompt_tokens", b"computed_prompt_tokens", "decode_queue_seconds", b"decode_queue_seconds", "decode_seconds", b"decode_seconds", "handoff_exposed_seconds", b"handoff_exposed_seconds", "kv_bytes_shipped", b"kv_bytes_shipped", "not_shipped_tokens", b"not_shipped_tokens", "prefill_queue_seconds", b"prefill_queue_seconds", "prefill_seconds", b"prefill_seconds", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_prompt_tokens", b"computed_prompt_tokens", "decode_queue_seconds", b"decode_queue_seconds", "decode_seconds", b"decode_seconds", "handoff_exposed_seconds", b"handoff_exposed_seconds", "kv_bytes_shipped", b"kv_bytes_shipped", "not_shipped_tokens", b"not_shipped_tokens", "prefill_queue_seconds", b"prefill_queue_seconds", "prefill_seconds", b"prefill_seconds", "prompt_compute_seconds", b"prompt_compute_seconds", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -350,7 +350,7 @@ class RequestLife:
         """What a worker measured corrects what placement assumes."""
         calibration = self._services.placement.calibration
         total = report.computed_prompt_tokens + report.cached_tokens
-        calibration.observe_prefill(report.computed_prompt_tokens, total, report.prefill_seconds)
+        calibration.observe_prefill(report.computed_prompt_tokens, total, report.prompt_compute_seconds)
         if report.kv_bytes_shipped:
             shipped = len(self._completion.prompt_tokens) - report.not_shipped_tokens
             calibration.observe_transfer(report.kv_bytes_shipped, shipped, report.handoff_exposed_seconds)

@@ -29,7 +29,8 @@ class Calibration:
         return 1.0 / self.a
 
     def observe_prefill(self, computed_tokens: int, total_tokens: int, seconds: float) -> None:
-        """Least-mean-squares on the two terms; both stay positive. The first ones weigh more than later ones."""
+        """`seconds`: what the prompt cost, without what it waited for others in the same batch; a queue gets shorter
+        as fast. Least-mean-squares on the two terms; both stay positive, the first samples weigh more."""
         if computed_tokens < 16 or seconds <= 0:
             return
         self.observed += 1

@@ -121,3 +121,17 @@ def test_every_answer_is_its_own(steps, blocks, budget, chunked):
     for key, tokens in world.expected.items():
         assert world.got[key] == tokens, key
     assert world.engine.stats().blocks_held == 0
+
+
+def test_a_prompts_cost_is_its_share_of_the_steps_that_computed_it():
+    """What was waited for others in the same batch belongs to the others: a queue's length is told from it."""
+    runner = FakeRunner(64, max_batch_tokens=16)
+    engine = Engine(runner, runner.config, secret=SECRET)
+    for index in range(4):
+        engine.add(EngineRequest(f"r{index}", [index] * (8 + 8 * index), greedy(1), salt=SALT))
+    done = []
+    while engine.has_work:
+        done += engine.step().done
+    shares = [one.prompt_compute_seconds for one in done]
+    assert len(shares) == 4 and min(shares) > 0
+    assert sum(shares) <= sum(engine._seconds.values())
