@@ -172,11 +172,21 @@ class Placement:
         ]
 
     def _alone(self, request: PlacementRequest, candidates: Candidates) -> Placed:
+        """Raises OverloadedError."""
         load = self._own_load()
         d = self._local.pick(candidates.decode, load, request.chain)
         p = self._local.pick(candidates.prefill, load, request.chain) if candidates.prefill else None
+        if p is not None:
+            self._refuse_late(request, load[p.name] / self.calibration.rate)
         self._charge(request, p, d, request.token_count)
         return Placed(p, d, 0, 0, False)
+
+    def _refuse_late(self, request: PlacementRequest, ahead_seconds: float) -> None:
+        """By what this router alone has sent: less than all is better than no limit at all."""
+        compute = self.calibration.a * request.token_count
+        target = request.target_seconds
+        if self.calibration.known and 0 < target < ahead_seconds + compute and ahead_seconds > compute:
+            raise _too_late(request, ahead_seconds + compute)
 
     def _charge(self, request: PlacementRequest, p: WorkerInfo | None, d: WorkerInfo, uncached: int) -> None:
         self._local.remember(request.chain, (p or d).worker_id)
@@ -251,7 +261,7 @@ class Placement:
 
 def _too_late(request: PlacementRequest, first_token_seconds: float) -> OverloadedError:
     limits = [limit for limit in (request.target_seconds, request.deadline_seconds) if limit > 0]
-    limit = min(limits, default=0.0)
+    limit = min(limits, default=0.0)  # only who has one is refused
     return OverloadedError(
         f"the first token would take about {first_token_seconds:.1f} s; a {request.urgency} request here "
         f"waits at most {limit:.1f} s",

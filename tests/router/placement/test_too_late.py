@@ -138,6 +138,15 @@ async def test_classes_are_released_with_their_requests(placement):
         await asyncio.sleep(0.02)
 
 
+async def test_without_redis_a_routers_own_requests_count(placement):
+    placement._down_until = time.monotonic() + 60
+    for _ in range(2):
+        assert not (await placement.place(request(6000))).from_redis
+    with pytest.raises(OverloadedError):
+        await placement.place(request(1000))
+    await placement.place(request(1000, target=0.0))
+
+
 async def test_nothing_is_refused_before_speeds_are_known(placement):
     placement.calibration = Calibration()
     for _ in range(5):
