@@ -23,10 +23,11 @@ from cluster.state_machine import StateMachine
 from router.completion import Completion, Delta, Outcome
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.choice import ChoiceStream, GapError
+from router.dispatch.hurry import Hurry
 from router.dispatch.mailbox import Mailbox
-from router.dispatch.patience import Patience, admission_seconds, ttft_target_seconds
+from router.dispatch.patience import Patience
 from router.dispatch.services import Services
-from router.placement.types import Placed, PlacementRequest, urgency_of
+from router.placement.types import Placed, PlacementRequest
 from router.quota.quota import EXPECTED_OUTPUT_TOKENS
 from wire import common_pb2, inference_pb2
 
@@ -84,6 +85,7 @@ class RequestLife:
         self._truth = Truth()
         self._received = time.monotonic()
         self._started = self._received
+        self._hurry = Hurry(services.config, completion, self._received)
         self._excluded: set[str] = set()
         self._deltas: Mailbox[Delta]
         self._work: asyncio.Task[None] | None = None
@@ -141,10 +143,7 @@ class RequestLife:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""
         machine = StateMachine(LifeState.PLACING, TRANSITIONS, self._completion.request_id)
         config = self._services.config
-        c = self._completion
-        patience = Patience(
-            config.max_attempts, admission_seconds(config, urgency_of(c.priority), c.deadline_seconds)
-        )
+        patience = Patience(config.max_attempts, self._hurry.admission_seconds)
         while True:
             before = sum(choice.new_tokens for choice in choices)
             try:
@@ -183,6 +182,7 @@ class RequestLife:
         packed = spec.prompt_tokens + spec.output_tokens
         hashes = hash_blocks(packed, config.page_size, secret=config.secret.encode(), salt=spec.salt)
         began = time.monotonic()
+        taken_in = bool(self._truth.attempts or c.resume_tokens)  # it is not refused any more
         request = PlacementRequest(
             transfer_id=self._services.new_transfer_id(),
             chain=index_keys(hashes),
@@ -190,9 +190,9 @@ class RequestLife:
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
             excluded=self._services.liveness.suspects | self._excluded,
             explain=c.explain,
-            urgency=urgency_of(c.priority),
-            target_seconds=self._target_seconds(),
-            deadline_seconds=self._left_seconds(),
+            urgency=self._hurry.urgency,
+            target_seconds=0.0 if taken_in else self._hurry.target_seconds,
+            deadline_seconds=0.0 if taken_in else self._hurry.left_seconds,
         )
         placed = await self._place_until(request, deadline)
         self._truth.placement_seconds += time.monotonic() - began
@@ -204,23 +204,12 @@ class RequestLife:
             placed=placed,
             channels=self._services.channels,
             liveness=self._services.liveness,
-            admission_seconds=max(1.0, deadline - time.monotonic()),
+            admission_seconds=self._hurry.worker_seconds(deadline),
             from_position=token_count,
             transfer_id=request.transfer_id,
         )
         self.worker_ids = [w.worker_id for w in (placed.prefill, placed.decode) if w is not None]
         return attempt
-
-    def _target_seconds(self) -> float:
-        """Within which the first token is wanted. What has once been taken in is not refused any more."""
-        if self._truth.attempts or self._completion.resume_tokens:
-            return 0.0
-        return ttft_target_seconds(self._services.config, urgency_of(self._completion.priority))
-
-    def _left_seconds(self) -> float:
-        if self._truth.attempts or self._completion.resume_tokens:
-            return 0.0
-        return max(1e-3, self._completion.deadline_seconds - (time.monotonic() - self._received))
 
     async def _place_until(self, request: PlacementRequest, deadline: float) -> Placed:
         """Waits for workers to come back, up to the admission deadline."""

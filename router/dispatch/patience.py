@@ -6,28 +6,9 @@ import time
 from collections.abc import Callable
 
 from cluster import errors
-from cluster.config import RouterConfig
-from router.placement.types import Urgency
 
 PAUSE_SECONDS = 0.02
 MAX_PAUSE_SECONDS = 0.5
-OF_DEADLINE = 0.9  # of a client's own deadline: the refusal must still reach it
-
-
-def ttft_target_seconds(config: RouterConfig, urgency: Urgency) -> float:
-    """Within which a class wants its first tokens; 0 = no target."""
-    return {
-        "high": config.ttft_target_seconds_high,
-        "normal": config.ttft_target_seconds_normal,
-        "batch": config.ttft_target_seconds_batch,
-    }[urgency]
-
-
-def admission_seconds(config: RouterConfig, urgency: Urgency, deadline_seconds: float) -> float:
-    """How long a request may wait for a place: as long as its class's target lets it queue, and ended sooner than
-    its deadline would end it, so that it is told why."""
-    patience = max(config.admission_seconds, ttft_target_seconds(config, urgency))
-    return min(patience, OF_DEADLINE * deadline_seconds)
 
 
 class Patience:

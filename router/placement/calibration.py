@@ -17,6 +17,7 @@ class Calibration:
     token_bytes: float = 1.0
     decode_token_seconds: float = 2e-8  # what a resident token adds to a step
     observed: int = 0  # prefills learned from
+    _mean_tokens: float = 0.0
 
     @property
     def known(self) -> bool:
@@ -35,6 +36,9 @@ class Calibration:
             return
         self.observed += 1
         weight = max(_WEIGHT, 1 / self.observed)
+        self._mean_tokens += weight * (computed_tokens - self._mean_tokens)
+        # By their tokens: short prompts, of which a step costs more a token, say little about how long a queue is.
+        weight = min(1.0, weight * computed_tokens / self._mean_tokens)
         pairs = computed_tokens * (total_tokens - computed_tokens / 2)
         error = seconds - (self.a * computed_tokens + self.b * pairs)
         scale = computed_tokens**2 + (1e-3 * pairs) ** 2

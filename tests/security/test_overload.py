@@ -20,7 +20,7 @@ from wire import inference_pb2, inference_pb2_grpc
 
 RATE = 2000  # prompt tokens a second of the only prefill worker
 TARGETS = {"high": 1.0, "normal": 2.0, "batch": 4.0}
-LEARN = 60
+LEARN = 55
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def busy(checkpoint, redis_server, tmp_path_factory):
     with paced, run_router(directory, config) as router:
         wait_ready(router.http)
         running = Busy(router.http, router.grpc, named)
-        asyncio.run(crowd(running, ["one"] * LEARN, 20, 1.0))
+        asyncio.run(crowd(running, ["one"] * LEARN, 60, 1.0))
         yield running
 
 
@@ -106,7 +106,7 @@ async def test_too_many_are_refused_at_once_and_told_when_to_come_back(busy):
     ended = await crowd(busy, ["one"] * 40, 400)
     codes = counted(ended)
     assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}, codes
-    assert 5 <= codes[grpc.StatusCode.OK] <= 20
+    assert 3 <= codes[grpc.StatusCode.OK] <= 25
     refused = [one for one in ended if one.code is grpc.StatusCode.RESOURCE_EXHAUSTED]
     assert {one.field for one in refused} == {"ttft"}
     assert all(1.0 <= one.retry_seconds < 10.0 for one in refused)

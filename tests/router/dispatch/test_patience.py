@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import RouterConfig
 from cluster.errors import (
     BlocksExhaustedError,
     DeadlineError,
@@ -12,7 +11,7 @@ from cluster.errors import (
     PeerLostError,
     UnavailableError,
 )
-from router.dispatch.patience import MAX_PAUSE_SECONDS, Patience, admission_seconds
+from router.dispatch.patience import MAX_PAUSE_SECONDS, Patience
 
 LOST = PeerLostError("gone")
 
@@ -77,10 +76,3 @@ def test_workers_that_are_behind_are_no_time_out(reason):
     with pytest.raises(OverloadedError) as caught:
         patience.pause_seconds(reason, 0.1, progress=False, costly=False)
     assert caught.value.retry_after_seconds == 1.0
-
-
-def test_a_refusal_comes_before_the_clients_deadline():
-    config = RouterConfig(model="/m", admission_seconds=30.0, ttft_target_seconds_batch=120.0)
-    assert admission_seconds(config, "normal", 600.0) == 30.0
-    assert admission_seconds(config, "normal", 10.0) == 9.0
-    assert admission_seconds(config, "batch", 600.0) == 120.0

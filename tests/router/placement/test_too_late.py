@@ -159,3 +159,14 @@ def test_first_prefills_are_forgotten_before_they_count():
     assert not calibration.known
     learn(calibration)
     assert calibration.a == pytest.approx(TOKEN_SECONDS, rel=0.25)
+
+
+def test_many_short_prompts_do_not_make_long_ones_look_slow():
+    calibration = Calibration()
+    rng = random.Random(0)
+    for _ in range(300):
+        if rng.random() < 0.5:
+            calibration.observe_prefill(20, 20, 0.01)  # a step's fixed cost
+        else:
+            calibration.observe_prefill(2000, 2000, 0.2)
+    assert calibration.a * 2000 + calibration.b * 2000 * 1000 == pytest.approx(0.2, rel=0.2)
