@@ -24,9 +24,7 @@ from loadgen import LoadConfig, Report, Slo
 from loadgen import run as run_load
 
 PAIRS = 2
-RATE = (
-    4000.0  # prompt tokens a second of one worker: it is the workers that must be too slow, not the machine
-)
+RATE = 4000.0  # prompt tokens a second of one worker: they must be too slow, not the machine
 PROMPT_TOKENS = 500
 SLO_SECONDS = 1.5
 TARGET_SECONDS = 1.2  # the rest is for what the estimate cannot know
