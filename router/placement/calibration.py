@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _WEIGHT = 0.1
 _START_A = 1e-3
+_SURPRISE = 4.0  # times as slow as expected: a worker that stood still says nothing about the others
 _KNOWN = 48  # a worker's first prompts take longer than all that follow
 
 
@@ -40,7 +41,8 @@ class Calibration:
         # By their tokens: short prompts, of which a step costs more a token, say little about how long a queue is.
         weight = min(1.0, weight * computed_tokens / self._mean_tokens)
         pairs = computed_tokens * (total_tokens - computed_tokens / 2)
-        error = seconds - (self.a * computed_tokens + self.b * pairs)
+        expected = self.a * computed_tokens + self.b * pairs
+        error = (min(seconds, _SURPRISE * expected) if self.known else seconds) - expected
         scale = computed_tokens**2 + (1e-3 * pairs) ** 2
         self.a = max(1e-8, self.a + weight * error * computed_tokens / scale)
         self.b = max(0.0, self.b + weight * error * 1e-6 * pairs / scale)

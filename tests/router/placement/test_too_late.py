@@ -170,3 +170,13 @@ def test_many_short_prompts_do_not_make_long_ones_look_slow():
         else:
             calibration.observe_prefill(2000, 2000, 0.2)
     assert calibration.a * 2000 + calibration.b * 2000 * 1000 == pytest.approx(0.2, rel=0.2)
+
+
+def test_a_worker_that_stood_still_does_not_make_all_look_slow():
+    calibration = Calibration()
+    learn(calibration)
+    calibration.observe_prefill(1000, 1000, 60.0)
+    assert calibration.a < 1.5 * TOKEN_SECONDS
+    for _ in range(60):  # but what has become slow for good is learned
+        calibration.observe_prefill(1000, 1000, 10.0)
+    assert calibration.a * 1000 + calibration.b * 500_000 == pytest.approx(10.0, rel=0.1)
