@@ -72,7 +72,7 @@ class Fleet:
             ],
             args=[
                 *(self.prefix, "router", chain, tokens, PAGE, 256, "never", self.rng.random()),
-                *(1e-4, 1e-9, 32768.0, 1e10, 2e-8, "hybrid", TTL_MS, PREDICT_MS, 1e4),
+                *(1e-4, 1e-9, 32768.0, 1e10, 2e-8, "hybrid", TTL_MS, PREDICT_MS, 1e4, "normal", 0, 0),
                 *self.candidates.arguments,
             ],
         )

@@ -9,9 +9,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.redis.embedded import EmbeddedRedis
 
@@ -32,27 +33,30 @@ class RouterBench:
 
 
 @contextlib.contextmanager
-def run(out: Path, model: Path) -> Iterator[RouterBench]:
+def run(
+    out: Path, model: Path, workers: Sequence[str] = ("bench.stubs",), **settings: Any
+) -> Iterator[RouterBench]:
+    """`workers`: the module that serves them, and its flags; `settings`: the router's, besides those it needs."""
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         redis = EmbeddedRedis.start(out.absolute() / "redis")
         stack.callback(redis.stop)
-        command = ["-m", "bench.stubs", "--redis-url", redis.url, "--namespace", NAMESPACE]
+        command = ["-m", *workers, "--redis-url", redis.url, "--namespace", NAMESPACE]
         stubs = stack.enter_context(_process(*command))
         assert stubs.stdout is not None
-        workers = stubs.stdout.readline().strip()
+        address = stubs.stdout.readline().strip()
         ready = out / "router.ready"
         ready.unlink(missing_ok=True)
-        config = _router_config(out, model, redis.url)
+        config = _router_config(out, model, redis.url, settings)
         router = stack.enter_context(
             _process("-m", "baton", "router", "--config", str(config), "--ready-file", str(ready))
         )
         addresses = _wait_for(ready, router)
-        yield RouterBench(addresses["http"], addresses["grpc"], router.pid, workers, redis.url)
+        yield RouterBench(addresses["http"], addresses["grpc"], router.pid, address, redis.url)
 
 
-def _router_config(out: Path, model: Path, redis_url: str) -> Path:
-    config = {
+def _router_config(out: Path, model: Path, redis_url: str, settings: Mapping[str, Any]) -> Path:
+    config: dict[str, Any] = {
         "redis_url": redis_url,
         "namespace": NAMESPACE,
         "model": str(model),
@@ -60,6 +64,7 @@ def _router_config(out: Path, model: Path, redis_url: str) -> Path:
         "http_port": 0,
         "grpc_port": 0,
         "local_prefill": "fallback",
+        **settings,
     }
     file = out / "router.json"
     file.write_text(json.dumps(config))

@@ -39,10 +39,10 @@ class StubWorkers:
     async def run(self, request: prefill_pb2.PrefillRunRequest, context: Any) -> AsyncIterator[Event]:
         """Prefill.Run: the first token, then the report."""
         self._spec(request.transfer_id).set_result(request.spec)
-        for event in _tokens(request.spec, 1):
+        for event in token_events(request.spec, 1):
             yield event
         prompt = len(request.spec.prompt_tokens) // 4
-        yield _end(
+        yield end_event(
             common_pb2.WorkReport(
                 computed_prompt_tokens=prompt,
                 kv_bytes_shipped=prompt * KV_BYTES_PER_TOKEN,
@@ -55,15 +55,15 @@ class StubWorkers:
         """Decode.Attach: every token, then the report."""
         spec = await asyncio.wait_for(self._spec(request.transfer_id), WAIT_SECONDS)
         del self._specs[request.transfer_id]
-        for event in _tokens(spec, spec.sampling.max_tokens):
+        for event in token_events(spec, spec.sampling.max_tokens):
             yield event
-        yield _end(common_pb2.WorkReport(worker_id="stub-decode"))
+        yield end_event(common_pb2.WorkReport(worker_id="stub-decode"))
 
     async def run_locally(self, request: decode_pb2.DecodeRunRequest, context: Any) -> AsyncIterator[Event]:
         """Decode.Run: prefill and decode in one place."""
-        for event in _tokens(request.spec, request.spec.sampling.max_tokens):
+        for event in token_events(request.spec, request.spec.sampling.max_tokens):
             yield event
-        yield _end(common_pb2.WorkReport(worker_id="stub-decode"))
+        yield end_event(common_pb2.WorkReport(worker_id="stub-decode"))
 
     def _spec(self, transfer_id: bytes) -> asyncio.Future[common_pb2.GenerateSpec]:
         if transfer_id not in self._specs:
@@ -73,7 +73,7 @@ class StubWorkers:
         return self._specs[transfer_id]
 
 
-def _tokens(spec: common_pb2.GenerateSpec, count: int) -> list[Event]:
+def token_events(spec: common_pb2.GenerateSpec, count: int) -> list[Event]:
     begin = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
     events = []
     for index in range(min(count, spec.sampling.max_tokens)):
@@ -85,7 +85,7 @@ def _tokens(spec: common_pb2.GenerateSpec, count: int) -> list[Event]:
     return events
 
 
-def _end(report: common_pb2.WorkReport) -> Event:
+def end_event(report: common_pb2.WorkReport) -> Event:
     return Event(end=common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_DONE, report=report))
 
 
@@ -150,9 +150,11 @@ def register(redis_url: str, namespace: str, role: Role, number: int, address: s
     return registration
 
 
-async def serve(redis_url: str, namespace: str, pairs: int) -> None:
+async def serve(
+    redis_url: str, namespace: str, pairs: int, make: Callable[[], StubWorkers] = StubWorkers
+) -> None:
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers(services(StubWorkers()))
+    server.add_generic_rpc_handlers(services(make()))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     roles: tuple[Role, Role] = ("prefill", "decode")

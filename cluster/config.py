@@ -82,6 +82,9 @@ class WorkerConfig(TlsFields):
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
     max_queued_requests: int = Field(1024, ge=1)
+    batch_aging_seconds: float = Field(
+        30.0, gt=0, description="a batch request that has queued for a prefill this long counts as normal"
+    )
     step_stall_seconds: float = Field(
         30.0, gt=0, description="an engine with work that stands still this long is dead"
     )
@@ -119,6 +122,13 @@ class RouterConfig(TlsFields):
     aggregated: bool = Field(False, description="decode workers prefill everything themselves")
     index_feeds: Literal["hybrid", "reported", "predicted"] = "hybrid"
     admission_seconds: float = Field(30.0, gt=0, description="how long a request may wait for a place")
+    ttft_target_seconds_high: float = Field(
+        10.0,
+        ge=0,
+        description="requests whose first token would come later are refused at once; 0 = none are",
+    )
+    ttft_target_seconds_normal: float = Field(30.0, ge=0)
+    ttft_target_seconds_batch: float = Field(120.0, ge=0)
     request_seconds: float = Field(
         600.0, gt=0, description="longest life of a request without a client deadline"
     )

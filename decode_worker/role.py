@@ -93,6 +93,7 @@ class DecodeRole:
         if attempt.local:
             attempt.report.cached_tokens = done.cached_tokens
             attempt.report.computed_prompt_tokens = done.computed_prompt_tokens
+            attempt.report.prompt_compute_seconds = done.prompt_compute_seconds
         outcome = common_pb2.ATTEMPT_OUTCOME_PREEMPTED if done.preempted else common_pb2.ATTEMPT_OUTCOME_DONE
         self.end(attempt.transfer_id, outcome, None)
 

@@ -217,7 +217,7 @@ class Engine:
         copies, self._scheduler.copies = self._scheduler.copies, []
         logits = self._runner.execute(StepPlan(items, copies))
         self.steps += 1
-        self._advance(scheduled)
+        self._advance(scheduled, time.perf_counter() - began)
         self._sample([s for s, n in scheduled if s.missing == 0], logits, output)
         prefilling = any(n > 1 for _, n in scheduled)
         self._seconds["prefill" if prefilling else "decode"] += time.perf_counter() - began
@@ -229,7 +229,7 @@ class Engine:
         reserved = [s for family in self._requests.values() for s in family if s.state is S.WAITING_FOR_KV]
         if not reserved:
             return False
-        youngest = max(reserved, key=lambda s: s.arrival).request.request_id
+        youngest = max(reserved, key=lambda s: s.order).request.request_id
         output.evicted_reservations.append(youngest)
         self._count["evicted"] += 1
         self.abort(youngest)
@@ -246,10 +246,12 @@ class Engine:
 
     # --- after the forward pass ----------------------------------------------------------------------------
 
-    def _advance(self, scheduled: list[tuple[Sequence, int]]) -> None:
+    def _advance(self, scheduled: list[tuple[Sequence, int]], seconds: float) -> None:
+        seconds_a_token = seconds / sum(count for _, count in scheduled)
         for sequence, count in scheduled:
             prompt = max(0, min(sequence.num_computed + count, sequence.num_prompt) - sequence.num_computed)
             sequence.computed_prompt_tokens += prompt
+            sequence.prompt_compute_seconds += prompt * seconds_a_token
             self._count["computed"] += prompt
             if prompt and (count < sequence.missing or sequence.chunks):
                 sequence.chunks += 1
@@ -345,6 +347,7 @@ class Engine:
             preempted,
             min(first.cached_tokens, first.num_prompt),
             first.computed_prompt_tokens,
+            first.prompt_compute_seconds,
         )
 
     # --- facts ------------------------------------------------------------------------------------------

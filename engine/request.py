@@ -77,6 +77,7 @@ class RequestDone:
     preempted: bool = False  # given back to the router at its position
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
+    prompt_compute_seconds: float = 0.0  # its share, by tokens, of the steps that computed them
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class PrefillRole:
     def __init__(self, core: WorkerCore, sender: HandoffSender):
         self._core = core
         self._sender = sender
-        self._admission = Admission(2 * core.config.engine.max_batch_tokens)
+        self._admission = Admission(2 * core.config.engine.max_batch_tokens, core.config.batch_aging_seconds)
         self.attempts: Attempts[PrefillAttempt] = Attempts(
             cancel=self.cancel, max_attempts=core.config.max_queued_requests
         )
@@ -88,7 +88,8 @@ class PrefillRole:
     async def _prefill(self, attempt: PrefillAttempt) -> None:
         tokens = attempt.token_count
         remaining = attempt.deadline - time.monotonic()
-        await self._admission.enter(tokens, attempt.request.spec.priority, remaining)
+        spec = attempt.request.spec
+        await self._admission.enter(tokens, spec.priority, remaining, spec.tenant, spec.weight)
         inside = True
         handoff: OutgoingHandoff | None = None
         try:
@@ -137,6 +138,7 @@ class PrefillRole:
         report.prefill_seconds = time.monotonic() - started
         report.cached_tokens = prefilled.done.cached_tokens
         report.computed_prompt_tokens = prefilled.done.computed_prompt_tokens
+        report.prompt_compute_seconds = prefilled.done.prompt_compute_seconds
         return prefilled
 
     async def _hand_over(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cluster.auth.keys import NO_LIMITS, RateLimits
 from wire import common_pb2, inference_pb2
 
 FinishReason = Literal["stop", "length"]
@@ -26,6 +27,8 @@ class Completion:
     explain: bool = False
     deadline_seconds: float = 600.0
     tenant: str = ""  # whose key it came with
+    weight: float = 1.0  # of the tenant, beside other tenants'
+    rate_limits: RateLimits = NO_LIMITS
     prefix_scope: str = ""  # who shares its prefixes; goes into the salt of its block hashes
 
 

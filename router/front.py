@@ -76,7 +76,14 @@ class Front:
         if not caller.tenant:
             return completion
         shared = self.config.share_prefixes_across_tenants
-        return replace(completion, tenant=caller.tenant, prefix_scope="" if shared else caller.tenant)
+        scope = "" if shared else caller.tenant
+        return replace(
+            completion,
+            tenant=caller.tenant,
+            weight=caller.weight,
+            rate_limits=caller.rate_limits,
+            prefix_scope=scope,
+        )
 
     def ready(self) -> bool:
         """Can a request be served now?"""

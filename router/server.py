@@ -30,6 +30,7 @@ from router.http.gate import Gate
 from router.http.protocol import HttpLimits, limited
 from router.metrics import RouterMetrics
 from router.placement.placement import Placement
+from router.quota.quota import Quota
 from router.tokens.tokenizer import ModelText
 from wire import inference_pb2
 
@@ -62,9 +63,13 @@ class Router:
             DoorContext(self._door, ask_clients=self._ask_clients) if self._door is not None else None
         )
         self._channels = Channels(Peers(inside if config.tls_ca else None))
-        self._services = Services(config, self._text, self._members, self._placement, self._channels)
+        registry = CollectorRegistry()
+        self._quota = Quota(config.redis_url, config.namespace, registry)
+        self._services = Services(
+            config, self._text, self._members, self._placement, self._channels, self._quota
+        )
         self._keys = ApiKeys(config.api_keys_file)
-        self.front = Front(self._services, RouterMetrics(CollectorRegistry()), self._keys)
+        self.front = Front(self._services, RouterMetrics(registry), self._keys)
         self._grpc = grpc.aio.server(
             interceptors=[KeyInterceptor(self.front)] if self._keys.on else [],
             options=[
@@ -190,5 +195,6 @@ class Router:
         await self._services.finish(GRACE_SECONDS)
         await self._channels.close()
         await self._placement.close()
+        await self._quota.close()
         await self._members.close()
         self._text.close()

@@ -183,6 +183,8 @@ class GenerateSpec(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     prompt_tokens: _builtins.bytes
     output_tokens: _builtins.bytes
@@ -193,7 +195,11 @@ class GenerateSpec(_message.Message):
     salt: _builtins.bytes
     """block hash salt (cluster/block_hash.py), 16 bytes"""
     priority: _builtins.int
-    """higher is more important"""
+    """higher is more important: above 0 is high, 0 normal, below 0 batch"""
+    tenant: _builtins.str
+    """who shares a queue with whom; "" = all who have no key"""
+    weight: _builtins.float
+    """of the tenant, beside other tenants'; 0 is read as 1 (unset)"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
@@ -207,10 +213,12 @@ class GenerateSpec(_message.Message):
         n: _builtins.int = ...,
         salt: _builtins.bytes = ...,
         priority: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_choice", b"first_choice", "model_id", b"model_id", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "salt", b"salt", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_choice", b"first_choice", "model_id", b"model_id", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "salt", b"salt", "sampling", b"sampling", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,6 +323,7 @@ class WorkReport(_message.Message):
     KV_BYTES_SHIPPED_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     prefill_queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
     handoff_exposed_seconds: _builtins.float
@@ -331,6 +340,8 @@ class WorkReport(_message.Message):
     transport: _builtins.str
     """"nixl" | "grpc" | "" """
     worker_id: _builtins.str
+    prompt_compute_seconds: _builtins.float
+    """its share, by tokens, of the steps that computed its prompt"""
     def __init__(
         self,
         *,
@@ -345,10 +356,11 @@ class WorkReport(_message.Message):
         kv_bytes_shipped: _builtins.int = ...,
         transport: _builtins.str = ...,
         worker_id: _builtins.str = ...,
+        prompt_compute_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_prompt_tokens", b"computed_prompt_tokens", "decode_queue_seconds", b"decode_queue_seconds", "decode_seconds", b"decode_seconds", "handoff_exposed_seconds", b"handoff_exposed_seconds", "kv_bytes_shipped", b"kv_bytes_shipped", "not_shipped_tokens", b"not_shipped_tokens", "prefill_queue_seconds", b"prefill_queue_seconds", "prefill_seconds", b"prefill_seconds", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_prompt_tokens", b"computed_prompt_tokens", "decode_queue_seconds", b"decode_queue_seconds", "decode_seconds", b"decode_seconds", "handoff_exposed_seconds", b"handoff_exposed_seconds", "kv_bytes_shipped", b"kv_bytes_shipped", "not_shipped_tokens", b"not_shipped_tokens", "prefill_queue_seconds", b"prefill_queue_seconds", "prefill_seconds", b"prefill_seconds", "prompt_compute_seconds", b"prompt_compute_seconds", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -196,6 +196,7 @@ class GenerateOptions(_message.Message):
     include_stop_text: _builtins.bool
     """keep the stop string in the text"""
     priority: _builtins.int
+    """above 0 high, 0 normal (default), below 0 batch"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property

@@ -41,6 +41,12 @@ class KeyEntry(BaseModel):
     max_concurrent_requests: int | None = Field(
         None, ge=1, description="of the tenant; default: the router's"
     )
+    requests_per_minute: int | None = Field(
+        None, ge=1, le=10**9, description="of the tenant, over all routers; none = no limit"
+    )
+    tokens_per_minute: int | None = Field(
+        None, ge=1, le=10**12, description="prompt and output tokens of the tenant, over all routers"
+    )
 
     @field_validator("expires_at")
     @classmethod
@@ -52,6 +58,20 @@ class KeyEntry(BaseModel):
 
 
 @dataclass(frozen=True)
+class RateLimits:
+    """Of a tenant, over all routers. False where there are none."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
+
+
+NO_LIMITS = RateLimits()
+
+
+@dataclass(frozen=True)
 class Caller:
     """Whose request it is. Without keys everyone is the same nameless tenant."""
 
@@ -60,6 +80,7 @@ class Caller:
     weight: float = 1.0
     admin: bool = False
     max_concurrent_requests: int | None = None
+    rate_limits: RateLimits = NO_LIMITS
 
 
 ANYONE = Caller(admin=True)
@@ -102,7 +123,14 @@ class KeyRing:
         entry = self._find(key.strip())
         if entry is None or entry.revoked or _expired(entry, now_seconds):
             raise UnauthenticatedError("the API key is not valid", field="authorization")
-        return Caller(entry.tenant, entry.id, entry.weight, entry.admin, entry.max_concurrent_requests)
+        return Caller(
+            entry.tenant,
+            entry.id,
+            entry.weight,
+            entry.admin,
+            entry.max_concurrent_requests,
+            RateLimits(entry.requests_per_minute, entry.tokens_per_minute),
+        )
 
     def _find(self, key: str) -> KeyEntry | None:
         """The comparison takes the same time wherever the digests differ, also for an id that is not there."""

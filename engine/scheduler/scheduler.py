@@ -18,7 +18,7 @@ class Owner(Protocol):
     """What the scheduler asks of the engine when blocks are short."""
 
     def evict_reservation(self, output: StepOutput) -> bool:
-        """Gives up the youngest reservation whose KV has not come. False: there is none."""
+        """Gives up the least important and youngest reservation whose KV has not come. False: there is none."""
 
     def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
         """A preempted sequence that is too long to be computed again here leaves. False: it stays and waits."""

@@ -26,6 +26,7 @@ class Sequence:
     registered_blocks: int = 0  # leading blocks that the prefix cache knows
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
+    prompt_compute_seconds: float = 0.0  # its share of the steps that computed its prompt
     chunks: int = 0
     paused: bool = False
     machine: StateMachine[SequenceState] = field(init=False)

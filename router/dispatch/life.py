@@ -8,9 +8,11 @@ PLACING → RUNNING → DONE
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -21,10 +23,12 @@ from cluster.state_machine import StateMachine
 from router.completion import Completion, Delta, Outcome
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.choice import ChoiceStream, GapError
+from router.dispatch.hurry import Hurry
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.patience import Patience
 from router.dispatch.services import Services
 from router.placement.types import Placed, PlacementRequest
+from router.quota.quota import EXPECTED_OUTPUT_TOKENS
 from wire import common_pb2, inference_pb2
 
 log = logging.getLogger(__name__)
@@ -81,6 +85,7 @@ class RequestLife:
         self._truth = Truth()
         self._received = time.monotonic()
         self._started = self._received
+        self._hurry = Hurry(services.config, completion, self._received)
         self._excluded: set[str] = set()
         self._deltas: Mailbox[Delta]
         self._work: asyncio.Task[None] | None = None
@@ -108,7 +113,7 @@ class RequestLife:
 
     async def _run(self) -> None:
         try:
-            async with asyncio.timeout(self._completion.deadline_seconds):
+            async with asyncio.timeout(self._completion.deadline_seconds), self._charged():
                 await self._run_choices(self._choices)
         except TimeoutError:
             seconds = self._completion.deadline_seconds
@@ -118,11 +123,27 @@ class RequestLife:
         else:
             self._deltas.end()
 
+    @contextlib.asynccontextmanager
+    async def _charged(self) -> AsyncIterator[None]:
+        """To its tenant's quota: what it is expected to use, and at the end what it has used."""
+        c, quota = self._completion, self._services.quota
+        prompt = len(c.prompt_tokens)
+        expected = prompt + c.n * min(c.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
+        charge = await quota.charge(c.tenant, c.rate_limits, expected)
+        try:
+            yield
+        finally:
+            if charge is not None:
+                # Work that no worker has begun costs nothing: the request was refused, or nobody was there.
+                served = self._truth.attempts > 0
+                used = prompt + sum(choice.new_tokens for choice in self._choices) if served else 0
+                self._services.clean_up(quota.settle(charge, used, served=served))
+
     async def _run_choices(self, choices: list[ChoiceStream]) -> None:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""
         machine = StateMachine(LifeState.PLACING, TRANSITIONS, self._completion.request_id)
         config = self._services.config
-        patience = Patience(config.max_attempts, config.admission_seconds)
+        patience = Patience(config.max_attempts, self._hurry.admission_seconds)
         while True:
             before = sum(choice.new_tokens for choice in choices)
             try:
@@ -161,6 +182,7 @@ class RequestLife:
         packed = spec.prompt_tokens + spec.output_tokens
         hashes = hash_blocks(packed, config.page_size, secret=config.secret.encode(), salt=spec.salt)
         began = time.monotonic()
+        taken_in = bool(self._truth.attempts or c.resume_tokens)  # it is not refused any more
         request = PlacementRequest(
             transfer_id=self._services.new_transfer_id(),
             chain=index_keys(hashes),
@@ -168,6 +190,9 @@ class RequestLife:
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
             excluded=self._services.liveness.suspects | self._excluded,
             explain=c.explain,
+            urgency=self._hurry.urgency,
+            target_seconds=0.0 if taken_in else self._hurry.target_seconds,
+            deadline_seconds=0.0 if taken_in else self._hurry.left_seconds,
         )
         placed = await self._place_until(request, deadline)
         self._truth.placement_seconds += time.monotonic() - began
@@ -179,7 +204,7 @@ class RequestLife:
             placed=placed,
             channels=self._services.channels,
             liveness=self._services.liveness,
-            admission_seconds=max(1.0, deadline - time.monotonic()),
+            admission_seconds=self._hurry.worker_seconds(deadline),
             from_position=token_count,
             transfer_id=request.transfer_id,
         )
@@ -210,6 +235,8 @@ class RequestLife:
             n=len(choices),
             salt=self._services.salt(model_id, c.prefix_scope),
             priority=c.priority,
+            tenant=c.tenant,
+            weight=c.weight,
         )
 
     # --- one attempt -------------------------------------------------------------------------------------
@@ -312,7 +339,7 @@ class RequestLife:
         """What a worker measured corrects what placement assumes."""
         calibration = self._services.placement.calibration
         total = report.computed_prompt_tokens + report.cached_tokens
-        calibration.observe_prefill(report.computed_prompt_tokens, total, report.prefill_seconds)
+        calibration.observe_prefill(report.computed_prompt_tokens, total, report.prompt_compute_seconds)
         if report.kv_bytes_shipped:
             shipped = len(self._completion.prompt_tokens) - report.not_shipped_tokens
             calibration.observe_transfer(report.kv_bytes_shipped, shipped, report.handoff_exposed_seconds)

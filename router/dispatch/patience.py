@@ -42,8 +42,18 @@ class Patience:
         if self._fruitless >= self._max_attempts:
             raise _unavailable(f"gave up after {self._fruitless} attempts: {reason}", reason) from None
         if self._clock() + pause > self.deadline:
+            if isinstance(reason, _BEHIND):
+                raise _overloaded(f"no worker took it in time: {reason}", reason) from None
             raise _unavailable(f"no worker took it in time: {reason}", reason) from None
         return pause
+
+
+# Workers that are there, and have too much to do.
+_BEHIND = (errors.OverloadedError, errors.DeadlineError, errors.BlocksExhaustedError)
+
+
+def _overloaded(message: str, reason: errors.BatonError) -> errors.OverloadedError:
+    return errors.OverloadedError(message, retry_after_seconds=reason.retry_after_seconds or 1.0)
 
 
 def _unavailable(message: str, reason: errors.BatonError) -> errors.UnavailableError:

@@ -14,6 +14,7 @@ from cluster.membership.reader import Members
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
 from router.placement.placement import Placement
+from router.quota.quota import Quota
 from router.tokens.tokenizer import ModelText
 
 MAX_SALTS = 4096  # tenants whose salt is kept at hand
@@ -27,12 +28,14 @@ class Services:
         members: Members,
         placement: Placement,
         channels: Channels,
+        quota: Quota,
     ):
         self.config = config
         self.text = text
         self.members = members
         self.placement = placement
         self.channels = channels
+        self.quota = quota
         self._salts: dict[tuple[str, str], bytes] = {}
         self.liveness = Liveness()
         self._cleanups: set[asyncio.Task[Any]] = set()

@@ -34,6 +34,7 @@ _SHARED = _SAMPLING | {
     "logprobs",
     "include_stop_str_in_output",
 }
+_PRIORITIES = {"high": 1, "normal": 0, "batch": -1}
 COMPLETION = _SHARED | {"prompt"}
 CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
 # They change nothing about the answer.
@@ -135,6 +136,16 @@ def include_usage(body: Mapping[str, Any]) -> bool:
     return boolean(options, "include_usage")
 
 
+def priority(body: Mapping[str, Any]) -> Any:
+    """A class by name, or a number: above 0 is high, below is batch."""
+    value = body.get("priority")
+    if isinstance(value, str):
+        if value not in _PRIORITIES:
+            raise _bad("priority", f"must be a whole number or one of {', '.join(_PRIORITIES)}")
+        return _PRIORITIES[value]
+    return value or 0
+
+
 def asked(body: Mapping[str, Any], request_id: str, logprobs: int | None, max_tokens: Any) -> Asked:
     sampling: dict[str, Any] = {name: body.get(name) for name in _SAMPLING}
     model = body.get("model", "")
@@ -149,7 +160,7 @@ def asked(body: Mapping[str, Any], request_id: str, logprobs: int | None, max_to
         logprobs=logprobs,
         logit_bias=bias(body),
         include_stop_text=boolean(body, "include_stop_str_in_output"),
-        priority=body.get("priority") or 0,
+        priority=priority(body),
         request_id=request_id,
         **sampling,
     )

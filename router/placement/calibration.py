@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 _WEIGHT = 0.1
 _START_A = 1e-3
+_SURPRISE = 4.0  # times as slow as expected: a worker that stood still says nothing about the others
+_KNOWN = 48  # a worker's first prompts take longer than all that follow
 
 
 @dataclass
@@ -15,6 +17,13 @@ class Calibration:
     bandwidth: float = 1e9  # bytes a second between workers
     token_bytes: float = 1.0
     decode_token_seconds: float = 2e-8  # what a resident token adds to a step
+    observed: int = 0  # prefills learned from
+    _mean_tokens: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Has enough been seen to refuse requests by it?"""
+        return self.observed >= _KNOWN
 
     @property
     def rate(self) -> float:
@@ -22,14 +31,21 @@ class Calibration:
         return 1.0 / self.a
 
     def observe_prefill(self, computed_tokens: int, total_tokens: int, seconds: float) -> None:
-        """Least-mean-squares on the two terms; both stay positive."""
+        """`seconds`: what the prompt cost, without what it waited for others in the same batch; a queue gets shorter
+        as fast. Least-mean-squares on the two terms; both stay positive, the first samples weigh more."""
         if computed_tokens < 16 or seconds <= 0:
             return
+        self.observed += 1
+        weight = max(_WEIGHT, 1 / self.observed)
+        self._mean_tokens += weight * (computed_tokens - self._mean_tokens)
+        # By their tokens: short prompts, of which a step costs more a token, say little about how long a queue is.
+        weight = min(1.0, weight * computed_tokens / self._mean_tokens)
         pairs = computed_tokens * (total_tokens - computed_tokens / 2)
-        error = seconds - (self.a * computed_tokens + self.b * pairs)
+        expected = self.a * computed_tokens + self.b * pairs
+        error = (min(seconds, _SURPRISE * expected) if self.known else seconds) - expected
         scale = computed_tokens**2 + (1e-3 * pairs) ** 2
-        self.a = max(1e-8, self.a + _WEIGHT * error * computed_tokens / scale)
-        self.b = max(0.0, self.b + _WEIGHT * error * 1e-6 * pairs / scale)
+        self.a = max(1e-8, self.a + weight * error * computed_tokens / scale)
+        self.b = max(0.0, self.b + weight * error * 1e-6 * pairs / scale)
 
     def observe_transfer(self, shipped_bytes: int, shipped_tokens: int, seconds: float) -> None:
         if shipped_tokens > 0:

@@ -1,12 +1,14 @@
 -- One placement: match, score, charge, record. One call per dispatch attempt.
 -- KEYS: owners, load, routers, calls, chg:<router>
 -- ARGV: prefix, router, chain, tokens, page, output_tokens, mode, random, a, b, token_bytes, bandwidth,
---       per_token_decode, feeds, ttl_ms, predict_ms, rate, number of prefill candidates, number of candidates,
+--       per_token_decode, feeds, ttl_ms, predict_ms, rate, urgency (high | normal | batch), target and deadline of the
+--       first token (seconds, 0 = none), number of prefill candidates, number of candidates,
 --       the decode workers' capacities (8-byte doubles, tokens, packed), slots (4-byte numbers, packed), runs of
 --       candidates of one place (4-byte number of the place, 4-byte index of its last one, packed), then for every
 --       candidate its field of `load`, then, where decode workers may prefill, theirs for that
 -- mode: never | fallback | auto | always (local prefill at the decode worker)
 -- -> prefill index (0 = local), decode index, cached tokens at prefill, at decode, cost, terms…
+--    or -1: nobody is there, -2: no choice, or -3, seconds to the first token: too late, nothing was charged
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
 local L, page, out = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -14,10 +16,11 @@ local mode, random = ARGV[7], tonumber(ARGV[8])
 local a, b = tonumber(ARGV[9]), tonumber(ARGV[10])
 local token_bytes, bandwidth, per_token = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
 local feeds, ttl, predict = ARGV[14], tonumber(ARGV[15]), tonumber(ARGV[16])
-local rate, np, count = tonumber(ARGV[17]), tonumber(ARGV[18]), tonumber(ARGV[19])
+local rate, np, count = tonumber(ARGV[17]), tonumber(ARGV[21]), tonumber(ARGV[22])
+local urgency, target, deadline = ARGV[18], tonumber(ARGV[19]), tonumber(ARGV[20])
 local function numbers(kind, packed, size) return {struct.unpack('>' .. string.rep(kind, #packed / size), packed)} end
-local capacities, slots, runs = numbers('d', ARGV[20], 8), numbers('I4', ARGV[21], 4), numbers('I4', ARGV[22], 4)
-local LOADS = 22
+local capacities, slots, runs = numbers('d', ARGV[23], 8), numbers('I4', ARGV[24], 4), numbers('I4', ARGV[25], 4)
+local LOADS = 25
 local BEST = 8
 local TIE = 1.05
 local call = redis.call
@@ -186,11 +189,29 @@ local p, d = cp[pick], cd[pick]
 
 local at = p > 0 and p or d  -- who prefills
 local u = L - hits[at]
+local compute = prefill_seconds(u)
+local pending = p > 0 and ARGV[LOADS + p] or ARGV[LOADS + count + d - np]
+-- What waits there before this request: lower classes wait behind it. Their share is counted in fields of their own.
+local waits = p > 0 and wait[p] or math.max(0, tonumber(loads[count + d - np] or 0)) / rate
+local ahead = waits
+if waits > 0 and urgency ~= 'batch' then
+  local own = urgency == 'high' and 'high:' or 'batch:'
+  local part = math.max(0, tonumber(call('HGET', KEYS[2], own .. pending) or 0)) / rate
+  ahead = urgency == 'high' and part or waits - part
+end
+-- Refusing helps only where waiting is what makes it late: an idle worker takes whatever comes, and a long prompt
+-- may wait as long as it computes.
+local first = ahead + compute + wait[d]
+if (deadline > 0 and first > deadline and ahead > 0) or (target > 0 and first > target and ahead > compute) then
+  return {-3, tostring(first)}
+end
+
 local function charge(field, amount)
   call('HINCRBY', KEYS[2], field, amount)
   call('HINCRBY', KEYS[5], field, amount)
 end
-charge(p > 0 and ARGV[LOADS + p] or ARGV[LOADS + count + d - np], u)
+charge(pending, u)
+if urgency ~= 'normal' then charge(urgency .. ':' .. pending, u) end
 charge(ARGV[LOADS + d], L + out)
 
 if records then
@@ -199,8 +220,7 @@ if records then
   insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl)
 end
 
-local waits = p > 0 and wait[p] or math.max(0, tonumber(loads[count + d - np] or 0)) / rate
 return {
-  p, d, hits[at], hits[d], u, tostring(cost[pick]), tostring(waits), tostring(prefill_seconds(u)),
-  tostring(shipping[pick]), tostring(wait[d]),
+  p, d, hits[at], hits[d], u, tostring(cost[pick]), tostring(waits), tostring(compute),
+  tostring(shipping[pick]), tostring(wait[d]), tostring(first),
 }

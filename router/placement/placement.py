@@ -12,7 +12,7 @@ from importlib import resources
 import redis
 
 from cluster.config import RouterConfig
-from cluster.errors import UnavailableError
+from cluster.errors import OverloadedError, UnavailableError
 from cluster.index import scripts
 from cluster.membership import keys
 from cluster.membership.reader import Members
@@ -30,7 +30,9 @@ LEASE_SECONDS = 5.0
 PREDICT_SECONDS = 10.0
 SCRIPT_SECONDS = 0.1  # a hung Redis must not delay a request more than this
 RETRY_SECONDS = 0.5
-_TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty")
+MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
+_TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty", "first_token")
+_TOO_LATE = -3
 
 
 def _lua(name: str) -> str:
@@ -91,7 +93,8 @@ class Placement:
         return "always" if self._config.aggregated else self._config.local_prefill
 
     async def place(self, request: PlacementRequest) -> Placed:
-        """One script call. Raises UnavailableError when a role that is needed has nobody."""
+        """One script call. Raises UnavailableError when a role that is needed has nobody, OverloadedError when the
+        first token would come too late; then nothing was charged."""
         candidates = self._candidates(request)
         if not candidates.decode:
             raise UnavailableError("no decode worker is there", retry_after_seconds=1.0)
@@ -134,6 +137,8 @@ class Placement:
             [self._owners_key, self._load_key, self._routers_key, self._calls_key, self._charges_key],
             [*self._arguments(request, candidates.model_id), *candidates.arguments],
         )
+        if int(answer[0]) == _TOO_LATE:
+            raise _too_late(request, float(answer[1]))
         p_index, d_index, hit, decode_hit, uncached = (int(value) for value in answer[:5])
         p = workers[p_index - 1] if p_index else None
         d = workers[d_index - 1]
@@ -143,6 +148,7 @@ class Placement:
 
     def _arguments(self, request: PlacementRequest, model_id: str) -> list[Argument]:
         c = self.calibration
+        limits = (request.target_seconds, request.deadline_seconds) if c.known else (0.0, 0.0)
         return [
             scripts.prefix(self._config.namespace, model_id),
             self._config.router_id,
@@ -161,19 +167,35 @@ class Placement:
             int(scripts.NODE_TTL_SECONDS * 1000),
             int(PREDICT_SECONDS * 1000),
             c.rate,
+            request.urgency,
+            *limits,
         ]
 
     def _alone(self, request: PlacementRequest, candidates: Candidates) -> Placed:
+        """Raises OverloadedError."""
         load = self._own_load()
         d = self._local.pick(candidates.decode, load, request.chain)
         p = self._local.pick(candidates.prefill, load, request.chain) if candidates.prefill else None
+        if p is not None:
+            self._refuse_late(request, load[p.name] / self.calibration.rate)
         self._charge(request, p, d, request.token_count)
         return Placed(p, d, 0, 0, False)
+
+    def _refuse_late(self, request: PlacementRequest, ahead_seconds: float) -> None:
+        """By what this router alone has sent: less than all is better than no limit at all."""
+        compute = self.calibration.a * request.token_count
+        target = request.target_seconds
+        if self.calibration.known and 0 < target < ahead_seconds + compute and ahead_seconds > compute:
+            raise _too_late(request, ahead_seconds + compute)
 
     def _charge(self, request: PlacementRequest, p: WorkerInfo | None, d: WorkerInfo, uncached: int) -> None:
         self._local.remember(request.chain, (p or d).worker_id)
         self._charges[request.transfer_id] = Charge(
-            (p or d).name, d.name, uncached, request.token_count + request.output_tokens
+            (p or d).name,
+            d.name,
+            uncached,
+            request.token_count + request.output_tokens,
+            request.urgency,
         )
 
     def _own_load(self) -> Counter[str]:
@@ -223,6 +245,8 @@ class Placement:
         table: Counter[str] = Counter()
         for charge in self._charges.values():
             table["p:" + charge.prefill] += charge.prefill_tokens
+            if charge.urgency != "normal":
+                table[f"{charge.urgency}:p:{charge.prefill}"] += charge.prefill_tokens
             table["d:" + charge.decode] += charge.decode_tokens
         pairs = [part for field, amount in table.items() if amount for part in (field, amount)]
         try:
@@ -233,3 +257,15 @@ class Placement:
         except (redis.RedisError, TimeoutError, OSError) as error:
             log.debug("charges wait for Redis: %s", error)
             self._dirty.set()
+
+
+def _too_late(request: PlacementRequest, first_token_seconds: float) -> OverloadedError:
+    limits = [limit for limit in (request.target_seconds, request.deadline_seconds) if limit > 0]
+    limit = min(limits, default=0.0)  # only who has one is refused
+    return OverloadedError(
+        f"the first token would take about {first_token_seconds:.1f} s; a {request.urgency} request here "
+        f"waits at most {limit:.1f} s",
+        field="ttft",
+        limit=f"{limit:g}",
+        retry_after_seconds=max(MIN_RETRY_SECONDS, first_token_seconds - limit),
+    )

@@ -8,6 +8,12 @@ from typing import Literal
 from cluster.membership.types import WorkerInfo
 
 Mode = Literal["never", "fallback", "auto", "always"]
+Urgency = Literal["high", "normal", "batch"]
+
+
+def urgency_of(priority: int) -> Urgency:
+    """The class of a request: what is above 0 is high, what is below is batch."""
+    return "high" if priority > 0 else "batch" if priority < 0 else "normal"
 
 
 @dataclass(frozen=True)
@@ -18,6 +24,9 @@ class PlacementRequest:
     output_tokens: int  # expected
     excluded: frozenset[str] = frozenset()  # worker ids that failed this request
     explain: bool = False
+    urgency: Urgency = "normal"
+    target_seconds: float = 0.0  # the first token is wanted within this; 0 = whenever
+    deadline_seconds: float = 0.0  # and is worth nothing after this
 
 
 @dataclass(frozen=True)
@@ -38,3 +47,4 @@ class Charge:
     decode: str
     prefill_tokens: int
     decode_tokens: int
+    urgency: Urgency = "normal"

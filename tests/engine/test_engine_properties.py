@@ -121,3 +121,42 @@ def test_every_answer_is_its_own(steps, blocks, budget, chunked):
     for key, tokens in world.expected.items():
         assert world.got[key] == tokens, key
     assert world.engine.stats().blocks_held == 0
+
+
+def test_a_prompts_cost_is_its_share_of_the_steps_that_computed_it():
+    """What was waited for others in the same batch belongs to the others: a queue's length is told from it."""
+    runner = FakeRunner(64, max_batch_tokens=16)
+    engine = Engine(runner, runner.config, secret=SECRET)
+    for index in range(4):
+        engine.add(EngineRequest(f"r{index}", [index] * (8 + 8 * index), greedy(1), salt=SALT))
+    done = []
+    while engine.has_work:
+        done += engine.step().done
+    shares = [one.prompt_compute_seconds for one in done]
+    assert len(shares) == 4 and min(shares) > 0
+    assert sum(shares) <= sum(engine._seconds.values())
+
+
+def test_the_less_important_is_preempted_though_it_came_first():
+    runner = FakeRunner(12, max_batch_tokens=64)
+    engine = Engine(runner, runner.config, secret=SECRET)
+    for name, priority, letter in (("batch", -1, 3), ("normal", 0, 4), ("high", 1, 5)):
+        engine.add(EngineRequest(name, [letter] * 8, greedy(24), salt=SALT, priority=priority))
+    ended = []
+    while engine.has_work:
+        ended += [done.request_id for done in engine.step().done]
+    assert ended == ["high", "normal", "batch"]
+    assert engine.stats().preemptions > 0
+
+
+def test_the_least_important_reservation_goes_first():
+    runner = FakeRunner(12, max_batch_tokens=64)
+    engine = Engine(runner, runner.config, secret=SECRET)
+    for name, priority, letter in (("batch", -1, 3), ("high", 1, 5)):
+        request = EngineRequest(name, [letter] * 8, greedy(8), salt=SALT, priority=priority)
+        engine.reserve(request, [], growth_tokens=0)
+    engine.add(EngineRequest("running", [6] * 8, greedy(32), salt=SALT))
+    evicted = []
+    while engine.has_work and not evicted:
+        evicted += engine.step().evicted_reservations
+    assert evicted == ["batch"]

@@ -55,9 +55,10 @@ class KeyFile:
 
 
 @contextlib.contextmanager
-def stub_workers(redis_url: str, namespace: str) -> Iterator[str]:
-    """Both roles, answering at once with made-up tokens."""
-    command = [sys.executable, "-m", "bench.stubs", "--redis-url", redis_url, "--namespace", namespace]
+def stub_workers(redis_url: str, namespace: str, *module: str) -> Iterator[str]:
+    """Both roles, answering at once with made-up tokens; or another module's, with its flags."""
+    served = module or ("bench.stubs",)
+    command = [sys.executable, "-m", *served, "--redis-url", redis_url, "--namespace", namespace]
     with _process([*command, "--pairs", "1"], None) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.errors import BlocksExhaustedError, PeerLostError, UnavailableError
+from cluster.errors import (
+    BlocksExhaustedError,
+    DeadlineError,
+    OverloadedError,
+    PeerLostError,
+    UnavailableError,
+)
 from router.dispatch.patience import MAX_PAUSE_SECONDS, Patience
 
 LOST = PeerLostError("gone")
@@ -57,6 +63,16 @@ def test_the_first_retry_is_immediate_and_a_hint_is_kept():
     assert patience.pause_seconds(LOST, 0.0, progress=False, costly=False) == 0.0
     assert patience.pause_seconds(LOST, 0.25, progress=False, costly=False) == 0.25
     full = BlocksExhaustedError("full", retry_after_seconds=60.0)
-    with pytest.raises(UnavailableError) as caught:
+    with pytest.raises(OverloadedError) as caught:
         patience.pause_seconds(full, 60.0, progress=False, costly=True)
     assert caught.value.retry_after_seconds == 60.0
+
+
+@pytest.mark.parametrize("reason", [DeadlineError("queued"), OverloadedError("full")])
+def test_workers_that_are_behind_are_no_time_out(reason):
+    clock = Clock()
+    patience = Patience(8, 1.0, clock)
+    clock.now = 1.0
+    with pytest.raises(OverloadedError) as caught:
+        patience.pause_seconds(reason, 0.1, progress=False, costly=False)
+    assert caught.value.retry_after_seconds == 1.0

@@ -137,7 +137,7 @@ class Simulation:
         return [
             *(scripts.prefix(self._namespace, "m"), router.name, request.chain, request.tokens, PAGE),
             *(request.output, "never", self._rng.random(), 1 / self._rate, 0.0, 1.0, 1e12, 1e-9, "hybrid"),
-            *(HOUR_MS, HOUR_MS, self._rate),
+            *(HOUR_MS, HOUR_MS, self._rate, "normal", 0, 0),
             *self._candidates.arguments,
         ]
 

@@ -1,0 +1,133 @@
+"""What is left of a cluster's work when one, two and three times as much is asked as it can do.
+
+Prefill workers of a known speed stand behind a real router and a real Redis. An open loop sends requests on a
+schedule, whatever happens to them; a request is good if its first token came within the SLO. A cluster that lets
+everybody in serves everybody too late: the same load without targets is shown beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from bench import router_setup
+from bench.context import Context
+from bench.figures import Figure, Section
+from bench.load import run_now, tokens_config
+from bench.router_setup import RouterBench
+from loadgen import LoadConfig, Report, Slo
+from loadgen import run as run_load
+
+PAIRS = 2
+RATE = 4000.0  # prompt tokens a second of one worker: they must be too slow, not the machine
+PROMPT_TOKENS = 500
+SLO_SECONDS = 1.5
+TARGET_SECONDS = 1.2  # the rest is for what the estimate cannot know
+CLIENT_SECONDS = 6.0
+SECONDS = 30.0
+TIMES = (1, 2, 3)
+_TIME_OUTS = {"deadline", "DeadlineError", "grpc_deadline_exceeded", "http_504"}
+_REFUSALS = {"OverloadedError", "http_429"}
+_CLASSES = ("high", "normal", "batch")
+_SAMPLE_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One load: what was offered, what became of it, and the router's largest memory meanwhile."""
+
+    times: int
+    seconds: float
+    report: Report
+    rss_bytes: int
+
+    @property
+    def goodput(self) -> float:
+        """Good requests a second, until the last one's end: what was queued at the end is no work of this time."""
+        good = sum(record.good for record in self.report.records)
+        return good / max(self.seconds, self.report.seconds)
+
+    def failed(self, kinds: set[str]) -> int:
+        return sum(count for kind, count in self.report.errors.items() if kind in kinds)
+
+    @property
+    def note(self) -> str:
+        late = self.report.requests - self.failed(_REFUSALS) - sum(r.good for r in self.report.records)
+        return (
+            f"{self.report.requests / self.seconds:.0f} requests/s offered, {self.failed(_REFUSALS)} refused, "
+            f"{late} late or failed, TTFT p99 {self.report.ttft.p99:.2f} s"
+        )
+
+
+def run(context: Context) -> Section:
+    seconds = context.seconds(SECONDS)
+    with _cluster(context, TARGET_SECONDS) as bench:
+        capacity = _capacity(bench, seconds)
+        context.say(f"overload: {capacity:.1f} requests/s is all they can do")
+        measured = [_measure(bench, times, capacity, seconds) for times in TIMES]
+    with _cluster(context, 0.0) as bench:
+        open_door = _measure(bench, TIMES[-1], capacity, seconds)
+    note = f"closed loop, {PAIRS} prefill workers of {RATE:,.0f} tokens/s, prompts of {PROMPT_TOKENS}"
+    figures = [Figure("capacity", capacity, "requests/s", note=note), *_figures(measured)]
+    figures.append(
+        Figure("goodput at 3×, without targets", open_door.goodput, "requests/s", note=open_door.note)
+    )
+    details = {f"{one.times}x": one.report.to_json() for one in measured}
+    return Section("overload", "More than the cluster can do", figures, details)
+
+
+def _cluster(context: Context, target_seconds: float) -> contextlib.AbstractContextManager[RouterBench]:
+    workers = ("bench.paced", "--pairs", str(PAIRS), "--rate", str(RATE))
+    targets = {f"ttft_target_seconds_{name}": target_seconds for name in _CLASSES}
+    limits = {"max_concurrent_requests": 4096, "max_concurrent_requests_per_connection": 0}
+    return router_setup.run(context.out / "overload", context.model, workers, **targets, **limits)
+
+
+def _config(bench: RouterBench, **settings: Any) -> LoadConfig:
+    return tokens_config(
+        bench.grpc,
+        prompt_tokens=PROMPT_TOKENS,
+        prompt_spread=0.5,
+        max_tokens=4,
+        timeout_seconds=CLIENT_SECONDS,
+        slo=Slo(ttft_seconds=SLO_SECONDS),
+        **settings,
+    )
+
+
+def _capacity(bench: RouterBench, seconds: float) -> float:
+    """Answered a second with always a few waiting. The router learns the workers' speed meanwhile."""
+    report = run_now(_config(bench, concurrency=8, seconds=max(seconds, 6.0), warmup_requests=5))
+    return len(report.answered) / report.seconds
+
+
+def _measure(bench: RouterBench, times: int, capacity: float, seconds: float) -> Measured:
+    config = _config(bench, rate=times * capacity, seconds=seconds, seed=times)
+    return asyncio.run(_watched(bench.pid, config, times, seconds))
+
+
+async def _watched(pid: int, config: LoadConfig, times: int, seconds: float) -> Measured:
+    router, largest = psutil.Process(pid), 0
+    running = asyncio.ensure_future(run_load(config))
+    while not running.done():
+        largest = max(largest, int(router.memory_info().rss))
+        await asyncio.wait([running], timeout=_SAMPLE_SECONDS)
+    return Measured(times, seconds, running.result(), largest)
+
+
+def _figures(measured: list[Measured]) -> Iterator[Figure]:
+    for one in measured:
+        yield Figure(f"goodput at {one.times}×", one.goodput, "requests/s", note=one.note)
+    peak, last = max(one.goodput for one in measured), measured[-1]
+    yield Figure("goodput at 3× of its peak", last.goodput / peak, "", "≥ 0.9", f"TTFT ≤ {SLO_SECONDS:.1f} s")
+    late = sum(one.failed(_TIME_OUTS) for one in measured)
+    yield Figure("time-outs", late, "requests", "≤ 0", f"clients wait {CLIENT_SECONDS:.0f} s")
+    other = sum(one.report.failed - one.failed(_TIME_OUTS | _REFUSALS) for one in measured)
+    yield Figure("other failures", other, "requests", "≤ 0")
+    growth = last.rss_bytes / measured[0].rss_bytes
+    yield Figure("router's memory, 3× over 1×", growth, "", "≤ 1.1", f"{last.rss_bytes / 1e6:.0f} MB at most")

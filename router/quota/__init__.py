@@ -1,0 +1,1 @@
+"""How much a tenant may use in a minute, counted over all routers."""
