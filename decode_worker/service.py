@@ -52,7 +52,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 yield event
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:
-        state = await self._role.abort(request.transfer_id)
+        # A router that hangs up while it waits must not leave half of it done.
+        state = await self._core.follow_ups.complete(self._role.abort(request.transfer_id))
         committed = state is HandoffState.COMMITTED
         return decode_pb2.AbortResponse(
             state=decode_pb2.ATTEMPT_STATE_COMMITTED if committed else decode_pb2.ATTEMPT_STATE_ABORTED
@@ -63,9 +64,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     ) -> decode_pb2.DecodeCancelResponse:
         attempt = self._role.attempts.get(request.transfer_id)
         if attempt is None:
-            await self._role.abort(request.transfer_id)
+            await self._core.follow_ups.complete(self._role.abort(request.transfer_id))
             return decode_pb2.DecodeCancelResponse(known=False)
-        await self._role.cancel(attempt)
+        await self._core.follow_ups.complete(self._role.cancel(attempt))
         return decode_pb2.DecodeCancelResponse(known=True)
 
     async def PeerExited(

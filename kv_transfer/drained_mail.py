@@ -9,24 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from cluster import errors
-from kv_transfer.follow_ups import FollowUps
-from wire import common_pb2
+from cluster.follow_ups import FollowUps
+from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 4096  # of one worker
 TRIES = 30
 TRY_SECONDS = 1.0
 
-Open = Callable[[common_pb2.WorkerRef], Awaitable[object]]
+
+class Stream(Protocol):
+    def send(self, **message: Any) -> None: ...
+
+
+Open = Callable[[common_pb2.WorkerRef], Awaitable[Stream]]
 
 
 class DrainedMail:
     def __init__(self, open_stream: Open, current_epoch: Callable[[common_pb2.WorkerRef], int]):
-        """`open_stream` makes sure of a stream, which takes what waits, or raises BatonError; `current_epoch` is
-        the one the worker last said it lives under, 0 if it said none."""
+        """`open_stream` makes sure of a stream or raises BatonError; `current_epoch` is the one the worker last
+        said it lives under, 0 if it said none."""
         self._open = open_stream
         self._current_epoch = current_epoch
         self._waiting: dict[str, deque[bytes]] = {}
@@ -39,9 +45,10 @@ class DrainedMail:
             self._delivering.add(decode.worker_id)
             self._follow_ups.spawn(self._deliver(decode))
 
-    def take(self, worker_id: str) -> Iterable[bytes]:
-        """For a stream that is up."""
-        return self._waiting.pop(worker_id, ())
+    def hand_over(self, worker_id: str, stream: Stream) -> None:
+        """The stream is up: it says what waits."""
+        for transfer_id in self._waiting.pop(worker_id, ()):
+            stream.send(drained=handoff_pb2.Drained(transfer_id=transfer_id))
 
     async def _deliver(self, decode: common_pb2.WorkerRef) -> None:
         try:
@@ -59,7 +66,9 @@ class DrainedMail:
         """The worker as it names itself now."""
         try:
             async with asyncio.timeout(TRY_SECONDS):
-                await self._open(decode)
+                stream = await self._open(decode)
+            # One that was up before has not asked for what came since.
+            self.hand_over(decode.worker_id, stream)
         except (errors.BatonError, TimeoutError) as error:
             log.info("%s has not heard yet what is drained: %s", decode.worker_id, error)
             epoch = self._current_epoch(decode)

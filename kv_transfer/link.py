@@ -189,8 +189,7 @@ class LinkToDecode:
                 return
             log.warning("NIXL does not reach %s: this pair uses gRPC", self.name)
             self.transport = "grpc"
-        for transfer_id in self._sender.mail.take(self.decode.worker_id):
-            self.send(drained=handoff_pb2.Drained(transfer_id=transfer_id))
+        self._sender.mail.hand_over(self.decode.worker_id, self)
         if not self._ready.done():
             self._ready.set_result(None)
 

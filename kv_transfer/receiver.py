@@ -12,9 +12,9 @@ from typing import Any
 from cluster import errors
 from cluster.block_hash import HASH_BYTES
 from cluster.config import TransferConfig
+from cluster.follow_ups import FollowUps
 from kv_transfer import messages as m
 from kv_transfer.base import DecodeEngine, HandoffSpec, HandoffState
-from kv_transfer.follow_ups import FollowUps
 from kv_transfer.geometry import plan_flows
 from kv_transfer.incoming import IncomingHandoff
 from kv_transfer.landing import Landing
@@ -54,7 +54,8 @@ class HandoffReceiver:
         self._peers: dict[str, PeerLink] = {}
         self._rate = ASSUMED_RATE
         self.counts: Counter[str] = Counter()
-        self._spawn = FollowUps().spawn
+        self._follow_ups = FollowUps()
+        self._spawn = self._follow_ups.spawn
         self.on_exhausted: Callable[[str], None] = lambda reason: None
         self.exhausted = ""  # why nothing new is taken any more
         self.landing = Landing(
@@ -113,6 +114,10 @@ class HandoffReceiver:
     # --- what the peer asks ------------------------------------------------------------------------------
 
     async def reserve(self, link: PeerLink, request: handoff_pb2.Reserve) -> None:
+        # The stream may end meanwhile: blocks that the engine gave must have an owner all the same.
+        await self._follow_ups.complete(self._answer_reserve(link, request))
+
+    async def _answer_reserve(self, link: PeerLink, request: handoff_pb2.Reserve) -> None:
         reply = handoff_pb2.ReserveReply(transfer_id=request.transfer_id)
         known = self._live.get(request.transfer_id)
         if known is not None:  # asked again: the first answer again
@@ -311,6 +316,10 @@ class HandoffReceiver:
             await self._abort(transfer_id, error)
             return
         handoff.committing = True
+        await self._follow_ups.complete(self._commit(handoff, finish))
+
+    async def _commit(self, handoff: IncomingHandoff, finish: handoff_pb2.Finish) -> None:
+        transfer_id = handoff.spec.transfer_id
         exposed = max(0.0, (handoff.last_part or handoff.finish_received) - handoff.finish_received)
         try:
             await self._engine.commit(transfer_id, finish.first_tokens, finish.report)
@@ -338,8 +347,11 @@ class HandoffReceiver:
         forgotten = self.landing.quarantine(transfer_id)
         link.send(aborted=handoff_pb2.Aborted(transfer_id=transfer_id, error=error.to_wire()))
         # A rank may be scattering one of its parts: until it says otherwise, the blocks are not free.
+        await self._follow_ups.complete(self._free(handoff, forgotten))
+
+    async def _free(self, handoff: IncomingHandoff, forgotten: Sequence[asyncio.Future[None]]) -> None:
         await self.landing.answered(forgotten)
-        await self._engine.abort(transfer_id, handoff.verified_tokens)
+        await self._engine.abort(handoff.spec.transfer_id, handoff.verified_tokens)
 
     async def abort(self, transfer_id: bytes) -> HandoffState:
         """The arbiter's answer for an attempt that is not decoding yet."""

@@ -20,7 +20,7 @@ from kv_transfer.ranks import Rank
 from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
-FINISH_SECONDS = 60.0
+STALL_SECONDS = 10.0  # D grants in turn: one hand-off may wait for others, but not for so long
 
 
 class OutgoingHandoff:
@@ -38,6 +38,7 @@ class OutgoingHandoff:
         self._committed: asyncio.Future[handoff_pb2.Committed] = loop.create_future()
         self._all_drained: asyncio.Future[None] = loop.create_future()
         self._closed = False
+        self._progressed = 0.0
         # Whoever awaits them hears of a failure; nobody may.
         for future in (self._all_gathered, self._committed, self._all_drained):
             future.add_done_callback(lambda f: f.cancelled() or f.exception())
@@ -73,31 +74,35 @@ class OutgoingHandoff:
         self, first_tokens: Sequence[common_pb2.Token], report: common_pb2.WorkReport
     ) -> HandoffReport:
         """Waits until D has every part and committed. Raises HandoffError; then call `abort`."""
-        prefill_ended = time.monotonic()
-        try:
-            async with asyncio.timeout(FINISH_SECONDS):
-                await self._all_gathered
-                flows = [
-                    handoff_pb2.FlowParts(source_rank=rank, target_rank=target, parts=parts)
-                    for rank, gathered in self._gathered.items()
-                    for target, parts in gathered.parts
-                ]
-                self._link.send(
-                    finish=handoff_pb2.Finish(
-                        transfer_id=self.transfer_id, first_tokens=first_tokens, flows=flows, report=report
-                    )
-                )
-                await self._committed
-        except TimeoutError:
-            raise errors.TransportError(
-                f"the hand-off did not commit within {FINISH_SECONDS:.0f} s"
-            ) from None
+        prefill_ended = self._progressed = time.monotonic()
+        await self._as_it_progresses(self._all_gathered)
+        flows = [
+            handoff_pb2.FlowParts(source_rank=rank, target_rank=target, parts=parts)
+            for rank, gathered in self._gathered.items()
+            for target, parts in gathered.parts
+        ]
+        self._link.send(
+            finish=handoff_pb2.Finish(
+                transfer_id=self.transfer_id, first_tokens=first_tokens, flows=flows, report=report
+            )
+        )
+        await self._as_it_progresses(self._committed)
         self._close()
         shipped = sum(gathered.bytes for gathered in self._gathered.values())
         parts = sum(count for gathered in self._gathered.values() for _, count in gathered.parts)
         return HandoffReport(
             self.held_tokens, shipped, parts, self._link.transport, time.monotonic() - prefill_ended
         )
+
+    async def _as_it_progresses(self, future: asyncio.Future[Any]) -> None:
+        while not future.done():
+            left = self._progressed + STALL_SECONDS - time.monotonic()
+            if left <= 0:
+                raise errors.TransportError(
+                    f"nothing of the hand-off was granted or landed for {STALL_SECONDS:.0f} s"
+                )
+            await asyncio.wait([future], timeout=left)
+        future.result()
 
     async def abort(self, reason: str) -> None:
         """Stops posting and tells D; says Drained once every write is terminal (in the background)."""
@@ -142,6 +147,7 @@ class OutgoingHandoff:
     def on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
         match reply.WhichOneof("message"):
             case "slot_grant":
+                self._progressed = time.monotonic()
                 grant = reply.slot_grant
                 self._sender.ranks[grant.source_rank].handle(
                     m.Granted(
@@ -156,6 +162,7 @@ class OutgoingHandoff:
                     )
                 )
             case "part_result":
+                self._progressed = time.monotonic()
                 result = reply.part_result
                 self._sender.count_part(result.verified)
                 self._sender.ranks[result.source_rank].handle(

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
 from cluster.errors import OverloadedError, StaleTransferError
+from cluster.follow_ups import FollowUps
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 from worker.ended import EndedAttempts
@@ -47,7 +48,7 @@ class Attempts(Generic[A]):
         self._live: dict[bytes, A] = {}
         self._ended = EndedAttempts()
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._follow_ups = FollowUps()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -125,16 +126,13 @@ class Attempts(Generic[A]):
         for transfer_id in list(self._timers):
             self._stop_timer(transfer_id)
         await self.cancel_all()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=5.0)
+        await self._follow_ups.wait(5.0)
 
     def _give_up(self, attempt: A) -> None:
         self._timers.pop(attempt.transfer_id, None)
         if attempt.log.has_reader:
             return
-        task = asyncio.get_running_loop().create_task(self._cancel_and_forget(attempt))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._follow_ups.spawn(self._cancel_and_forget(attempt))
 
     async def _cancel_and_forget(self, attempt: A) -> None:
         if not attempt.log.ended:

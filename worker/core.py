@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.config import WorkerConfig
 from cluster.errors import InternalError, StaleEpochError, UnavailableError
+from cluster.follow_ups import FollowUps
 from cluster.index.reporter import ChainReporter
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
@@ -60,7 +61,7 @@ class WorkerCore:
         self._registration: Registration | None = None
         self._reporter: ChainReporter | None = None
         self._exporter: Exporter | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.follow_ups = FollowUps()
         self.engine = Engine(
             runner, runner.config, secret=config.secret.encode(), on_chain=self._chain_changed
         )
@@ -119,14 +120,7 @@ class WorkerCore:
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Runs a short follow-up; its failure is logged, its end awaited at stop."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("follow-up failed: %r", task.exception())
+        self.follow_ups.spawn(coroutine)
 
     async def start(self) -> None:
         self.host.start()
@@ -238,8 +232,7 @@ class WorkerCore:
         if self._reporter is not None:
             await asyncio.to_thread(self._reporter.stop)
         await self.server.stop(grace_seconds)
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=grace_seconds)
+        await self.follow_ups.wait(grace_seconds)
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
         await self.host.stop()
