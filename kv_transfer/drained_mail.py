@@ -10,11 +10,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from cluster import errors
 from cluster.follow_ups import FollowUps
-from wire import common_pb2, handoff_pb2
+from wire import common_pb2
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 4096  # of one worker
@@ -23,7 +23,7 @@ TRY_SECONDS = 1.0
 
 
 class Stream(Protocol):
-    def send(self, **message: Any) -> None: ...
+    def say_drained(self, transfer_id: bytes) -> None: ...
 
 
 Open = Callable[[common_pb2.WorkerRef], Awaitable[Stream]]
@@ -48,7 +48,7 @@ class DrainedMail:
     def hand_over(self, worker_id: str, stream: Stream) -> None:
         """The stream is up: it says what waits."""
         for transfer_id in self._waiting.pop(worker_id, ()):
-            stream.send(drained=handoff_pb2.Drained(transfer_id=transfer_id))
+            stream.say_drained(transfer_id)
 
     async def _deliver(self, decode: common_pb2.WorkerRef) -> None:
         try:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ BEAT_SECONDS = 0.5
 LOST_SECONDS = 5.0
 LINGER_SECONDS = 10.0
 PROBE_SECONDS = 3.0
+MAX_REMEMBERED_DRAINED = 4096
+READ_SECONDS = 2.0  # what was sent longer before D was last heard, D had read
 MAX_MESSAGE_BYTES = 64 << 20
 
 
@@ -47,6 +50,8 @@ class LinkToDecode:
         self._outbox: Outbox[handoff_pb2.PrefillToDecode] = Outbox()
         self._handoffs: dict[bytes, OutgoingHandoff] = {}
         self._reserving: dict[bytes, asyncio.Future[handoff_pb2.ReserveReply]] = {}
+        self._drained: deque[tuple[float, bytes]] = deque(maxlen=MAX_REMEMBERED_DRAINED)
+        self._final = False
         self._last_heard = time.monotonic()
         self._idle_since = time.monotonic()
         self._channel = sender.peers.channel(
@@ -75,6 +80,14 @@ class LinkToDecode:
         except asyncio.QueueFull:
             self._lose(errors.PeerLostError(f"{self.name} takes no messages"))
 
+    def say_drained(self, transfer_id: bytes) -> None:
+        """Heard sooner or later: what a stream takes with it when it breaks is said again on the next."""
+        if self.lost:
+            self._sender.mail.keep(self.decode, transfer_id)
+            return
+        self._drained.append((time.monotonic(), transfer_id))
+        self.send(drained=handoff_pb2.Drained(transfer_id=transfer_id))
+
     def attach(self, handoff: OutgoingHandoff) -> None:
         self._handoffs[handoff.transfer_id] = handoff
 
@@ -93,7 +106,7 @@ class LinkToDecode:
         except BaseException:
             # D may have reserved by now: it must not keep what nobody will fill.
             self.send(abort=handoff_pb2.AbortHandoff(transfer_id=reserve.transfer_id, reason="given up"))
-            self.send(drained=handoff_pb2.Drained(transfer_id=reserve.transfer_id))
+            self.say_drained(reserve.transfer_id)
             raise
         finally:
             del self._reserving[reserve.transfer_id]
@@ -103,7 +116,9 @@ class LinkToDecode:
         if not self._probe.done():
             self._probe.set_result(False)
 
-    async def close(self) -> None:
+    async def close(self, *, final: bool = True) -> None:
+        """`final`: this process ends, and with it every doubt; nothing is said again."""
+        self._final = final
         self._lose(errors.PeerLostError("closed"))
         for task in self._tasks:
             task.cancel()
@@ -230,6 +245,9 @@ class LinkToDecode:
                 future.set_exception(error)
         for handoff in list(self._handoffs.values()):
             handoff.fail(error)
+        for sent, transfer_id in () if self._final else self._drained:
+            if sent > self._last_heard - READ_SECONDS:
+                self._sender.mail.keep(self.decode, transfer_id)
         for rank in self._sender.ranks:
             rank.handle(m.Disconnect(self.name))
         self._sender.link_closed(self)

@@ -262,7 +262,7 @@ class HandoffSender:
         link.detach(handoff)
         current = self._links.get(link.name, link)
         if not current.lost and current.is_ready:
-            current.send(drained=handoff_pb2.Drained(transfer_id=handoff.transfer_id))
+            current.say_drained(handoff.transfer_id)
         else:
             self.mail.keep(link.decode, handoff.transfer_id)
 
@@ -272,7 +272,7 @@ class HandoffSender:
         for handoff in list(self._live.values()):
             await handoff.abort("this worker was fenced")
         for link in list(self._links.values()):
-            await link.close()
+            await link.close(final=False)
 
     def count_part(self, verified: bool) -> None:
         if verified:

@@ -28,8 +28,8 @@ class Worker:
             raise StaleEpochError("another epoch", field="decode_epoch")
         return self
 
-    def send(self, *, drained) -> None:
-        self.heard.append(drained.transfer_id)
+    def say_drained(self, transfer_id: bytes) -> None:
+        self.heard.append(transfer_id)
 
 
 @pytest.fixture(autouse=True)
