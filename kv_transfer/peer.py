@@ -13,6 +13,7 @@ from kv_transfer import messages as m
 from kv_transfer.layout import check_layouts
 from kv_transfer.link import BEAT_SECONDS, LOST_SECONDS
 from kv_transfer.outbox import Outbox
+from kv_transfer.ring import Claim, Slot
 from wire import common_pb2, handoff_pb2
 
 if TYPE_CHECKING:
@@ -117,6 +118,20 @@ class PeerLink:
         else:
             self._receiver.register(self)
             self.welcome()
+
+    def grant(self, claim: Claim, rank: int, slot: Slot, deadline_seconds: float) -> None:
+        self.send(
+            slot_grant=handoff_pb2.SlotGrant(
+                transfer_id=claim.transfer_id,
+                source_rank=claim.source_rank,
+                target_rank=rank,
+                part=claim.part,
+                slot=slot.index,
+                generation=slot.generation,
+                address=slot.address,
+                deadline_seconds=deadline_seconds,
+            )
+        )
 
     def answer(self, part: m.PartLanded, verified: bool) -> None:
         self.send(

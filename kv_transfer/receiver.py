@@ -203,18 +203,7 @@ class HandoffReceiver:
         self.landing.expect(expected, rank, seconds + 1.0, self._too_late)
         if not handoff.first_part:
             handoff.first_part = time.monotonic()
-        link.send(
-            slot_grant=handoff_pb2.SlotGrant(
-                transfer_id=claim.transfer_id,
-                source_rank=claim.source_rank,
-                target_rank=rank,
-                part=claim.part,
-                slot=slot.index,
-                generation=slot.generation,
-                address=slot.address,
-                deadline_seconds=seconds,
-            )
-        )
+        link.grant(claim, rank, slot, seconds)
 
     def _too_late(self, slot: Slot) -> None:
         assert slot.claim is not None, "a granted slot has one"

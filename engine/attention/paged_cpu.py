@@ -19,6 +19,7 @@ WORTH_SHARING_BYTES = 1 << 20
 
 class PagedCpuBackend(SdpaBackend):
     name = "cpu"
+    takes_tokens_apart = True
 
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: Team):
         super().__init__(shape, kv_cache, team)
@@ -29,10 +30,9 @@ class PagedCpuBackend(SdpaBackend):
 
     def begin(self, items: Sequence[PlanItem]) -> None:
         super().begin(items)
-        single = [(span, item) for span, item in zip(self._spans, items, strict=True) if span.is_token]
-        self._spans = [span for span in self._spans if not span.is_token]
+        single = self._tokens
         width = max((-(-item.end // self._shape.page_size) for _, item in single), default=0)
-        self._rows = torch.tensor([span.rows.start for span, _ in single], dtype=torch.int64)
+        self._rows = torch.tensor([row for row, _ in single], dtype=torch.int64)
         self._ends = torch.tensor([item.end for _, item in single], dtype=torch.int64)
         tables = [item.block_ids[:width] + [0] * (width - len(item.block_ids)) for _, item in single]
         self._tables = torch.tensor(tables, dtype=torch.int64)

@@ -47,6 +47,9 @@ class _Piece:
 
 class SdpaBackend:
     name = "sdpa"
+    takes_tokens_apart = (
+        False  # a subclass that attends single tokens in a way of its own finds them in _tokens
+    )
 
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: Team):
         self._shape = shape
@@ -55,6 +58,7 @@ class SdpaBackend:
         self._scale = shape.head_dim**-0.5
         self._group = shape.num_heads // shape.num_kv_heads
         self._spans: list[_Span] = []
+        self._tokens: list[tuple[int, PlanItem]] = []  # (row, item)
         self._pages = kv_cache.new_empty(0)
         self._flat = kv_cache.new_empty(0)
         # Of this step: all layers of a step need the same few.
@@ -63,11 +67,15 @@ class SdpaBackend:
 
     def begin(self, items: Sequence[PlanItem]) -> None:
         page = self._shape.page_size
-        self._spans, row, longest = [], 0, 0
+        self._spans, self._tokens, row, longest = [], [], 0, 0
         self._masks.clear()
         self._prompt_masks.clear()
         for item in items:
             count = len(item.token_ids)
+            if count == 1 and self.takes_tokens_apart:
+                self._tokens.append((row, item))
+                row += 1
+                continue
             blocks = None
             if item.begin > 0 or count == 1:
                 used = -(-item.end // page)
@@ -89,7 +97,7 @@ class SdpaBackend:
         return out.view(q.shape[0], -1)
 
     def _attend_tokens(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """For backends that have a faster way for single tokens, and leave their spans out."""
+        """For backends that take single tokens apart."""
 
     def _attend_spans(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         window = self._shape.windows[layer]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Coroutine
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from cluster.block_hash import make_salt
 from cluster.config import RouterConfig
 from cluster.errors import UnavailableError
+from cluster.follow_ups import FollowUps
 from cluster.membership.reader import Members
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
@@ -38,7 +38,7 @@ class Services:
         self.quota = quota
         self._salts: dict[tuple[str, str], bytes] = {}
         self.liveness = Liveness()
-        self._cleanups: set[asyncio.Task[Any]] = set()
+        self._cleanups = FollowUps()
 
     def new_transfer_id(self) -> bytes:
         return secrets.token_bytes(16)
@@ -61,10 +61,7 @@ class Services:
 
     def clean_up(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Runs on after the request is over: a client that has gone must not wait for it."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._cleanups.add(task)
-        task.add_done_callback(self._cleanups.discard)
+        self._cleanups.spawn(coroutine)
 
     async def finish(self, seconds: float) -> None:
-        if self._cleanups:
-            await asyncio.wait(self._cleanups, timeout=seconds)
+        await self._cleanups.wait(seconds)
