@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-system chaos proto bench bench-peers gpu-check demo-model clean
+.PHONY: help demo test check test-system chaos soak cancels fuzz proto chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -25,12 +25,13 @@ demo: $(STAMP)  ## Start a cluster, watch text stream from it, see the load gene
 test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, real Ray)
 	$(BIN)/python -m pytest -q -m "not system and not gpu" --durations 15
 
-check: $(STAMP)  ## Lint, types, floors, generated code
+check: $(STAMP)  ## Lint, types, floors, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory proto-check
+	@$(BIN)/python deploy/helm/generate.py --check
 
 test-system: $(STAMP)  ## Tests that need Debian or npm packages (Helm); fails on any skip
 	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system
@@ -42,8 +43,32 @@ SEED ?= 1
 chaos: $(STAMP)  ## Random faults on a cluster under load, every token checked: FAULTS=1000 SEED=1; resumes
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
 
+CASES ?= 20000
+fuzz: $(STAMP)  ## Nonsense against every port, and spoiled model directories: CASES=20000 SEED=1; prints the table
+	$(BIN)/python -m tests.fuzz --fresh --cases $(CASES) --seed $(SEED)
+
+MINUTES ?= 60
+soak: $(STAMP)  ## Load with cancels and faults for a while; memory, descriptors and accounts must stay flat
+	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) --seed $(SEED)
+
+CANCELS ?= 10000
+cancels: $(STAMP)  ## That many requests cancelled at random moments; nothing may stay behind
+	$(BIN)/python -m tests.chaos.cancels --cancels $(CANCELS) --seed $(SEED)
+
 proto: $(STAMP)  ## Regenerate wire/ from proto/
 	$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. proto/wire/*.proto
+
+chart: $(STAMP)  ## Regenerate the chart's schema and README table from the comments in values.yaml
+	$(BIN)/python deploy/helm/generate.py
+
+chart-golden: $(STAMP)  ## Write the rendered examples that the tests compare with, after a wanted change
+	BATON_WRITE_GOLDEN=1 $(BIN)/python -m pytest -q -m system -o addopts="--import-mode=importlib --strict-markers" \
+		tests/system/helm/test_golden.py
+
+.PHONY: helm-test
+helm-test: $(STAMP)  ## The chart with Helm 3 and 4: lint, render, schemas, properties, and its whole life on real processes (root)
+	$(BIN)/python -m pytest -q -m system --durations 10 -o addopts="-ra --import-mode=importlib --strict-markers" \
+		tests/system/helm tests/system/helm_life tests/system/kubelet
 
 .PHONY: proto-check
 proto-check: $(STAMP)
@@ -62,6 +87,9 @@ bench-peers: $(STAMP)  ## The same workloads against vLLM's CPU build, in turns
 
 gpu-check:  ## Correctness and figures on this machine's CUDA card, with the Python and torch found here
 	python3 -m pytest -q -m gpu -o addopts="-ra --import-mode=importlib" tests/engine
+
+screenshots: $(STAMP)  ## The pictures of docs/screens.md, of a real cluster under load (needs Chromium)
+	$(BIN)/python -m tests.system.ui.screenshots
 
 demo-model: $(STAMP)  ## Train the demo model again (about 80 minutes on one core)
 	$(BIN)/python -m demo.train --minutes 80

@@ -7,9 +7,15 @@ import sys
 import typer
 from rich.console import Console
 
-from baton.commands import serve, talk, up
+from baton.commands import serve, talk, up, worker
+from baton.commands.autoscale import autoscale
 from baton.commands.certs import certs
+from baton.commands.doctor import doctor
+from baton.commands.drain import drain
+from baton.commands.fetch import fetch
 from baton.commands.keys import keys
+from baton.commands.selftest import selftest
+from baton.commands.serve_app import serve_app
 from cluster.errors import BatonError
 from loadgen.cli import load
 
@@ -23,15 +29,22 @@ app = typer.Typer(
 
 app.command("up", rich_help_panel="A whole cluster here")(up.up)
 app.command("status", rich_help_panel="Use and watch")(talk.status)
+app.command("top", rich_help_panel="Use and watch")(talk.top)
 app.command("generate", rich_help_panel="Use and watch")(talk.generate)
 app.command("chat", rich_help_panel="Use and watch")(talk.chat)
 app.command("load", rich_help_panel="Use and watch")(load)
+app.add_typer(selftest, name="selftest", rich_help_panel="Use and watch")
+app.command("drain", rich_help_panel="Use and watch")(drain)
+app.command("fetch", rich_help_panel="Single processes")(fetch)
 app.command("router", rich_help_panel="Single processes")(serve.router)
-app.command("prefill", rich_help_panel="Single processes")(serve.prefill)
-app.command("decode", rich_help_panel="Single processes")(serve.decode)
+app.command("prefill", rich_help_panel="Single processes")(worker.prefill)
+app.command("decode", rich_help_panel="Single processes")(worker.decode)
 app.command("pools", rich_help_panel="Single processes")(serve.pools)
+app.add_typer(serve_app, name="serve-app", rich_help_panel="Single processes")
+app.command("autoscale", rich_help_panel="Single processes")(autoscale)
 
 
+app.command("doctor", rich_help_panel="Kubernetes")(doctor)
 app.command("certs", rich_help_panel="Security")(certs)
 app.add_typer(keys, name="keys", rich_help_panel="Security")
 

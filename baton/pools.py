@@ -10,10 +10,15 @@ import asyncio
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
 
+from baton import scaled_pools
+from baton.autoscaling.config import AutoscalingConfig
+from baton.autoscaling.serve_policy import deployment_name
+from cluster import settings
 from cluster.config import Role, WorkerConfig
 
 # Baton fences a worker at 5 s; Serve restarts it later, so a fenced worker may rejoin until then.
@@ -32,17 +37,33 @@ class Replica:
         self._thread.start()
         from baton.workers import start_worker  # torch is imported in the replica, not by who deploys it
 
-        resolved = WorkerConfig.model_validate(config)
+        # What differs from node to node (its address, its secrets' files) stands in that node's environment.
+        resolved = settings.load(WorkerConfig, {}, values=config)
         self._worker = self._on_loop(start_worker(resolved), 600.0)
         self._drain_seconds = resolved.drain_seconds
+        asyncio.run_coroutine_threadsafe(self._leave_when_told(), self._loop)
 
     def _on_loop(self, coroutine: Any, seconds: float) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
+
+    async def _leave_when_told(self) -> None:
+        """`baton drain`: Serve starts a replica whose process ends again at once. On a node that goes away it must
+        not, so there it stays, without a worker, until the node is gone."""
+        then = await self._worker.wait_drain_wanted()
+        await self._worker.stop()
+        if then == "exit":
+            os._exit(
+                0
+            )  # from a thread that is not Ray's there is no gentler way, and nothing is left to lose
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         if not self._worker.healthy():
             raise RuntimeError("the engine has stopped or hangs")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the policy reads: the numbers that this worker publishes in Redis too."""
+        return {name: float(n) for name, n in self._worker.status().items() if isinstance(n, int | float)}
 
     def __del__(self) -> None:
         worker = getattr(self, "_worker", None)
@@ -50,33 +71,80 @@ class Replica:
             self._on_loop(worker.stop(), self._drain_seconds + 5.0)
 
 
-def deploy(pools: Mapping[Role, list[WorkerConfig]], environment: Mapping[str, str]) -> None:
+@dataclass(frozen=True)
+class Pool:
+    """Equal workers, and what Ray has to find for each."""
+
+    config: WorkerConfig
+    replicas: int
+    gpus: int = 0
+    resources: Mapping[str, float] = field(default_factory=dict)  # of Ray's own naming
+
+
+def deploy(
+    pools: Mapping[Role, list[WorkerConfig]],
+    environment: Mapping[str, str],
+    autoscaling: AutoscalingConfig | None = None,
+) -> None:
     """Deploys the pools on the Ray cluster this process is connected to; returns when they run.
 
-    One application, so that one policy can scale both pools. Serve wants one deployment at its root: the later
-    pool is bound to the earlier one, which only keeps its handle.
-    Raises RuntimeError if a replica cannot start.
+    With `autoscaling` the pools begin as large as `pools` says and one policy sizes both.
+    Raises RuntimeError if a replica cannot start, SetupError if they do not run in time.
     """
     from ray import serve
 
     serve.start(proxy_location="Disabled")
-    application: Any = None
-    for role, configs in pools.items():
-        if configs:
-            config = configs[0].model_dump(mode="json", exclude={"worker_id"})
-            application = _deployment(role, configs).bind(config, dict(environment), application)
-    serve.run(application, name=APPLICATION, route_prefix=None)
+    wanted = {role: Pool(configs[0], len(configs)) for role, configs in pools.items() if configs}
+    if autoscaling is None:
+        serve.run(application(wanted, environment), name=APPLICATION, route_prefix=None)
+    else:
+        scaled_pools.deploy(APPLICATION, wanted, environment, autoscaling)
 
 
-def _deployment(role: Role, configs: list[WorkerConfig]) -> Any:
+def application(
+    pools: Mapping[Role, Pool],
+    environment: Mapping[str, str],
+    autoscaling: AutoscalingConfig | None = None,
+) -> Any:
+    """One Serve application, so that one policy can scale both pools. Serve wants one deployment at its root: the
+    later pool is bound to the earlier one, which only keeps its handle."""
+    bound: Any = None
+    for role, pool in pools.items():
+        config = pool.config.model_dump(mode="json", exclude={"worker_id"})
+        bound = _deployment(role, pool, autoscaling).bind(config, dict(environment), bound)
+    return bound
+
+
+def _size(role: Role, replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str, Any]:
+    if autoscaling is None:
+        return {"num_replicas": replicas}
+    limits = autoscaling.pool(role)
+    return {
+        "autoscaling_config": {
+            "min_replicas": limits.min_replicas,
+            "max_replicas": limits.max_replicas,
+            "initial_replicas": min(max(replicas, limits.min_replicas), limits.max_replicas),
+            # Pauses are the policy's own. Serve records numbers five times within this period.
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": 0.0,
+            "look_back_period_s": max(1.0, autoscaling.interval_seconds),
+        }
+    }
+
+
+def _deployment(role: Role, pool: Pool, autoscaling: AutoscalingConfig | None) -> Any:
     from ray import serve
 
     return serve.deployment(
         Replica,
-        name=f"{role.capitalize()}Pool",
-        num_replicas=len(configs),
-        ray_actor_options={"num_cpus": configs[0].engine.tensor_parallel},
-        graceful_shutdown_timeout_s=configs[0].drain_seconds + 10.0,
+        name=deployment_name(role),
+        **_size(role, pool.replicas, autoscaling),
+        ray_actor_options={
+            "num_cpus": pool.config.engine.tensor_parallel,
+            "num_gpus": pool.gpus,
+            "resources": dict(pool.resources),
+        },
+        graceful_shutdown_timeout_s=pool.config.drain_seconds + 10.0,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=HEALTH_CHECK_PERIOD_SECONDS,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_SECONDS,

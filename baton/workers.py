@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.config import WorkerConfig
+from cluster.membership.types import Then
 
 
 class RunningWorker(Protocol):
@@ -17,6 +18,8 @@ class RunningWorker(Protocol):
     @property
     def metrics_address(self) -> str: ...
     def healthy(self) -> bool: ...
+    def status(self) -> dict[str, Any]: ...
+    async def wait_drain_wanted(self) -> Then: ...
     async def wait_failed(self) -> BaseException: ...
     async def stop(self) -> None: ...
 

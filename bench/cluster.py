@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,12 @@ STOP_SECONDS = 90.0
 
 @dataclass(frozen=True)
 class Cluster:
-    pid: int
+    process: subprocess.Popen[str]
     state: dict[str, Any]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def http(self) -> str:
@@ -31,6 +35,11 @@ class Cluster:
     @property
     def grpc(self) -> str:
         return str(self.state["grpc"])
+
+    @property
+    def routers(self) -> list[str]:
+        """gRPC addresses."""
+        return [router["grpc"] for router in self.state["router"]]
 
     @property
     def router_pids(self) -> list[int]:
@@ -53,42 +62,70 @@ class Cluster:
             said: dict[str, Any] = json.load(answer)
         return said
 
+    def workers(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = self.view()["workers"]
+        return workers
+
+    def status(self, role: str) -> dict[str, Any]:
+        """The status of the only worker of a role."""
+        (worker,) = [w for w in self.workers() if w["role"] == role and w["lease"] == "live"]
+        status: dict[str, Any] = worker["status"]
+        return status
+
 
 @contextlib.contextmanager
-def run(out: Path, model: Path, *flags: str) -> Iterator[Cluster]:
-    """`baton up` with ports of its own. Raises RuntimeError with its last words if it does not get ready."""
+def run(
+    out: Path,
+    model: Path,
+    *flags: str,
+    tree: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    start_seconds: float = START_SECONDS,
+    stop_seconds: float = STOP_SECONDS,
+) -> Iterator[Cluster]:
+    """`baton up` with ports of its own; `tree`: of another checkout. Raises RuntimeError with its last words if it
+    does not get ready, or had to be killed."""
     out.mkdir(parents=True, exist_ok=True)
-    state_file, log = out / "state.json", out / "up.log"
+    state_file, log = (out / "state.json").absolute(), out / "up.log"
     state_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "baton", "up", "--model", str(model), "--state-file", str(state_file)]
     command += ["--http-port", "0", "--grpc-port", "0", *flags]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=_environment())
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tree,
+            env=dict(_environment(tree) if environment is None else environment),
+        )
     try:
-        _wait_for(state_file, process, log)
-        yield Cluster(process.pid, json.loads(state_file.read_text()))
+        _wait_for(state_file, process, log, start_seconds)
+        yield Cluster(process, json.loads(state_file.read_text()))
     finally:
-        _stop(process)
+        _stop(process, stop_seconds)
 
 
-def _environment() -> dict[str, str]:
+def _environment(tree: Path | None) -> dict[str, str]:
     # The bench's own thread settings are not the cluster's.
-    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return kept if tree is None else {**kept, "PYTHONPATH": str(tree)}
 
 
-def _wait_for(state_file: Path, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
+def _wait_for(state_file: Path, process: subprocess.Popen[str], log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while not state_file.exists():
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"baton up did not get ready:\n{log.read_text()[-2000:]}")
         time.sleep(0.1)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(process: subprocess.Popen[str], seconds: float) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
-        process.wait(STOP_SECONDS)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait(STOP_SECONDS)
+        process.wait(seconds)
+        raise RuntimeError(f"baton up did not stop within {seconds:.0f} s") from None

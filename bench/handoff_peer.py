@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import torch
+import uvloop
 
 from bench.checkpoint import SHAPE
 from bench.handoff_common import BLOCKS, CONFIG, PAGE_SIZE, RAW_BYTES, kv_cache, layout
@@ -129,4 +130,4 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve())
+    uvloop.run(serve())  # as workers do

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from bench.stubs import WAIT_SECONDS, Event, StubWorkers, end_event, serve, token_events
 from cluster.errors import BatonError
-from prefill_worker.admission import Admission
 from wire import common_pb2, decode_pb2, prefill_pb2
+from worker.admission import Admission
 
 BATCH_TOKENS = 2048
 BEAT_SECONDS = 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ PLACES = 8
 SYSTEM_PROMPTS, SYSTEM_BLOCKS = 20, 16
 SLOWER_THAN_MICROSECONDS = 15  # the log holds scripts, not the commands inside them
 TTL_MS, PREDICT_MS = 3_600_000, 10_000
+BANDWIDTHS = struct.pack(">5d", *[1e10] * 5)  # the same at every distance
 
 
 @dataclass
@@ -69,10 +71,24 @@ class Fleet:
             keys=[
                 keys.slot_owners(NAMESPACE),
                 *(self.tag + name for name in ("load", "routers", "calls", "chg:router")),
+                keys.drains(NAMESPACE),
             ],
             args=[
                 *(self.prefix, "router", chain, tokens, PAGE, 256, "never", self.rng.random()),
-                *(1e-4, 1e-9, 32768.0, 1e10, 2e-8, "hybrid", TTL_MS, PREDICT_MS, 1e4, "normal", 0, 0),
+                *(
+                    1e-4,
+                    1e-9,
+                    32768.0,
+                    struct.pack(">5d", *[1e10] * 5),
+                    2e-8,
+                    "hybrid",
+                    TTL_MS,
+                    PREDICT_MS,
+                    1e4,
+                    "normal",
+                    0,
+                    0,
+                ),
                 *self.candidates.arguments,
             ],
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -22,8 +23,24 @@ NAMESPACE = "bench"
 
 
 @dataclass(frozen=True)
+class RunningRouter:
+    """Addresses of the doors, and who to ask for processor time."""
+
+    http: str
+    grpc: str
+    pid: int
+    log: Path
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the HTTP door."""
+        host, port = self.http.partition("//")[2].rsplit(":", 1)
+        return host, int(port)
+
+
+@dataclass(frozen=True)
 class RouterBench:
-    """Addresses of the doors, of the stub workers behind them, and who to ask for processor time."""
+    """A router, the stub workers behind it, and their Redis."""
 
     http: str
     grpc: str
@@ -41,64 +58,84 @@ def run(
     with contextlib.ExitStack() as stack:
         redis = EmbeddedRedis.start(out.absolute() / "redis")
         stack.callback(redis.stop)
-        command = ["-m", *workers, "--redis-url", redis.url, "--namespace", NAMESPACE]
-        stubs = stack.enter_context(_process(*command))
-        assert stubs.stdout is not None
-        address = stubs.stdout.readline().strip()
-        ready = out / "router.ready"
-        ready.unlink(missing_ok=True)
-        config = _router_config(out, model, redis.url, settings)
-        router = stack.enter_context(
-            _process("-m", "baton", "router", "--config", str(config), "--ready-file", str(ready))
-        )
-        addresses = _wait_for(ready, router)
-        yield RouterBench(addresses["http"], addresses["grpc"], router.pid, address, redis.url)
-
-
-def _router_config(out: Path, model: Path, redis_url: str, settings: Mapping[str, Any]) -> Path:
-    config: dict[str, Any] = {
-        "redis_url": redis_url,
-        "namespace": NAMESPACE,
-        "model": str(model),
-        "served_model_name": "bench",
-        "http_port": 0,
-        "grpc_port": 0,
-        "local_prefill": "fallback",
-        **settings,
-    }
-    file = out / "router.json"
-    file.write_text(json.dumps(config))
-    return file
+        address = stack.enter_context(stub_workers(redis.url, NAMESPACE, *workers))
+        config = {
+            "redis_url": redis.url,
+            "namespace": NAMESPACE,
+            "model": str(model),
+            "served_model_name": "bench",
+            **settings,
+        }
+        router = stack.enter_context(run_router(out, config))
+        _wait_until_ready(router)
+        yield RouterBench(router.http, router.grpc, router.pid, address, redis.url)
 
 
 @contextlib.contextmanager
-def _process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, *arguments], stdin=pipe, stdout=pipe, text=True)
-    try:
-        yield process
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.terminate()
+def stub_workers(redis_url: str, namespace: str, *module: str) -> Iterator[str]:
+    """The address of workers of both roles that a module, with its flags, serves until its stdin ends."""
+    command = ["-m", *module, "--redis-url", redis_url, "--namespace", namespace]
+    with python(*command) as workers:
+        assert workers.stdout is not None, "nothing is logged: it is a pipe"
+        yield workers.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def run_router(out: Path, settings: Mapping[str, Any]) -> Iterator[RunningRouter]:
+    """`baton router` on ports of its own. Raises RuntimeError, with its last words, if it does not start."""
+    out.mkdir(parents=True, exist_ok=True)
+    file, ready, log = out / "router.json", out / "router.ready", out / "router.log"
+    ready.unlink(missing_ok=True)
+    file.write_text(json.dumps({"http_port": 0, "grpc_port": 0, "local_prefill": "fallback", **settings}))
+    command = ["-m", "baton", "router", "--config", str(file), "--ready-file", str(ready)]
+    with python(*command, log=log) as process:
+        deadline = time.monotonic() + START_SECONDS
+        while not ready.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the router did not start:\n{log.read_text()[-2000:]}")
+            time.sleep(0.02)
+        facts = json.loads(ready.read_text())
+        yield RunningRouter(facts["http"], facts["grpc"], process.pid, log)
+
+
+@contextlib.contextmanager
+def python(*arguments: str, log: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A Python process whose output goes to `log`, or to a pipe; its stdin ends, and then it, with the block."""
+    with contextlib.ExitStack() as stack:
+        output: Any = subprocess.PIPE if log is None else stack.enter_context(log.open("w"))
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=None if log is None else subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "COLUMNS": "200"},
+        )
         try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_SECONDS)
-        assert process.stdout is not None
+            yield process
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None, "it is a pipe"
+    process.stdin.close()
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(STOP_SECONDS)
+    if process.stdout is not None:
         process.stdout.close()
 
 
-def _wait_for(ready: Path, router: subprocess.Popen[str]) -> dict[str, str]:
+def _wait_until_ready(router: RunningRouter) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and router.poll() is None:
-        if ready.exists():
-            addresses: dict[str, str] = json.loads(ready.read_text())
-            if _answers(f"{addresses['http']}/ready"):
-                return addresses
+    while not _answers(f"{router.http}/ready"):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the router did not get ready:\n{router.log.read_text()[-2000:]}")
         time.sleep(0.05)
-    raise RuntimeError(f"the router did not get ready (exit code {router.poll()})")
 
 
 def _answers(url: str) -> bool:

@@ -74,9 +74,10 @@ class StubWorkers:
 
 
 def token_events(spec: common_pb2.GenerateSpec, count: int) -> list[Event]:
-    begin = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
+    """The next `count` tokens after those that earlier attempts, or another router, have sent."""
+    begin, held = len(spec.prompt_tokens) // 4, len(spec.output_tokens) // 4
     events = []
-    for index in range(min(count, spec.sampling.max_tokens)):
+    for index in range(held, min(held + count, spec.sampling.max_tokens)):
         last = index + 1 == spec.sampling.max_tokens
         finish = common_pb2.FINISH_REASON_LENGTH if last else common_pb2.FINISH_REASON_UNSPECIFIED
         for choice in range(spec.first_choice, spec.first_choice + max(1, spec.n)):

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Role = Literal["prefill", "decode"]
 LocalPrefill = Literal["never", "fallback", "auto"]
+MetricsAliases = Literal["none", "vllm"]
 
 
 class Frozen(BaseModel):
@@ -35,6 +36,11 @@ class EngineConfig(Frozen):
     prefix_caching: bool = True
     attention_backend: str = Field("auto", description="auto | cpu | sdpa | varlen | flash")
     tensor_parallel: int = Field(1, ge=1)
+    nodes: int = Field(
+        1,
+        ge=1,
+        description="that its ranks are spread over; beyond 1, Ray places those that are not on the worker's own",
+    )
     threads: int = Field(1, ge=1, description="CPU threads of one rank")
     recompute_limit_tokens: int = Field(
         0,
@@ -49,12 +55,38 @@ class TransferConfig(Frozen):
 
     transport: Literal["auto", "nixl", "grpc"] = "auto"
     require_transport: str = Field("", description="refuse to start a pair on any other transport")
-    ring_bytes: int = Field(64 << 20, ge=1 << 16, description="landing ring of one rank")
-    ring_max_bytes: int = Field(256 << 20, description="the ring's growth limit while slots are quarantined")
+    port_range: str = Field(
+        "",
+        pattern=r"^(\d+-\d+)?$",
+        description="ports NIXL may listen on over TCP, e.g. 41000-41063 (for firewalls); default: any",
+    )
+    ring_bytes: int = Field(128 << 20, ge=1 << 16, description="landing ring of one rank")
+    ring_max_bytes: int = Field(512 << 20, description="the ring's growth limit while slots are quarantined")
     slot_bytes: int = Field(4 << 20, ge=1 << 12, description="one landing slot; the largest part")
     part_bytes: int = Field(4 << 20, ge=1 << 12, description="send a part as soon as this much is computed")
-    staging_bytes: int = Field(32 << 20, ge=1 << 16, description="send staging of one rank")
-    digests: Literal["all", "off"] = "all"
+    staging_bytes: int = Field(64 << 20, ge=1 << 16, description="send staging of one rank")
+    digests: Literal["off", "sample", "all"] = Field(
+        "all", description="parts whose bytes are verified on arrival; of a sample, digest_sample_share"
+    )
+    digest_sample_share: float = Field(0.125, gt=0, le=1)
+
+
+class TopologyConfig(Frozen):
+    """Where this worker is. What is named here wins over the node's labels, which are read where `node_name` is."""
+
+    node_name: str = Field(
+        "", description="Kubernetes node (spec.nodeName); its labels are read through the API"
+    )
+    clique: str = Field("", description="NVLink domain")
+    host: str = Field("", description="machine; default: the node's, or this host's name")
+    rack: str = ""
+    zone: str = ""
+    clique_label: str = "nvidia.com/gpu.clique"
+    host_label: str = "kubernetes.io/hostname"
+    rack_label: str = "topology.kubernetes.io/rack"
+    zone_label: str = "topology.kubernetes.io/zone"
+    kubeconfig: Path | None = Field(None, description="default: the pod's service account")
+    api_seconds: float = Field(5.0, gt=0, description="after that the worker starts without labels")
 
 
 class TlsFields(Frozen):
@@ -67,20 +99,56 @@ class TlsFields(Frozen):
     )
 
 
-class WorkerConfig(TlsFields):
+class ClusterFields(Frozen):
+    """Which cluster this process belongs to. Files win nothing: a secret has one source (cluster/settings.py)."""
+
+    redis_url: str = Field("", description="redis://…, rediss://… or unix://…", repr=False)
+    redis_password: str = Field("", description="for a redis_url without one", repr=False)
+    redis_password_file: Path | None = Field(None, description="a file that holds it (a mounted Secret)")
+    namespace: str = Field("baton", description="prefix of every Redis key of this deployment")
+
+
+class SecretFields(Frozen):
+    secret: str = Field("baton", description="deployment secret that keys the block hashes", repr=False)
+    secret_file: Path | None = Field(None, description="a file that holds it (a mounted Secret)")
+
+
+class TelemetryFields(Frozen):
+    """What this process says about itself beside its logs (docs/observability.md)."""
+
+    metrics_aliases: MetricsAliases = Field("none", description="vllm: vLLM's metric names beside Baton's")
+    otlp_endpoint: str = Field(
+        "",
+        description="collector of traces (OTLP over HTTP); none = OTEL_EXPORTER_OTLP_ENDPOINT, or no traces",
+    )
+    trace_sample_ratio: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="share of requests traced whose client decides nothing; none = OTEL_…, or all",
+    )
+
+
+class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     """One prefill or decode worker."""
 
     role: Role
     worker_id: str = Field("", description="unique per process; default: the role and a random suffix")
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 or :: = all")
+    advertise_host: str = Field(
+        "",
+        description="name or address under which others reach this worker (a pod's IP); default: host, or where "
+        "that is all addresses, the one from which this machine reaches Redis",
+    )
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = chosen by the system")
-    metrics_port: int = Field(0, ge=0, le=65535)
-    redis_url: str = Field("", description="redis://…, rediss://… or unix://…", repr=False)
-    namespace: str = Field("baton", description="prefix of every Redis key of this deployment")
-    secret: str = Field("baton", description="deployment secret that keys the block hashes", repr=False)
-    place: str = Field("", description="rack/zone label of this host; equal labels are near")
+    metrics_port: int = Field(0, ge=0, le=65535, description="/metrics, /ready and /live; 0 = any")
+    topology: TopologyConfig = TopologyConfig()
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
+    ray_address: str = Field(
+        "auto",
+        description="Ray that places ranks on other nodes, host:port; a node of it must be on this machine",
+    )
     max_queued_requests: int = Field(1024, ge=1)
     batch_aging_seconds: float = Field(
         30.0, gt=0, description="a batch request that has queued for a prefill this long counts as normal"
@@ -88,7 +156,18 @@ class WorkerConfig(TlsFields):
     step_stall_seconds: float = Field(
         30.0, gt=0, description="an engine with work that stands still this long is dead"
     )
-    drain_seconds: float = Field(30.0, ge=0)
+    drain_seconds: float = Field(
+        30.0, ge=0, description="what a worker that leaves may take to finish its requests"
+    )
+    drain_migrate_seconds: float = Field(
+        10.0,
+        ge=0,
+        description="and after this long it gives them back if another worker can go on with them; routers resume "
+        "them there, token by token",
+    )
+    fault_orders: Path | None = Field(
+        None, description="tests only: a directory whose orders break this process at named points"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -104,16 +183,29 @@ class WorkerConfig(TlsFields):
         return self
 
 
-class RouterConfig(TlsFields):
+class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     """One router."""
 
+    drain_seconds: float = Field(
+        30.0, ge=0, description="what a router that leaves may take to finish its streams"
+    )
+    drain_delay_seconds: float = Field(
+        0.0,
+        ge=0,
+        description="how long after SIGTERM it still takes requests, already not ready: load balancers need a moment "
+        "to notice",
+    )
     router_id: str = Field(default_factory=lambda: f"router-{secrets.token_hex(4)}")
     host: str = "127.0.0.1"
     http_port: int = Field(8000, ge=0, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535)
-    redis_url: str = Field("", repr=False)
-    namespace: str = "baton"
-    secret: str = Field("baton", repr=False)
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="/metrics, /ready and /live without TLS and keys, for probes and Prometheus inside a cluster; "
+        "0 = any; none = only at the HTTP door",
+    )
     model: Path = Field(description="model directory: tokenizer, chat template, generation config")
     served_model_name: str = Field("", description="name clients use; default: the directory's name")
     max_model_len: int = Field(0, ge=0)
@@ -140,8 +232,13 @@ class RouterConfig(TlsFields):
     )
     max_concurrent_requests: int = Field(1024, ge=1)
     max_concurrent_requests_per_tenant: int = Field(0, ge=0, description="0 = no limit of its own")
+    requests_per_minute_per_tenant: int = Field(
+        0, ge=0, description="over all routers; a key's own requests_per_minute goes before it; 0 = no limit"
+    )
+    tokens_per_minute_per_tenant: int = Field(0, ge=0, description="of prompts and answers; as above")
     max_concurrent_requests_per_connection: int = Field(512, ge=0, description="0 = no limit of its own")
     api_keys_file: Path | None = Field(None, description="YAML or JSON list of API keys; none = no keys")
+    ui: bool = Field(True, description="serve the page at /ui: topology, percentiles, a playground")
     share_prefixes_across_tenants: bool = Field(
         False, description="let tenants hit each other's cached prefixes; timing then shows who sent what"
     )
@@ -161,4 +258,7 @@ class RouterConfig(TlsFields):
     body_seconds: float = Field(60.0, gt=0, description="and its body within this")
     write_seconds: float = Field(
         30.0, gt=0, description="a client that takes nothing for so long is cut off, its request cancelled"
+    )
+    fault_orders: Path | None = Field(
+        None, description="tests only: a directory whose orders break this process at named points"
     )

@@ -9,7 +9,8 @@ BatonError
 ├── ForbiddenError                 403 PERMISSION_DENIED   the key does not cover this
 ├── RequestTooLargeError           413 RESOURCE_EXHAUSTED
 ├── OverloadedError                429 RESOURCE_EXHAUSTED  try again after `retry_after_seconds`
-├── UnavailableError               503 UNAVAILABLE         no worker of a role, or draining
+├── UnavailableError               503 UNAVAILABLE         no worker of a role
+│   └── DrainingError                                      this process leaves; another one takes it
 ├── DeadlineError                  504 DEADLINE_EXCEEDED
 ├── CancelledError                 499 CANCELLED
 ├── SetupError                     500 FAILED_PRECONDITION before any request is taken
@@ -108,6 +109,10 @@ class UnavailableError(BatonError):
     grpc_status = grpc.StatusCode.UNAVAILABLE
     http_status = 503
     retryable = True
+
+
+class DrainingError(UnavailableError):
+    pass
 
 
 class DeadlineError(BatonError):

@@ -1,27 +1,38 @@
-"""Reads a role's configuration: YAML file, then environment (`BATON_…`), then flags, the later winning."""
+"""Reads a role's configuration: YAML file, then environment (`BATON_…`), then flags, the later winning.
+
+Secrets may lie in files (a mounted Secret): they are read here, once, and what comes out holds them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from pydantic import ValidationError
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     YamlConfigSettingsSource,
 )
 
-from cluster.config import Frozen
+from cluster.config import ClusterFields, Frozen, SecretFields
 from cluster.errors import ConfigError
 
 C = TypeVar("C", bound=Frozen)
 
 
-def load(config: type[C], flags: Mapping[str, Any], file: Path | None = None) -> C:
-    """A validated configuration. `flags` holds only what was given, nested like the model.
+def load(
+    config: type[C],
+    flags: Mapping[str, Any],
+    file: Path | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> C:
+    """A validated configuration. `flags` holds only what was given, nested like the model; `values` is what a file
+    would say that has been read already.
 
     Nested fields are `BATON_ENGINE__DTYPE` in the environment. Raises ConfigError naming field and source's value.
     """
@@ -42,13 +53,52 @@ def load(config: type[C], flags: Mapping[str, Any], file: Path | None = None) ->
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
+            given = InitSettingsSource(settings_cls, dict(values or {}))
+            return init_settings, env_settings, given, YamlConfigSettingsSource(settings_cls)
 
     try:
         merged = Sources(**flags)
     except ValidationError as error:
         raise ConfigError(_explain(error), field=_first_field(error)) from None
-    return config.model_validate(merged.model_dump())
+    return with_secrets(config.model_validate(merged.model_dump()))
+
+
+def with_secrets(config: C) -> C:
+    """The configuration with what its files hold in place of their names. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    if isinstance(config, SecretFields) and config.secret_file is not None:
+        found |= {"secret": _read_secret(config.secret_file, "secret_file"), "secret_file": None}
+    if isinstance(config, ClusterFields):
+        password = config.redis_password
+        if config.redis_password_file is not None:
+            password = _read_secret(config.redis_password_file, "redis_password_file")
+        if password:
+            found["redis_url"] = _with_password(config.redis_url, password)
+            found |= {"redis_password": "", "redis_password_file": None}
+    return config.model_copy(update=found)
+
+
+def _read_secret(file: Path, field: str) -> str:
+    try:
+        secret = file.read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}", field=field) from None
+    if not secret:
+        raise ConfigError(f"{file} is empty", field=field)
+    return secret
+
+
+def _with_password(url: str, password: str) -> str:
+    """redis-py takes it from the URL: before the host, or as a parameter for a unix socket."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        raise ConfigError("a Redis password needs a redis_url to go with", field="redis_url")
+    if scheme == "unix":
+        return f"{url}{'&' if '?' in rest else '?'}password={quote(password, safe='')}"
+    user, at, address = rest.rpartition("@")
+    if ":" in user:
+        raise ConfigError("redis_url names a password already: give it once", field="redis_password")
+    return f"{scheme}://{user if at else ''}:{quote(password, safe='')}@{address}"
 
 
 def _first_field(error: ValidationError) -> str:
@@ -56,5 +106,14 @@ def _first_field(error: ValidationError) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    lines = [f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
+    lines = [
+        f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}{_hint(e['input'])}" for e in error.errors()
+    ]
     return "configuration is not valid: " + "; ".join(lines)
+
+
+def _hint(value: Any) -> str:
+    """Kubernetes puts BATON_PORT=tcp://… into every pod beside a Service called baton."""
+    if isinstance(value, str) and value.startswith("tcp://"):
+        return f" (the environment says {value}: a service link; set enableServiceLinks: false on the pod)"
+    return ""

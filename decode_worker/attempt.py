@@ -1,19 +1,25 @@
 """One attempt, as the decode worker sees it.
 
 EXPECTED → RESERVED → DECODING → ENDED        Attach may come before Reserve; commit makes it decode
-EXPECTED → DECODING → ENDED                   Decode.Run: prefilled here
+EXPECTED → DECODING → ENDED                   Decode.Run: prefilled here, once it is its turn
 any → ENDED
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from cluster.state_machine import StateMachine
+from engine.request import PromptChunk
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
 
 
 class DecodeState(Enum):
@@ -36,12 +42,22 @@ class DecodeAttempt:
     request_id: str
     log: AttemptLog
     choices: int = 1
+    first_choice: int = 0
+    first_position: int = 0  # of the tokens that a hand-off brings
     paused: bool = False
     local: bool = False  # prefilled here
+    entering: asyncio.Task[None] | None = None  # waits for its turn at the engine, if it is local
+    inside_tokens: int = 0  # that it takes of the admission's bound, until its first token
     machine: StateMachine[DecodeState] = field(init=False)
     report: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
-    entered: float = field(default_factory=time.monotonic)  # received, or committed
-    first_token: float | None = None  # when this engine's first token came
+    received: float = field(default_factory=time.monotonic)
+    reserved: float = 0.0  # when its blocks were; 0 = never
+    entered: float = field(default_factory=time.monotonic)  # given to the engine: admitted, or committed
+    is_entered: bool = False
+    trace: Context | None = None  # the router's span, where the request is traced
+    first_step: float = 0.0  # when the step that made this engine's first token began
+    first_token: float | None = None  # when it came
+    chunks: tuple[PromptChunk, ...] = ()  # of a prompt that was computed here
 
     def __post_init__(self) -> None:
         self.machine = StateMachine(DecodeState.EXPECTED, TRANSITIONS, f"decode {self.engine_id}")
@@ -50,17 +66,33 @@ class DecodeAttempt:
     def engine_id(self) -> str:
         return self.transfer_id.hex()
 
-    def token_came(self) -> None:
-        if self.first_token is None:
-            self.first_token = time.monotonic()
+    def token_came(self, step_began: float) -> bool:
+        """True for the first one."""
+        if self.first_token is not None:
+            return False
+        self.first_token = time.monotonic()
+        self.first_step = max(self.entered, step_began)
+        return True
+
+    @property
+    def first_token_seconds(self) -> float:
+        """From its arrival to this engine's first token; 0 before it."""
+        return self.first_token - self.received if self.first_token is not None else 0.0
 
     def finish_report(self) -> common_pb2.WorkReport:
-        """Seconds in this engine, split at its first token (a local prefill's first part is prefill)."""
-        now = time.monotonic()
-        first = self.first_token if self.first_token is not None else now
-        if self.local:
-            self.report.prefill_seconds = first - self.entered
+        """Seconds in this engine: until it worked on the request, then until its last token. What a local prefill
+        took until its first token is prefill."""
+        report, now = self.report, time.monotonic()
+        if self.first_token is None:
+            report.decode_queue_seconds = 0.0 if self.local else now - self.entered
+            report.prefill_queue_seconds = now - self.received if self.local else 0.0
+        elif self.local:
+            began = max(self.entered, self.chunks[0].began) if self.chunks else self.entered
+            report.prefill_queue_seconds = began - self.received
+            report.prefill_seconds = self.first_token - began
+            report.decode_seconds = now - self.first_token
         else:
-            self.report.decode_queue_seconds = first - self.entered
-        self.report.decode_seconds = now - first
-        return self.report
+            report.decode_queue_seconds = self.first_step - self.entered
+            report.first_step_seconds = self.first_token - self.first_step
+            report.decode_seconds = now - self.first_step
+        return report

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 
-from cluster.errors import BatonError, CancelledError
+from cluster.errors import BatonError, CancelledError, DrainingError, InternalError
+from cluster.faults.points import Point
+from cluster.telemetry.arrivals import Arrivals
+from decode_worker import attempt_trace
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from engine.request import EngineRequest, RequestDone, StepOutput
 from kv_transfer.base import HandoffState
 from kv_transfer.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2
+from worker.admission import Admission
 from worker.attempt_log import MAX_UNREAD_TOKENS, AttemptLog
 from worker.attempts import Attempts
-from worker.convert import request_from_wire, token_to_wire
+from worker.convert import outcome_counts, outcome_name, request_from_wire, token_to_wire
 from worker.core import WorkerCore
+from worker.validate import check_spec
+
+log = logging.getLogger(__name__)
 
 
 class DecodeRole:
@@ -26,6 +35,11 @@ class DecodeRole:
             cancel=self.cancel, max_attempts=core.config.max_queued_requests
         )
         self.by_engine_id: dict[str, DecodeAttempt] = {}
+        self._at_tokens = core.faults.point(Point.DECODE_TOKENS)
+        self._at_done = core.faults.point(Point.DECODE_DONE)
+        self.ended = outcome_counts()  # attempts
+        self.admission = Admission(2 * core.config.engine.max_batch_tokens, core.config.batch_aging_seconds)
+        self.arrivals = Arrivals()  # of requests that are prefilled here
 
     # --- the router's side -----------------------------------------------------------------------------
 
@@ -34,23 +48,30 @@ class DecodeRole:
         if known is not None:
             return known
         self._core.check_epoch(request.worker_epoch)
+        self._core.check_accepting()
         attempt = self.open(request.transfer_id, request.request_id)
         self._forget_unless_reserved(attempt, (request.admission_deadline_ms or 30_000) / 1000)
         return attempt
 
-    async def run(self, request: decode_pb2.DecodeRunRequest) -> DecodeAttempt:
-        """Local prefill: the whole request in this engine."""
+    def run(self, request: decode_pb2.DecodeRunRequest) -> DecodeAttempt:
+        """Local prefill: the whole request in this engine, once it is its turn. Raises BatonError."""
         known = self.attempts.get(request.transfer_id)
         if known is not None:
             return known
         self._core.check_epoch(request.worker_epoch)
         self._core.check_accepting()
+        check_spec(request.spec, self._core.spec_limits)
+        asked = request_from_wire(request.transfer_id.hex(), request.spec)
         attempt = self.open(request.transfer_id, request.request_id)
         attempt.local = True
-        await self._enter(attempt, request_from_wire(attempt.engine_id, request.spec))
+        self.arrivals.came(len(asked.prompt_tokens) + len(asked.output_tokens))
+        attempt.trace = self._core.trace_of(request.spec)
+        patience = (request.admission_deadline_ms or 30_000) / 1000
+        entering = self._enter_in_turn(attempt, asked, patience)
+        attempt.entering = asyncio.get_running_loop().create_task(entering)
         return attempt
 
-    async def abort(self, transfer_id: bytes) -> HandoffState:
+    async def abort(self, transfer_id: bytes, reason: BatonError | None = None) -> HandoffState:
         """The arbiter's answer: COMMITTED stays, everything else is ABORTED now and for good."""
         attempt = self.attempts.get(transfer_id)
         if attempt is not None and attempt.machine.state is DecodeState.DECODING:
@@ -59,7 +80,7 @@ class DecodeRole:
         state = await self.receiver.abort(transfer_id)
         if state is not HandoffState.COMMITTED:
             self.attempts.remember_ended(transfer_id)
-            self.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, None)
+            self.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, reason)
         return state
 
     async def cancel(self, attempt: DecodeAttempt) -> None:
@@ -71,14 +92,43 @@ class DecodeRole:
             error = CancelledError("cancelled")
             self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_CANCELLED, error)
 
+    # --- draining ---------------------------------------------------------------------------------------
+
+    def idle(self) -> bool:
+        return len(self.attempts) == 0
+
+    async def give_back_waiting(self) -> None:
+        """Nothing of these is here yet: their hand-off has not been asked for."""
+        for attempt in self.attempts.all():
+            if attempt.machine.state is DecodeState.EXPECTED:
+                await self._give_back(attempt)
+
+    async def give_back_running(self) -> None:
+        for attempt in self.attempts.all():
+            await self._give_back(attempt)
+
+    async def _give_back(self, attempt: DecodeAttempt) -> None:
+        """What was computed so far is in the log before its end: the router goes on behind it."""
+        error = DrainingError(f"{self._core.worker_id} is leaving")
+        if attempt.machine.state is DecodeState.DECODING:
+            engine_id = attempt.engine_id
+            await self._core.host.call(lambda engine: engine.abort(engine_id))
+            self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_PREEMPTED, error)
+        elif attempt.machine.state is not DecodeState.ENDED:
+            await self.abort(attempt.transfer_id, error)
+
     # --- the engine's side -----------------------------------------------------------------------------
 
     def on_output(self, output: StepOutput) -> None:
         """Hears of every engine step, on the loop."""
+        if output.tokens:
+            self._at_tokens(output.tokens[0].request_id)
         for token in output.tokens:
             attempt = self.by_engine_id.get(token.request_id)
             if attempt is not None:
-                attempt.token_came()
+                if attempt.token_came(output.began) and attempt.local:
+                    self.arrivals.first_token(attempt.first_token_seconds)
+                self._leave(attempt)
                 attempt.log.add(token_to_wire(token))
                 self._pause_if_unread(attempt)
         for done in output.done:
@@ -90,10 +140,12 @@ class DecodeRole:
         attempt = self.by_engine_id.get(done.request_id)
         if attempt is None:
             return
+        self._at_done(done.request_id)
         if attempt.local:
             attempt.report.cached_tokens = done.cached_tokens
             attempt.report.computed_prompt_tokens = done.computed_prompt_tokens
             attempt.report.prompt_compute_seconds = done.prompt_compute_seconds
+            attempt.chunks = done.chunks
         outcome = common_pb2.ATTEMPT_OUTCOME_PREEMPTED if done.preempted else common_pb2.ATTEMPT_OUTCOME_DONE
         self.end(attempt.transfer_id, outcome, None)
 
@@ -120,14 +172,34 @@ class DecodeRole:
         self.attempts.open(attempt)
         return attempt
 
+    async def _enter_in_turn(
+        self, attempt: DecodeAttempt, request: EngineRequest, patience_seconds: float
+    ) -> None:
+        """Cancelled by `end`. Until the first token the prompt counts against what may be inside at a time."""
+        try:
+            tokens = len(request.prompt_tokens) + len(request.output_tokens)
+            await self.admission.enter(
+                tokens, request.priority, patience_seconds, request.tenant, request.weight
+            )
+            attempt.inside_tokens, attempt.entered, attempt.is_entered = tokens, time.monotonic(), True
+            await self._enter(attempt, request)
+        except BatonError as error:
+            self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
+        except Exception as error:
+            log.exception("attempt failed", extra={"request_id": attempt.request_id})
+            failure = InternalError(f"{type(error).__name__}: {error}")
+            self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, failure)
+
     async def _enter(self, attempt: DecodeAttempt, request: EngineRequest) -> None:
         attempt.choices = request.n
         self.by_engine_id[attempt.engine_id] = attempt
         attempt.machine.to(DecodeState.DECODING)
-        try:
-            await self._core.host.call(lambda engine: engine.add(request))
-        except BatonError as error:
-            self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
+        await self._core.host.call(lambda engine: engine.add(request))
+
+    def _leave(self, attempt: DecodeAttempt) -> None:
+        if attempt.inside_tokens:
+            tokens, attempt.inside_tokens = attempt.inside_tokens, 0
+            self.admission.leave(tokens)
 
     def end(
         self, transfer_id: bytes, outcome: common_pb2.AttemptOutcome.ValueType, error: BatonError | None
@@ -135,7 +207,12 @@ class DecodeRole:
         attempt = self.attempts.get(transfer_id)
         if attempt is None or attempt.machine.state is DecodeState.ENDED:
             return
+        waits_for_its_turn = attempt.machine.state is DecodeState.EXPECTED and attempt.entering is not None
         attempt.machine.to(DecodeState.ENDED)
+        self.ended[outcome_name(outcome)] += 1
+        if attempt.entering is not None and waits_for_its_turn:
+            attempt.entering.cancel()
+        self._leave(attempt)
         self.by_engine_id.pop(attempt.engine_id, None)
         attempt.log.end(
             common_pb2.AttemptEnd(
@@ -144,6 +221,8 @@ class DecodeRole:
                 report=attempt.finish_report(),
             )
         )
+        if attempt.trace is not None and self._core.tracing is not None:
+            attempt_trace.record(self._core.tracing, attempt.trace, attempt, outcome)
         self.attempts.expect_reader(attempt)
 
     def _forget_unless_reserved(self, attempt: DecodeAttempt, seconds: float) -> None:

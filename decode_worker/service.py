@@ -16,6 +16,7 @@ from kv_transfer.base import HandoffState
 from kv_transfer.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
 from worker.core import WorkerCore
+from worker.validate import check_name, check_transfer_id
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,6 +32,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.AttachRequest, context: Context
     ) -> AsyncIterator[common_pb2.AttemptEvent]:
         try:
+            check_transfer_id(request.transfer_id)
+            check_name("request_id", request.request_id)
             attempt = self._role.attach(request)
         except BatonError as error:
             await rpc.abort(context, error)
@@ -43,7 +46,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.DecodeRunRequest, context: Context
     ) -> AsyncIterator[common_pb2.AttemptEvent]:
         try:
-            attempt = await self._role.run(request)
+            check_transfer_id(request.transfer_id)
+            check_name("request_id", request.request_id)
+            attempt = self._role.run(request)
         except BatonError as error:
             await rpc.abort(context, error)
         reading = self._role.attempts.read(attempt, 0, lambda: self._role.resume(attempt))
@@ -52,6 +57,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 yield event
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:
+        await _checked(request.transfer_id, context)
         # A router that hangs up while it waits must not leave half of it done.
         state = await self._core.follow_ups.complete(self._role.abort(request.transfer_id))
         committed = state is HandoffState.COMMITTED
@@ -62,6 +68,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Cancel(
         self, request: decode_pb2.DecodeCancelRequest, context: Context
     ) -> decode_pb2.DecodeCancelResponse:
+        await _checked(request.transfer_id, context)
         attempt = self._role.attempts.get(request.transfer_id)
         if attempt is None:
             await self._core.follow_ups.complete(self._role.abort(request.transfer_id))
@@ -78,5 +85,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Handoff(
         self, request_iterator: AsyncIterator[handoff_pb2.PrefillToDecode], context: Context
     ) -> AsyncIterator[handoff_pb2.DecodeToPrefill]:
-        async for reply in self._receiver.serve(request_iterator):
-            yield reply
+        try:
+            async for reply in self._receiver.serve(request_iterator):
+                yield reply
+        except BatonError as error:
+            await rpc.abort(context, error)
+
+
+async def _checked(transfer_id: bytes, context: Context) -> None:
+    try:
+        check_transfer_id(transfer_id)
+    except BatonError as error:
+        await rpc.abort(context, error)

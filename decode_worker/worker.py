@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.config import WorkerConfig
 from cluster.errors import InternalError
+from decode_worker import readings
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from decode_worker.takeover import Takeover
@@ -31,25 +32,30 @@ class DecodeWorker(RoleWorker):
             engine=Takeover(core, self._role),
             config=config.transfer,
             is_ended=self._role.attempts.is_ended,
+            faults=core.faults,
         )
-        super().__init__(core, self._role.attempts, self._receiver)
+        super().__init__(core, self._role, self._role.attempts, self._receiver)
         self._role.receiver = self._receiver
         self._receiver.on_exhausted = self._exhausted
         core.on_output = self._role.on_output
         core.status = self._status
+        core.collectors = readings.collectors(self._role, self._receiver)
         service = DecodeService(core, self._role, self._receiver)
         core.server.add(lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server))
 
     def _exhausted(self, reason: str) -> None:
         """The end of this process is the fence that its landing ring needs."""
         log.error("the decode worker drains and ends: %s", reason)
-        self._core.spawn(self._core.leave(InternalError(reason), self._idle))
+        self._core.spawn(self.leave(InternalError(reason)))
 
     def _status(self) -> dict[str, Any]:
         counts = self._receiver.counts
         rings = self._receiver.rings
         return {
             "attempts": len(self._role.attempts),
+            "queued": self._role.admission.waiting,
+            "queued_prefill_tokens": self._role.admission.tokens,
+            **self._role.arrivals.status(),
             "handoffs": counts["committed"],
             "handoffs_live": self._receiver.live,
             "handoffs_aborted": counts["aborted"],

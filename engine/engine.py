@@ -23,6 +23,7 @@ from engine.request import (
     ChainReport,
     EngineRequest,
     EngineStats,
+    PromptChunk,
     RequestDone,
     StepOutput,
     TokenOutput,
@@ -32,6 +33,8 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.states import TRANSITIONS
 from engine.scheduler.states import SequenceState as S
+from engine.scheduler.victim import choose_victim
+from engine.step_times import StepTimes
 from engine.stop import finish_reason, forbidden
 
 
@@ -72,7 +75,7 @@ class Engine:
         self.steps = 0
         self._count: Counter[str] = Counter()
         self._scheduler = Scheduler(config, self._pool, self, self._count)
-        self._seconds = {"prefill": 0.0, "decode": 0.0}
+        self.step_times = StepTimes()
 
     # --- requests --------------------------------------------------------------------------------------
 
@@ -198,8 +201,8 @@ class Engine:
         return self._scheduler.has_work
 
     def step(self) -> StepOutput:
-        output = StepOutput([], [], [])
-        began = time.perf_counter()
+        began = time.monotonic()
+        output = StepOutput([], [], [], began)
         scheduled = self._scheduler.schedule(output)
         if not scheduled:
             return output
@@ -217,10 +220,10 @@ class Engine:
         copies, self._scheduler.copies = self._scheduler.copies, []
         logits = self._runner.execute(StepPlan(items, copies))
         self.steps += 1
-        self._advance(scheduled, time.perf_counter() - began)
+        self._advance(scheduled, began, time.monotonic())
         self._sample([s for s, n in scheduled if s.missing == 0], logits, output)
-        prefilling = any(n > 1 for _, n in scheduled)
-        self._seconds["prefill" if prefilling else "decode"] += time.perf_counter() - began
+        tokens = sum(count for _, count in scheduled)
+        self.step_times.add(tokens, len(scheduled), time.monotonic() - began)
         return output
 
     # --- when blocks are short (the scheduler asks) --------------------------------------------------------
@@ -229,10 +232,11 @@ class Engine:
         reserved = [s for family in self._requests.values() for s in family if s.state is S.WAITING_FOR_KV]
         if not reserved:
             return False
-        youngest = max(reserved, key=lambda s: s.order).request.request_id
-        output.evicted_reservations.append(youngest)
+        everyone = (s for family in self._requests.values() for s in family)
+        victim = choose_victim(reserved, everyone).request.request_id
+        output.evicted_reservations.append(victim)
         self._count["evicted"] += 1
-        self.abort(youngest)
+        self.abort(victim)
         return True
 
     def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
@@ -246,16 +250,17 @@ class Engine:
 
     # --- after the forward pass ----------------------------------------------------------------------------
 
-    def _advance(self, scheduled: list[tuple[Sequence, int]], seconds: float) -> None:
-        seconds_a_token = seconds / sum(count for _, count in scheduled)
+    def _advance(self, scheduled: list[tuple[Sequence, int]], began: float, ended: float) -> None:
+        seconds_a_token = (ended - began) / sum(count for _, count in scheduled)
         for sequence, count in scheduled:
             prompt = max(0, min(sequence.num_computed + count, sequence.num_prompt) - sequence.num_computed)
             sequence.computed_prompt_tokens += prompt
             sequence.prompt_compute_seconds += prompt * seconds_a_token
             self._count["computed"] += prompt
             if prompt and (count < sequence.missing or sequence.chunks):
-                sequence.chunks += 1
                 self._count["chunks"] += 1
+            if prompt or count > 1:
+                sequence.chunks.append(PromptChunk(began, ended, count))
             sequence.num_computed += count
             self._register(sequence, sequence.num_computed)
 
@@ -348,6 +353,7 @@ class Engine:
             min(first.cached_tokens, first.num_prompt),
             first.computed_prompt_tokens,
             first.prompt_compute_seconds,
+            tuple(first.chunks),
         )
 
     # --- facts ------------------------------------------------------------------------------------------
@@ -374,8 +380,9 @@ class Engine:
             output_tokens=self._count["output"],
             prefill_chunks=self._count["chunks"],
             preemptions=self._count["preemptions"],
-            prefill_seconds=self._seconds["prefill"],
-            decode_seconds=self._seconds["decode"],
+            reservations_evicted=self._count["evicted"],
+            prefill_seconds=self.step_times.total_seconds["prefill"],
+            decode_seconds=self.step_times.total_seconds["decode"],
         )
 
     def check_integrity(self) -> None:

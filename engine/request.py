@@ -51,7 +51,9 @@ class EngineRequest:
     first_choice: int = 0
     n: int = 1
     salt: bytes = bytes(16)
-    priority: int = 0
+    priority: int = 0  # above 0 is high, 0 normal, below 0 batch
+    tenant: str = ""
+    weight: float = 1.0  # of the tenant, beside other tenants'
     prefill_only: bool = False
     export: bool = False  # tell the export sink about every computed layer
 
@@ -70,6 +72,15 @@ class TokenOutput:
 
 
 @dataclass(frozen=True)
+class PromptChunk:
+    """What one step computed of one prompt (or of output that an earlier attempt had sent): monotonic seconds."""
+
+    began: float
+    ended: float
+    tokens: int
+
+
+@dataclass(frozen=True)
 class RequestDone:
     """A request left the engine's batch (every choice finished, or it was given back)."""
 
@@ -78,6 +89,7 @@ class RequestDone:
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
     prompt_compute_seconds: float = 0.0  # its share, by tokens, of the steps that computed them
+    chunks: tuple[PromptChunk, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,7 @@ class StepOutput:
     tokens: list[TokenOutput]
     done: list[RequestDone]
     evicted_reservations: list[str] = field(default_factory=list)  # growth took their blocks back
+    began: float = 0.0  # monotonic seconds
 
 
 @dataclass(frozen=True)
@@ -113,5 +126,6 @@ class EngineStats:
     output_tokens: int = 0
     prefill_chunks: int = 0
     preemptions: int = 0
+    reservations_evicted: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, Self
 
-from wire import common_pb2
+from cluster.block_hash import HASH_BYTES
+from wire import common_pb2, handoff_pb2
 
 TransferId = bytes  # 16 bytes, drawn by the router for every attempt
 
@@ -46,6 +47,13 @@ class HandoffSpec:
     spec: common_pb2.GenerateSpec
     token_count: int
     block_hashes: list[bytes]
+
+    @classmethod
+    def of(cls, asked: handoff_pb2.Reserve) -> Self:
+        hashes = [
+            asked.block_hashes[i : i + HASH_BYTES] for i in range(0, len(asked.block_hashes), HASH_BYTES)
+        ]
+        return cls(asked.transfer_id, asked.request_id, asked.spec, asked.token_count, hashes)
 
 
 @dataclass(frozen=True)

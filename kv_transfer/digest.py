@@ -10,11 +10,23 @@ NONE = ""
 XXH3_128 = "xxh3_128"  # CPU: 35–87 GB/s measured
 SUM64 = "sum64"  # expressible in torch, so it runs where the bytes are on CUDA
 
+KINDS = (NONE, XXH3_128, SUM64)
 
-def kind_for(device: torch.device, enabled: bool) -> str:
-    if not enabled:
-        return NONE
-    return XXH3_128 if device.type == "cpu" else SUM64
+
+class Digests:
+    """Which parts carry a digest: all, none, or a sample that transfer id and part name choose. So the choice can be
+    repeated, and a corrupted part that is sent again is judged as before."""
+
+    def __init__(self, device: torch.device, mode: str, sample_share: float):
+        """`mode`: off, sample or all."""
+        self._kind = XXH3_128 if device.type == "cpu" else SUM64
+        self._below = {"off": 0, "all": 2**64}.get(mode, int(sample_share * 2**64))
+
+    def kind_of(self, transfer_id: bytes, source_rank: int, target_rank: int, part: int) -> str:
+        if self._below in (0, 2**64):
+            return self._kind if self._below else NONE
+        name = transfer_id + source_rank.to_bytes(4) + target_rank.to_bytes(4) + part.to_bytes(8)
+        return self._kind if xxhash.xxh3_64_intdigest(name) < self._below else NONE
 
 
 def digest(data: Tensor, kind: str) -> bytes:

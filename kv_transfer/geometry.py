@@ -1,7 +1,9 @@
 """Who sends which heads to whom, and where a part's bytes belong.
 
 Rank i of a worker with TP = a owns heads [iH/a, (i+1)H/a); where TP exceeds H, heads are replicated. A flow is a
-(source rank, target rank) pair with heads in common. On the wire a part is [layer][K|V][head][token][dim].
+(source rank, target rank) pair with heads in common. On the wire a part is its blocks one after the other, each
+[layer][K|V][head][token][dim] with as many tokens as lie in it: what is contiguous in a cache stays so, and a block of
+a whole rank is copied at once (a part in the order of its layers took half as long again to gather and to scatter).
 """
 
 from __future__ import annotations
@@ -51,22 +53,21 @@ def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: byte
 def _pairs(
     cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of equal shape: (in the cache, in the part)."""
-    page = cache.shape[4]
+    """Views of equal shape [block, layer, K|V, head, token, dim]: (in the cache, in the part)."""
+    page, dim = cache.shape[4], cache.shape[5]
+    token = len(layers) * 2 * len(heads) * dim
     own = cache[:, layers.start : layers.stop, :, heads.start : heads.stop]
     for span in spans(block_ids, tokens.start, tokens.stop, page):
-        inside = part[:, :, :, span.token : span.token + span.tokens]
-        if span.blocks > 1 or span.tokens == page:
-            blocks = own[span.block : span.block + span.blocks].permute(1, 2, 3, 0, 4, 5)
-            yield blocks, inside.view(*inside.shape[:3], span.blocks, page, inside.shape[4])
-        else:
-            yield own[span.block, :, :, :, span.offset : span.offset + span.tokens], inside
+        count = span.tokens // span.blocks  # in each of them
+        inside = part[span.token * token : (span.token + span.tokens) * token]
+        blocks = own[span.block : span.block + span.blocks, :, :, :, span.offset : span.offset + count]
+        yield blocks, inside.view(span.blocks, len(layers), 2, len(heads), count, dim)
 
 
 def gather(
     cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
 ) -> None:
-    """Cache [block, layer, K|V, head, token, dim] → part [layer, K|V, head, token, dim]. `heads` are the rank's own,
+    """Cache [block, layer, K|V, head, token, dim] → part (flat, in the order of the wire). `heads` are the rank's own,
     `block_ids` those of `tokens`. Raises IndexError for a block that does not exist."""
     if host := HostPart.of(cache, part, block_ids, layers, heads, tokens):
         host.gather()

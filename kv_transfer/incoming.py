@@ -31,11 +31,16 @@ class IncomingHandoff:
     num_layers: int
     machine: StateMachine[HandoffState] = field(init=False)
     parts: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # flow → verified part numbers
+    asked: set[tuple[int, int, int]] = field(
+        default_factory=set
+    )  # parts that have, or wait for, a slot, or had one
     resent: set[tuple[int, int, int]] = field(default_factory=set)
     finish: handoff_pb2.Finish | None = None
     finish_received: float = 0.0
     committing: bool = False
+    under_way: int = 0  # slots granted, nothing landed yet
     bytes: int = 0
+    reserved: float = field(default_factory=time.monotonic)
     first_part: float = 0.0
     last_part: float = 0.0
 
@@ -46,6 +51,13 @@ class IncomingHandoff:
             (flow.source_rank, flow.target_rank): np.zeros(self.spec.token_count, dtype=np.int32)
             for flow in self.flows
         }
+
+    def first_asked(self, request: handoff_pb2.SlotRequest) -> bool:
+        """Of one said twice the second slot would never be written to, and never be free."""
+        key = (request.source_rank, request.target_rank, request.part)
+        known = key in self.asked
+        self.asked.add(key)
+        return not known
 
     def part_verified(self, part: PartLanded) -> bool:
         """False if it was here already."""
@@ -58,6 +70,20 @@ class IncomingHandoff:
         self.bytes += part.bytes
         self.last_part = time.monotonic()
         return True
+
+    @property
+    def rate_bytes_per_second(self) -> float:
+        """0: too little was shipped to tell."""
+        seconds = self.last_part - self.first_part
+        return self.bytes / seconds if self.bytes and seconds > 0 else 0.0
+
+    def committed(self, began: float) -> handoff_pb2.Committed:
+        """What the prefill worker is told; the commit `began` when nothing was missing any more."""
+        return handoff_pb2.Committed(
+            transfer_id=self.spec.transfer_id,
+            exposed_seconds=max(0.0, (self.last_part or self.finish_received) - self.finish_received),
+            commit_seconds=time.monotonic() - began,
+        )
 
     @property
     def complete(self) -> bool:

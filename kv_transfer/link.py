@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cluster import errors, rpc
+from cluster.faults.points import meddle
 from kv_transfer import messages as m
 from kv_transfer.outbox import Outbox
 from wire import common_pb2, decode_pb2_grpc, handoff_pb2
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.5
+SUSPECT_SECONDS = 2.0  # of silence: nothing new goes there
 LOST_SECONDS = 5.0
+ANSWER_SECONDS = 5.0  # D says yes or no between two steps of its engine
 LINGER_SECONDS = 10.0
 PROBE_SECONDS = 3.0
 MAX_REMEMBERED_DRAINED = 4096
@@ -52,8 +55,10 @@ class LinkToDecode:
         self._reserving: dict[bytes, asyncio.Future[handoff_pb2.ReserveReply]] = {}
         self._drained: deque[tuple[float, bytes]] = deque(maxlen=MAX_REMEMBERED_DRAINED)
         self._final = False
+        self._welcomed = False
         self._last_heard = time.monotonic()
         self._idle_since = time.monotonic()
+        self._at_message = sender.faults.messages()
         self._channel = sender.peers.channel(
             decode.address,
             [
@@ -73,6 +78,13 @@ class LinkToDecode:
 
     def send(self, **message: Any) -> None:
         """Queues one message; a link that is lost drops it: its hand-offs have failed already."""
+        strike = self._at_message(next(iter(message)), self.name)
+        if strike is not None:
+            meddle(strike, lambda: self._put(message), asyncio.get_running_loop().call_later)
+        else:
+            self._put(message)
+
+    def _put(self, message: dict[str, Any]) -> None:
         if self.lost:
             return
         try:
@@ -98,11 +110,14 @@ class LinkToDecode:
     async def ask_reserve(self, reserve: handoff_pb2.Reserve) -> handoff_pb2.ReserveReply:
         if self.lost:
             raise errors.PeerLostError(f"{self.name} is lost")
+        if time.monotonic() - self._last_heard > SUSPECT_SECONDS:
+            raise errors.PeerLostError(f"{self.name} has been silent for {SUSPECT_SECONDS:.0f} s")
         future: asyncio.Future[handoff_pb2.ReserveReply] = asyncio.get_running_loop().create_future()
         self._reserving[reserve.transfer_id] = future
         try:
             self.send(reserve=reserve)
-            return await future
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await future
         except BaseException:
             # D may have reserved by now: it must not keep what nobody will fill.
             self.send(abort=handoff_pb2.AbortHandoff(transfer_id=reserve.transfer_id, reason="given up"))
@@ -189,6 +204,7 @@ class LinkToDecode:
                 handoff.on_reply(reply)
 
     async def _welcome(self, welcome: handoff_pb2.Welcome) -> None:
+        self._welcomed = True
         self._sender.learn_epoch(self.decode.worker_id, welcome.decode_epoch)
         if welcome.HasField("refused"):
             self._lose(errors.from_wire(welcome.refused))
@@ -227,8 +243,9 @@ class LinkToDecode:
         while not self.lost:
             await asyncio.sleep(BEAT_SECONDS)
             now = time.monotonic()
-            if now - self._last_heard > LOST_SECONDS:
-                self._lose(errors.PeerLostError(f"nothing heard from {self.name} for {LOST_SECONDS:.0f} s"))
+            patience = LOST_SECONDS if self._welcomed else SUSPECT_SECONDS
+            if now - self._last_heard > patience:
+                self._lose(errors.PeerLostError(f"nothing heard from {self.name} for {patience:.0f} s"))
             idle = not self._handoffs and not self._reserving
             if idle and self._ready.done() and now - self._idle_since > LINGER_SECONDS:
                 self._lose(errors.PeerLostError("idle"))
@@ -251,7 +268,4 @@ class LinkToDecode:
         for rank in self._sender.ranks:
             rank.handle(m.Disconnect(self.name))
         self._sender.link_closed(self)
-        try:
-            self._outbox.end()
-        except asyncio.QueueFull:
-            self._tasks[0].cancel()
+        self._outbox.end()

@@ -34,8 +34,10 @@ class Part:
     index: int
     grant: m.Granted | None = None
     posted: bool = False  # under its present grant
+    grants: set[tuple[int, int]] = field(default_factory=set)  # (slot, generation) of every one it ever had
     chunk: Chunk | None = None  # of staging, from its first grant until it is verified
     digest: bytes = b""
+    digest_kind: str = ""
     write: PendingWrite | None = None
     verified: bool = False
 

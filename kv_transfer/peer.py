@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from cluster import errors
+from cluster.faults.points import meddle
 from kv_transfer import messages as m
 from kv_transfer.layout import check_layouts
 from kv_transfer.link import BEAT_SECONDS, LOST_SECONDS
 from kv_transfer.outbox import Outbox
 from kv_transfer.ring import Claim, Slot
+from kv_transfer.validate import check_message
 from wire import common_pb2, handoff_pb2
 
 if TYPE_CHECKING:
@@ -28,33 +30,39 @@ class PeerLink:
         self.layout = common_pb2.KvLayout()
         self.transport = ""
         self.closed = False
+        self.failure: errors.BatonError | None = None  # of what the peer sent
         self._receiver = receiver
         self._outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
         self._last_heard = time.monotonic()
+        self._at_message = receiver.faults.messages()
 
     @property
     def name(self) -> str:
         return f"{self.prefill.worker_id}@{self.prefill.epoch:x}"
 
-    def send(self, **message: Any) -> None:
+    def send(self, *, patient: bool = False, **message: Any) -> None:
+        strike = self._at_message(next(iter(message)), self.name)
+        if strike is not None:
+            meddle(strike, lambda: self._put(message, patient), asyncio.get_running_loop().call_later)
+        else:
+            self._put(message, patient)
+
+    def _put(self, message: dict[str, Any], patient: bool) -> None:
         if self.closed:
             return
         try:
-            self._outbox.put(handoff_pb2.DecodeToPrefill(**message))
+            self._outbox.put(handoff_pb2.DecodeToPrefill(**message), patient=patient)
         except asyncio.QueueFull:
             self.end()
 
     def end(self) -> None:
         """The stream ends once what is queued has been sent."""
         self.closed = True
-        try:
-            self._outbox.end()
-        except asyncio.QueueFull:
-            self._outbox.drop_one()
-            self._outbox.end()
+        self._outbox.end()
 
     async def replies(self) -> AsyncIterator[handoff_pb2.DecodeToPrefill]:
-        """What to send; a beat in silence; ends when the peer is silent too long."""
+        """What to send; a beat in silence; ends when the peer is silent too long. Raises InvalidRequestError after
+        what the peer sent made no sense."""
         while time.monotonic() - self._last_heard < LOST_SECONDS:
             try:
                 async with asyncio.timeout(BEAT_SECONDS):
@@ -63,9 +71,11 @@ class PeerLink:
                 yield handoff_pb2.DecodeToPrefill(beat=common_pb2.Beat())
                 continue
             if message is None:
-                return
+                break
             yield message
         self.closed = True
+        if self.failure is not None:
+            raise self.failure
 
     async def read(self, requests: AsyncIterator[handoff_pb2.PrefillToDecode]) -> None:
         try:
@@ -76,6 +86,9 @@ class PeerLink:
                     await self._on_message(further)
         except asyncio.CancelledError:
             raise
+        except errors.InvalidRequestError as error:
+            log.warning("the stream of %s ends: %s", self.name, error.message)
+            self.failure = error
         except Exception:
             log.exception("the stream of %s broke", self.name)
         finally:
@@ -83,6 +96,7 @@ class PeerLink:
 
     async def _on_message(self, message: handoff_pb2.PrefillToDecode) -> None:
         receiver = self._receiver
+        check_message(message, self.layout if self.layout.tensor_parallel else None)
         match message.WhichOneof("message"):
             case "hello":
                 self._hello(message.hello)
@@ -119,8 +133,9 @@ class PeerLink:
             self._receiver.register(self)
             self.welcome()
 
-    def grant(self, claim: Claim, rank: int, slot: Slot, deadline_seconds: float) -> None:
+    def grant(self, claim: Claim, rank: int, slot: Slot, deadline_seconds: float, *, patient: bool) -> None:
         self.send(
+            patient=patient,
             slot_grant=handoff_pb2.SlotGrant(
                 transfer_id=claim.transfer_id,
                 source_rank=claim.source_rank,
@@ -130,18 +145,19 @@ class PeerLink:
                 generation=slot.generation,
                 address=slot.address,
                 deadline_seconds=deadline_seconds,
-            )
+            ),
         )
 
     def answer(self, part: m.PartLanded, verified: bool) -> None:
         self.send(
+            patient=verified,  # only the staging of this one part waits for it
             part_result=handoff_pb2.PartResult(
                 transfer_id=part.transfer_id,
                 source_rank=part.source_rank,
                 target_rank=part.rank,
                 part=part.part,
                 verified=verified,
-            )
+            ),
         )
 
     def welcome(self) -> None:

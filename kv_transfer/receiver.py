@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from cluster import errors
-from cluster.block_hash import HASH_BYTES
 from cluster.config import TransferConfig
+from cluster.faults.points import NO_FAULTS, Faults
 from cluster.follow_ups import FollowUps
+from cluster.telemetry.histogram import STAGE_SECONDS, Histogram
 from kv_transfer import messages as m
 from kv_transfer.base import DecodeEngine, HandoffSpec, HandoffState
 from kv_transfer.geometry import plan_flows
@@ -26,6 +27,7 @@ from wire import common_pb2, handoff_pb2
 log = logging.getLogger(__name__)
 ASSUMED_RATE = 500e6  # bytes per second, before the first part was measured
 COMMIT_WAIT_SECONDS = 10.0
+ENOUGH_UNDER_WAY = 2  # slots granted to a hand-off: its next grant may wait for company
 
 
 class HandoffReceiver:
@@ -39,12 +41,14 @@ class HandoffReceiver:
         engine: DecodeEngine,
         config: TransferConfig,
         is_ended: Callable[[bytes], bool],
+        faults: Faults = NO_FAULTS,
     ):
         """`addresses[rank]` are those of the rank's first segment of slots. `is_ended` says which transfer
         ids are over at this worker."""
         self.worker = worker
         self.layout = layout
         self.config = config
+        self.faults = faults
         self._ranks = ranks
         self._engine = engine
         self._is_ended = is_ended
@@ -54,6 +58,7 @@ class HandoffReceiver:
         self._peers: dict[str, PeerLink] = {}
         self._rate = ASSUMED_RATE
         self.counts: Counter[str] = Counter()
+        self.handoff_seconds = Histogram(STAGE_SECONDS)
         self._follow_ups = FollowUps()
         self._spawn = self._follow_ups.spawn
         self.on_exhausted: Callable[[str], None] = lambda reason: None
@@ -139,14 +144,7 @@ class HandoffReceiver:
             raise errors.StaleTransferError(f"attempt {transfer_id.hex()} has ended", field="transfer_id")
         if self.exhausted:
             raise errors.UnavailableError(f"the decode worker leaves: {self.exhausted}")
-        hashes = request.block_hashes
-        spec = HandoffSpec(
-            transfer_id,
-            request.request_id,
-            request.spec,
-            request.token_count,
-            [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)],
-        )
+        spec = HandoffSpec.of(request)
         reservation = await self._engine.reserve(spec)
         handoff = IncomingHandoff(
             spec=spec,
@@ -171,17 +169,19 @@ class HandoffReceiver:
 
     def slot_wanted(self, link: PeerLink, request: handoff_pb2.SlotRequest) -> None:
         handoff = self._live.get(request.transfer_id)
-        if handoff is None or self._links.get(request.transfer_id) is not link:
+        owner = self._links.get(request.transfer_id)
+        if handoff is None or owner is not link or not handoff.first_asked(request):
             self.counts["stale"] += 1
             return
-        if request.bytes > self.config.slot_bytes or request.target_rank >= len(self.rings):
-            error = errors.TransportError(f"a part of {request.bytes} bytes fits no slot", field="slot_bytes")
+        rings, target = self.rings, request.target_rank
+        if request.bytes > self.config.slot_bytes or target >= len(rings) or rings[target].crowded:
+            error = errors.TransportError(f"no slot for a part of {request.bytes} bytes", field="slot_bytes")
             self._spawn(self._abort(request.transfer_id, error))
             return
         if handoff.machine.state is HandoffState.RESERVED:
             handoff.machine.to(HandoffState.RECEIVING)
         claim = Claim(request.transfer_id, link.name, request.source_rank, request.part, request.bytes)
-        self.rings[request.target_rank].ask(claim)
+        rings[target].ask(claim)
 
     def _grant(self, rank: int, claim: Claim, slot: Slot) -> None:
         handoff = self._live.get(claim.transfer_id)
@@ -191,19 +191,15 @@ class HandoffReceiver:
             self._loop.call_soon(self.rings[rank].landed_wrong, slot)
             return
         seconds = claim.bytes / self._rate * 4 + 1.0
-        expected = m.Expect(
-            slot=slot.index,
-            generation=slot.generation,
-            transfer_id=claim.transfer_id,
-            part=claim.part,
-            source_rank=claim.source_rank,
-            prefill_epoch=handoff.prefill_epoch,
-            block_ids=handoff.reservation.block_ids,
-        )
+        mine = (claim.transfer_id, claim.part, claim.source_rank)
+        owner = (handoff.prefill_epoch, handoff.reservation.block_ids)
+        expected = m.Expect(slot.index, slot.generation, *mine, *owner)
         self.landing.expect(expected, rank, seconds + 1.0, self._too_late)
         if not handoff.first_part:
             handoff.first_part = time.monotonic()
-        link.grant(claim, rank, slot, seconds)
+        # The peer has parts to write meanwhile.
+        link.grant(claim, rank, slot, seconds, patient=handoff.under_way >= ENOUGH_UNDER_WAY)
+        handoff.under_way += 1
 
     def _too_late(self, slot: Slot) -> None:
         assert slot.claim is not None, "a granted slot has one"
@@ -267,6 +263,8 @@ class HandoffReceiver:
             return
         handoff = self._live.get(part.transfer_id)
         link = self._links.get(part.transfer_id)
+        if handoff is not None:
+            handoff.under_way -= 1
         if part.error:
             ring.landed_wrong(slot)
             if handoff is not None and link is not None:
@@ -279,7 +277,8 @@ class HandoffReceiver:
         self.counts["parts"] += 1
         self.counts["bytes"] += part.bytes
         link.answer(part, True)
-        self._spawn(self._commit_if_complete(handoff))
+        if handoff.complete:
+            self._spawn(self._commit_if_complete(handoff))
 
     def _part_failed(self, handoff: IncomingHandoff, link: PeerLink, part: m.PartLanded) -> None:
         """A corrupted part is sent once more; twice, or one that does not fit, ends the attempt."""
@@ -287,6 +286,7 @@ class HandoffReceiver:
         key = (part.source_rank, part.rank, part.part)
         if part.error == "digest" and key not in handoff.resent:
             handoff.resent.add(key)
+            handoff.asked.discard(key)
             link.answer(part, False)
             return
         error = errors.DigestMismatchError(f"part {part.part} arrived corrupted twice ({part.error})")
@@ -309,7 +309,7 @@ class HandoffReceiver:
 
     async def _commit(self, handoff: IncomingHandoff, finish: handoff_pb2.Finish) -> None:
         transfer_id = handoff.spec.transfer_id
-        exposed = max(0.0, (handoff.last_part or handoff.finish_received) - handoff.finish_received)
+        began = time.monotonic()
         try:
             await self._engine.commit(transfer_id, finish.first_tokens, finish.report)
         except errors.BatonError as error:
@@ -318,12 +318,11 @@ class HandoffReceiver:
             return
         handoff.machine.to(HandoffState.COMMITTED)
         self.counts["committed"] += 1
-        if handoff.bytes and handoff.last_part > handoff.first_part:
-            measured = handoff.bytes / (handoff.last_part - handoff.first_part)
-            self._rate += 0.2 * (measured - self._rate)
+        self._rate += 0.2 * ((handoff.rate_bytes_per_second or self._rate) - self._rate)
         del self._live[transfer_id]
         link = self._links.pop(transfer_id)
-        link.send(committed=handoff_pb2.Committed(transfer_id=transfer_id, exposed_seconds=exposed))
+        self.handoff_seconds.observe(time.monotonic() - handoff.reserved)
+        link.send(committed=handoff.committed(began))
 
     async def _abort(self, transfer_id: bytes, error: errors.BatonError) -> None:
         handoff = self._live.get(transfer_id)

@@ -19,8 +19,9 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from cluster.config import TransferConfig
+from cluster.faults.points import NO_FAULTS, Act, Faults, Point, nothing
 from kv_transfer import messages as m
-from kv_transfer.digest import digest
+from kv_transfer.digest import KINDS, digest
 from kv_transfer.geometry import scatter
 from kv_transfer.memory import aligned_bytes
 from kv_transfer.transports.base import Endpoint
@@ -59,6 +60,7 @@ class ReceiverRank:
         endpoint: Endpoint | None,
         config: TransferConfig,
         decode_epoch: int,
+        faults: Faults = NO_FAULTS,
     ):
         self.rank = rank
         self.on_event: Callable[[Any], None] = lambda event: None
@@ -66,6 +68,7 @@ class ReceiverRank:
         self._heads = kv_head_range
         self._endpoint = endpoint
         self._slot_bytes = config.slot_bytes
+        self._verify = config.digests != "off"  # of parts that bring a digest: the sender samples
         self._epoch = decode_epoch
         self._slots: list[Tensor] = []
         self._expected: dict[int, m.Expect] = {}
@@ -74,9 +77,9 @@ class ReceiverRank:
         self._wake = threading.Condition()
         self._closing = False
         self.dropped: Counter[str] = Counter()
-        self.before_verify: Callable[[Tensor], None] = lambda data: (
-            None
-        )  # fault point: tests corrupt bytes here
+        self.before_verify: Callable[[Tensor], None] = nothing  # tests of one process break in here
+        self._at_landed = faults.point(Point.LANDING_LANDED)
+        self._at_scattered = faults.point(Point.LANDING_SCATTERED)
         self.first_addresses = self._add_segment(max(4, config.ring_bytes // config.slot_bytes))
         self._thread = threading.Thread(target=self._run, name=f"landing-{rank}", daemon=True)
         self._thread.start()
@@ -161,7 +164,9 @@ class ReceiverRank:
         arrived = self._endpoint.notifications()
         for message in arrived:
             if message.startswith(PROBE_PREFIX):
-                self.on_event(m.ProbeArrived(self.rank, message[len(PROBE_PREFIX) :].decode()))
+                self.on_event(
+                    m.ProbeArrived(self.rank, message[len(PROBE_PREFIX) :].decode(errors="replace"))
+                )
             else:
                 self._part(message)
         return bool(arrived)
@@ -208,22 +213,27 @@ class ReceiverRank:
 
     def _landed(self, header: handoff_pb2.PartHeader, expected: m.Expect) -> None:
         del self._expected[header.slot]
+        strike = self._at_landed(header.transfer_id)
+        if strike is not None and strike.act is Act.CORRUPT:
+            self._slots[header.slot][0] ^= 0xFF
         error = self._verify_and_scatter(header, expected)
-        self.on_event(
-            m.PartLanded(
-                rank=self.rank,
-                slot=header.slot,
-                generation=header.generation,
-                transfer_id=header.transfer_id,
-                source_rank=header.source_rank,
-                part=header.part,
-                layers=(header.layer_begin, header.layer_end),
-                tokens=(header.token_begin, header.token_end),
-                heads=header.head_end - header.head_begin,
-                bytes=header.bytes,
-                error=error,
-            )
+        landed = m.PartLanded(
+            rank=self.rank,
+            slot=header.slot,
+            generation=header.generation,
+            transfer_id=header.transfer_id,
+            source_rank=header.source_rank,
+            part=header.part,
+            layers=(header.layer_begin, header.layer_end),
+            tokens=(header.token_begin, header.token_end),
+            heads=header.head_end - header.head_begin,
+            bytes=header.bytes,
+            error=error,
         )
+        strike = self._at_scattered(header.transfer_id)
+        self.on_event(landed)
+        if strike is not None and strike.act is Act.TWICE:
+            self.on_event(landed)
 
     def _forget(self, transfer_id: bytes) -> None:
         for slot in [s for s, e in self._expected.items() if e.transfer_id == transfer_id]:
@@ -237,8 +247,7 @@ class ReceiverRank:
         layers = range(header.layer_begin, header.layer_end)
         heads = range(header.head_begin - self._heads[0], header.head_end - self._heads[0])
         tokens = range(header.token_begin, header.token_end)
-        shape = (len(layers), 2, len(heads), len(tokens), dim)
-        size = torch.Size(shape).numel() * cache.element_size()
+        size = len(layers) * 2 * len(heads) * len(tokens) * dim * cache.element_size()
         if (
             size != header.bytes
             or not 0 < size <= self._slot_bytes
@@ -250,8 +259,10 @@ class ReceiverRank:
             return "geometry"
         data = self._slots[header.slot][:size]
         self.before_verify(data)
-        if digest(data, header.digest_kind) != header.digest:
+        if header.digest_kind not in KINDS or (
+            self._verify and digest(data, header.digest_kind) != header.digest
+        ):
             return "digest"
         blocks = expected.block_ids[tokens.start // page : -(-tokens.stop // page)]
-        scatter(cache, data.view(cache.dtype).view(shape), blocks, layers, heads, tokens)
+        scatter(cache, data.view(cache.dtype), blocks, layers, heads, tokens)
         return ""

@@ -16,6 +16,8 @@ from enum import Enum
 
 from cluster.state_machine import StateMachine
 
+MAX_WAITING = 16384  # claims
+
 
 class SlotState(Enum):
     FREE = "free"
@@ -160,6 +162,11 @@ class Ring:
 
     def count(self, state: SlotState) -> int:
         return sum(slot.machine.state is state for slot in self.slots)
+
+    @property
+    def crowded(self) -> bool:
+        """More wait than honest senders, which ask a part or two ahead, ever make wait."""
+        return len(self._waiting) >= MAX_WAITING
 
     @property
     def waiting(self) -> int:

@@ -1,7 +1,8 @@
 """The same copies as geometry's, in main memory, as rows of bytes: numpy moves rows of any size without the
 interpreter's lock, about twice as fast as torch, and many scattered blocks with one call.
 
-One row is one block of one head, K or V: page × dim, contiguous in the cache and in the part.
+A row is the longest piece of a block that is contiguous in the cache: its layers, or, where the part has some of the
+heads only, those heads of one layer's K or V. In the part rows follow each other.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def spans(block_ids: Sequence[int], token_begin: int, token_end: int, page_size:
 
 @dataclass(frozen=True)
 class HostPart:
-    """One part beside the cache it belongs to: contiguous [layer, K|V, head, token, dim] and
-    [block, layer, K|V, head, token, dim], both as plain bytes."""
+    """One part beside the cache it belongs to, contiguous [block, layer, K|V, head, token, dim], both as plain
+    bytes."""
 
     cache: Bytes
     part: Bytes
@@ -94,8 +95,22 @@ class HostPart:
         return self.cache_shape[4]
 
     @property
+    def _whole(self) -> bool:
+        """All heads of the cache."""
+        return len(self.heads) == self.cache_shape[3]
+
+    @property
+    def _head_bytes(self) -> int:
+        """Of a block, K or V, in one layer."""
+        return self._page * self.token_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
+        return 2 * self.cache_shape[3] * self._head_bytes
+
+    @property
     def _row(self) -> np.dtype[np.void]:
-        return np.dtype((np.void, self._page * self.token_bytes))
+        return np.dtype((np.void, self._layer_bytes if self._whole else self._head_bytes))
 
     @property
     def _scattered(self) -> bool:
@@ -106,39 +121,34 @@ class HostPart:
     def _index(self) -> NDArray[np.intp]:
         """The cache's rows in the part's order."""
         _, num_layers, _, num_heads, _, _ = self.cache_shape
-        layer = np.arange(self.layers.start, self.layers.stop)[:, None, None, None]
-        plane = np.arange(2)[:, None, None]
-        head = np.arange(self.heads.start, self.heads.stop)[:, None]
-        ids = np.asarray(self.block_ids, dtype=np.intp)
-        return (((ids * num_layers + layer) * 2 + plane) * num_heads + head).reshape(-1)
+        layers = np.arange(self.layers.start, self.layers.stop)
+        rows = np.asarray(self.block_ids, dtype=np.intp)[:, None] * num_layers + layers
+        if self._whole:
+            return rows.reshape(-1)
+        planes = rows[:, :, None] * 2 + np.arange(2)
+        heads = np.arange(self.heads.start, self.heads.stop)
+        return (planes[:, :, :, None] * num_heads + heads).reshape(-1)
 
     def _pairs(self) -> Iterator[tuple[Void, Void]]:
-        """Views of equal shape [block, layer, K|V, head] of rows, or of the tokens of a cut block:
-        (in the cache, in the part)."""
-        _, num_layers, _, num_heads, page, _ = self.cache_shape
-        for span in spans(self.block_ids, self.tokens.start, self.tokens.stop, page):
-            tokens = page if span.tokens == span.blocks * page else span.tokens
-            piece = np.dtype((np.void, tokens * self.token_bytes))
-            head = page * self.token_bytes
-            layer = 2 * num_heads * head
-            inside_cache: Void = np.ndarray(
-                (span.blocks, len(self.layers), 2, len(self.heads)),
-                piece,
-                self.cache.data,
-                (span.block * num_layers + self.layers.start) * layer
-                + self.heads.start * head
-                + span.offset * self.token_bytes,
-                (num_layers * layer, layer, layer // 2, head),
-            )
-            head = len(self.tokens) * self.token_bytes
-            layer = 2 * len(self.heads) * head
-            inside_part: Void = np.ndarray(
-                inside_cache.shape,
-                piece,
-                self.part.data,
-                span.token * self.token_bytes,
-                (page * self.token_bytes, layer, layer // 2, head),
-            )
+        """Views of equal shape, runs of whole blocks and cut blocks: (in the cache, in the part)."""
+        num_layers = self.cache_shape[1]
+        token = len(self.layers) * 2 * len(self.heads) * self.token_bytes
+        layer, head = self._layer_bytes, self._head_bytes
+        for span in spans(self.block_ids, self.tokens.start, self.tokens.stop, self._page):
+            count = span.tokens // span.blocks
+            shape: tuple[int, ...] = (span.blocks, len(self.layers), 2, len(self.heads))
+            strides: tuple[int, ...] = (num_layers * layer, layer, layer // 2, head)
+            if count < self._page:
+                row = count * self.token_bytes
+            elif self._whole:
+                row, shape, strides = len(self.layers) * layer, shape[:1], strides[:1]
+            else:
+                row, shape, strides = len(self.heads) * head, shape[:3], strides[:3]
+            first = (span.block * num_layers + self.layers.start) * layer
+            first += self.heads.start * head + span.offset * self.token_bytes
+            piece = np.dtype((np.void, row))
+            inside_cache: Void = np.ndarray(shape, piece, self.cache.data, first, strides)
+            inside_part: Void = np.ndarray(shape, piece, self.part.data, span.token * token)
             yield inside_cache, inside_part
 
 

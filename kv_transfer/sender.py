@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from cluster import errors
 from cluster.config import TransferConfig
+from cluster.faults.points import NO_FAULTS, Faults
+from cluster.telemetry.histogram import STAGE_SECONDS, Histogram
 from cluster.tls import Peers
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffReport, HandoffSpec
 from kv_transfer.drained_mail import DrainedMail
 from kv_transfer.geometry import plan_flows
-from kv_transfer.link import LinkToDecode
+from kv_transfer.link import ANSWER_SECONDS, LinkToDecode
+from kv_transfer.part_times import PartTimes
 from kv_transfer.ranks import Rank
+from kv_transfer.sender_rank import SenderRank
 from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
+TRANSPORTS = ("nixl", "grpc")
 STALL_SECONDS = 10.0  # D grants in turn: one hand-off may wait for others, but not for so long
 
 
@@ -31,6 +37,7 @@ class OutgoingHandoff:
         self._link = link
         self._spec = spec
         self.held_tokens = held_tokens
+        self.parts: PartTimes | None = None  # where the request is traced
         self._gathered: dict[int, m.AllGathered] = {}
         self._drained_ranks: set[int] = set()
         loop = asyncio.get_running_loop()
@@ -90,9 +97,10 @@ class OutgoingHandoff:
         self._close()
         shipped = sum(gathered.bytes for gathered in self._gathered.values())
         parts = sum(count for gathered in self._gathered.values() for _, count in gathered.parts)
-        return HandoffReport(
-            self.held_tokens, shipped, parts, self._link.transport, time.monotonic() - prefill_ended
-        )
+        # From its commit on the request is the decode worker's, and waits in its queue.
+        exposed = max(0.0, time.monotonic() - prefill_ended - self._committed.result().commit_seconds)
+        self._sender.handed_over(self._link.transport, shipped, exposed)
+        return HandoffReport(self.held_tokens, shipped, parts, self._link.transport, exposed)
 
     async def _as_it_progresses(self, future: asyncio.Future[Any]) -> None:
         while not future.done():
@@ -121,6 +129,8 @@ class OutgoingHandoff:
     def on_rank_event(self, event: Any) -> None:
         match event:
             case m.SlotWanted():
+                if self.parts is not None:
+                    self.parts.asked(event.source_rank, event.target_rank, event.part, event.bytes)
                 self._link.send(
                     slot_request=handoff_pb2.SlotRequest(
                         transfer_id=event.transfer_id,
@@ -149,6 +159,8 @@ class OutgoingHandoff:
             case "slot_grant":
                 self._progressed = time.monotonic()
                 grant = reply.slot_grant
+                if self.parts is not None:
+                    self.parts.granted(grant.source_rank, grant.target_rank, grant.part)
                 self._sender.ranks[grant.source_rank].handle(
                     m.Granted(
                         transfer_id=grant.transfer_id,
@@ -164,6 +176,8 @@ class OutgoingHandoff:
             case "part_result":
                 self._progressed = time.monotonic()
                 result = reply.part_result
+                if self.parts is not None and result.verified:
+                    self.parts.verified(result.source_rank, result.target_rank, result.part)
                 self._sender.count_part(result.verified)
                 self._sender.ranks[result.source_rank].handle(
                     m.PartAnswered(result.transfer_id, result.target_rank, result.part, result.verified)
@@ -191,8 +205,10 @@ class HandoffSender:
         ranks: Sequence[Rank],
         config: TransferConfig,
         peers: Peers | None = None,
+        faults: Faults = NO_FAULTS,
     ):
         """`peers` opens the control streams; default: plain text."""
+        self.faults = faults
         self.peers = peers or Peers()
         self.worker = worker
         self.layout = layout
@@ -206,6 +222,9 @@ class HandoffSender:
         self.handoffs = 0
         self.parts = 0
         self.resends = 0
+        self.counts: Counter[str] = Counter()
+        self.sent_bytes = Counter(dict.fromkeys(TRANSPORTS, 0))
+        self.exposed_seconds = Histogram(STAGE_SECONDS)
         for rank in ranks:
             rank.on_event = self._from_rank
 
@@ -231,8 +250,12 @@ class HandoffSender:
                     )
                 )
         except TimeoutError:
-            raise errors.DeadlineError(f"{decode.worker_id} did not answer Reserve in time") from None
+            message = f"{decode.worker_id} did not answer Reserve in time"
+            if deadline_seconds <= ANSWER_SECONDS:
+                raise errors.DeadlineError(message) from None
+            raise errors.PeerLostError(message) from None  # there is time to ask another one
         if reply.HasField("refused"):
+            self.counts["refused"] += 1
             raise errors.from_wire(reply.refused)
         handoff = OutgoingHandoff(self, link, spec, reply.held_tokens)
         self._live[spec.transfer_id] = handoff
@@ -273,6 +296,26 @@ class HandoffSender:
             await handoff.abort("this worker was fenced")
         for link in list(self._links.values()):
             await link.close(final=False)
+
+    def handed_over(self, transport: str, shipped_bytes: int, exposed_seconds: float) -> None:
+        self.counts["committed"] += 1
+        self.sent_bytes[transport] += shipped_bytes
+        self.exposed_seconds.observe(exposed_seconds)
+
+    def links_by_transport(self) -> Counter[str]:
+        """Open control streams to decode workers."""
+        links = Counter(dict.fromkeys(TRANSPORTS, 0))
+        links.update(link.transport for link in self._links.values() if link.is_ready)
+        return links
+
+    @property
+    def staging_bytes(self) -> int:
+        return max(self.config.staging_bytes, 2 * self.config.slot_bytes)
+
+    @property
+    def staging_used_bytes(self) -> int:
+        """Of the ranks in this process."""
+        return sum(rank.staging_used_bytes for rank in self.ranks if isinstance(rank, SenderRank))
 
     def count_part(self, verified: bool) -> None:
         if verified:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from cluster.config import TransferConfig
 from cluster.errors import TransportError
+from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
-from kv_transfer.digest import digest, kind_for
+from kv_transfer.digest import Digests, digest
 from kv_transfer.geometry import gather
 from kv_transfer.memory import Staging
 from kv_transfer.outgoing import Cutting, Part, Transfer
@@ -48,6 +49,7 @@ class SenderRank:
         kv_head_range: tuple[int, int],
         endpoint: Endpoint | None,
         config: TransferConfig,
+        faults: Faults = NO_FAULTS,
     ):
         self.rank = rank
         self.on_event: Callable[[Any], None] = lambda event: None
@@ -58,7 +60,9 @@ class SenderRank:
         self._staging = Staging(max(config.staging_bytes, 2 * config.slot_bytes), kv_cache.device)
         if endpoint is not None:
             endpoint.register(self._staging.buffer)
-        self._digest_kind = kind_for(kv_cache.device, config.digests == "all")
+        self._digests = Digests(kv_cache.device, config.digests, config.digest_sample_share)
+        self._at_granted = faults.point(Point.SENDER_GRANTED)
+        self._at_written = faults.point(Point.SENDER_WRITTEN)
         self._transfers: dict[bytes, Transfer] = {}
         self._by_request: dict[str, Transfer] = {}
         self._peers: dict[str, dict[int, m.PeerRank]] = {}
@@ -206,7 +210,11 @@ class SenderRank:
             if part.posted or part.grant is None or part.chunk is not None:
                 continue
             if self._gather(transfer, part):
-                self._post(transfer, part, part.grant)
+                strike = self._at_granted(transfer.opened.transfer_id)
+                if strike is None or strike.act is not Act.DROP:
+                    self._post(transfer, part, part.grant)
+                else:
+                    part.posted = True  # it believes so, and nothing ever lands
                 return True
         return False
 
@@ -231,9 +239,10 @@ class SenderRank:
             return False
         data = self._staging.view(part.chunk, job.bytes)
         heads = range(job.flow.head_begin - self._heads[0], job.flow.head_end - self._heads[0])
-        shape = (len(job.layers), 2, len(heads), len(job.tokens), cache.shape[5])
-        gather(cache, data.view(cache.dtype).view(shape), job.block_ids, job.layers, heads, job.tokens)
-        part.digest = digest(data, self._digest_kind)
+        gather(cache, data.view(cache.dtype), job.block_ids, job.layers, heads, job.tokens)
+        transfer_id = transfer.opened.transfer_id
+        part.digest_kind = self._digests.kind_of(transfer_id, self.rank, job.flow.target_rank, part.index)
+        part.digest = digest(data, part.digest_kind)
         return True
 
     def _want_slot(self, transfer: Transfer, part: Part) -> None:
@@ -252,6 +261,10 @@ class SenderRank:
         part = transfer.parts.get((grant.target_rank, grant.part)) if transfer else None
         if transfer is None or part is None or transfer.closing:
             return
+        name = (grant.slot, grant.generation)
+        if part.grant is not None or name in part.grants:
+            return  # said twice, or late: by now the slot may be another's
+        part.grants.add(name)
         part.grant, part.posted = grant, False
 
     def _post(self, transfer: Transfer, part: Part, grant: m.Granted) -> None:
@@ -262,6 +275,7 @@ class SenderRank:
         opened = transfer.opened
         if opened.transport == "grpc" or self._endpoint is None:
             self.on_event(m.PartBytes(opened.transfer_id, header, data.cpu().numpy().tobytes()))
+            self._at_written(opened.transfer_id)
             return
         peers = {} if opened.peer in self._leaving else self._peers.get(opened.peer, {})
         peer = peers.get(grant.target_rank)
@@ -269,6 +283,7 @@ class SenderRank:
             if peer is None:
                 raise TransportError(f"rank {grant.target_rank} of {opened.peer} is unknown")
             part.write = self._endpoint.write(peer.agent_name, data, grant.address, grant.device, header)
+            self._at_written(opened.transfer_id)
         except TransportError as error:
             self.on_event(m.TransferFailed(opened.transfer_id, str(error)))
 
@@ -290,7 +305,7 @@ class SenderRank:
             head_begin=part.job.flow.head_begin,
             head_end=part.job.flow.head_end,
             bytes=part.job.bytes,
-            digest_kind=self._digest_kind,
+            digest_kind=part.digest_kind,
             digest=part.digest,
         )
 

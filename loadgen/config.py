@@ -71,6 +71,8 @@ class LoadConfig(_Frozen):
 
     api_key: str = Field("", description="sent with every request; in no report", repr=False, exclude=True)
     tls_ca: Path | None = Field(None, description="authority of https:// servers and of gRPC with TLS")
+    tls_cert: Path | None = Field(None, description="gRPC: our certificate, where clients must show one")
+    tls_key: Path | None = None
     tls: bool = Field(False, description="gRPC: speak TLS; https:// says so for HTTP")
 
     seed: int = 0

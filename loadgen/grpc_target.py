@@ -39,13 +39,13 @@ class GrpcTarget:
         text: list[str] = []
         completed = False
         async for event in call:
+            if event.HasField("started"):
+                record.prompt_tokens = event.started.prompt_tokens
             kind = event.WhichOneof("event")
             if kind == "chunk":
                 if event.chunk.tokens or event.chunk.text:
                     record.arrived(self._clock(), max(1, len(event.chunk.tokens)))
                 text.append(event.chunk.text)
-            elif kind == "started":
-                record.prompt_tokens = event.started.prompt_tokens
             elif kind == "completed":
                 completed = True
                 _note_completed(event.completed, record)
@@ -93,8 +93,11 @@ def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
 def _channel(config: LoadConfig, address: str) -> grpc.aio.Channel:
     if not config.tls and config.tls_ca is None:
         return grpc.aio.insecure_channel(address)
-    ca = config.tls_ca.read_bytes() if config.tls_ca is not None else None
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca))
+    ca, key, cert = (
+        file.read_bytes() if file is not None else None
+        for file in (config.tls_ca, config.tls_key, config.tls_cert)
+    )
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert))
 
 
 def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:

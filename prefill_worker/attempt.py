@@ -10,11 +10,16 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from cluster.state_machine import StateMachine
-from engine.request import RequestDone, TokenOutput
+from engine.request import PromptChunk, RequestDone, TokenOutput
+from kv_transfer.part_times import PartTimes
 from wire import common_pb2, prefill_pb2
 from worker.attempt_log import AttemptLog
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
 
 
 class PrefillState(Enum):
@@ -53,8 +58,12 @@ class PrefillAttempt:
     machine: StateMachine[PrefillState] = field(init=False)
     report: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
     task: asyncio.Task[None] | None = None
+    given_back: bool = False  # this worker leaves: another one takes it
     prefilled: asyncio.Future[Prefilled] = field(init=False)
     tokens: list[TokenOutput] = field(default_factory=list)
+    chunks: tuple[PromptChunk, ...] = ()
+    trace: Context | None = None  # the router's span, where the request is traced
+    parts: PartTimes | None = None
 
     def __post_init__(self) -> None:
         self.machine = StateMachine(PrefillState.QUEUED, TRANSITIONS, f"prefill {self.engine_id}")

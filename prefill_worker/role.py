@@ -7,17 +7,22 @@ import logging
 import time
 
 from cluster.block_hash import hash_blocks
-from cluster.errors import BatonError, BlocksExhaustedError, CancelledError, InternalError
+from cluster.errors import BatonError, BlocksExhaustedError, CancelledError, DrainingError, InternalError
+from cluster.faults.points import Point
+from cluster.telemetry.arrivals import Arrivals
 from engine.request import StepOutput
 from kv_transfer.base import HandoffSpec
+from kv_transfer.part_times import PartTimes
 from kv_transfer.sender import HandoffSender, OutgoingHandoff
-from prefill_worker.admission import Admission
+from prefill_worker import attempt_trace
 from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
 from wire import common_pb2, prefill_pb2
+from worker.admission import Admission
 from worker.attempt_log import AttemptLog
 from worker.attempts import Attempts
-from worker.convert import request_from_wire, token_to_wire
+from worker.convert import outcome_counts, outcome_name, request_from_wire, token_to_wire
 from worker.core import WorkerCore
+from worker.validate import check_spec
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +33,17 @@ class PrefillRole:
     def __init__(self, core: WorkerCore, sender: HandoffSender):
         self._core = core
         self._sender = sender
-        self._admission = Admission(2 * core.config.engine.max_batch_tokens, core.config.batch_aging_seconds)
+        self.admission = Admission(2 * core.config.engine.max_batch_tokens, core.config.batch_aging_seconds)
         self.attempts: Attempts[PrefillAttempt] = Attempts(
             cancel=self.cancel, max_attempts=core.config.max_queued_requests
         )
         self._by_engine_id: dict[str, PrefillAttempt] = {}
+        self.arrivals = Arrivals()
+        self._at_admitted = core.faults.point(Point.PREFILL_ADMITTED)
+        self._at_reserved = core.faults.point(Point.PREFILL_RESERVED)
+        self._at_computed = core.faults.point(Point.PREFILL_COMPUTED)
+        self._at_finished = core.faults.point(Point.PREFILL_FINISHED)
+        self.ended = outcome_counts()  # attempts
 
     def open(self, request: prefill_pb2.PrefillRunRequest) -> PrefillAttempt:
         """The attempt of this transfer id: a repeated Run gets the first one's. Raises BatonError."""
@@ -41,8 +52,11 @@ class PrefillRole:
             return known
         self._core.check_epoch(request.worker_epoch)
         self._core.check_accepting()
+        check_spec(request.spec, self._core.spec_limits)
         attempt = PrefillAttempt(request, AttemptLog(self._core.beat_step))
         self.attempts.open(attempt)
+        self.arrivals.came(attempt.token_count)
+        attempt.trace = self._core.trace_of(request.spec)
         attempt.task = asyncio.get_running_loop().create_task(self._run(attempt))
         return attempt
 
@@ -51,6 +65,21 @@ class PrefillRole:
         if attempt.task is not None and not attempt.task.done():
             attempt.task.cancel()
             await asyncio.wait([attempt.task], timeout=5.0)
+
+    def idle(self) -> bool:
+        return len(self.attempts) == 0
+
+    async def give_back_waiting(self) -> None:
+        """Nothing of these has been computed, and no place to land is held for them."""
+        for attempt in self.attempts.all():
+            if attempt.machine.state is PrefillState.QUEUED:
+                attempt.given_back = True
+                await self.cancel(attempt)
+
+    async def give_back_running(self) -> None:
+        for attempt in self.attempts.all():
+            attempt.given_back = True
+            await self.cancel(attempt)
 
     def on_output(self, output: StepOutput) -> None:
         """Hears of every engine step, on the loop."""
@@ -69,35 +98,44 @@ class PrefillRole:
         try:
             await self._prefill(attempt)
             end.outcome = common_pb2.ATTEMPT_OUTCOME_DONE
-        except BlocksExhaustedError as error:
+        except (BlocksExhaustedError, DrainingError) as error:  # the decode worker has no room, or leaves
             end.outcome = common_pb2.ATTEMPT_OUTCOME_REFUSED
             end.error.CopyFrom(error.to_wire())
         except BatonError as error:
             end.error.CopyFrom(error.to_wire())
         except asyncio.CancelledError:
-            end.outcome = common_pb2.ATTEMPT_OUTCOME_CANCELLED
-            end.error.CopyFrom(CancelledError("cancelled").to_wire())
+            if attempt.given_back:
+                end.error.CopyFrom(DrainingError(f"{self._core.worker_id} is leaving").to_wire())
+            else:
+                end.outcome = common_pb2.ATTEMPT_OUTCOME_CANCELLED
+                end.error.CopyFrom(CancelledError("cancelled").to_wire())
         except Exception as error:
             log.exception("attempt failed", extra={"request_id": attempt.request.request_id})
             end.error.CopyFrom(InternalError(f"{type(error).__name__}: {error}").to_wire())
+        self.ended[outcome_name(end.outcome)] += 1
         attempt.report.worker_id = self._core.worker_id
         end.report.CopyFrom(attempt.report)
         attempt.log.end(end)
+        if attempt.trace is not None and self._core.tracing is not None:
+            attempt_trace.record(self._core.tracing, attempt.trace, attempt, end)
         self.attempts.expect_reader(attempt)
 
     async def _prefill(self, attempt: PrefillAttempt) -> None:
         tokens = attempt.token_count
         remaining = attempt.deadline - time.monotonic()
         spec = attempt.request.spec
-        await self._admission.enter(tokens, spec.priority, remaining, spec.tenant, spec.weight)
+        await self.admission.enter(tokens, spec.priority, remaining, spec.tenant, spec.weight)
         inside = True
         handoff: OutgoingHandoff | None = None
         try:
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
             attempt.machine.to(PrefillState.ADMITTED)
+            self._at_admitted(attempt.transfer_id)
             handoff = await self._reserve(attempt)
+            self._at_reserved(attempt.transfer_id)
+            attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
             prefilled = await self._compute(attempt, handoff)
-            self._admission.leave(tokens)
+            self.admission.leave(tokens)
             inside = False
             await self._hand_over(attempt, handoff, prefilled)
             attempt.machine.to(PrefillState.RELEASED)
@@ -109,7 +147,7 @@ class PrefillRole:
             raise
         finally:
             if inside:
-                self._admission.leave(tokens)
+                self.admission.leave(tokens)
             self._by_engine_id.pop(attempt.engine_id, None)
             await self._free(attempt)
 
@@ -131,11 +169,18 @@ class PrefillRole:
         started = time.monotonic()
         self._by_engine_id[attempt.engine_id] = attempt
         request = request_from_wire(attempt.engine_id, attempt.request.spec, prefill_only=True)
+        if attempt.trace is not None:
+            handoff.parts = attempt.parts = PartTimes()
         handoff.start(attempt.engine_id)
         await self._core.host.call(lambda engine: engine.add(request))
         prefilled = await attempt.prefilled
+        self.arrivals.first_token(time.monotonic() - attempt.received)
         report = attempt.report
-        report.prefill_seconds = time.monotonic() - started
+        chunks = attempt.chunks = prefilled.done.chunks
+        # Until its first step it waited: for its turn, for a place to land, and for the step before.
+        began = max(started, chunks[0].began) if chunks else started
+        report.prefill_queue_seconds = began - attempt.received
+        report.prefill_seconds = time.monotonic() - began
         report.cached_tokens = prefilled.done.cached_tokens
         report.computed_prompt_tokens = prefilled.done.computed_prompt_tokens
         report.prompt_compute_seconds = prefilled.done.prompt_compute_seconds
@@ -148,8 +193,10 @@ class PrefillRole:
             await handoff.abort("finished with its first token")
             return
         attempt.machine.to(PrefillState.SENT)
+        self._at_computed(attempt.transfer_id)
         first = [token_to_wire(token) for token in prefilled.tokens]
         result = await handoff.finish(first, attempt.report)
+        self._at_finished(attempt.transfer_id)
         report = attempt.report
         report.handoff_exposed_seconds = result.exposed_seconds
         report.not_shipped_tokens = result.held_tokens

@@ -12,6 +12,7 @@ from cluster import rpc
 from cluster.errors import BatonError
 from prefill_worker.role import PrefillRole
 from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
+from worker.validate import check_name, check_transfer_id
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -24,6 +25,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.PrefillRunRequest, context: Context
     ) -> AsyncIterator[common_pb2.AttemptEvent]:
         try:
+            check_transfer_id(request.transfer_id)
+            check_name("request_id", request.request_id)
             attempt = self._role.open(request)
         except BatonError as error:
             await rpc.abort(context, error)
@@ -34,6 +37,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Cancel(
         self, request: prefill_pb2.PrefillCancelRequest, context: Context
     ) -> prefill_pb2.PrefillCancelResponse:
+        try:
+            check_transfer_id(request.transfer_id)
+        except BatonError as error:
+            await rpc.abort(context, error)
         attempt = self._role.attempts.get(request.transfer_id)
         if attempt is None:
             self._role.attempts.remember_ended(request.transfer_id)

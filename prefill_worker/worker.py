@@ -6,6 +6,7 @@ from typing import Any
 
 from cluster.config import WorkerConfig
 from kv_transfer.sender import HandoffSender
+from prefill_worker import readings
 from prefill_worker.role import PrefillRole
 from prefill_worker.service import PrefillService
 from wire import prefill_pb2_grpc
@@ -22,19 +23,25 @@ class PrefillWorker(RoleWorker):
             ranks=core.ranks.endpoints,
             config=config.transfer,
             peers=core.peers,
+            faults=core.faults,
         )
         self._role = PrefillRole(core, self._sender)
-        super().__init__(core, self._role.attempts, self._sender)
+        super().__init__(core, self._role, self._role.attempts, self._sender)
         core.on_output = self._role.on_output
         core.status = self._status
+        core.collectors = readings.collectors(self._role, self._sender)
         service = PrefillService(self._role)
         core.server.add(lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server))
 
     def _status(self) -> dict[str, Any]:
         return {
             "attempts": len(self._role.attempts),
+            "queued": self._role.admission.waiting,
+            "queued_prefill_tokens": self._role.admission.tokens,
+            **self._role.arrivals.status(),
             "handoffs": self._sender.handoffs,
             "handoffs_live": self._sender.live,
+            "handoffs_refused": self._sender.counts["refused"],
             "parts": self._sender.parts,
             "resends": self._sender.resends,
         }

@@ -24,6 +24,8 @@ class Completion:
     include_stop_text: bool = False
     priority: int = 0
     resume_tokens: list[int] = field(default_factory=list)
+    resume_ticket: bytes = b""  # proves that the request was taken in already (router/resume.py)
+    reconnects: int = 0  # routers that were lost with it before
     explain: bool = False
     deadline_seconds: float = 600.0
     tenant: str = ""  # whose key it came with

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cluster.auth.key_file import ApiKeys
-from cluster.auth.keys import ANYONE, Caller
-from cluster.errors import OverloadedError
+from cluster.auth.keys import ANYONE, Caller, RateLimits
+from cluster.errors import DrainingError, OverloadedError
 from router.completion import Completion
 from router.dispatch.life import RequestLife
 from router.dispatch.services import Services
 from router.limits import Places
+from router.live.live import Live, OwnState
+from router.live.report import RouterState
 from router.metrics import RouterMetrics
+from router.telemetry.arrival import Arrival
 from router.validate import Validator
 
 
@@ -31,28 +34,45 @@ class Front:
         self._tenants = Places("tenant")
         self._connections = Places("connection")
         self.in_flight = 0
+        self.leaving = False  # not ready any more: nobody should send new requests
+        self.closed = False  # and those that still come are refused
         self.requests = 0
+        self.live = Live(services, metrics, self._own_state)
 
     @contextlib.contextmanager
     def admit(
-        self, completion: Completion, caller: Caller = ANYONE, connection: str = "", first_shown: int = 0
+        self,
+        completion: Completion,
+        caller: Caller = ANYONE,
+        connection: str = "",
+        first_shown: int = 0,
+        arrival: Arrival | None = None,
     ) -> Iterator[RequestLife]:
         """A place for a request: the router's, its tenant's and its connection's.
 
-        Raises OverloadedError when one of them is full.
+        Raises OverloadedError when one of them is full, DrainingError when this router leaves.
         """
         with contextlib.ExitStack() as places:
             try:
                 self._take(places, caller, connection)
             except OverloadedError:
-                self.metrics.requests.labels("overloaded").inc()
+                self.metrics.overloaded(caller.tenant)
                 raise
             self.requests += 1
-            life = RequestLife(self._owned(completion, caller), self.services, first_shown)
+            life = RequestLife(self._owned(completion, caller), self.services, first_shown, arrival)
             with self.metrics.request(life):
                 yield life
 
+    def leave(self) -> None:
+        """From now on probes say no; requests that come are still taken."""
+        self.leaving = True
+
+    def refuse_new(self) -> None:
+        self.leaving = self.closed = True
+
     def _take(self, places: contextlib.ExitStack, caller: Caller, connection: str) -> None:
+        if self.closed:
+            raise DrainingError("this router is leaving; ask another one", retry_after_seconds=1.0)
         limit = self.config.max_concurrent_requests
         if self.in_flight >= limit:
             raise OverloadedError(
@@ -81,13 +101,32 @@ class Front:
             completion,
             tenant=caller.tenant,
             weight=caller.weight,
-            rate_limits=caller.rate_limits,
+            rate_limits=self._rate_limits(caller),
             prefix_scope=scope,
+        )
+
+    def _own_state(self) -> OwnState:
+        state: RouterState = "draining" if self.leaving else "ready" if self.ready() else "not ready"
+        return OwnState(state, time.monotonic() - self.started, self.in_flight)
+
+    def _rate_limits(self, caller: Caller) -> RateLimits:
+        """The key's own go before the router's."""
+        own, config = caller.rate_limits, self.config
+        return RateLimits(
+            own.requests_per_minute or config.requests_per_minute_per_tenant or None,
+            own.tokens_per_minute or config.tokens_per_minute_per_tenant or None,
         )
 
     def ready(self) -> bool:
         """Can a request be served now?"""
+        return not self.why_not_ready()
+
+    def why_not_ready(self) -> list[str]:
+        if self.leaving:
+            return ["draining: this router leaves"]
         members = self.services.members
         if not members.decode:
-            return False
-        return bool(members.prefill) or self.services.placement.mode != "never"
+            return ["no decode worker is there"]
+        if not members.prefill and self.services.placement.mode == "never":
+            return ["no prefill worker is there"]
+        return []

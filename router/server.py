@@ -7,18 +7,22 @@ import contextlib
 import gc
 import socket
 import ssl
+import time
 from collections.abc import Callable
 
 import grpc
 import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry
 
 from cluster.auth.key_file import ApiKeys
 from cluster.config import RouterConfig
 from cluster.errors import ConfigError
 from cluster.membership.reader import Members
+from cluster.telemetry.exporter import MetricsServer
+from cluster.telemetry.loop_lag import LoopLag
+from cluster.telemetry.registry import Registry
+from cluster.telemetry.tracing.setup import open_tracing
 from cluster.tls import DoorContext, Peers, listen, make_identity
 from router.dispatch.channels import Channels
 from router.dispatch.services import Services
@@ -31,11 +35,14 @@ from router.http.protocol import HttpLimits, limited
 from router.metrics import RouterMetrics
 from router.placement.placement import Placement
 from router.quota.quota import Quota
+from router.telemetry import state
 from router.tokens.tokenizer import ModelText
 from wire import inference_pb2
 
 GRACE_SECONDS = 5.0
 EXTRA_STREAMS = 64
+LOOK_SECONDS = 0.02
+STALL_SECONDS = 30.0  # without a turn of the loop for so long, a router is dead
 SEND_BUFFER_BYTES = 256 << 10
 
 
@@ -63,11 +70,16 @@ class Router:
             DoorContext(self._door, ask_clients=self._ask_clients) if self._door is not None else None
         )
         self._channels = Channels(Peers(inside if config.tls_ca else None))
-        registry = CollectorRegistry()
+        self._registry = registry = Registry(
+            aliases=config.metrics_aliases, model=config.served_model_name or config.model.name
+        )
+        self._loop_lag = LoopLag()
         self._quota = Quota(config.redis_url, config.namespace, registry)
         self._services = Services(
             config, self._text, self._members, self._placement, self._channels, self._quota
         )
+        self._services.tracing = open_tracing(config, "baton-router", config.router_id)
+        registry.add(state.collectors(self._services, self._loop_lag.seconds))
         self._keys = ApiKeys(config.api_keys_file)
         self.front = Front(self._services, RouterMetrics(registry), self._keys)
         self._grpc = grpc.aio.server(
@@ -103,6 +115,8 @@ class Router:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc_port = 0
+        self._turned = time.monotonic()
+        self._metrics: MetricsServer | None = None
 
     @property
     def http_url(self) -> str:
@@ -112,6 +126,11 @@ class Router:
     @property
     def grpc_address(self) -> str:
         return f"{self._config.host}:{self._grpc_port}"
+
+    @property
+    def metrics_address(self) -> str:
+        """Empty where metrics are only at the HTTP door."""
+        return f"{self._config.host}:{self._metrics.port}" if self._metrics is not None else ""
 
     def _ssl_context(self, config: uvicorn.Config, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
         assert self._door_context is not None
@@ -136,6 +155,7 @@ class Router:
     async def start(self) -> None:
         await self._members.start()
         await self._placement.start()
+        self.front.live.start()
         self._grpc.add_generic_rpc_handlers((InferenceService(self.front).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         services = (
@@ -152,6 +172,8 @@ class Router:
                 f"--grpc-port: cannot listen on {address}: {error}", field="grpc_port"
             ) from error
         await self._grpc.start()
+        self._loop_lag.start()
+        self._open_metrics()
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._serve_http()),
@@ -162,6 +184,18 @@ class Router:
         gc.collect()
         gc.freeze()
 
+    def _open_metrics(self) -> None:
+        config = self._config
+        if config.metrics_port is not None:
+            probes = {"ready": self.front.why_not_ready, "live": self._why_not_live}
+            facts = {"router": config.router_id}
+            self._metrics = MetricsServer(config.host, config.metrics_port, self._registry, probes, facts)
+
+    def _why_not_live(self) -> list[str]:
+        """Asked on the probes' threads, which go on when the loop that serves stands still."""
+        silent = time.monotonic() - self._turned
+        return [f"the event loop has stood still for {silent:.0f} s"] if silent > STALL_SECONDS else []
+
     async def _serve_http(self) -> None:
         # uvicorn installs its own signal handlers, and raises what it caught again at its end: the process is ours.
         self._http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
@@ -170,6 +204,7 @@ class Router:
     async def _watch(self) -> None:
         """Health follows readiness; connections to workers that are gone are closed."""
         while True:
+            self._turned = time.monotonic()
             status = health_pb2.HealthCheckResponse
             serving = status.SERVING if self.front.ready() else status.NOT_SERVING
             for service in ("", SERVICE):
@@ -184,17 +219,34 @@ class Router:
         if self._door_context is not None:
             self._door_context.refresh()
 
-    async def close(self) -> None:
-        """Lets requests finish for a few seconds, then ends them."""
+    async def drain(self) -> None:
+        """Not ready at once; after a moment for load balancers to notice nothing new is taken; returns when what runs
+        has finished, or the drain limit is over. Probes are answered all the while."""
+        self.front.leave()
         await self._health.enter_graceful_shutdown()
+        await asyncio.sleep(self._config.drain_delay_seconds)
+        self.front.refuse_new()
+        deadline = time.monotonic() + self._config.drain_seconds
+        while self.front.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def close(self) -> None:
+        """Drains, then listens no more and ends what is left."""
+        await self.drain()
         self._http.should_exit = True
         await self._grpc.stop(GRACE_SECONDS)
         for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._services.finish(GRACE_SECONDS)
+        await self.front.live.close()
         await self._channels.close()
         await self._placement.close()
         await self._quota.close()
         await self._members.close()
+        self._loop_lag.stop()
+        if self._services.tracing is not None:
+            await asyncio.to_thread(self._services.tracing.close)
         self._text.close()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)

@@ -14,6 +14,9 @@ from router.completion import Completion
 from router.tokens.tokenizer import ModelText
 from wire import common_pb2
 
+MAX_PRIORITY = 2**15
+MAX_REQUEST_ID = 256  # characters: it goes into logs, headers and errors
+
 
 @dataclass
 class Asked:
@@ -40,6 +43,8 @@ class Asked:
     priority: int = 0
     request_id: str = ""
     resume_tokens: Sequence[int] = ()
+    resume_ticket: bytes = b""
+    reconnects: int = 0
     explain: bool = False
     deadline_seconds: float | None = None
 
@@ -78,20 +83,28 @@ class Validator:
         if resumed and n > 1:
             raise _refuse("resume_tokens", "a resumed request has one choice", "n = 1")
         return Completion(
-            request_id=asked.request_id or f"req-{secrets.token_hex(12)}",
+            request_id=self._request_id(asked.request_id),
             model=self.served_name,
             prompt_tokens=tokens,
             sampling=self._sampling(asked, len(tokens)),
             n=n,
             stop=self._stops(asked.stop),
             include_stop_text=asked.include_stop_text,
-            priority=self._integer("priority", asked.priority, 0, -(2**15), 2**15),
+            priority=self._integer("priority", asked.priority, 0, -MAX_PRIORITY, MAX_PRIORITY),
             resume_tokens=resumed,
+            resume_ticket=asked.resume_ticket,
+            reconnects=asked.reconnects,
             explain=asked.explain,
             deadline_seconds=min(
                 self._config.request_seconds, asked.deadline_seconds or self._config.request_seconds
             ),
         )
+
+    @staticmethod
+    def _request_id(given: str) -> str:
+        if len(given) > MAX_REQUEST_ID or not given.isprintable():
+            raise _refuse("request_id", f"at most {MAX_REQUEST_ID} printable characters", MAX_REQUEST_ID)
+        return given or f"req-{secrets.token_hex(12)}"
 
     def _tokens(self, name: str, ids: Sequence[int]) -> list[int]:
         vocab = self._text.vocab_size

@@ -185,6 +185,8 @@ class GenerateSpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    TRACE_PARENT_FIELD_NUMBER: _builtins.int
+    TRACE_STATE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     prompt_tokens: _builtins.bytes
     output_tokens: _builtins.bytes
@@ -200,6 +202,10 @@ class GenerateSpec(_message.Message):
     """who shares a queue with whom; "" = all who have no key"""
     weight: _builtins.float
     """of the tenant, beside other tenants'; 0 is read as 1 (unset)"""
+    trace_parent: _builtins.str
+    """W3C traceparent of the router's attempt; "" = this request is not traced"""
+    trace_state: _builtins.str
+    """W3C tracestate, as the client sent it"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     def __init__(
@@ -215,10 +221,12 @@ class GenerateSpec(_message.Message):
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
         weight: _builtins.float = ...,
+        trace_parent: _builtins.str = ...,
+        trace_state: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_choice", b"first_choice", "model_id", b"model_id", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "salt", b"salt", "sampling", b"sampling", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_choice", b"first_choice", "model_id", b"model_id", "n", b"n", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "salt", b"salt", "sampling", b"sampling", "tenant", b"tenant", "trace_parent", b"trace_parent", "trace_state", b"trace_state", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -324,12 +332,15 @@ class WorkReport(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     PROMPT_COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_SECONDS_FIELD_NUMBER: _builtins.int
     prefill_queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
     handoff_exposed_seconds: _builtins.float
     """from the end of prefill to VERIFIED of the last part"""
     decode_queue_seconds: _builtins.float
+    """from the commit until a step takes it"""
     decode_seconds: _builtins.float
+    """from the beginning of that step (local prefill: from the first token)"""
     cached_tokens: _builtins.int
     """prompt tokens that no worker computed for this attempt"""
     computed_prompt_tokens: _builtins.int
@@ -342,6 +353,8 @@ class WorkReport(_message.Message):
     worker_id: _builtins.str
     prompt_compute_seconds: _builtins.float
     """its share, by tokens, of the steps that computed its prompt"""
+    first_step_seconds: _builtins.float
+    """of decode_seconds: the step that made the first token after the hand-off"""
     def __init__(
         self,
         *,
@@ -357,10 +370,11 @@ class WorkReport(_message.Message):
         transport: _builtins.str = ...,
         worker_id: _builtins.str = ...,
         prompt_compute_seconds: _builtins.float = ...,
+        first_step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_prompt_tokens", b"computed_prompt_tokens", "decode_queue_seconds", b"decode_queue_seconds", "decode_seconds", b"decode_seconds", "handoff_exposed_seconds", b"handoff_exposed_seconds", "kv_bytes_shipped", b"kv_bytes_shipped", "not_shipped_tokens", b"not_shipped_tokens", "prefill_queue_seconds", b"prefill_queue_seconds", "prefill_seconds", b"prefill_seconds", "prompt_compute_seconds", b"prompt_compute_seconds", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_prompt_tokens", b"computed_prompt_tokens", "decode_queue_seconds", b"decode_queue_seconds", "decode_seconds", b"decode_seconds", "first_step_seconds", b"first_step_seconds", "handoff_exposed_seconds", b"handoff_exposed_seconds", "kv_bytes_shipped", b"kv_bytes_shipped", "not_shipped_tokens", b"not_shipped_tokens", "prefill_queue_seconds", b"prefill_queue_seconds", "prefill_seconds", b"prefill_seconds", "prompt_compute_seconds", b"prompt_compute_seconds", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

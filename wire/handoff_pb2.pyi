@@ -613,17 +613,22 @@ class Committed(_message.Message):
 
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
+    COMMIT_SECONDS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     exposed_seconds: _builtins.float
+    """from Finish to the last part, as the decode worker saw it"""
+    commit_seconds: _builtins.float
+    """from the last part, or Finish, to this message"""
     def __init__(
         self,
         *,
         transfer_id: _builtins.bytes = ...,
         exposed_seconds: _builtins.float = ...,
+        commit_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_seconds", b"exposed_seconds", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_seconds", b"commit_seconds", "exposed_seconds", b"exposed_seconds", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,8 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     RESUME_TOKENS_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    RESUME_TICKET_FIELD_NUMBER: _builtins.int
+    RECONNECTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """empty = the served model"""
     text: _builtins.str
@@ -60,6 +62,12 @@ class GenerateRequest(_message.Message):
     """empty = the router makes one"""
     explain: _builtins.bool
     """report the placement decision in the last event"""
+    resume_ticket: _builtins.bytes
+    """The ticket of the first event, with resume_tokens: the request was taken in already, so it is neither refused nor
+    charged again. Without it, or with one of another request, it is a new request.
+    """
+    reconnects: _builtins.int
+    """routers this request (by its request_id) was lost with before"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -81,10 +89,12 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         resume_tokens: Global___TokenIds | None = ...,
         explain: _builtins.bool = ...,
+        resume_ticket: _builtins.bytes = ...,
+        reconnects: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "options", b"options", "prompt", b"prompt", "resume_tokens", b"resume_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "explain", b"explain", "model", b"model", "options", b"options", "prompt", b"prompt", "request_id", b"request_id", "resume_tokens", b"resume_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "explain", b"explain", "model", b"model", "options", b"options", "prompt", b"prompt", "reconnects", b"reconnects", "request_id", b"request_id", "resume_ticket", b"resume_ticket", "resume_tokens", b"resume_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -300,7 +310,9 @@ class GenerateResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     COMPLETED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def started(self) -> Global___Started: ...
+    def started(self) -> Global___Started:
+        """With the first event: a message of its own would be one more write before the first token."""
+
     @_builtins.property
     def chunk(self) -> Global___Chunk: ...
     @_builtins.property
@@ -312,12 +324,17 @@ class GenerateResponse(_message.Message):
         chunk: Global___Chunk | None = ...,
         completed: Global___Completed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completed", b"completed", "event", b"event", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_started", b"_started", "chunk", b"chunk", "completed", b"completed", "event", b"event", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "completed", b"completed", "event", b"event", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_started", b"_started", "chunk", b"chunk", "completed", b"completed", "event", b"event", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "chunk", "completed"]  # noqa: Y015
+    _WhichOneofReturnType__started: _TypeAlias = _typing.Literal["started"]  # noqa: Y015
+    _WhichOneofArgType__started: _TypeAlias = _typing.Literal["_started", b"_started"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "completed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__started) -> _WhichOneofReturnType__started | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
@@ -331,10 +348,13 @@ class Started(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     WORKER_IDS_FIELD_NUMBER: _builtins.int
+    RESUME_TICKET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     seed: _builtins.int
     prompt_tokens: _builtins.int
+    resume_ticket: _builtins.bytes
+    """to be shown when the stream is resumed at another router"""
     @_builtins.property
     def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -345,10 +365,11 @@ class Started(_message.Message):
         seed: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        resume_ticket: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "worker_ids", b"worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resume_ticket", b"resume_ticket", "seed", b"seed", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -459,6 +480,7 @@ class Timings(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     PLACEMENT_CALLS_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_SECONDS_FIELD_NUMBER: _builtins.int
     router_queue_seconds: _builtins.float
     placement_seconds: _builtins.float
     prefill_queue_seconds: _builtins.float
@@ -474,6 +496,8 @@ class Timings(_message.Message):
     decode_worker: _builtins.str
     attempts: _builtins.int
     placement_calls: _builtins.int
+    first_step_seconds: _builtins.float
+    """of decode_seconds: the first step after the hand-off"""
     def __init__(
         self,
         *,
@@ -492,10 +516,11 @@ class Timings(_message.Message):
         decode_worker: _builtins.str = ...,
         attempts: _builtins.int = ...,
         placement_calls: _builtins.int = ...,
+        first_step_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_queue_seconds", b"decode_queue_seconds", "decode_seconds", b"decode_seconds", "decode_worker", b"decode_worker", "handoff_exposed_seconds", b"handoff_exposed_seconds", "kv_bytes_shipped", b"kv_bytes_shipped", "not_shipped_tokens", b"not_shipped_tokens", "placement_calls", b"placement_calls", "placement_seconds", b"placement_seconds", "prefill_queue_seconds", b"prefill_queue_seconds", "prefill_seconds", b"prefill_seconds", "prefill_worker", b"prefill_worker", "router_queue_seconds", b"router_queue_seconds", "total_seconds", b"total_seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_queue_seconds", b"decode_queue_seconds", "decode_seconds", b"decode_seconds", "decode_worker", b"decode_worker", "first_step_seconds", b"first_step_seconds", "handoff_exposed_seconds", b"handoff_exposed_seconds", "kv_bytes_shipped", b"kv_bytes_shipped", "not_shipped_tokens", b"not_shipped_tokens", "placement_calls", b"placement_calls", "placement_seconds", b"placement_seconds", "prefill_queue_seconds", b"prefill_queue_seconds", "prefill_seconds", b"prefill_seconds", "prefill_worker", b"prefill_worker", "router_queue_seconds", b"router_queue_seconds", "total_seconds", b"total_seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

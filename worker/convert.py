@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from cluster.block_hash import unpack_tokens
@@ -14,6 +15,17 @@ _FINISH_TO_WIRE = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+
+def outcome_counts() -> Counter[str]:
+    """Zero of each."""
+    values = common_pb2.AttemptOutcome.values()
+    return Counter({outcome_name(value): 0 for value in values if value})
+
+
+def outcome_name(outcome: common_pb2.AttemptOutcome.ValueType) -> str:
+    """done, aborted, refused, … as metrics and spans say it."""
+    return common_pb2.AttemptOutcome.Name(outcome).removeprefix("ATTEMPT_OUTCOME_").lower()
 
 
 def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
@@ -49,6 +61,8 @@ def request_from_wire(
         n=max(1, spec.n),
         salt=spec.salt,
         priority=spec.priority,
+        tenant=spec.tenant,
+        weight=spec.weight if spec.weight > 0 else 1.0,
         prefill_only=prefill_only,
         export=prefill_only,
     )

@@ -8,26 +8,41 @@ import logging
 import os
 import secrets
 import socket
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import redis
+from prometheus_client.registry import Collector
+
+from cluster.addresses import advertised, join
 from cluster.config import WorkerConfig
-from cluster.errors import InternalError, StaleEpochError, UnavailableError
+from cluster.errors import DrainingError, InternalError, StaleEpochError
+from cluster.faults.orders import open_faults
 from cluster.follow_ups import FollowUps
 from cluster.index.reporter import ChainReporter
+from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
-from cluster.membership.types import WorkerInfo
-from cluster.telemetry.exporter import Exporter
+from cluster.membership.types import Then, WorkerInfo
+from cluster.telemetry.exporter import MetricsServer, StatusCollector
+from cluster.telemetry.loop_lag import LoopLag
+from cluster.telemetry.registry import Registry
+from cluster.telemetry.tracing.setup import open_tracing
 from cluster.tls import Peers, make_identity
+from cluster.topology import Locating
 from engine.engine import Engine
 from engine.request import ChainReport, StepOutput
 from wire import common_pb2
+from worker import readings
 from worker.build import make_model_id
 from worker.engine_host import EngineHost
-from worker.ranks import open_ranks
+from worker.health import Health, Phase
+from worker.ranks import Ranks, open_ranks
 from worker.server import WorkerServer
+from worker.validate import SpecLimits
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
 
 log = logging.getLogger(__name__)
 WIRE_VERSION = 1
@@ -38,29 +53,43 @@ REJOIN_SECONDS = 10.0
 class WorkerCore:
     """Owns the engine, the gRPC server and the registration. A role adds its service and hears `on_output`.
 
-    Life: construct (model is loaded) → `start` → serving → `drain` → `stop`.
+    Life: construct (model is loaded) → `start` → serving → draining (worker/drain.py) → `stop`.
     """
 
     def __init__(self, config: WorkerConfig):
         """Loads the model. Raises ModelError or ConfigError."""
         self.config = config
-        self.model_id = make_model_id(config.engine.model)
+        self.health = Health(config.step_stall_seconds)
+        self._locating = Locating(config.topology)
+        self._advertised_host = advertised(config.host, config.advertise_host, config.redis_url)
+        labels = {"worker": self.worker_id, "role": config.role}
+        self._registry = Registry(labels, aliases=config.metrics_aliases, model=config.engine.model.name)
+        self._registry.add([StatusCollector(self._scraped)])
+        probes = {"ready": self.health.why_not_ready, "live": self.health.why_not_live}
+        self._exporter = MetricsServer(config.host, config.metrics_port, self._registry, probes, labels)
         self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[BaseException] = self._loop.create_future()
+        self.drain_wanted: asyncio.Future[Then] = self._loop.create_future()
         self.epoch = secrets.randbits(64) or 1
-        self.ranks = open_ranks(config, self.epoch)
+        self.faults = open_faults(config.fault_orders, config.worker_id)
+        try:
+            self.model_id = make_model_id(config.engine.model)
+            self.ranks = self._load()
+        except BaseException:
+            self._exporter.close()
+            raise
         self.runner = runner = self.ranks.runner
-        runner.warm_up()
-        for rank in self.ranks.remote:
-            rank.on_exit = self._rank_exited
-        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.page_size = runner.page_size
         self.on_output: Callable[[StepOutput], None] = lambda output: None
         self.on_fenced: Callable[[], Awaitable[None]] = _nothing
         self.status: Callable[[], dict[str, Any]] = dict
-        self.draining = False
+        self.collectors: list[Collector] = []  # of the role
+        self.loop_lag = LoopLag()
+        self.fenced = 0
+        self.tracing = open_tracing(config, f"baton-{config.role}", config.worker_id)
         self._registration: Registration | None = None
         self._reporter: ChainReporter | None = None
-        self._exporter: Exporter | None = None
+        self._ticking: asyncio.Task[None] | None = None
         self.follow_ups = FollowUps()
         self.engine = Engine(
             runner, runner.config, secret=config.secret.encode(), on_chain=self._chain_changed
@@ -68,12 +97,22 @@ class WorkerCore:
         self.host = EngineHost(
             self.engine,
             on_output=self._output,
-            on_failure=self._engine_failed,
+            on_failure=self.fail,
             step_stall_seconds=config.step_stall_seconds,
         )
+        self.health.engine_moves = self.host.healthy
         self.peers = Peers(make_identity(config.tls_cert, config.tls_key, config.tls_ca))
-        self.server = WorkerServer(config.host, config.port, self.peers)
+        self.server = WorkerServer(config.host, config.port, self.peers, self._advertised_host)
         self.server.bind()
+        self.health.to(Phase.STARTING)
+
+    def _load(self) -> Ranks:
+        ranks = open_ranks(self.config, self.epoch)
+        for rank in ranks.remote:
+            rank.on_exit = self._rank_exited
+        self.health.to(Phase.WARMING_UP)
+        ranks.runner.warm_up()
+        return ranks
 
     @property
     def worker_id(self) -> str:
@@ -81,8 +120,7 @@ class WorkerCore:
 
     @property
     def metrics_address(self) -> str:
-        """Empty before `start`."""
-        return self._exporter.address if self._exporter is not None else ""
+        return join(self._advertised_host, self._exporter.port)
 
     @property
     def ref(self) -> common_pb2.WorkerRef:
@@ -103,9 +141,21 @@ class WorkerCore:
             tensor_parallel=self.runner.config.tensor_parallel,
         )
 
+    @property
+    def spec_limits(self) -> SpecLimits:
+        """What a request's description is checked against."""
+        config = self.runner.config
+        return SpecLimits(self.model_id, self.runner.model_config.vocab_size, config.max_batch_requests)
+
     def beat_step(self) -> int | None:
         """The step counter a beat carries; None while the engine hangs: a hung engine is a dead one."""
         return self.host.steps if self.host.healthy() else None
+
+    def trace_of(self, spec: common_pb2.GenerateSpec) -> Context | None:
+        """The router's span that this worker's spans hang on. None: nothing of the request is traced here."""
+        if self.tracing is None or not spec.trace_parent:
+            return None
+        return self.tracing.remote_parent(spec.trace_parent, spec.trace_state)
 
     def check_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
@@ -115,8 +165,8 @@ class WorkerCore:
             )
 
     def check_accepting(self) -> None:
-        if self.draining:
-            raise UnavailableError(f"{self.worker_id} is draining", retry_after_seconds=0.5)
+        if self.health.draining:
+            raise DrainingError(f"{self.worker_id} is draining", field="worker", retry_after_seconds=0.05)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Runs a short follow-up; its failure is logged, its end awaited at stop."""
@@ -125,14 +175,24 @@ class WorkerCore:
     async def start(self) -> None:
         self.host.start()
         await self.server.start()
-        config = self.config
-        self._exporter = Exporter(
-            config.host, config.metrics_port, self._status, worker=self.worker_id, role=config.role
-        )
+        self._ticking = self._loop.create_task(self.health.tick())
+        self.loop_lag.start()
+        self._registry.add([*readings.collectors(self), *self.collectors])
         if self.config.redis_url:
             self._register()
+        self.health.to(Phase.SERVING)
+
+    @property
+    def registration(self) -> Registration | None:
+        return self._registration
+
+    @property
+    def reports_waiting(self) -> int:
+        """Prefix chains that the index has not been told of."""
+        return self._reporter.waiting if self._reporter is not None else 0
 
     def _register(self) -> None:
+        location = self._locating.location()
         info = WorkerInfo(
             worker_id=self.worker_id,
             epoch=self.epoch,
@@ -142,18 +202,21 @@ class WorkerCore:
             address=self.server.address,
             metrics_address=self.metrics_address,
             layout=self.layout.SerializeToString(),
-            place=self.config.place,
+            place=location.place,
             host=socket.gethostname(),
             max_model_len=self.runner.model_config.max_model_len,
             blocks_total=self.runner.num_blocks,
+            page_size=self.page_size,
+            location=location,
         )
-        self._registration = Registration(
+        self._registration = registration = Registration(
             self.config.redis_url,
             self.config.namespace,
             info,
             healthy=self.host.healthy,
-            status=self._status,
+            status=self.published_status,
             rejoin=self._rejoin_from_thread,
+            on_drain=self._drain_wanted_from_thread,
         )
         self._reporter = ChainReporter(
             self.config.redis_url,
@@ -162,16 +225,26 @@ class WorkerCore:
             self._registration,
             self._held_chains,
         )
-        self._registration.start()
+        self.health.registered = lambda: registration.slot != 0
+        registration.start()
         self._reporter.start()
 
     def _rejoin_from_thread(self) -> int:
         return asyncio.run_coroutine_threadsafe(self.rejoin(), self._loop).result(REJOIN_SECONDS)
 
+    def _drain_wanted_from_thread(self, then: Then) -> None:
+        def tell() -> None:
+            if not self.drain_wanted.done():
+                self.drain_wanted.set_result(then)
+
+        with contextlib.suppress(RuntimeError):  # the loop has closed: the worker has left
+            self._loop.call_soon_threadsafe(tell)
+
     async def rejoin(self) -> int:
         """Fenced: from now on what is addressed to the old epoch is refused; what it began is ended. The prefix
         cache stays: blocks are what their hashes say, whoever counts epochs."""
         self.epoch = secrets.randbits(64) or 1
+        self.fenced += 1
         await self.on_fenced()
         return self.epoch
 
@@ -190,25 +263,26 @@ class WorkerCore:
         """On the pipe's thread: a worker without one of its ranks can compute nothing."""
         error = InternalError(f"rank {rank} has died")
         with contextlib.suppress(RuntimeError):  # the loop has closed: the worker ends anyway
-            self._loop.call_soon_threadsafe(self._engine_failed, error)
+            self._loop.call_soon_threadsafe(self.fail, error)
 
-    async def leave(self, error: BaseException, idle: Callable[[], bool]) -> None:
-        """For a reason only a new process can mend: drains, then ends as failed, so that it is started again."""
-        await self.drain(idle)
-        self._engine_failed(error)
-
-    def _engine_failed(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
 
-    def _status(self) -> dict[str, Any]:
+    def _scraped(self) -> dict[str, Any]:
+        """Nothing, until there is an engine to ask."""
+        return {} if self.health.phase in (Phase.LOADING, Phase.WARMING_UP) else self.published_status()
+
+    def published_status(self) -> dict[str, Any]:
         """What `baton status` shows of this worker. Runs on the registration's thread: it only reads."""
         stats = self.engine.stats()
         seen = stats.prompt_tokens_cached + stats.prompt_tokens_computed
         return {
             "pid": os.getpid(),
+            "phase": self.health.phase.name.lower(),
             **asdict(stats),
             "kv_usage_ratio": stats.blocks_held / max(1, stats.blocks_total),
+            "prompt_tokens_asked": seen,
             "prefix_hit_ratio": stats.prompt_tokens_cached / max(1, seen),
             **self.status(),
         }
@@ -217,24 +291,43 @@ class WorkerCore:
         if self._reporter is not None:
             self._reporter.report(chain.hashes, chain.held)
 
-    async def drain(self, idle: Callable[[], bool]) -> None:
-        """Takes nothing new and waits until `idle`, or the drain limit."""
-        self.draining = True
+    async def start_draining(self) -> None:
+        """Nothing new from now on: probes, gRPC health and Redis say so."""
+        self.health.to(Phase.DRAINING)
         await self.server.set_serving(False)
-        deadline = time.monotonic() + self.config.drain_seconds
-        while not idle() and self.host.healthy() and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
+        if self._registration is not None:
+            then = self.drain_wanted.result() if self.drain_wanted.done() else "exit"
+            await asyncio.to_thread(self._registration.set_draining, then)
+
+    async def has_successor(self) -> bool:
+        """Is there another worker that could go on with what this one has begun? No, if Redis can't tell."""
+        try:
+            workers = await asyncio.to_thread(read_workers, self.config.redis_url, self.config.namespace)
+        except (redis.RedisError, ValueError) as error:
+            log.debug("successors are unknown: %s", error)
+            return False
+        return any(
+            worker.worker_id != self.worker_id
+            and (worker.role, worker.model_id) == (self.config.role, self.model_id)
+            and (worker.state, worker.lease) == ("ready", "live")
+            for worker in workers
+        )
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Leaves the cluster first, so that nothing new comes; then ends streams, follow-ups and the engine."""
+        self.health.to(Phase.LEAVING)
         if self._registration is not None:
             await asyncio.to_thread(self._registration.stop)
         if self._reporter is not None:
             await asyncio.to_thread(self._reporter.stop)
         await self.server.stop(grace_seconds)
+        self.loop_lag.stop()
         await self.follow_ups.wait(grace_seconds)
-        if self._exporter is not None:
-            await asyncio.to_thread(self._exporter.close)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await asyncio.to_thread(self._exporter.close)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         await self.host.stop()
         await asyncio.to_thread(self.ranks.close)
 

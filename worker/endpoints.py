@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from cluster.config import TransferConfig
 from cluster.errors import TransportError
@@ -15,6 +16,8 @@ def open_endpoint(config: TransferConfig, worker_id: str, epoch: int, rank: int)
     """None where only gRPC is wanted, or NIXL does not start and need not. Raises TransportError otherwise."""
     if config.transport == "grpc":
         return None
+    if config.port_range:
+        os.environ["UCX_TCP_PORT_RANGE"] = config.port_range  # UCX reads it when NIXL makes its first agent
     from kv_transfer.transports.nixl import NixlEndpoint
 
     try:

@@ -72,6 +72,11 @@ class EngineHost:
         since = self._busy_since
         return since is None or self._clock() - since < self._step_stall_seconds
 
+    def busy_seconds(self) -> float:
+        """How long the step in progress has run; 0 between steps."""
+        since = self._busy_since
+        return self._clock() - since if since is not None else 0.0
+
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Runs `function(engine)` between two steps; its result or error comes back here."""
         loop = asyncio.get_running_loop()

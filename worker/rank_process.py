@@ -1,4 +1,4 @@
-"""A tensor-parallel rank in a process of its own, beside its leader.
+"""A tensor-parallel rank in a process of its own: beside its leader, or (worker/far_ranks.py) on another node.
 
 The leader and a rank speak twice: step plans go through torch.distributed (engine/parallel), hand-off messages
 through a pipe, both ways, so that moving KV never waits for a step.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.process
 import os
 import threading
 from collections.abc import Callable
@@ -48,28 +49,50 @@ class _Close:
     pass
 
 
-class RemoteRank:
-    """The leader's handle on a rank process; has the same face as the endpoint it stands for."""
+class RankProcess(Protocol):
+    """Where a rank runs."""
 
-    def __init__(self, rank: int, target: Callable[..., None], *arguments: Any):
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+    def end(self) -> None:
+        """It has been told to close: waits a little, then makes sure of it."""
+
+
+class SpawnedProcess:
+    """A child of the leader's."""
+
+    def __init__(self, process: multiprocessing.process.BaseProcess):
+        self._process = process
+
+    def end(self) -> None:
+        self._process.join(10.0)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def spawn_rank(rank: int, target: Callable[..., None], *arguments: Any) -> RemoteRank:
+    """Starts `target(rank, pipe, *arguments)` in a process beside this one."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(
+        target=target, args=(rank, theirs, *arguments), name=f"rank-{rank}", daemon=True
+    )
+    process.start()
+    theirs.close()
+    return RemoteRank(rank, pipe, SpawnedProcess(process))
+
+
+class RemoteRank:
+    """The leader's handle on a rank elsewhere; has the same face as the endpoint it stands for."""
+
+    def __init__(self, rank: int, pipe: Connection, process: RankProcess):
         self.rank = rank
+        self._pipe = pipe
+        self._process = process
         self.hello: Any = None
         self.on_event: Callable[[Any], None] = lambda event: None
         self.on_exit: Callable[[int], None] = lambda rank: None
         self._closing = False
         self._send_lock = threading.Lock()
-        self._process = context.Process(
-            target=target, args=(rank, theirs, *arguments), name=f"rank-{rank}", daemon=True
-        )
-        self._process.start()
-        theirs.close()
         self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}-pipe", daemon=True)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid or 0
 
     def wait_ready(self) -> None:
         """Raises SetupError if the rank does not come up."""
@@ -93,9 +116,7 @@ class RemoteRank:
         self._closing = True
         with contextlib.suppress(OSError):  # it is gone already, which is what was wanted
             self.handle(_Close())
-        self._process.join(10.0)
-        if self._process.is_alive():
-            self._process.kill()
+        self._process.end()
 
     def _listen(self) -> None:
         while True:

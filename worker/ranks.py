@@ -1,6 +1,6 @@
 """A worker's ranks: the leader's runner and hand-off endpoint here, those of further ranks in processes of their own.
 
-leader process                         rank process (one per further rank)
+leader process                         rank process (one per further rank, perhaps on another node)
   engine thread ── plan (gloo/NCCL) ──►  main thread: runner.serve()
   asyncio loop  ◄─ messages (pipe) ──►   hand-off endpoint of its share of the KV cache
 """
@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
+from cluster.addresses import advertised
 from cluster.config import WorkerConfig
+from cluster.errors import ConfigError
+from cluster.faults.orders import open_faults
 from engine.build import load_runner
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import ModelRunner
@@ -24,7 +27,7 @@ from kv_transfer.ranks import Rank
 from kv_transfer.receiver_rank import ReceiverRank
 from kv_transfer.sender_rank import SenderRank
 from worker.endpoints import open_endpoint
-from worker.rank_process import RemoteRank, report_failure, serve_pipe
+from worker.rank_process import RemoteRank, report_failure, serve_pipe, spawn_rank
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,17 @@ class _RemoteEndpoint:
 
 def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
     """Loads the model on every rank. Raises ModelError, ConfigError or SetupError."""
-    size = config.engine.tensor_parallel
-    address = f"127.0.0.1:{_free_port()}" if size > 1 else ""
-    remote = [RemoteRank(rank, _rank_main, config, epoch, address) for rank in range(1, size)]
+    size, nodes = config.engine.tensor_parallel, config.engine.nodes
+    if size % nodes:
+        raise ConfigError(f"tensor_parallel {size} can't be shared by {nodes} nodes", field="nodes")
+    host = "127.0.0.1" if nodes == 1 else advertised(config.host, config.advertise_host, config.redis_url)
+    address = f"{host}:{_free_port(host)}" if size > 1 else ""
+    here = size // nodes
+    remote = [spawn_rank(rank, rank_main, config, epoch, address) for rank in range(1, here)]
+    if nodes > 1:
+        from worker.far_ranks import place_ranks  # Ray takes a second to import
+
+        remote += place_ranks(config, epoch, address, range(here, size))
     runner = load_runner(config.engine, _group(config, 0, address))
     for rank in remote:
         rank.wait_ready()
@@ -99,12 +110,15 @@ def _group(config: WorkerConfig, rank: int, address: str) -> TpGroup:
     if size == 1:
         return NullGroup()
     cuda = config.engine.device == "cuda" or (config.engine.device == "auto" and torch.cuda.is_available())
-    return DistributedGroup(rank, size, address, torch.device("cuda", rank) if cuda else torch.device("cpu"))
+    # A node's ranks are its GPUs in order; a far rank sees one GPU only.
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+    return DistributedGroup(rank, size, address, device)
 
 
 def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) -> tuple[Rank, list[int]]:
     """The rank's end of hand-offs; a sender is also its runner's export sink."""
     transport = open_endpoint(config.transfer, config.worker_id, epoch, rank)
+    faults = open_faults(config.fault_orders, config.worker_id)
     if config.role == "prefill":
         sender = SenderRank(
             rank=rank,
@@ -112,6 +126,7 @@ def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) 
             kv_head_range=runner.kv_head_range,
             endpoint=transport,
             config=config.transfer,
+            faults=faults,
         )
         runner.export_sink = sender
         return sender, []
@@ -122,12 +137,13 @@ def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) 
         endpoint=transport,
         config=config.transfer,
         decode_epoch=epoch,
+        faults=faults,
     )
     return receiver, receiver.first_addresses
 
 
-def _rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, address: str) -> None:
-    """Main of a rank process."""
+def rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, address: str) -> None:
+    """Main of a rank's process, wherever it runs."""
     try:
         runner = load_runner(config.engine, _group(config, rank, address))
         endpoint, addresses = _endpoint(config, epoch, rank, runner)
@@ -138,7 +154,7 @@ def _rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, ad
     runner.serve()
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+        sock.bind((host, 0))
         return int(sock.getsockname()[1])

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import Any, Protocol
 
+from cluster.errors import BatonError
+from cluster.membership.types import Then
 from worker.attempts import Attempts
 from worker.core import WorkerCore
+from worker.drain import Leaving, drain
+
+log = logging.getLogger(__name__)
 
 
 class HandoffSide(Protocol):
@@ -17,10 +24,12 @@ class HandoffSide(Protocol):
 
 
 class RoleWorker:
-    def __init__(self, core: WorkerCore, attempts: Attempts[Any], side: HandoffSide):
+    def __init__(self, core: WorkerCore, role: Leaving, attempts: Attempts[Any], side: HandoffSide):
         self._core = core
+        self._leaving = role
         self._attempts = attempts
         self._side = side
+        self._stopping: asyncio.Task[None] | None = None
         core.on_fenced = self._fenced
 
     @property
@@ -39,24 +48,53 @@ class RoleWorker:
     def metrics_address(self) -> str:
         return self._core.metrics_address
 
+    def status(self) -> dict[str, Any]:
+        """What it publishes of itself."""
+        return self._core.published_status()
+
     def healthy(self) -> bool:
         return self._core.host.healthy() and not self._core.failed.done()
 
     async def wait_failed(self) -> BaseException:
         return await self._core.failed
 
+    async def wait_drain_wanted(self) -> Then:
+        """Returns when `baton drain` names this worker."""
+        return await asyncio.shield(self._core.drain_wanted)
+
     async def start(self) -> None:
         await self._core.start()
 
     async def stop(self) -> None:
-        """Finishes what runs, within the drain limit, then leaves."""
-        await self._core.drain(self._idle)
+        """Finishes what runs, within the drain limit, gives back the rest, then leaves. Once, however often asked."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        try:
+            await self.drain()
+        except BatonError as error:  # the engine failed meanwhile: what is left is cut off below
+            log.warning("draining ended early: %s", error)
         await self._attempts.close()
         await self._side.close()
         await self._core.stop()
 
-    def _idle(self) -> bool:
-        return len(self._attempts) == 0
+    async def drain(self) -> None:
+        core = self._core
+        await core.start_draining()
+        await drain(
+            self._leaving,
+            healthy=core.host.healthy,
+            has_successor=core.has_successor,
+            migrate_seconds=core.config.drain_migrate_seconds,
+            drain_seconds=core.config.drain_seconds,
+        )
+
+    async def leave(self, error: BaseException) -> None:
+        """For a reason only a new process can mend: drains, then ends as failed, so that it is started again."""
+        await self.drain()
+        self._core.fail(error)
 
     async def _fenced(self) -> None:
         """Others have gone on without this worker: nothing that it still does is wanted."""

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from cluster.addresses import join
 from cluster.errors import ConfigError
 from cluster.tls import Peers
+from worker.parse import ParseInside
 
 # A part travels whole in one message on the gRPC transport; prompts travel as 4 bytes a token.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -24,29 +26,32 @@ OPTIONS: list[tuple[str, int]] = [
 
 
 class WorkerServer:
-    """Serves a role's services and gRPC health on one port."""
+    """Serves a role's services and gRPC health on one port. Others reach it at `advertised_host`."""
 
-    def __init__(self, host: str, port: int, peers: Peers):
-        self._server = grpc.aio.server(options=OPTIONS, interceptors=peers.interceptors)
+    def __init__(self, host: str, port: int, peers: Peers, advertised_host: str):
+        self._server = grpc.aio.server(options=OPTIONS, interceptors=[*peers.interceptors, ParseInside()])
         self._peers = peers
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._host = host
+        self._advertised_host = advertised_host
         self._port = port
 
     @property
     def address(self) -> str:
-        return f"{self._host}:{self._port}"
+        """What others are told."""
+        return join(self._advertised_host, self._port)
 
     def add(self, register: Callable[[grpc.aio.Server], None]) -> None:
         register(self._server)
 
     def bind(self) -> None:
         """Takes the port. Raises ConfigError when it is not to be had."""
+        address = join(self._host, self._port)
         try:
-            bound = self._peers.listen(self._server, self.address)
+            bound = self._peers.listen(self._server, address)
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {self.address}: {error}", field="port") from error
+            raise ConfigError(f"cannot listen on {address}: {error}", field="port") from error
         self._port = bound
 
     async def start(self) -> None:

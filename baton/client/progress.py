@@ -7,6 +7,7 @@ request() ──► a router ──► feed(event)* ──► done
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,9 @@ class StreamProgress:
 
     def __init__(self, request: pb.GenerateRequest, max_reconnects: int) -> None:
         self._request = request
+        if max_reconnects > 0 and not request.request_id:
+            # Named here, so that the next router knows it for the same one even if the first never said anything.
+            request.request_id = f"req-{secrets.token_hex(12)}"
         self._choices = request.options.n if request.options.HasField("n") else 1
         self._wants_logprobs = request.options.HasField("logprobs")
         self._reconnects_left = max_reconnects
@@ -53,22 +57,26 @@ class StreamProgress:
 
     def request(self) -> pb.GenerateRequest:
         """The next attempt's request: the first one's, or one that resumes after the tokens held."""
-        if self._started is None:
+        if not self.reconnects:
             return self._request
         resumed = pb.GenerateRequest()
         resumed.CopyFrom(self._request)
+        resumed.reconnects = self.reconnects
+        if self._started is None:
+            return resumed
         resumed.request_id = self._started.request_id
         resumed.options.seed = self._started.seed
         if self._held[0].token_ids:
             resumed.resume_tokens.ids.extend(self._held[0].token_ids)
+            resumed.resume_ticket = self._started.resume_ticket
         return resumed
 
     def feed(self, event: pb.GenerateResponse) -> Chunk | None:
         """Takes one event; returns the chunk to hand out, if it is one."""
-        kind = event.WhichOneof("event")
-        if kind == "started":
+        if event.HasField("started"):
             self._started = event.started
-        elif kind == "completed":
+        kind = event.WhichOneof("event")
+        if kind == "completed":
             self._completed = event.completed
         elif kind == "chunk":
             return self._take(event.chunk)

@@ -24,10 +24,30 @@ def new(
     tenant: Annotated[str, typer.Option(help="Whose key it is.")],
     weight: Annotated[float, typer.Option(help="Share of a crowded cluster, beside other tenants'.")] = 1.0,
     days: Annotated[int, typer.Option(help="Valid for so many days; 0 = until revoked.")] = 0,
+    requests_per_minute: Annotated[
+        int, typer.Option(help="Of the tenant, over all routers; 0 = the router's default.")
+    ] = 0,
+    tokens_per_minute: Annotated[
+        int,
+        typer.Option(help="Prompts and answers of the tenant, over all routers; 0 = the router's default."),
+    ] = 0,
+    max_concurrent_requests: Annotated[
+        int, typer.Option(help="Of the tenant, in one router; 0 = the router's default.")
+    ] = 0,
     admin: Annotated[bool, typer.Option("--admin", help="May read /metrics and /v1/cluster.")] = False,
 ) -> None:
-    """Print a new key, once, and the entry to add to the file that --api-keys-file names."""
+    """Print a new key, once, and the entry to add to the file that --api-keys-file names.
+
+    Where a tenant has several keys, the limits are those of the key a request came with; what is used is counted
+    together. The file may be changed while routers run.
+    """
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_concurrent_requests": max_concurrent_requests,
+    }
     fields: dict[str, object] = {"weight": weight, "admin": admin}
+    fields |= {name: limit for name, limit in limits.items() if limit}
     if days:
         end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
         fields["expires_at"] = end.replace(microsecond=0)

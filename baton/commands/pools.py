@@ -10,8 +10,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from baton.autoscaling.config import AutoscalingConfig
 from baton.commands.output import say
 from baton.commands.serve import write_ready
+from cluster import settings
 from cluster.config import Role, WorkerConfig
 from cluster.errors import ConfigError, SetupError
 
@@ -19,7 +21,8 @@ ROLES: tuple[Role, ...] = ("decode", "prefill")
 
 
 def run_pools(config: Path, address: str, ready_file: Path | None) -> None:
-    """`config` is JSON: {"environment": {…}, "prefill": [worker, …], "decode": [worker, …]}."""
+    """`config` is JSON: {"environment": {…}, "prefill": [worker, …], "decode": [worker, …]}, and
+    "autoscaling": {…} (baton/autoscaling/config.py) where the pools are to be sized by load."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -28,10 +31,13 @@ def run_pools(config: Path, address: str, ready_file: Path | None) -> None:
     from baton import pools
 
     described = _read(config)
-    workers = {role: [WorkerConfig.model_validate(one) for one in described.get(role, [])] for role in ROLES}
+    workers = {
+        role: [settings.load(WorkerConfig, {}, values=one) for one in described.get(role, [])]
+        for role in ROLES
+    }
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        pools.deploy(workers, described.get("environment", {}))
+        pools.deploy(workers, described.get("environment", {}), _autoscaling(described))
         say("pools are deployed")
         write_ready(ready_file, {"pid": os.getpid()})
         stop.wait()
@@ -40,6 +46,12 @@ def run_pools(config: Path, address: str, ready_file: Path | None) -> None:
     finally:
         pools.shutdown()
         ray.shutdown()
+
+
+def _autoscaling(described: dict[str, Any]) -> AutoscalingConfig | None:
+    """Raises ConfigError."""
+    given = described.get("autoscaling")
+    return None if given is None else settings.load(AutoscalingConfig, given)
 
 
 def _read(config: Path) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Use and watch a cluster: `baton status`, `baton generate`, `baton chat`."""
+"""Use and watch a cluster: `baton status`, `baton top`, `baton generate`, `baton chat`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -38,12 +38,37 @@ def status(
     show(url, as_json=as_json, api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key))
 
 
+def top(
+    router: Annotated[str, typer.Option("--router", "--url", help="A router's HTTP address.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+    api_key: ApiKey = "",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Watch workers, queues, KV, hand-offs and latencies live; q quits."""
+    from baton.top.run import once as print_once
+    from baton.top.run import run
+
+    tls = _tls(tls_ca, tls_cert, tls_key)
+    if once:
+        print_once(router, console, api_key=api_key, tls=tls)
+    else:
+        run(router, console, interval_seconds=interval, api_key=api_key, tls=tls)
+
+
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     target: Grpc = "127.0.0.1:50051",
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Repeats a sampled answer.")] = None,
+    priority: Annotated[
+        Literal["high", "normal", "batch"], typer.Option(help="Who goes first when there is too much to do.")
+    ] = "normal",
     api_key: ApiKey = "",
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -54,6 +79,7 @@ def generate(
 
     with Client(target.split(","), api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key)) as client:
         options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
+        options["priority"] = {"high": 1, "normal": 0, "batch": -1}[priority]
         if seed is not None:
             options["seed"] = seed
         stream = client.stream(prompt, **options)

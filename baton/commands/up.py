@@ -10,10 +10,22 @@ from typing import Annotated, Literal
 import typer
 
 from baton.commands.output import console, say
+from baton.commands.overload import (
+    AdmissionSeconds,
+    BatchAging,
+    MaxRequests,
+    MaxRequestsPerTenant,
+    RequestsPerMinute,
+    TokensPerMinute,
+    TtftBatch,
+    TtftHigh,
+    TtftNormal,
+    take_limits,
+)
+from baton.commands.sizes import parse_bytes
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
-from cluster.config import LocalPrefill
-from cluster.errors import ConfigError
+from cluster.config import LocalPrefill, MetricsAliases
 
 WATCH_SECONDS = 0.2
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -59,13 +71,45 @@ def up(
         bool,
         typer.Option("--share-prefixes-across-tenants", help="Tenants hit each other's cached prefixes."),
     ] = False,
-    redis_url: Annotated[str, typer.Option(help="A Redis to use; default: an embedded one.")] = "",
+    autoscaling: Annotated[
+        Path | None, typer.Option(help="YAML of the autoscaling policy: it sizes the pools (--pool ray).")
+    ] = None,
+    ttft_target_seconds_high: TtftHigh = None,
+    ttft_target_seconds_normal: TtftNormal = None,
+    ttft_target_seconds_batch: TtftBatch = None,
+    admission_seconds: AdmissionSeconds = None,
+    max_concurrent_requests: MaxRequests = None,
+    max_concurrent_requests_per_tenant: MaxRequestsPerTenant = None,
+    requests_per_minute_per_tenant: RequestsPerMinute = None,
+    tokens_per_minute_per_tenant: TokensPerMinute = None,
+    batch_aging_seconds: BatchAging = None,
+    redis_url: Annotated[
+        str,
+        typer.Option(
+            envvar="BATON_REDIS_URL",
+            help="A Redis to use; default: an embedded one. With a password, give it by the environment: everybody "
+            "on this machine can read command lines.",
+        ),
+    ] = "",
+    otlp_endpoint: Annotated[str, typer.Option(help="Collector of traces, OTLP over HTTP.")] = "",
+    trace_sample_ratio: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of requests traced; default: all.")
+    ] = None,
+    metrics_aliases: Annotated[
+        MetricsAliases, typer.Option(help="vllm: vLLM's metric names beside Baton's.")
+    ] = "none",
     state_file: Annotated[
         Path | None, typer.Option(help="Write ids, pids and addresses here (JSON).")
     ] = None,
 ) -> None:
-    """Start a whole cluster here: Redis, routers, prefill and decode workers. Ctrl-C stops all of it."""
-    given = dict(locals())  # every flag is the option of its name
+    """Start a whole cluster here: Redis, routers, prefill and decode workers. Ctrl-C stops all of it.
+
+    Under load, requests enter by class (their priority: high, normal, batch), then by their tenants' weights (the keys
+    file; see baton keys). What would come too late is refused at once: 429 or RESOURCE_EXHAUSTED, with the time to
+    come back.
+    """
+    given = dict(locals())  # every flag is the option of its name, but for the router's limits
+    given["limits"] = take_limits(given)
     run(UpOptions(**{**given, "kv_memory": parse_bytes(kv_memory, "kv_memory")}))
 
 
@@ -97,27 +141,3 @@ def _interrupt(*_: object) -> None:
     """SIGTERM stops as Ctrl-C does, also in the middle of a start; a second one changes nothing."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-}
-
-
-def parse_bytes(text: str, field: str) -> int:
-    """`512MiB`, `2gib`, `1000000`. Raises ConfigError naming the flag."""
-    number = text.strip().lower().rstrip("bgikm")
-    unit = text.strip().lower()[len(number) :]
-    try:
-        return int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError):
-        raise ConfigError(
-            f"--{field.replace('_', '-')} {text!r} is not a size; write for example 512MiB", field=field
-        ) from None

@@ -198,13 +198,16 @@ class LocalCluster:
     def _start_ray_pools(self) -> None:
         self._progress("starting Ray")
         options = self._options
-        cpus = options.prefill_workers * options.prefill_tp + options.decode * options.decode_tp
-        self._ray = ray_head.start(cpus + 1, self._logs, self._dir / "ray")
+        policy = options.policy
+        push = policy.interval_seconds / 2 if policy is not None else 0.0
+        self._ray = ray_head.start(options.ray_cpus + 1, self._logs, self._dir / "ray", push_seconds=push)
         self._progress("deploying the pools")
         described: dict[str, Any] = {
             **{str(role): configs for role, configs in self._worker_configs().items()},
             "environment": options.worker_environment(),
         }
+        if policy is not None:
+            described["autoscaling"] = policy.model_dump(mode="json")
         path = self._write_config("pools", described)
         command = children.baton_command(
             "pools",

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
+from pydantic import ValidationError
 
+from baton.autoscaling.config import AutoscalingConfig
 from baton.local.local_tls import LocalTls
-from cluster.config import EngineConfig, LocalPrefill, Role, RouterConfig, TransferConfig, WorkerConfig
+from cluster import settings
+from cluster.config import (
+    EngineConfig,
+    LocalPrefill,
+    MetricsAliases,
+    Role,
+    RouterConfig,
+    TransferConfig,
+    WorkerConfig,
+)
 from cluster.errors import ConfigError
 
 # Of the memory that is free at the start, the share all KV pools together may take when none is named, and the
@@ -20,6 +32,7 @@ KV_POOL_MAX_BYTES = 2 << 30
 # What a decode worker computes again by itself when it preempts: beyond it a prefill worker, which has most of it in
 # its cache, is quicker, and the running batch is not held up.
 RECOMPUTE_LIMIT_TOKENS = 256
+ROUTER_DRAIN_SECONDS = 5.0  # who presses Ctrl-C does not want to wait for every stream
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,10 @@ class UpOptions:
     threads_per_worker: int = 1
     http_port: int = 8000
     grpc_port: int = 50051
+    autoscaling: Path | None = None
     redis_url: str = ""
+    limits: Mapping[str, float] = field(default_factory=dict)  # the routers' settings of these names
+    batch_aging_seconds: float | None = None
     api_keys_file: Path | None = None
     share_prefixes_across_tenants: bool = False
     certs: Path | None = None
@@ -51,6 +67,9 @@ class UpOptions:
     namespace: str = ""
     state_file: Path | None = None
     transfer: TransferConfig = TransferConfig()
+    otlp_endpoint: str = ""
+    trace_sample_ratio: float | None = None
+    metrics_aliases: MetricsAliases = "none"
 
     def __post_init__(self) -> None:
         if not (self.model / "config.json").is_file():
@@ -58,6 +77,14 @@ class UpOptions:
         for name in ("routers", "decode", "prefill_tp", "decode_tp", "threads_per_worker"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", field=name)
+        if self.batch_aging_seconds is not None and self.batch_aging_seconds <= 0:
+            raise ConfigError("--batch-aging-seconds must be above 0", field="batch_aging_seconds")
+        self._check_limits()
+        if self.autoscaling is not None and (self.pool != "ray" or self.aggregated):
+            raise ConfigError(
+                "--autoscaling sizes two pools that Ray runs: use --pool ray, without --aggregated",
+                field="autoscaling",
+            )
         if self.require_client_certs and self.certs is None:
             raise ConfigError("--require-client-certs needs --certs", field="certs")
         if not self.aggregated and self.prefill < 1 and self.local_prefill == "never":
@@ -66,13 +93,44 @@ class UpOptions:
                 field="prefill",
             )
 
+    def _check_limits(self) -> None:
+        """By the routers' own rules, before anything is started."""
+        try:
+            RouterConfig(model=self.model, **self.limits)
+        except ValidationError as error:
+            problem = error.errors(include_input=False)[0]
+            name = ".".join(str(part) for part in problem["loc"])
+            raise ConfigError(f"--{name.replace('_', '-')}: {problem['msg']}", field=name) from None
+
     @property
     def tls(self) -> LocalTls:
         return LocalTls(self.certs, self.require_client_certs)
 
     @property
+    def telemetry(self) -> dict[str, Any]:
+        """Of every process."""
+        return {
+            "otlp_endpoint": self.otlp_endpoint,
+            "trace_sample_ratio": self.trace_sample_ratio,
+            "metrics_aliases": self.metrics_aliases,
+        }
+
+    @property
     def prefill_workers(self) -> int:
         return 0 if self.aggregated else self.prefill
+
+    @property
+    def policy(self) -> AutoscalingConfig | None:
+        """Raises ConfigError."""
+        return None if self.autoscaling is None else settings.load(AutoscalingConfig, {}, self.autoscaling)
+
+    @property
+    def ray_cpus(self) -> int:
+        """A logical CPU for each rank that may ever run."""
+        prefill, decode = self.prefill_workers, self.decode
+        if (policy := self.policy) is not None:
+            prefill, decode = policy.prefill.max_replicas, policy.decode.max_replicas
+        return prefill * self.prefill_tp + decode * self.decode_tp
 
     @property
     def kv_memory_bytes(self) -> int:
@@ -94,7 +152,9 @@ class UpOptions:
             namespace=namespace,
             secret=secret,
             transfer=self.transfer,
+            **({"batch_aging_seconds": self.batch_aging_seconds} if self.batch_aging_seconds else {}),
             **self.tls.worker(),
+            **self.telemetry,
             engine=EngineConfig(
                 model=self.model.absolute(),
                 dtype=self.dtype,
@@ -125,9 +185,12 @@ class UpOptions:
             page_size=self.page_size,
             local_prefill=self.local_prefill,
             aggregated=self.aggregated,
+            drain_seconds=ROUTER_DRAIN_SECONDS,
             **self.tls.router(),
+            **self.telemetry,
             share_prefixes_across_tenants=self.share_prefixes_across_tenants,
             api_keys_file=self.api_keys_file.absolute() if self.api_keys_file else None,
+            **self.limits,
         )
 
     def worker_environment(self) -> dict[str, str]:

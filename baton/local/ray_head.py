@@ -6,11 +6,14 @@ Ray listens on all addresses whatever it is told, so a token, new for every clus
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from baton.local import children
 from baton.local.ports import free_ports
@@ -41,8 +44,15 @@ class RayHead:
         self.child.stop(STOP_SECONDS)
 
 
-def start(num_cpus: int, logs: Path, temp_dir: Path) -> RayHead:
-    """Starts a head with `num_cpus` logical CPUs and returns once it accepts connections."""
+def start(
+    num_cpus: int,
+    logs: Path,
+    temp_dir: Path,
+    resources: Mapping[str, float] = MappingProxyType({}),
+    push_seconds: float = 0.0,
+) -> RayHead:
+    """Starts a head with `num_cpus` logical CPUs, and further resources by their names; returns once it accepts
+    connections. Serve's replicas send their numbers every `push_seconds` (0: Serve's own 10 s)."""
     ports = free_ports(len(_PORT_FLAGS))
     env = {
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -50,11 +60,14 @@ def start(num_cpus: int, logs: Path, temp_dir: Path) -> RayHead:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
     }
+    if push_seconds > 0:
+        env["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = str(push_seconds)
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
     command += [f"{flag}={port}" for flag, port in zip(_PORT_FLAGS, ports, strict=True)]
     command += [
         "--node-ip-address=127.0.0.1",
         f"--num-cpus={num_cpus}",
+        f"--resources={json.dumps(dict(resources))}",
         "--include-dashboard=False",
         "--include-log-monitor=False",
         f"--object-store-memory={OBJECT_STORE_BYTES}",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import uvloop
 
 from bench import cluster
 from bench.checkpoint import SHAPE
@@ -36,7 +37,7 @@ SPLIT = ("--pool", "process", "--local-prefill", "fallback", "--kv-memory", "1Gi
 
 
 def run(context: Context) -> Section:
-    measured = asyncio.run(_measure(context.repeats(15)))
+    measured = uvloop.run(_measure(context.repeats(15)))
     raw, product, whole = measured.raw, measured.product, measured.whole
     limit = context.limits.copy_bytes
     exposed, prefill = _exposed(context)

@@ -70,6 +70,10 @@ class ChainReporter:
                 self._dropped = True
             self._wake.notify()
 
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
     def stop(self) -> None:
         with self._wake:
             self._stopping = True

@@ -23,6 +23,21 @@ def slots(namespace: str) -> str:
     return f"{{{namespace}}}:slots"
 
 
+def drains(namespace: str) -> str:
+    """Hash: worker_id → process:then. Who is to leave, or leaves: it is placed on no more."""
+    return f"{{{namespace}}}:drains"
+
+
 def slot_owners(namespace: str) -> str:
     """Hash: slot → worker_id@epoch. A slot that is missing is stale."""
     return f"{{{namespace}}}:owners"
+
+
+def router_reports(namespace: str) -> str:
+    """Hash: router_id → when it was written, and the router's counts for the live view."""
+    return f"{{{namespace}}}:router_reports"
+
+
+def registry(namespace: str) -> list[str]:
+    """What every script of the registry works on, in this order."""
+    return [f(namespace) for f in (members, leases, status, slots, slot_owners, drains)]

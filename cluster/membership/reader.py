@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import redis
@@ -16,27 +17,29 @@ from cluster.config import Role
 from cluster.membership import keys, scripts
 from cluster.membership.types import LEASE_DEAD_SECONDS, WorkerInfo, lease_of
 from cluster.redis.connect import connect, connect_async
+from cluster.topology import Location
 
+_FIELDS = frozenset(field.name for field in fields(WorkerInfo))
 log = logging.getLogger(__name__)
 FORGET_SECONDS = 300.0
 REFRESH_SECONDS = 0.25
 REGISTER_AGAIN_SECONDS = 2.0
 
 
-def _keys(namespace: str) -> list[str]:
-    return [f(namespace) for f in (keys.members, keys.leases, keys.status, keys.slots, keys.slot_owners)]
-
-
 def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
     """The answer of the READ script."""
     now = int(answer[0])
     workers = []
-    for index in range(1, len(answer), 4):
+    for index in range(1, len(answer), 5):
         facts: dict[str, Any] = json.loads(answer[index + 1])
         facts["layout"] = bytes.fromhex(facts["layout"])
         facts["epoch"] = int(facts["epoch"], 16)
-        lease = lease_of((now - int(answer[index + 2])) / 1000)
-        workers.append(WorkerInfo(**facts, lease=lease, status=json.loads(answer[index + 3])))
+        facts["location"] = Location(**facts.get("location", {}))
+        facts["lease"] = lease_of((now - int(answer[index + 2])) / 1000)
+        facts["status"] = json.loads(answer[index + 3])
+        facts["state"] = "draining" if answer[index + 4] else "ready"
+        # What a worker of a later version says beside may be unknown here.
+        workers.append(WorkerInfo(**{name: value for name, value in facts.items() if name in _FIELDS}))
     return sorted(workers, key=lambda worker: worker.worker_id)
 
 
@@ -45,7 +48,7 @@ def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
     client = connect(redis_url)
     try:
         forget = int(FORGET_SECONDS * 1000)
-        return decode(client.eval(scripts.READ, 5, *_keys(namespace), forget))
+        return decode(client.eval(scripts.READ, 6, *keys.registry(namespace), forget))
     finally:
         client.close()
 
@@ -59,10 +62,11 @@ class Members:
     def __init__(self, redis_url: str, namespace: str):
         self._client = connect_async(redis_url)
         self._read = self._client.register_script(scripts.READ)
-        self._keys = _keys(namespace)
+        self._keys = keys.registry(namespace)
         self._workers: list[WorkerInfo] = []
         self._task: asyncio.Task[None] | None = None
         self.redis_ok = False
+        self.errors = 0  # reads that Redis did not answer
         self._back_since = 0.0
         self._closed = asyncio.Event()
         self.refreshed = 0.0
@@ -94,6 +98,7 @@ class Members:
             async with asyncio.timeout(LEASE_DEAD_SECONDS / 5):
                 answer = await self._read(keys=self._keys, args=[int(FORGET_SECONDS * 1000)])
         except (redis.RedisError, TimeoutError, OSError) as error:
+            self.errors += 1
             if self.redis_ok:
                 log.warning("Redis is out of reach, going on with the last membership: %s", error)
             self.redis_ok = False
@@ -102,7 +107,10 @@ class Members:
         if not self.redis_ok:
             self._back_since = now
         self.redis_ok = True
-        self._workers = self._merge(decode(answer), now)
+        workers = decode(answer)
+        if self._workers and not workers:
+            self._back_since = now  # emptied between two looks: nobody saw it away
+        self._workers = self._merge(workers, now)
         self.refreshed = now
 
     def _merge(self, workers: list[WorkerInfo], now: float) -> list[WorkerInfo]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import redis
 
 from cluster.errors import BatonError
 from cluster.membership import keys, scripts
-from cluster.membership.types import LEASE_DEAD_SECONDS, RENEW_SECONDS, WorkerInfo
+from cluster.membership.types import LEASE_DEAD_SECONDS, RENEW_SECONDS, Then, WorkerInfo
 from cluster.redis.connect import connect
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 def encode(info: WorkerInfo) -> str:
     facts = asdict(info)
-    del facts["lease"], facts["status"]
+    del facts["lease"], facts["status"], facts["state"]  # what others find out, or say
     facts["layout"] = info.layout.hex()
     facts["epoch"] = f"{info.epoch:016x}"
     return json.dumps(facts)
@@ -37,6 +38,8 @@ class Registration:
     A worker that has not been able to renew for as long as a lease lives (it was stopped, or hung) has been fenced:
     others have given its work to somebody else. `rejoin` then ends what it still holds and returns its new epoch.
     Renewals that failed because Redis was away do not count: by its own clock the worker was there.
+
+    `on_drain` hears, on our thread and again with each renewal, that somebody wants this worker to leave.
     """
 
     def __init__(
@@ -48,25 +51,28 @@ class Registration:
         healthy: Callable[[], bool] = lambda: True,
         status: Callable[[], Mapping[str, Any]] = dict,
         on_registered: Callable[[int], None] = lambda slot: None,
+        on_drain: Callable[[Then], None] = lambda then: None,
         rejoin: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._client = connect(redis_url)
-        self._keys = [
-            f(namespace) for f in (keys.members, keys.leases, keys.status, keys.slots, keys.slot_owners)
-        ]
+        self._keys = keys.registry(namespace)
         self._register = self._client.register_script(scripts.REGISTER)
         self._renew = self._client.register_script(scripts.RENEW)
         self._leave = self._client.register_script(scripts.LEAVE)
-        self._info = info
+        self._drain_script = self._client.register_script(scripts.DRAIN)
+        self._info = replace(info, process=secrets.token_hex(8))
+        self._drain: Then | None = None
         self._healthy = healthy
         self._status = status
         self._on_registered = on_registered
+        self._on_drain = on_drain
         self._rejoin = rejoin
         self._clock = clock
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._unreachable = False
+        self.errors = 0  # calls that Redis did not answer
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
 
     @property
@@ -78,13 +84,18 @@ class Registration:
     def name(self) -> str:
         return self._info.name
 
+    @property
+    def unreachable(self) -> bool:
+        """The last call got no answer."""
+        return self._unreachable
+
     def start(self) -> None:
         self._thread.start()
 
-    def set_draining(self) -> None:
-        with self._lock:
-            self._info = replace(self._info, state="draining")
-        self._try(self._do_register)
+    def set_draining(self, then: Then) -> None:
+        """Placed on no more, from the moment Redis knows it; it is said again to a Redis that has forgotten."""
+        self._drain = then
+        self._try(self._do_drain)
 
     def register_again(self) -> None:
         """A new slot: what the index holds under the old one is stale from now on."""
@@ -125,6 +136,7 @@ class Registration:
         try:
             action()
         except redis.RedisError as error:
+            self.errors += 1
             if not self._unreachable:
                 log.warning("Redis is out of reach, going on without it: %s", error)
             self._unreachable = True
@@ -138,18 +150,31 @@ class Registration:
             info = replace(self._info, slot=0)
             answer = self._register(
                 keys=self._keys,
-                args=[info.worker_id, info.name, encode(info), json.dumps(self._status())],
+                args=[
+                    info.worker_id,
+                    info.name,
+                    encode(info),
+                    json.dumps(self._status()),
+                    info.process,
+                    self._drain or "",
+                ],
             )
             self._info = replace(info, slot=int(answer))
         self._on_registered(self._info.slot)
 
     def _do_renew(self) -> None:
         info = self._info
-        known = self._renew(
+        drain = self._renew(
             keys=self._keys, args=[info.worker_id, info.name, info.slot, json.dumps(self._status())]
         )
-        if not known:
+        if drain is None:
             self._do_register()
+        elif drain:
+            self._on_drain(cast(Then, drain.decode()))
+
+    def _do_drain(self) -> None:
+        if self._info.slot:
+            self._drain_script(keys=self._keys, args=[self._info.worker_id, self._drain or "exit"])
 
     def _do_leave(self) -> None:
         if self._info.slot:

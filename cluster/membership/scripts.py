@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-# KEYS: members leases status slots owners   ARGV: worker_id name(worker@epoch) registration status
-# → slot. A worker that registers again gets a new slot, so entries under its old one go stale at once.
+# KEYS: members leases status slots owners drains
+# ARGV: worker_id name(worker@epoch) registration status process "exit" | "stay" | "" (it drains; does not)
+# → slot. A worker that registers again gets a new slot, so entries under its old one go stale at once. A wish that an
+# earlier process of this name should leave is forgotten with that process.
 REGISTER = """
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
@@ -18,17 +20,24 @@ redis.call('HSET', KEYS[1], ARGV[1], registration)
 redis.call('ZADD', KEYS[2], ms, ARGV[1])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
 redis.call('HSET', KEYS[5], slot, ARGV[2])
+local drain = redis.call('HGET', KEYS[6], ARGV[1])
+if ARGV[6] ~= '' then
+  redis.call('HSET', KEYS[6], ARGV[1], ARGV[5] .. ':' .. ARGV[6])
+elseif drain and string.match(drain, '^[^:]*') ~= ARGV[5] then
+  redis.call('HDEL', KEYS[6], ARGV[1])
+end
 return slot
 """
 
-# KEYS: members leases status slots owners   ARGV: worker_id name slot status
-# → 1 renewed, 0 register again (Redis was emptied, rolled back, or another life took the name)
+# Same keys   ARGV: worker_id name slot status
+# → "exit" | "stay" (it is to leave), "" renewed, false: register again (Redis was emptied, rolled back, or another
+# life took the name)
 RENEW = """
-if redis.call('HGET', KEYS[5], ARGV[3]) ~= ARGV[2] then return 0 end
+if redis.call('HGET', KEYS[5], ARGV[3]) ~= ARGV[2] then return false end
 local now = redis.call('TIME')
 redis.call('ZADD', KEYS[2], now[1] * 1000 + math.floor(now[2] / 1000), ARGV[1])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
-return 1
+return string.match(redis.call('HGET', KEYS[6], ARGV[1]) or '', '[^:]*$')
 """
 
 # Same keys   ARGV: worker_id name slot
@@ -38,11 +47,25 @@ redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
 redis.call('HDEL', KEYS[5], ARGV[3])
+redis.call('HDEL', KEYS[6], ARGV[1])
+return 1
+"""
+
+# Same keys   ARGV: worker_id "exit" | "stay"
+# → 0 nobody of that name, 1 marked, 2 was marked already. From here on it is placed on no more.
+DRAIN = """
+local registration = redis.call('HGET', KEYS[1], ARGV[1])
+if not registration then return 0 end
+local process = string.match(registration, '"process": ?"([^"]*)"') or ''
+local old = redis.call('HGET', KEYS[6], ARGV[1])
+if old and string.match(old, '^[^:]*') == process then return 2 end
+redis.call('HSET', KEYS[6], ARGV[1], process .. ':' .. ARGV[2])
 return 1
 """
 
 # Same keys   ARGV: forget_after_ms
-# → now_ms, then worker_id, registration, last renewal ms, status for each. Long dead workers are forgotten.
+# → now_ms, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?) for each. Long dead
+# workers are forgotten.
 READ = """
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
@@ -56,12 +79,14 @@ for i = 1, #all, 2 do
     redis.call('HDEL', KEYS[1], id)
     redis.call('ZREM', KEYS[2], id)
     redis.call('HDEL', KEYS[3], id)
+    redis.call('HDEL', KEYS[6], id)
     if slot then redis.call('HDEL', KEYS[5], slot) end
   else
     out[#out + 1] = id
     out[#out + 1] = all[i + 1]
     out[#out + 1] = seen
     out[#out + 1] = redis.call('HGET', KEYS[3], id) or '{}'
+    out[#out + 1] = string.match(redis.call('HGET', KEYS[6], id) or '', '[^:]*$')
   end
 end
 return out

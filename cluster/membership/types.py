@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cluster.config import Role
+from cluster.topology import Location
 
 LEASE_SUSPECT_SECONDS = 2.0
 LEASE_DEAD_SECONDS = 5.0
 RENEW_SECONDS = 0.5
 
 Lease = Literal["live", "suspect", "dead"]
+# What a drained worker does: its process ends, or stays without a worker (in a pod that ends anyway, Ray would only
+# start the replica again).
+Then = Literal["exit", "stay"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,13 @@ class WorkerInfo:
     address: str  # host:port of its gRPC server
     metrics_address: str
     layout: bytes  # serialised KvLayout
-    place: str
-    host: str
+    place: str  # the nearest thing that workers share: an NVLink clique or a machine
+    host: str  # name of its host or pod
     max_model_len: int
     blocks_total: int
     page_size: int = 16
+    location: Location = Location()
+    process: str = ""  # one for its whole process: epochs change when it rejoins
     state: Literal["ready", "draining"] = "ready"
     lease: Lease = "live"
     status: Mapping[str, Any] = field(default_factory=dict)

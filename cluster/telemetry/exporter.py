@@ -1,13 +1,21 @@
-"""A worker's metrics: read from its status when somebody asks, served on a port of their own."""
+"""Metrics on a port of their own; a worker's are read from its status when somebody asks."""
 
 from __future__ import annotations
 
+import socket
+import socketserver
+import threading
+import wsgiref.simple_server
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
+
+from cluster.errors import ConfigError
+from cluster.telemetry.exposition import MetricsApp
+from cluster.telemetry.probes import Probe, ProbeApp
 
 # status field → (metric, help). vLLM's words where it has one; base units.
 GAUGES: dict[str, tuple[str, str]] = {
@@ -16,10 +24,12 @@ GAUGES: dict[str, tuple[str, str]] = {
     "waiting_for_kv": ("baton_requests_waiting_for_kv", "Reserved, KV on its way"),
     "waiting_prefill_tokens": ("baton_waiting_prefill_tokens", "Prompt tokens not computed yet"),
     "resident_tokens": ("baton_resident_tokens", "Tokens whose KV running sequences hold"),
-    "blocks_total": ("baton_kv_blocks_total_count", "KV blocks of the pool"),
+    "attempts": ("baton_attempts_in_progress", "Attempts this worker knows"),
+    "blocks_total": ("baton_kv_blocks", "KV blocks of the pool"),
     "blocks_free": ("baton_kv_blocks_free", "KV blocks free or only cached"),
     "kv_usage_ratio": ("baton_kv_cache_usage_ratio", "Share of KV blocks in use"),
     "handoffs_live": ("baton_handoffs_in_progress", "Hand-offs reserved or on their way"),
+    "ring_slots": ("baton_ring_slots", "Landing slots"),
     "ring_free": ("baton_ring_slots_free", "Landing slots free"),
     "ring_quarantined": ("baton_ring_slots_quarantined", "Landing slots in doubt"),
     "transfer_rate_bytes_per_second": ("baton_transfer_rate_bytes_per_second", "Measured KV rate"),
@@ -27,9 +37,11 @@ GAUGES: dict[str, tuple[str, str]] = {
 COUNTERS: dict[str, tuple[str, str]] = {
     "steps": ("baton_engine_steps", "Steps of the engine"),
     "prompt_tokens_computed": ("baton_prompt_tokens_computed", "Prompt tokens computed here"),
+    "prompt_tokens_asked": ("baton_prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
     "prompt_tokens_cached": ("baton_prefix_cache_hits", "Prompt tokens found in the prefix cache"),
     "output_tokens": ("baton_generation_tokens", "Tokens sampled here"),
     "prefill_chunks": ("baton_prefill_chunks", "Chunks of prompts that took several steps"),
+    "reservations_evicted": ("baton_reservations_evicted", "Reservations given up for running requests"),
     "preemptions": ("baton_preemptions", "Sequences pushed out of the batch"),
     "prefill_seconds": ("baton_prefill_seconds", "Seconds in steps with prefill"),
     "decode_seconds": ("baton_decode_seconds", "Seconds in steps of decode only"),
@@ -44,33 +56,63 @@ COUNTERS: dict[str, tuple[str, str]] = {
 
 
 class StatusCollector(Collector):
-    def __init__(self, status: Callable[[], Mapping[str, Any]], labels: Mapping[str, str]):
+    def __init__(self, status: Callable[[], Mapping[str, Any]]):
         self._status = status
-        self._names = list(labels)
-        self._values = list(labels.values())
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         for field, (name, help_text) in GAUGES.items():
             if field in status:
-                gauge = GaugeMetricFamily(name, help_text, labels=self._names)
-                gauge.add_metric(self._values, float(status[field]))
-                yield gauge
+                yield GaugeMetricFamily(name, help_text, value=float(status[field]))
         for field, (name, help_text) in COUNTERS.items():
             if field in status:
-                counter = CounterMetricFamily(name, help_text, labels=self._names)
-                counter.add_metric(self._values, float(status[field]))
-                yield counter
+                yield CounterMetricFamily(name, help_text, value=float(status[field]))
 
 
-class Exporter:
-    """Serves `/metrics` until `close`."""
+class _Silent(wsgiref.simple_server.WSGIRequestHandler):
+    """A line for every scrape and probe would be most of the log."""
 
-    def __init__(self, host: str, port: int, status: Callable[[], Mapping[str, Any]], **labels: str):
-        registry = CollectorRegistry()
-        registry.register(StatusCollector(status, labels))
-        self._server, self._thread = start_http_server(port, host, registry)
-        self.address = f"{host}:{self._server.server_port}"
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class _Server(ThreadingWSGIServer):
+    """A thread a request; either family of addresses."""
+
+    def __init__(self, host: str, port: int):
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Silent)
+
+    def server_bind(self) -> None:
+        # The library's own asks DNS for the host's name, which may take seconds.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+class MetricsServer:
+    """Serves a registry's `/metrics`, and `/ready` and `/live`, until `close`: plain HTTP, on threads of its own."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: Collector,
+        probes: Mapping[str, Probe],
+        facts: Mapping[str, str],
+    ):
+        """Raises ConfigError when the port is not to be had."""
+        try:
+            self._server = _Server(host, port)
+        except OSError as error:
+            raise ConfigError(
+                f"--metrics-port {port} on {host}: {error}; name a free one, or 0 for any",
+                field="metrics_port",
+            ) from error
+        self._server.set_app(ProbeApp(MetricsApp(registry), probes, facts))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+        self.port = int(self._server.server_port)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -54,7 +54,9 @@ class DistributedGroup:
 
     def __init__(self, rank: int, size: int, address: str, device: torch.device):
         """`address` is host:port of the leader's store."""
-        if device.type == "cpu":
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # objects are broadcast through the current one
+        elif address.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

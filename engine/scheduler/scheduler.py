@@ -12,6 +12,7 @@ from engine.plan import BlockCopy
 from engine.request import StepOutput
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.states import SequenceState as S
+from engine.scheduler.victim import choose_victim
 
 
 class Owner(Protocol):
@@ -119,7 +120,7 @@ class Scheduler:
         if self._owner.evict_reservation(output):
             return True
         victims = [s for s in self.running if id(s) not in busy or s is wanting]
-        victim = max(victims, key=lambda s: s.order)
+        victim = choose_victim(victims, self.running)
         self._preempt(victim, output)
         return victim is not wanting
 

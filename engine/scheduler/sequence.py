@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.state_machine import StateMachine
-from engine.request import EngineRequest
+from engine.request import EngineRequest, PromptChunk
 from engine.scheduler.states import TRANSITIONS, SequenceState
 
 
@@ -27,7 +27,7 @@ class Sequence:
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
     prompt_compute_seconds: float = 0.0  # its share of the steps that computed its prompt
-    chunks: int = 0
+    chunks: list[PromptChunk] = field(default_factory=list)
     paused: bool = False
     machine: StateMachine[SequenceState] = field(init=False)
 
@@ -47,6 +47,11 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def rank(self) -> int:
+        """Of its class: high before normal before batch. Within a class a larger number buys nothing."""
+        return (self.request.priority < 0) - (self.request.priority > 0)
+
+    @property
     def order(self) -> tuple[int, int]:
-        """Who comes first; the last is preempted first."""
-        return (-self.request.priority, self.arrival)
+        """Who comes first: by class, then by arrival."""
+        return (self.rank, self.arrival)

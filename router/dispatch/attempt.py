@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -24,6 +24,9 @@ from router.dispatch.liveness import LOST_SECONDS, Liveness, Watch
 from router.dispatch.mailbox import Mailbox
 from router.placement.types import Placed
 from wire import common_pb2, decode_pb2, prefill_pb2
+
+if TYPE_CHECKING:
+    from cluster.telemetry.tracing.spans import OpenSpan
 
 WIRE_VERSION = 1
 CONTROL_SECONDS = 2.0
@@ -69,11 +72,24 @@ class Attempt:
     finished: set[Source] = field(default_factory=set)  # have said their end
     lost: set[Source] = field(default_factory=set)  # will say nothing any more
     heard: set[Source] = field(default_factory=set)  # have said anything at all
-    is_prefilled: bool = False  # a token has come
+    prefilled_at: float = 0.0  # when the first token came; 0 = none has
+    prefill_report: common_pb2.WorkReport | None = None  # of whoever computed the prompt
+    span: OpenSpan | None = None  # where the request is traced
 
     def __post_init__(self) -> None:
         self.events: Mailbox[Event] = Mailbox(MAX_EVENTS)
+        self._decode_lost = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def trip_seconds(self) -> float | None:
+        """What its first token took beyond the worker's own time: there and back, and both event loops. None: it
+        had none, or its worker did not tell."""
+        report = self.prefill_report
+        if report is None or not self.prefilled_at:
+            return None
+        work = report.prefill_queue_seconds + report.prefill_seconds
+        return max(0.0, self.prefilled_at - self.started - work)
 
     @property
     def is_local(self) -> bool:
@@ -170,10 +186,28 @@ class Attempt:
 
     def _lost(self, source: Source, error: errors.BatonError) -> None:
         self.lost.add(source)
+        if source is Source.DECODE:
+            self._decode_lost.set()
         self.events.add(Ended(source, None, error))
 
     async def ask_arbiter(self) -> bool:
-        """Has D committed? Raises BatonError when D itself does not answer."""
+        """Has D committed? Raises BatonError when D does not answer, or is found to be lost meanwhile: P often
+        notices first that D is gone, and D's silence must not be waited for twice."""
+        asking = asyncio.create_task(self._ask_arbiter())
+        gone = asyncio.create_task(self._decode_lost.wait())
+        try:
+            await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise errors.PeerLostError(
+                    "the decode worker was lost while it was asked how the attempt stands"
+                )
+            return asking.result()
+        finally:
+            asking.cancel()
+            gone.cancel()
+            await asyncio.gather(asking, gone, return_exceptions=True)
+
+    async def _ask_arbiter(self) -> bool:
         stub = self.channels.decode(self.placed.decode.address)
         request = decode_pb2.AbortRequest(transfer_id=self.transfer_id, worker_epoch=self.placed.decode.epoch)
         try:

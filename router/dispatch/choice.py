@@ -27,6 +27,7 @@ class ChoiceStream:
         self._shown_as = index if shown_as is None else shown_as
         self.output = list(completion.resume_tokens)
         self.new_tokens = 0
+        self._last_came: float | None = None
         self.finish: FinishReason | None = None
         self._prompt_tokens = len(completion.prompt_tokens)
         self._detokenizer = Detokenizer(text.tokenizer, completion.prompt_tokens)
@@ -37,6 +38,11 @@ class ChoiceStream:
     @property
     def next_position(self) -> int:
         return self._prompt_tokens + len(self.output)
+
+    def gap_seconds(self, now: float) -> float | None:
+        """Since the token before the one that came `now`; None for the first."""
+        before, self._last_came = self._last_came, now
+        return None if before is None else now - before
 
     def take(self, token: common_pb2.Token) -> Delta | None:
         """None: already forwarded, or nothing is wanted any more. Raises GapError."""

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
@@ -27,9 +25,14 @@ from router.dispatch.hurry import Hurry
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.patience import Patience
 from router.dispatch.services import Services
-from router.placement.types import Placed, PlacementRequest
-from router.quota.quota import EXPECTED_OUTPUT_TOKENS
-from wire import common_pb2, inference_pb2
+from router.dispatch.truth import Truth
+from router.placement.candidates import level_of
+from router.placement.types import Generation, Placed, PlacementRequest
+from router.quota.quota import EXPECTED_OUTPUT_TOKENS, Claim, Use
+from router.resume import GRACE_SECONDS, name_of
+from router.telemetry import request_trace
+from router.telemetry.arrival import Arrival
+from wire import common_pb2
 
 log = logging.getLogger(__name__)
 MAX_UNREAD_DELTAS = 512
@@ -57,24 +60,16 @@ class _Retry(Exception):
         self.pause_seconds = pause_seconds
 
 
-@dataclass
-class Truth:
-    """What is summed up over all attempts."""
-
-    attempts: int = 0
-    placement_calls: int = 0
-    placement_seconds: float = 0.0
-    prefill: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
-    decode: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
-    first_cached: int | None = None
-    bytes_shipped: int = 0
-    explanations: list[dict[str, object]] = field(default_factory=list)
-
-
 class RequestLife:
     """`start` it with the mailbox its deltas go to; `outcome` tells the whole truth after the mailbox has ended."""
 
-    def __init__(self, completion: Completion, services: Services, first_shown: int = 0):
+    def __init__(
+        self,
+        completion: Completion,
+        services: Services,
+        first_shown: int = 0,
+        arrival: Arrival | None = None,
+    ):
         """`first_shown`: the number of its first choice in an answer to several prompts."""
         self._completion = completion
         self._services = services
@@ -82,15 +77,25 @@ class RequestLife:
             ChoiceStream(i, completion, services.text, first_shown + i) for i in range(completion.n)
         ]
         self._packed_prompt = pack_tokens(completion.prompt_tokens)
-        self._truth = Truth()
-        self._received = time.monotonic()
+        self._name = name_of(completion.tenant, completion.request_id, self._packed_prompt)
+        self._resumed = services.tickets.check(completion, self._name)  # another router had taken it in
+        self.truth = Truth()
+        arrival = arrival or Arrival()
+        self._received = arrival.received
         self._started = self._received
+        self._trace = services.begin_trace(arrival, completion)
+        self.trace_id = self._trace.trace_id if self._trace is not None else ""
         self._hurry = Hurry(services.config, completion, self._received)
         self._excluded: set[str] = set()
+        self._generation: Generation | None = None  # the workers that have it
         self._deltas: Mailbox[Delta]
         self._work: asyncio.Task[None] | None = None
         self.worker_ids: list[str] = []
         self.first_token_seconds: float | None = None
+
+    @property
+    def tenant(self) -> str:
+        return self._completion.tenant
 
     @property
     def choices(self) -> int:
@@ -99,6 +104,10 @@ class RequestLife:
     @property
     def complete(self) -> bool:
         return all(choice.finish is not None for choice in self._choices)
+
+    def resume_ticket(self) -> bytes:
+        """What its client shows when it goes on at another router."""
+        return self._services.tickets.issue(self._name, self._completion.sampling.seed)
 
     def start(self, deltas: Mailbox[Delta]) -> None:
         """Ends as one producer of `deltas`, or fails it with the BatonError that ended the request."""
@@ -121,23 +130,31 @@ class RequestLife:
         except Exception as error:  # whoever reads the mailbox deals with it
             self._deltas.fail(error)
         else:
+            self._services.at_done(self._completion.request_id)
             self._deltas.end()
 
     @contextlib.asynccontextmanager
     async def _charged(self) -> AsyncIterator[None]:
         """To its tenant's quota: what it is expected to use, and at the end what it has used."""
         c, quota = self._completion, self._services.quota
-        prompt = len(c.prompt_tokens)
-        expected = prompt + c.n * min(c.sampling.max_tokens, EXPECTED_OUTPUT_TOKENS)
-        charge = await quota.charge(c.tenant, c.rate_limits, expected)
+        prompt, held = len(c.prompt_tokens), len(c.resume_tokens)
+        new = min(max(0, c.sampling.max_tokens - held), EXPECTED_OUTPUT_TOKENS)
+        claim = Claim(
+            self._name.hex(),
+            again=self._resumed or c.reconnects > 0,
+            held_tokens=held if self._resumed else 0,
+            seconds=c.deadline_seconds + GRACE_SECONDS,
+        )
+        charge = await quota.charge(c.tenant, c.rate_limits, prompt + held + c.n * new, claim)
         try:
             yield
         finally:
             if charge is not None:
                 # Work that no worker has begun costs nothing: the request was refused, or nobody was there.
-                served = self._truth.attempts > 0
-                used = prompt + sum(choice.new_tokens for choice in self._choices) if served else 0
-                self._services.clean_up(quota.settle(charge, used, served=served))
+                served = self.truth.attempts > 0 or self._resumed
+                output = held + sum(choice.new_tokens for choice in self._choices)
+                use = Use(prompt, output, finished=self.complete) if served else None
+                self._services.clean_up(quota.settle(charge, use))
 
     async def _run_choices(self, choices: list[ChoiceStream]) -> None:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""
@@ -151,6 +168,7 @@ class RequestLife:
                 machine.to(LifeState.RUNNING)
                 await self._attempt(attempt, choices)
             except _Retry as retry:
+                self.truth.retries[type(retry.reason).__name__] += 1
                 log.info("attempt over: %s", retry, extra={"request_id": self._completion.request_id})
                 progress = sum(choice.new_tokens for choice in choices) > before
                 pause = patience.pause_seconds(
@@ -175,29 +193,14 @@ class RequestLife:
     # --- placing -----------------------------------------------------------------------------------------
 
     async def _place(self, choices: list[ChoiceStream], deadline: float) -> Attempt:
-        c, config = self._completion, self._services.config
-        output = choices[0].output if len(choices) == 1 else []
-        token_count = len(c.prompt_tokens) + len(output)
-        spec = self._spec(choices, output)
-        packed = spec.prompt_tokens + spec.output_tokens
-        hashes = hash_blocks(packed, config.page_size, secret=config.secret.encode(), salt=spec.salt)
+        c = self._completion
         began = time.monotonic()
-        taken_in = bool(self._truth.attempts or c.resume_tokens)  # it is not refused any more
-        request = PlacementRequest(
-            transfer_id=self._services.new_transfer_id(),
-            chain=index_keys(hashes),
-            token_count=token_count,
-            output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=self._services.liveness.suspects | self._excluded,
-            explain=c.explain,
-            urgency=self._hurry.urgency,
-            target_seconds=0.0 if taken_in else self._hurry.target_seconds,
-            deadline_seconds=0.0 if taken_in else self._hurry.left_seconds,
-        )
-        placed = await self._place_until(request, deadline)
-        self._truth.placement_seconds += time.monotonic() - began
+        self._services.check_anybody()
+        spec, request, placed = await self._place_until(choices, deadline)
+        ended = time.monotonic()
+        self.truth.placement_seconds += ended - began
         if c.explain:
-            self._truth.explanations.append({"terms": placed.terms, "from_redis": placed.from_redis})
+            self.truth.explanations.append({"terms": placed.terms, "from_redis": placed.from_redis})
         attempt = Attempt(
             request_id=c.request_id,
             spec=spec,
@@ -205,35 +208,63 @@ class RequestLife:
             channels=self._services.channels,
             liveness=self._services.liveness,
             admission_seconds=self._hurry.worker_seconds(deadline),
-            from_position=token_count,
+            from_position=request.token_count,
             transfer_id=request.transfer_id,
         )
+        if self._trace is not None:
+            attempt.span = self._trace.placed(began, ended, placed, spec)
         self.worker_ids = [w.worker_id for w in (placed.prefill, placed.decode) if w is not None]
         return attempt
 
-    async def _place_until(self, request: PlacementRequest, deadline: float) -> Placed:
+    async def _place_until(
+        self, choices: list[ChoiceStream], deadline: float
+    ) -> tuple[common_pb2.GenerateSpec, PlacementRequest, Placed]:
         """Waits for workers to come back, up to the admission deadline."""
         while True:
             try:
-                self._truth.placement_calls += 1
-                return await self._services.placement.place(request)
+                self._generation = self._services.placement.generation(self._generation)
+                spec = self._spec(choices, self._generation)
+                request = self._placement_request(choices, spec, self._generation)
+                placed = await self._services.placement.place(request)
             except errors.UnavailableError:
-                self._truth.placement_calls -= 1  # nobody was there: the script was not asked
                 if time.monotonic() + 0.1 > deadline:
                     raise
                 await asyncio.sleep(0.1)
+            else:
+                self.truth.placement_calls += 1
+                return spec, request, placed
 
-    def _spec(self, choices: list[ChoiceStream], output: list[int]) -> common_pb2.GenerateSpec:
+    def _placement_request(
+        self, choices: list[ChoiceStream], spec: common_pb2.GenerateSpec, generation: Generation
+    ) -> PlacementRequest:
+        c, secret = self._completion, self._services.config.secret.encode()
+        packed = spec.prompt_tokens + spec.output_tokens
+        hashes = hash_blocks(packed, generation.page_size, secret=secret, salt=spec.salt)
+        taken_in = bool(self.truth.attempts or self._resumed)  # it is not refused any more
+        return PlacementRequest(
+            transfer_id=self._services.new_transfer_id(),
+            chain=index_keys(hashes),
+            token_count=len(packed) // 4,
+            output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
+            excluded=self._services.liveness.suspects | self._excluded,
+            generation=generation,
+            explain=c.explain,
+            urgency=self._hurry.urgency,
+            target_seconds=0.0 if taken_in else self._hurry.target_seconds,
+            deadline_seconds=0.0 if taken_in else self._hurry.left_seconds,
+        )
+
+    def _spec(self, choices: list[ChoiceStream], generation: Generation) -> common_pb2.GenerateSpec:
         c = self._completion
-        model_id = self._services.model_id()
+        output = choices[0].output if len(choices) == 1 else []
         return common_pb2.GenerateSpec(
-            model_id=model_id,
+            model_id=generation.model_id,
             prompt_tokens=self._packed_prompt,
             output_tokens=pack_tokens(output),
             sampling=c.sampling,
             first_choice=choices[0].index,
             n=len(choices),
-            salt=self._services.salt(model_id, c.prefix_scope),
+            salt=self._services.salt(generation.model_id, c.prefix_scope),
             priority=c.priority,
             tenant=c.tenant,
             weight=c.weight,
@@ -243,20 +274,28 @@ class RequestLife:
 
     async def _attempt(self, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         """Returns when every choice has its end. Raises _Retry, or the error that ends the request."""
-        self._truth.attempts += 1
+        self.truth.attempts += 1
+        self._services.at_placed(attempt.transfer_id)
         attempt.start()
         try:
             while True:
-                for event in await attempt.events.take():
+                events = await attempt.events.take()
+                now = time.monotonic()
+                for event in events:
                     if isinstance(event, TokenCame):
-                        self._token(event, attempt, choices)
+                        self._token(event, attempt, choices, now)
                     else:
                         await self._stream_ended(event, attempt, choices)
                 if all(choice.finish is not None for choice in choices) and self._told_all(attempt, choices):
                     return
                 if self._deltas.full:
                     await self._deltas.room()
+        except _Retry as retry:
+            request_trace.failed(attempt.span, retry.reason)
+            raise
         finally:
+            if self._trace is not None:
+                self._trace.attempt_over(attempt.span, attempt.started, attempt.trip_seconds)
             self._services.placement.release(attempt.transfer_id)
             if not attempt.has_ended:
                 self._services.clean_up(attempt.close())
@@ -266,24 +305,32 @@ class RequestLife:
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
         return waiting <= attempt.finished | attempt.lost or self._completion.stop != ()
 
-    def _token(self, event: TokenCame, attempt: Attempt, choices: list[ChoiceStream]) -> None:
+    def _token(self, event: TokenCame, attempt: Attempt, choices: list[ChoiceStream], now: float) -> None:
+        self._services.at_token(attempt.transfer_id)
         choice = choices[event.token.choice - choices[0].index]
         try:
             delta = choice.take(event.token)
         except GapError as gap:
             raise _Retry(errors.PeerLostError(str(gap))) from None
         if delta is not None:
+            first: float | None = None
             if self.first_token_seconds is None:
-                self.first_token_seconds = time.monotonic() - self._received
-            if not attempt.is_prefilled:
-                attempt.is_prefilled = True
+                self.first_token_seconds = first = now - self._received
+            since = choice.gap_seconds(now)
+            self._services.recorder.token(first, since)
+            if since is not None:
+                self._services.inter_token_seconds.observe(since, self.trace_id)
+            if not attempt.prefilled_at:
+                attempt.prefilled_at = now
                 self._services.placement.prefilled(attempt.transfer_id)
             self._deltas.add(delta)
 
     async def _stream_ended(self, event: Ended, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         complete = all(choice.finish is not None for choice in choices)
         if event.end is not None:
-            self._keep_report(event.source, event.end.report)
+            if event.source is Source.PREFILL or attempt.is_local:
+                attempt.prefill_report = event.end.report
+            self._keep_report(event.source, event.end.report, attempt.placed)
         if complete:
             return
         outcome = event.end.outcome if event.end is not None else None
@@ -298,6 +345,9 @@ class RequestLife:
             self._excluded = {attempt.placed.decode.worker_id}
             raise _Retry(reason, pause_seconds=reason.retry_after_seconds or 0.05)
         if outcome == common_pb2.ATTEMPT_OUTCOME_PREEMPTED:
+            if isinstance(reason, errors.DrainingError):
+                self._excluded.add(attempt.placed.decode.worker_id)
+                raise _Retry(reason)
             raise _Retry(errors.BlocksExhaustedError("the decode worker needed its blocks for others"))
         await self._decide(event, attempt, reason)
 
@@ -317,60 +367,33 @@ class RequestLife:
             except errors.BatonError as error:
                 self._excluded.add(placed.decode.worker_id)
                 raise _Retry(error) from None
-            if event.end is None:
+            if event.end is None or isinstance(reason, errors.DrainingError):
                 self._excluded.add(placed.prefill.worker_id)
-        elif event.end is None:
+            elif isinstance(reason, errors.HandoffError):
+                # P lives and could not reach D: their next meeting may end the same way.
+                self._excluded.add(placed.decode.worker_id)
+        elif event.end is None or isinstance(reason, errors.DrainingError):
             self._excluded.add(placed.decode.worker_id)
         raise _Retry(reason)
 
-    def _keep_report(self, source: Source, report: common_pb2.WorkReport) -> None:
-        truth = self._truth
-        if source is Source.PREFILL:
-            truth.prefill = report
-        else:
-            truth.decode = report
-        truth.bytes_shipped += report.kv_bytes_shipped
-        self._calibrate(report)
-        is_first = truth.first_cached is None and (report.computed_prompt_tokens or report.cached_tokens)
-        if is_first:
-            truth.first_cached = report.cached_tokens
-
-    def _calibrate(self, report: common_pb2.WorkReport) -> None:
-        """What a worker measured corrects what placement assumes."""
-        calibration = self._services.placement.calibration
-        total = report.computed_prompt_tokens + report.cached_tokens
-        calibration.observe_prefill(report.computed_prompt_tokens, total, report.prompt_compute_seconds)
-        if report.kv_bytes_shipped:
-            shipped = len(self._completion.prompt_tokens) - report.not_shipped_tokens
-            calibration.observe_transfer(report.kv_bytes_shipped, shipped, report.handoff_exposed_seconds)
+    def _keep_report(self, source: Source, report: common_pb2.WorkReport, placed: Placed) -> None:
+        self.truth.keep(report, of_prefill=source is Source.PREFILL)
+        self._services.recorder.handed_over(placed, report)
+        level = level_of(placed.prefill, placed.decode) if placed.prefill is not None else None
+        # What a worker measured corrects what placement assumes.
+        self._services.placement.calibration.learn(report, len(self._completion.prompt_tokens), level)
 
     # --- the end -----------------------------------------------------------------------------------------
 
     @cached_property
     def outcome(self) -> Outcome:
-        truth, now = self._truth, time.monotonic()
-        p, d = truth.prefill, truth.decode
-        usage = inference_pb2.Usage(
-            prompt_tokens=len(self._completion.prompt_tokens),
-            completion_tokens=sum(len(choice.output) for choice in self._choices),
-            cached_tokens=min(truth.first_cached or 0, len(self._completion.prompt_tokens)),
+        return self.truth.outcome(
+            self._completion,
+            self._choices,
+            queue_seconds=self._started - self._received,
+            total_seconds=time.monotonic() - self._received,
         )
-        timings = inference_pb2.Timings(
-            router_queue_seconds=self._started - self._received,
-            placement_seconds=truth.placement_seconds,
-            prefill_queue_seconds=p.prefill_queue_seconds + d.prefill_queue_seconds,
-            prefill_seconds=p.prefill_seconds + d.prefill_seconds,
-            handoff_exposed_seconds=p.handoff_exposed_seconds,
-            decode_queue_seconds=d.decode_queue_seconds,
-            decode_seconds=d.decode_seconds,
-            total_seconds=now - self._received,
-            kv_bytes_shipped=truth.bytes_shipped,
-            not_shipped_tokens=p.not_shipped_tokens,
-            transport=p.transport,
-            prefill_worker=p.worker_id or d.worker_id,
-            decode_worker=d.worker_id,
-            attempts=truth.attempts,
-            placement_calls=truth.placement_calls,
-        )
-        explanation = json.dumps(truth.explanations) if self._completion.explain else ""
-        return Outcome(usage, timings, explanation)
+
+    def finish_trace(self, result: str) -> None:
+        if self._trace is not None:
+            self._trace.finish(result, self.outcome, self.first_token_seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,6 +73,11 @@ class Liveness:
             worker.watches.remove(watch)
             if not worker.watches:
                 del self._workers[name]
+
+    def silent(self) -> int:
+        """As many as `suspects` names, on whichever thread."""
+        since = time.monotonic() - SUSPECT_SECONDS
+        return sum(worker.silent_since() < since for worker in list(self._workers.values()))
 
     @property
     def suspects(self) -> frozenset[str]:

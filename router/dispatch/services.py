@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.block_hash import make_salt
 from cluster.config import RouterConfig
 from cluster.errors import UnavailableError
+from cluster.faults.orders import open_faults
+from cluster.faults.points import Point
 from cluster.follow_ups import FollowUps
 from cluster.membership.reader import Members
+from cluster.telemetry.histogram import TOKEN_SECONDS, Histogram
+from router.completion import Completion
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
+from router.live.recorder import Recorder
 from router.placement.placement import Placement
 from router.quota.quota import Quota
+from router.resume import Tickets
+from router.telemetry.arrival import Arrival
+from router.telemetry.request_trace import RequestTrace
 from router.tokens.tokenizer import ModelText
+
+if TYPE_CHECKING:
+    from cluster.telemetry.tracing.spans import Tracing
 
 MAX_SALTS = 4096  # tenants whose salt is kept at hand
 
@@ -36,19 +47,31 @@ class Services:
         self.placement = placement
         self.channels = channels
         self.quota = quota
+        self.tickets = Tickets(config.secret, config.request_seconds)
         self._salts: dict[tuple[str, str], bytes] = {}
         self.liveness = Liveness()
+        self.recorder = Recorder()
+        faults = open_faults(config.fault_orders, config.router_id)
+        self.at_placed = faults.point(Point.ROUTER_PLACED)
+        self.at_token = faults.point(Point.ROUTER_TOKEN)
+        self.at_done = faults.point(Point.ROUTER_DONE)
+        self.tracing: Tracing | None = None
+        self.inter_token_seconds = Histogram(TOKEN_SECONDS)
         self._cleanups = FollowUps()
+
+    def begin_trace(self, arrival: Arrival, completion: Completion) -> RequestTrace | None:
+        """None: requests are not traced here, or this one is not sampled."""
+        if self.tracing is None:
+            return None
+        return RequestTrace.begin(self.tracing, arrival, completion)
 
     def new_transfer_id(self) -> bytes:
         return secrets.token_bytes(16)
 
-    def model_id(self) -> str:
-        """Raises UnavailableError before the first worker has come."""
-        workers = self.members.all
-        if not workers:
+    def check_anybody(self) -> None:
+        """Raises UnavailableError before the first worker has come: nobody knows whether one will."""
+        if not self.members.all:
             raise UnavailableError("no worker is there", retry_after_seconds=1.0)
-        return workers[0].model_id
 
     def salt(self, model_id: str, prefix_scope: str) -> bytes:
         """Of a model's block hashes, for those who share prefixes."""

@@ -18,6 +18,7 @@ from router.dispatch.mailbox import Mailbox
 from router.front import Front
 from router.grpc.gate import caller_of
 from router.grpc.write_deadline import WriteDeadline
+from router.telemetry.arrival import Arrival
 from router.validate import Asked
 from wire import inference_pb2 as pb
 
@@ -40,10 +41,11 @@ class InferenceService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def Generate(self, raw: bytes, context: Context) -> None:
+        arrival = Arrival(lambda name: _values(context, name))
         try:
             completion = await self._completion(_parse(pb.GenerateRequest(), raw), context)
             caller = caller_of(self._front, context)
-            with self._front.admit(completion, caller, context.peer()) as life:
+            with self._front.admit(completion, caller, context.peer(), arrival=arrival) as life:
                 await self._write(_responses(life, completion), context)
         except BatonError as error:
             await rpc.abort(context, error)
@@ -104,6 +106,11 @@ class InferenceService:
             raise UnknownModelError(f"model: {model!r} is not served here; {served!r} is", field="model")
 
 
+def _values(context: Context, name: str) -> list[str]:
+    metadata: Any = context.invocation_metadata() or ()
+    return [value for key, value in metadata if key == name and isinstance(value, str)]
+
+
 def _parse(message: M, raw: bytes) -> M:
     try:
         message.ParseFromString(raw)
@@ -146,6 +153,8 @@ def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
         priority=o.priority,
         request_id=request.request_id,
         resume_tokens=list(request.resume_tokens.ids),
+        resume_ticket=request.resume_ticket,
+        reconnects=request.reconnects,
         explain=request.explain,
         deadline_seconds=context.time_remaining(),
     )
@@ -154,14 +163,15 @@ def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
 async def _responses(life: RequestLife, completion: Completion) -> AsyncGenerator[pb.GenerateResponse, None]:
     deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
     life.start(deltas)
+    started: pb.Started | None = None
     try:
-        started = False
         while came := await deltas.take():
-            if not started:
-                started = True
-                yield _started(life, completion)
             for chunk in _chunks(came):
-                yield pb.GenerateResponse(chunk=chunk)
+                if started is None:
+                    started = _started(life, completion)
+                    yield pb.GenerateResponse(started=started, chunk=chunk)
+                else:
+                    yield pb.GenerateResponse(chunk=chunk)
     finally:
         life.stop()
     outcome = life.outcome
@@ -170,15 +180,14 @@ async def _responses(life: RequestLife, completion: Completion) -> AsyncGenerato
     )
 
 
-def _started(life: RequestLife, completion: Completion) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        started=pb.Started(
-            request_id=completion.request_id,
-            model=completion.model,
-            seed=completion.sampling.seed,
-            prompt_tokens=len(completion.prompt_tokens),
-            worker_ids=life.worker_ids,
-        )
+def _started(life: RequestLife, completion: Completion) -> pb.Started:
+    return pb.Started(
+        request_id=completion.request_id,
+        model=completion.model,
+        seed=completion.sampling.seed,
+        prompt_tokens=len(completion.prompt_tokens),
+        worker_ids=life.worker_ids,
+        resume_ticket=life.resume_ticket(),
     )
 
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import BatonError, InternalError, InvalidRequestError
+from cluster.telemetry.exposition import encode
 from router.front import Front
 from router.http.cluster_view import cluster_view
 from router.http.errors import error_body, error_response
 from router.http.generate import Generate
+from router.http.openapi.document import build_document
+from router.http.ui.pages import Page, read_pages
 
 log = logging.getLogger(__name__)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -52,10 +55,16 @@ def build_app(front: Front) -> App:
     app.add_api_route("/v1/models", _guard(_models(front)), methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", _guard(_model(front)), methods=["GET"])
     app.add_api_route("/v1/cluster", _guard(_cluster(front)), methods=["GET"])
+    app.add_api_route("/v1/cluster/live", _guard(_live_view(front)), methods=["GET"])
     app.add_api_route("/health", _guard(_health), methods=["GET"])
+    app.add_api_route("/live", _guard(_live), methods=["GET"])
     app.add_api_route("/ready", _guard(_ready(front)), methods=["GET"])
     app.add_api_route("/metrics", _guard(_metrics(front)), methods=["GET"])
+    if front.config.ui:
+        for path, page in read_pages().items():
+            app.add_api_route(path, _guard(_page(page)), methods=["GET"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _http_error)
+    app.openapi = partial(build_document, front)  # type: ignore[method-assign]
     return App(app, direct)
 
 
@@ -75,13 +84,14 @@ def _guard(endpoint: Endpoint) -> Endpoint:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
+    known = error if isinstance(error, HTTPException) else None
     body = error_body(InvalidRequestError(f"{request.method} {request.url.path}: {error}"))
-    return _json(body, status)
+    # With its headers: 405 says which methods are allowed.
+    return _json(body, known.status_code if known else 500, known.headers if known else None)
 
 
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json", headers=headers)
 
 
 def _model_object(front: Front) -> dict[str, Any]:
@@ -118,20 +128,40 @@ def _cluster(front: Front) -> Endpoint:
     return cluster
 
 
+def _live_view(front: Front) -> Endpoint:
+    async def live_view(request: Request) -> Response:
+        return _json(front.live.view())
+
+    return live_view
+
+
 async def _health(request: Request) -> Response:
     return _json({"status": "ok"})
 
 
+async def _live(request: Request) -> Response:
+    """Answered by the loop that serves: that it is answered is the answer."""
+    return _json({"live": True, "why": []})
+
+
 def _ready(front: Front) -> Endpoint:
     async def ready(request: Request) -> Response:
-        is_ready = front.ready()
-        return _json({"ready": is_ready}, 200 if is_ready else 503)
+        why = front.why_not_ready()
+        return _json({"ready": not why, "why": why}, 503 if why else 200)
 
     return ready
 
 
+def _page(page: Page) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        return page.answer(request)
+
+    return answer
+
+
 def _metrics(front: Front) -> Endpoint:
     async def metrics(request: Request) -> Response:
-        return Response(generate_latest(front.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        body, content_type = encode(front.metrics.registry, request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
 
     return metrics

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from cluster.errors import (
     BatonError,
     ContextLengthError,
+    DrainingError,
     ForbiddenError,
     InvalidRequestError,
     OverloadedError,
@@ -28,6 +29,7 @@ _CODES: dict[type[BatonError], str] = {
     OverloadedError: "overloaded",
     UnauthenticatedError: "invalid_api_key",
     ForbiddenError: "insufficient_permissions",
+    DrainingError: "draining",
 }
 
 
@@ -51,6 +53,8 @@ def error_response(error: BatonError) -> Response:
     headers = {}
     if isinstance(error, UnauthenticatedError):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, DrainingError):
+        headers["connection"] = "close"  # its next request is for another router
     if error.retry_after_seconds:
         headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
     return Response(

@@ -34,7 +34,9 @@ _SHARED = _SAMPLING | {
     "logprobs",
     "include_stop_str_in_output",
 }
-_PRIORITIES = {"high": 1, "normal": 0, "batch": -1}
+PRIORITIES = {"high": 1, "normal": 0, "batch": -1}
+ROLES = ("system", "developer", "user", "assistant")
+MAX_TOKEN_DIGITS = 10  # of a token id that is a key
 COMPLETION = _SHARED | {"prompt"}
 CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
 # They change nothing about the answer.
@@ -50,7 +52,7 @@ HARMLESS = {
     "verbosity",
 }
 # Unsupported fields whose neutral value asks for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([], None),
     "tool_choice": ("none", "auto", None),
     "functions": ([], None),
@@ -74,11 +76,16 @@ def check(body: Mapping[str, Any], known: set[str]) -> None:
     for name, value in body.items():
         if name in known or name in HARMLESS:
             continue
-        if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
+        if name in NEUTRAL:
+            if not _is_one_of(value, NEUTRAL[name]):
                 raise UnsupportedFieldError(f"{name}: is not supported yet", field=name)
             continue
         raise UnsupportedFieldError(f"{name}: is not a field of this request", field=name)
+
+
+def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
+    """As JSON compares: false is not 0."""
+    return any(type(value) is type(one) and value == one for one in values)
 
 
 def _bad(name: str, message: str) -> InvalidRequestError:
@@ -119,10 +126,9 @@ def bias(body: Mapping[str, Any]) -> dict[int, float]:
         return {}
     if not isinstance(value, dict):
         raise _bad("logit_bias", "must map token ids to numbers")
-    try:
-        return {int(key): weight for key, weight in value.items()}
-    except ValueError:
-        raise _bad("logit_bias", "its keys must be token ids") from None
+    if not all(key.isascii() and key.isdigit() and len(key) <= MAX_TOKEN_DIGITS for key in value):
+        raise _bad("logit_bias", "its keys must be token ids")
+    return {int(key): weight for key, weight in value.items()}
 
 
 def include_usage(body: Mapping[str, Any]) -> bool:
@@ -133,6 +139,7 @@ def include_usage(body: Mapping[str, Any]) -> bool:
         raise _bad("stream_options", "may hold include_usage")
     if not body.get("stream"):
         raise _bad("stream_options", "needs stream = true")
+    boolean(options, "include_obfuscation")  # changes nothing
     return boolean(options, "include_usage")
 
 
@@ -140,10 +147,10 @@ def priority(body: Mapping[str, Any]) -> Any:
     """A class by name, or a number: above 0 is high, below is batch."""
     value = body.get("priority")
     if isinstance(value, str):
-        if value not in _PRIORITIES:
-            raise _bad("priority", f"must be a whole number or one of {', '.join(_PRIORITIES)}")
-        return _PRIORITIES[value]
-    return value or 0
+        if value not in PRIORITIES:
+            raise _bad("priority", f"must be a whole number or one of {', '.join(PRIORITIES)}")
+        return PRIORITIES[value]
+    return 0 if value is None else value
 
 
 def asked(body: Mapping[str, Any], request_id: str, logprobs: int | None, max_tokens: Any) -> Asked:
@@ -168,11 +175,23 @@ def asked(body: Mapping[str, Any], request_id: str, logprobs: int | None, max_to
 
 def chat_logprobs(body: Mapping[str, Any]) -> int | None:
     top = body.get("top_logprobs")
+    if top is not None and type(top) is not int:
+        raise _bad("top_logprobs", "must be a whole number")
     if not boolean(body, "logprobs"):
         if top:
             raise _bad("top_logprobs", "needs logprobs = true")
         return None
     return top if top is not None else 0
+
+
+def chat_max_tokens(body: Mapping[str, Any]) -> Any:
+    """The newer name goes before the older one, which must make sense all the same."""
+    older, newer = body.get("max_tokens"), body.get("max_completion_tokens")
+    if newer is None:
+        return older
+    if older is not None and (type(older) is not int or older < 1):
+        raise _bad("max_tokens", "must be a whole number above 0")
+    return newer
 
 
 def messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -187,9 +206,9 @@ def _message(value: Any, index: int) -> dict[str, str]:
     name = f"messages[{index}]"
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise _bad(name, "must be an object with a role")
-    if value["role"] not in ("system", "developer", "user", "assistant"):
+    if value["role"] not in ROLES:
         raise _bad(f"{name}.role", f"{value['role']!r} is not supported")
-    if value.get("tool_calls"):
+    if not _is_one_of(value.get("tool_calls"), ([], None)):
         raise UnsupportedFieldError(f"{name}.tool_calls: is not supported yet", field=f"{name}.tool_calls")
     role = "system" if value["role"] == "developer" else value["role"]
     return {"role": role, "content": _content(value.get("content"), name)}

@@ -12,11 +12,13 @@ from cluster.auth.keys import ANYONE, Caller
 from cluster.errors import BatonError, ForbiddenError, UnauthenticatedError
 from router.front import Front
 from router.http.errors import error_response
+from router.http.ui.pages import PATHS
 
-# Probes carry no keys. What is not named here needs one: also a path that does not exist.
-OPEN = frozenset({"/health", "/ready"})
+# Probes carry no keys, nor does a browser that fetches the page: what the page shows, it asks for with a key. What is
+# not named here needs one: also a path that does not exist.
+OPEN = frozenset({"/health", "/live", "/ready"})
 # They show every tenant's load and the workers' addresses.
-ADMIN = frozenset({"/metrics", "/v1/cluster"})
+ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live"})
 _CALLER = "baton.caller"
 
 
@@ -24,9 +26,10 @@ class Gate:
     def __init__(self, app: ASGIApp, front: Front):
         self._app = app
         self._front = front
+        self._open = OPEN | PATHS if front.config.ui else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._front.keys.on and scope["path"] not in OPEN:
+        if scope["type"] == "http" and self._front.keys.on and scope["path"] not in self._open:
             try:
                 scope[_CALLER] = self._check(scope)
             except BatonError as error:

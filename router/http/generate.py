@@ -22,6 +22,8 @@ from router.http.errors import error_body
 from router.http.gate import caller_of, connection_of
 from router.http.reading import EventStream, Reading
 from router.http.shapes import Answer, ChatShape, CompletionShape, Shape, baton, usage
+from router.telemetry.arrival import Arrival
+from router.validate import MAX_REQUEST_ID
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -33,25 +35,25 @@ class Generate:
 
     async def chat(self, request: Request) -> Response:
         body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
+        arrival = Arrival(request.headers.getlist)
         fields.check(body, fields.CHAT)
         rendered = self._front.text.render(fields.messages(body))
         prompt = await self._front.text.encode(rendered, special=False)
-        max_tokens = body.get("max_completion_tokens")
-        if max_tokens is None:
-            max_tokens = body.get("max_tokens")
+        max_tokens = fields.chat_max_tokens(body)
         asked = fields.asked(body, _request_id(request), fields.chat_logprobs(body), max_tokens)
         completion = self._front.validator.completion(prompt, asked)
-        return await self._answer(request, body, ChatShape, [completion], "chatcmpl-")
+        return await self._answer(request, body, ChatShape, [completion], "chatcmpl-", arrival)
 
     async def completion(self, request: Request) -> Response:
         body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
+        arrival = Arrival(request.headers.getlist)
         fields.check(body, fields.COMPLETION)
         prompts = await self._prompts(body.get("prompt"))
         # OpenAI's default of 16 for this old endpoint, where a chat takes what the context leaves.
         max_tokens = 16 if body.get("max_tokens") is None else body["max_tokens"]
         asked = fields.asked(body, _request_id(request), body.get("logprobs"), max_tokens)
         completions = [self._front.validator.completion(prompt, asked) for prompt in prompts]
-        return await self._answer(request, body, CompletionShape, completions, "cmpl-")
+        return await self._answer(request, body, CompletionShape, completions, "cmpl-", arrival)
 
     async def _prompts(self, value: Any) -> list[list[int]]:
         """A text, token ids, or a list of either."""
@@ -81,6 +83,7 @@ class Generate:
         kind: type[Shape],
         completions: list[Completion],
         prefix: str,
+        arrival: Arrival,
     ) -> Response:
         shape = kind(
             completions[0],
@@ -95,7 +98,7 @@ class Generate:
         with stack:
             lives = [
                 stack.enter_context(
-                    self._front.admit(one, caller, connection, sum(c.n for c in completions[:i]))
+                    self._front.admit(one, caller, connection, sum(c.n for c in completions[:i]), arrival)
                 )
                 for i, one in enumerate(completions)
             ]
@@ -164,8 +167,9 @@ async def _events(
 
 def _request_id(request: Request) -> str:
     given = request.headers.get("x-request-id", "")
-    if len(given) > 256 or not given.isprintable():
-        raise InvalidRequestError("x-request-id: at most 256 printable characters", field="x-request-id")
+    if len(given) > MAX_REQUEST_ID or not given.isprintable():
+        message = f"x-request-id: at most {MAX_REQUEST_ID} printable characters"
+        raise InvalidRequestError(message, field="x-request-id", limit=str(MAX_REQUEST_ID))
     return given
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from wire import common_pb2
 
 _WEIGHT = 0.1
+_START_BANDWIDTH = 1e9
+_GUESS = (1.0, 1.0, 0.5, 0.5, 0.5)  # share of the nearest level's bandwidth, until one is measured
 _START_A = 1e-3
 _SURPRISE = 4.0  # times as slow as expected: a worker that stood still says nothing about the others
 _KNOWN = 48  # a worker's first prompts take longer than all that follow
@@ -14,7 +18,9 @@ _KNOWN = 48  # a worker's first prompts take longer than all that follow
 class Calibration:
     a: float = _START_A  # seconds a token
     b: float = 0.0  # seconds a token pair
-    bandwidth: float = 1e9  # bytes a second between workers
+    bandwidths: dict[int, float] = field(
+        default_factory=dict
+    )  # bytes a second, measured, by level (topology.LEVELS)
     token_bytes: float = 1.0
     decode_token_seconds: float = 2e-8  # what a resident token adds to a step
     observed: int = 0  # prefills learned from
@@ -29,6 +35,14 @@ class Calibration:
     def rate(self) -> float:
         """Prefill tokens a second."""
         return 1.0 / self.a
+
+    def learn(self, report: common_pb2.WorkReport, prompt_tokens: int, level: int | None) -> None:
+        """From what a worker says of one request. `level`: how near the two of its hand-off lie; None without one."""
+        total = report.computed_prompt_tokens + report.cached_tokens
+        self.observe_prefill(report.computed_prompt_tokens, total, report.prompt_compute_seconds)
+        if report.kv_bytes_shipped and level is not None:
+            shipped = prompt_tokens - report.not_shipped_tokens
+            self.observe_transfer(level, report.kv_bytes_shipped, shipped, report.handoff_exposed_seconds)
 
     def observe_prefill(self, computed_tokens: int, total_tokens: int, seconds: float) -> None:
         """`seconds`: what the prompt cost, without what it waited for others in the same batch; a queue gets shorter
@@ -47,8 +61,17 @@ class Calibration:
         self.a = max(1e-8, self.a + weight * error * computed_tokens / scale)
         self.b = max(0.0, self.b + weight * error * 1e-6 * pairs / scale)
 
-    def observe_transfer(self, shipped_bytes: int, shipped_tokens: int, seconds: float) -> None:
+    def rates(self) -> list[float]:
+        """Bytes a second for each level. What was never measured follows from the nearest level that was."""
+        if not self.bandwidths:
+            return [_START_BANDWIDTH * share for share in _GUESS]
+        nearest = [min(self.bandwidths, key=lambda known: abs(known - level)) for level in range(len(_GUESS))]
+        return [self.bandwidths[known] * _GUESS[level] / _GUESS[known] for level, known in enumerate(nearest)]
+
+    def observe_transfer(self, level: int, shipped_bytes: int, shipped_tokens: int, seconds: float) -> None:
         if shipped_tokens > 0:
             self.token_bytes = shipped_bytes / shipped_tokens
         if shipped_bytes >= 1 << 20 and seconds > 1e-4:
-            self.bandwidth += _WEIGHT * (shipped_bytes / seconds - self.bandwidth)
+            measured = shipped_bytes / seconds
+            known = self.bandwidths.setdefault(level, measured)
+            self.bandwidths[level] = known + _WEIGHT * (measured - known)

@@ -6,7 +6,10 @@ import struct
 from collections.abc import Sequence
 
 from cluster.membership.types import WorkerInfo
+from cluster.topology import LEVELS
 from router.placement.types import Mode
+
+_CLIQUE, _HOST, _RACK, _ZONE, _FAR = range(1, len(LEVELS) + 1)  # as the script counts them
 
 
 class Candidates:
@@ -21,27 +24,54 @@ class Candidates:
         if may_local:
             loads += [f"p:{worker.name}" for worker in self.decode]
         capacities = [float(worker.blocks_total * worker.page_size) for worker in self.decode]
+        places = _Places(self.workers)
         self.arguments: list[bytes] = [
             str(len(prefill)).encode(),
             str(len(self.workers)).encode(),
             struct.pack(f">{len(capacities)}d", *capacities),
             _packed([worker.slot for worker in self.workers]),
-            _packed(self._runs()),
+            _packed(places.runs),
+            _packed(places.facts),
             *(field.encode() for field in loads),
         ]
 
-    def _runs(self) -> list[int]:
-        """(place, last index) of neighbours of one role in one place. The script asks only which are the same."""
+
+class _Places:
+    """`runs`: (place, last index) of neighbours of one role in one place. `facts`: of each place, what two workers in
+    it share (a clique or a host), and the numbers of its rack and zone, 0 where unknown."""
+
+    def __init__(self, workers: Sequence[WorkerInfo]):
+        self.runs: list[int] = []
+        self.facts: list[int] = []
         numbers: dict[str, int] = {}
-        runs: list[int] = []
+        regions: dict[str, int] = {"": 0}
         before = None
-        for index, worker in enumerate(self.workers, 1):
-            here = worker.role, numbers.setdefault(_place(worker), len(numbers))
+        for index, worker in enumerate(workers, 1):
+            place = _place(worker)
+            if place not in numbers:
+                numbers[place] = len(numbers)
+                where = worker.location
+                region = [
+                    f"{level}/{name}" if name else ""
+                    for level, name in (("r", where.rack), ("z", where.zone))
+                ]
+                self.facts += [_CLIQUE if where.clique else _HOST]
+                self.facts += [regions.setdefault(name, len(regions)) for name in region]
+            here = worker.role, numbers[place]
             if here != before:
-                runs += [here[1], index]
-            runs[-1] = index
+                self.runs += [here[1], index]
+            self.runs[-1] = index
             before = here
-        return runs
+
+
+def level_of(prefill: WorkerInfo, decode: WorkerInfo) -> int:
+    """Index in LEVELS, as the script judges the pair."""
+    p, d = prefill.location, decode.location
+    if _place(prefill) == _place(decode):
+        return (_CLIQUE if p.clique else _HOST) - 1
+    if p.rack and p.rack == d.rack:
+        return _RACK - 1
+    return (_ZONE if p.zone and p.zone == d.zone else _FAR) - 1
 
 
 def _place(worker: WorkerInfo) -> str:

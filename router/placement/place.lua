@@ -1,26 +1,30 @@
 -- One placement: match, score, charge, record. One call per dispatch attempt.
--- KEYS: owners, load, routers, calls, chg:<router>
+-- KEYS: owners, load, routers, calls, chg:<router>, drains
 -- ARGV: prefix, router, chain, tokens, page, output_tokens, mode, random, a, b, token_bytes, bandwidth,
 --       per_token_decode, feeds, ttl_ms, predict_ms, rate, urgency (high | normal | batch), target and deadline of the
 --       first token (seconds, 0 = none), number of prefill candidates, number of candidates,
 --       the decode workers' capacities (8-byte doubles, tokens, packed), slots (4-byte numbers, packed), runs of
---       candidates of one place (4-byte number of the place, 4-byte index of its last one, packed), then for every
---       candidate its field of `load`, then, where decode workers may prefill, theirs for that
+--       candidates of one place (4-byte number of the place, 4-byte index of its last one, packed), of every place
+--       what workers in it share (1 an NVLink clique, 2 a host) and the numbers of its rack and zone (0 = unknown), then
+--       for every candidate its field of `load`, then, where decode workers may prefill, theirs for that
+-- bandwidth: bytes a second of pairs that share a clique, a host, a rack, a zone, nothing (8-byte doubles, packed)
 -- mode: never | fallback | auto | always (local prefill at the decode worker)
 -- -> prefill index (0 = local), decode index, cached tokens at prefill, at decode, cost, terms…
---    or -1: nobody is there, -2: no choice, or -3, seconds to the first token: too late, nothing was charged
+--    or -1: nobody is there, -2: no choice, -3, seconds to the first token: too late, or -4: the best is leaving or
+--    has left, read the membership again; then nothing was charged
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
 local L, page, out = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local mode, random = ARGV[7], tonumber(ARGV[8])
 local a, b = tonumber(ARGV[9]), tonumber(ARGV[10])
-local token_bytes, bandwidth, per_token = tonumber(ARGV[11]), tonumber(ARGV[12]), tonumber(ARGV[13])
+local token_bytes, per_token = tonumber(ARGV[11]), tonumber(ARGV[13])
 local feeds, ttl, predict = ARGV[14], tonumber(ARGV[15]), tonumber(ARGV[16])
 local rate, np, count = tonumber(ARGV[17]), tonumber(ARGV[21]), tonumber(ARGV[22])
 local urgency, target, deadline = ARGV[18], tonumber(ARGV[19]), tonumber(ARGV[20])
 local function numbers(kind, packed, size) return {struct.unpack('>' .. string.rep(kind, #packed / size), packed)} end
 local capacities, slots, runs = numbers('d', ARGV[23], 8), numbers('I4', ARGV[24], 4), numbers('I4', ARGV[25], 4)
-local LOADS = 25
+local bandwidths, places = numbers('d', ARGV[12], 8), numbers('I4', ARGV[26], 4)
+local LOADS = 26
 local BEST = 8
 local TIE = 1.05
 local call = redis.call
@@ -51,7 +55,7 @@ local may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and 
 local loads = call('HMGET', KEYS[2], unpack(ARGV, LOADS + 1))
 
 local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
-local ship_rate = token_bytes / bandwidth
+local ship_rate = token_bytes / math.max(unpack(bandwidths))  -- at its best: whom it is paired with is not known yet
 
 -- The best few of a role in one pass (most candidates are worse than all of them), and the best of every place.
 local score, place_of, run = {}, {}, 1
@@ -132,13 +136,18 @@ local function consider(p, d, seconds, ship)
   cp[choices], cd[choices], cost[choices], shipping[choices] = p, d, seconds, ship
   if seconds < cheapest then cheapest = seconds end
 end
+-- What a pair shares at least: 1 a clique, 2 a host, 3 a rack, 4 a zone, 5 nothing.
+local function level(p, d)
+  local a, b = 3 * place_of[p], 3 * place_of[d]
+  if a == b then return places[a + 1] end
+  if places[a + 2] > 0 and places[a + 2] == places[b + 2] then return 3 end
+  return places[a + 3] > 0 and places[a + 3] == places[b + 3] and 4 or 5
+end
 local function pair(p, d)
   local compute = prefill_seconds(L - hits[p])
   local seconds = wait[p] + compute + wait[d]
   if seconds > cheapest * TIE then return end  -- whatever the hand-off adds
-  local ship = (L - hits[d]) * ship_rate
-  if place_of[p] ~= place_of[d] then ship = 2 * ship end
-  ship = ship - 0.9 * compute
+  local ship = (L - hits[d]) * token_bytes / bandwidths[level(p, d)] - 0.9 * compute
   if ship < 0 then ship = 0 end
   consider(p, d, seconds + ship, ship)
 end
@@ -186,6 +195,17 @@ for c = 1, choices do
 end
 local pick = tied[1 + math.floor(random * equal)]
 local p, d = cp[pick], cd[pick]
+
+-- The view of the router that asks may be a moment old: who was told to leave is placed on no more from then on.
+local function gone(i)
+  local name = string.sub(ARGV[LOADS + i], 3)
+  local id = string.match(name, '^(.*)@')
+  return call('HGET', KEYS[1], string.format('%d', slots[i])) ~= name or call('HEXISTS', KEYS[6], id) == 1
+end
+if gone(d) or (p > 0 and gone(p)) then
+  call('DECR', KEYS[4])
+  return {-4}
+end
 
 local at = p > 0 and p or d  -- who prefills
 local u = L - hits[at]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import struct
 import time
 from collections import Counter
 from importlib import resources
@@ -18,11 +19,14 @@ from cluster.membership import keys
 from cluster.membership.reader import Members
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect_async
+from cluster.telemetry.histogram import CALL_SECONDS, Histogram
+from cluster.topology import LEVELS
 from router.placement.calibration import Calibration
 from router.placement.candidates import Candidates
+from router.placement.generations import Generations, generation_of
 from router.placement.local_view import LocalView
 from router.placement.script_call import Argument, ScriptCall
-from router.placement.types import Charge, Mode, Placed, PlacementRequest
+from router.placement.types import Charge, Generation, Mode, Placed, PlacementRequest
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.05
@@ -32,7 +36,10 @@ SCRIPT_SECONDS = 0.1  # a hung Redis must not delay a request more than this
 RETRY_SECONDS = 0.5
 MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
 _TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty", "first_token")
-_TOO_LATE = -3
+_TOO_LATE, _LEAVING = -3, -4
+MAX_VIEWS = 3  # of the membership, for one placement
+_DECISIONS = [(who, by) for who in ("prefill_worker", "decode_worker") for by in ("redis", "router")]
+_REFUSALS = ("no_decode_worker", "no_prefill_worker", "too_late")
 
 
 def _lua(name: str) -> str:
@@ -60,17 +67,28 @@ class Placement:
         tag = f"{{{config.namespace}}}:"
         self._load_key, self._routers_key, self._calls_key = tag + "load", tag + "routers", tag + "calls"
         self._charges_key = tag + "chg:" + config.router_id
-        self._owners_key = keys.slot_owners(config.namespace)
+        self._script_keys = [
+            keys.slot_owners(config.namespace),
+            *(self._load_key, self._routers_key, self._calls_key, self._charges_key),
+            keys.drains(config.namespace),
+        ]
         self.calibration = Calibration()
         self._local = LocalView(self._rng)
         self._charges: dict[bytes, Charge] = {}
-        self._everybody: Candidates | None = None
-        self._everybody_of: list[WorkerInfo] | None = None  # the membership they were made of
+        self._everybody: dict[Generation | None, Candidates] = {}
+        self._generations = Generations([], [], self.mode)
+        self._seen: list[WorkerInfo] | None = None  # the membership they were made of
         self._dirty = asyncio.Event()
         self._down_until = 0.0
         self._closed = False
         self._task: asyncio.Task[None] | None = None
         self.calls = 0
+        self.seconds = Histogram(CALL_SECONDS)  # of the script, as a request waits for it
+        self.decided: Counter[tuple[str, ...]] = Counter(
+            dict.fromkeys(_DECISIONS, 0)
+        )  # by who prefills, and who decided
+        self.refused = Counter(dict.fromkeys(_REFUSALS, 0))  # by reason
+        self.errors: Counter[str] = Counter()  # calls that Redis did not answer in time
 
     async def start(self) -> None:
         """A router that was killed and comes back under its name takes what it had charged off the load."""
@@ -92,38 +110,77 @@ class Placement:
     def mode(self) -> Mode:
         return "always" if self._config.aggregated else self._config.local_prefill
 
+    def generation(self, before: Generation | None) -> Generation:
+        """Which workers a request is for; `before`: those that had it last. Raises UnavailableError."""
+        self._look()
+        return self._generations.choose(before, self._rng)
+
+    def _look(self) -> None:
+        """Forgets what was made of an older membership."""
+        if self._seen is not self._members.all:
+            self._everybody.clear()
+            self._generations = Generations(self._members.prefill, self._members.decode, self.mode)
+            self._seen = self._members.all
+
     async def place(self, request: PlacementRequest) -> Placed:
         """One script call. Raises UnavailableError when a role that is needed has nobody, OverloadedError when the
         first token would come too late; then nothing was charged."""
         candidates = self._candidates(request)
-        if not candidates.decode:
-            raise UnavailableError("no decode worker is there", retry_after_seconds=1.0)
-        if not candidates.prefill and self.mode == "never":
-            raise UnavailableError("no prefill worker is there", retry_after_seconds=1.0)
         self.calls += 1
-        if time.monotonic() >= self._down_until:
+        try:
+            placed = await self._place_among(candidates, request)
+        except OverloadedError:
+            self.refused["too_late"] += 1
+            raise
+        where = "prefill_worker" if placed.prefill is not None else "decode_worker"
+        self.decided[where, "redis" if placed.from_redis else "router"] += 1
+        return placed
+
+    async def _place_among(self, candidates: Candidates, request: PlacementRequest) -> Placed:
+        for _ in range(MAX_VIEWS):
+            if time.monotonic() < self._down_until:
+                break
             try:
                 async with asyncio.timeout(SCRIPT_SECONDS * 2):
-                    return await self._ask(request, candidates)
+                    placed = await self._ask(request, candidates)
             except (redis.RedisError, TimeoutError, OSError) as error:
+                self.errors["place"] += 1
                 log.warning("placing without Redis: %s", error)
                 self._down_until = time.monotonic() + RETRY_SECONDS
+                break
+            if placed is not None:
+                return placed
+            await self._members.refresh()
+            candidates = self._candidates(request)
         return self._alone(request, candidates)
 
     def _candidates(self, request: PlacementRequest) -> Candidates:
+        """Raises UnavailableError when a role that is needed has nobody."""
+        candidates = self._all_candidates(request)
+        if not candidates.decode:
+            self.refused["no_decode_worker"] += 1
+            raise UnavailableError("no decode worker is there", retry_after_seconds=1.0)
+        if not candidates.prefill and self.mode == "never":
+            self.refused["no_prefill_worker"] += 1
+            raise UnavailableError("no prefill worker is there", retry_after_seconds=1.0)
+        return candidates
+
+    def _all_candidates(self, request: PlacementRequest) -> Candidates:
         """All who are there, put together once a membership; without those that failed this request."""
         members = self._members
         if request.excluded:
-            prefill = self._usable(members.prefill, request)
+            prefill = self._usable(_within(request.generation, members.prefill), request)
             if self.mode in ("fallback", "auto") and all(w.worker_id in request.excluded for w in prefill):
                 prefill = []  # those that are left have failed this request, and others may prefill
-            decode = self._usable(members.decode, request)
+            decode = self._usable(_within(request.generation, members.decode), request)
             return Candidates([] if self.mode == "always" else prefill, decode, self.mode)
-        if self._everybody is None or self._everybody_of is not members.all:
-            prefill = [] if self.mode == "always" else members.prefill
-            self._everybody = Candidates(prefill, members.decode, self.mode)
-            self._everybody_of = members.all
-        return self._everybody
+        self._look()
+        known = self._everybody.get(request.generation)
+        if known is None:
+            prefill = [] if self.mode == "always" else _within(request.generation, members.prefill)
+            known = Candidates(prefill, _within(request.generation, members.decode), self.mode)
+            self._everybody[request.generation] = known
+        return known
 
     @staticmethod
     def _usable(workers: list[WorkerInfo], request: PlacementRequest) -> list[WorkerInfo]:
@@ -131,14 +188,19 @@ class Placement:
         others = [worker for worker in workers if worker.worker_id not in request.excluded]
         return others or workers
 
-    async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed:
+    async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:
+        """None: the best of them is leaving, or has left."""
         workers = candidates.workers
+        began = time.monotonic()
         answer = await self._place(
-            [self._owners_key, self._load_key, self._routers_key, self._calls_key, self._charges_key],
+            self._script_keys,
             [*self._arguments(request, candidates.model_id), *candidates.arguments],
         )
+        self.seconds.observe(time.monotonic() - began)
         if int(answer[0]) == _TOO_LATE:
             raise _too_late(request, float(answer[1]))
+        if int(answer[0]) == _LEAVING:
+            return None
         p_index, d_index, hit, decode_hit, uncached = (int(value) for value in answer[:5])
         p = workers[p_index - 1] if p_index else None
         d = workers[d_index - 1]
@@ -154,14 +216,14 @@ class Placement:
             self._config.router_id,
             request.chain,
             request.token_count,
-            self._config.page_size,
+            request.generation.page_size if request.generation is not None else self._config.page_size,
             request.output_tokens,
             self.mode,
             self._rng.random(),
             c.a,
             c.b,
             c.token_bytes,
-            c.bandwidth,
+            struct.pack(f">{len(LEVELS)}d", *c.rates()),
             c.decode_token_seconds,
             self._config.index_feeds,
             int(scripts.NODE_TTL_SECONDS * 1000),
@@ -204,6 +266,14 @@ class Placement:
             load[charge.prefill] += charge.prefill_tokens
             load[charge.decode] += charge.decode_tokens
         return load
+
+    def charged_tokens(self) -> dict[str, float]:
+        """What this router has placed and not yet seen done."""
+        charges = list(self._charges.values())
+        return {
+            "prefill": sum(charge.prefill_tokens for charge in charges),
+            "decode": sum(charge.decode_tokens for charge in charges),
+        }
 
     def prefilled(self, transfer_id: bytes) -> None:
         """The first token came: its prompt no longer waits anywhere."""
@@ -255,8 +325,13 @@ class Placement:
                 args=[self._config.router_id, int(LEASE_SECONDS * 1000), *pairs],
             )
         except (redis.RedisError, TimeoutError, OSError) as error:
+            self.errors["settle"] += 1
             log.debug("charges wait for Redis: %s", error)
             self._dirty.set()
+
+
+def _within(generation: Generation | None, workers: list[WorkerInfo]) -> list[WorkerInfo]:
+    return workers if generation is None else [one for one in workers if generation_of(one) == generation]
 
 
 def _too_late(request: PlacementRequest, first_token_seconds: float) -> OverloadedError:

@@ -17,12 +17,22 @@ def urgency_of(priority: int) -> Urgency:
 
 
 @dataclass(frozen=True)
+class Generation:
+    """Workers between which KV can move (router/placement/generations.py)."""
+
+    model_id: str
+    page_size: int
+    layout: bytes = b""  # serialised KvLayout, without what a pair need not agree on
+
+
+@dataclass(frozen=True)
 class PlacementRequest:
     transfer_id: bytes
     chain: bytes  # packed 8-byte index keys of the prompt's full blocks
     token_count: int
     output_tokens: int  # expected
     excluded: frozenset[str] = frozenset()  # worker ids that failed this request
+    generation: Generation | None = None  # among these workers only; the chain is hashed for it
     explain: bool = False
     urgency: Urgency = "normal"
     target_seconds: float = 0.0  # the first token is wanted within this; 0 = whenever

@@ -1,13 +1,23 @@
--- Charges a request to its tenant's buckets, or says when it may come again.
--- KEYS: quota:<tenant>   ARGV: requests a minute, tokens a minute (0 = no limit), tokens expected
--- -> {0, 0}, or {1 = requests | 2 = tokens, milliseconds until there is room}; then nothing was charged
+-- Charges a request to its tenant's buckets, takes another router's charge over, or says when it may come again.
+-- KEYS: quota:<tenant>, quota-request:<name>
+-- ARGV: requests a minute, tokens a minute (0 = no limit), tokens expected,
+--       owner, again (1: another router may have charged it), tokens its client holds, ms the record is kept
+-- -> {0, 0, taken over}, or {1 = requests | 2 = tokens, milliseconds until there is room, 0}; then nothing was charged
 -- A bucket holds what has been used and leaks a minute's worth a minute: an empty Redis forgives, and a limit that
 -- changes counts at once.
+local MOST_ROUTERS = 16  -- that one charge may be taken over by: a client goes through each router twice at most
 local call = redis.call
 local t = call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local limits = {tonumber(ARGV[1]), tonumber(ARGV[2])}
-local costs = {1, tonumber(ARGV[3])}
+local expected = tonumber(ARGV[3])
+
+local record = call('HMGET', KEYS[2], 'owner', 'charged', 'times')
+local before, charged, times = record[1], tonumber(record[2]) or 0, tonumber(record[3]) or 0
+local taken = ARGV[5] == '1' and before and before ~= 'done' and times < MOST_ROUTERS
+local costs = {1, expected}
+if taken then costs = {0, math.max(0, expected - charged)} end
+
 local kept = call('HMGET', KEYS[1], 'requests', 'tokens', 'at')
 local passed = math.max(0, now - (tonumber(kept[3]) or now))
 local used = {tonumber(kept[1]) or 0, tonumber(kept[2]) or 0}
@@ -16,7 +26,8 @@ for i = 1, 2 do
     used[i] = math.max(0, used[i] - passed * limits[i] / 60000)
     -- What is larger than a whole bucket is let in when the bucket is empty, and paid for afterwards.
     local over = used[i] + math.min(costs[i], limits[i]) - limits[i]
-    if over > 0.001 then return {i, math.ceil(over * 60000 / limits[i])} end
+    -- Half an answer is never refused: it was let in.
+    if over > 0.001 and not taken then return {i, math.ceil(over * 60000 / limits[i]), 0} end
   else
     used[i] = 0
   end
@@ -30,4 +41,13 @@ for i = 1, 2 do
 end
 call('HSET', KEYS[1], 'requests', tostring(used[1]), 'tokens', tostring(used[2]), 'at', now)
 call('PEXPIRE', KEYS[1], expire)
-return {0, 0}
+
+if taken then
+  if before ~= '' then call('HSET', KEYS[2], 'taken:' .. before, ARGV[6]) end
+  call('HSET', KEYS[2], 'owner', ARGV[4], 'charged', charged + costs[2], 'times', times + 1)
+else
+  -- A request of the same name and prompt that is charged already is another one: it settles by what it remembers.
+  call('HSET', KEYS[2], 'owner', ARGV[4], 'charged', expected, 'times', 0)
+end
+call('PEXPIRE', KEYS[2], ARGV[7])
+return {0, 0, taken and 1 or 0}

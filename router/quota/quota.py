@@ -2,14 +2,24 @@
 
 Buckets live in Redis, one script call a charge, so all routers count together. Where Redis is gone or slow everybody
 is let in: a limit is not worth a failed request.
+
+A request whose client goes on at another router is charged once. Beside the bucket Redis keeps a record of the charge:
+
+    charged by A ──settled by A: finished──► forgotten
+       │   └──settled by A: unfinished──┐
+       ▼ A died, or was left            ▼
+    taken over by B: only what it needs beyond A's charge is charged ──settled by B──► done
+
+If A lives after all, it pays only for tokens that its client did not take along.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 
 import redis
@@ -17,6 +27,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from cluster.auth.keys import RateLimits
 from cluster.errors import OverloadedError
+from cluster.telemetry.histogram import CALL_SECONDS as LATENCIES
+from cluster.telemetry.histogram import Histogram
 from router.placement.script_call import Argument, ScriptCall
 
 log = logging.getLogger(__name__)
@@ -31,12 +43,34 @@ def _lua(name: str) -> str:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """Which request a charge is for. `again`: its client says that another router has charged it, and holds
+    `held_tokens` of its answer. `seconds`: how long the charge can stay unsettled."""
+
+    name: str = field(default_factory=lambda: secrets.token_hex(16))
+    again: bool = False
+    held_tokens: int = 0
+    seconds: float = 660.0
+
+
+@dataclass(frozen=True)
 class Charge:
     """What one request was charged; `settle` needs it."""
 
     tenant: str
     limits: RateLimits
     tokens: int
+    claim: Claim
+    owner: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a request has used, over all the routers it took. Not `finished`: its client may yet go on elsewhere."""
+
+    prompt_tokens: int
+    output_tokens: int
+    finished: bool = True
 
 
 class Quota:
@@ -44,30 +78,54 @@ class Quota:
         self._charge = ScriptCall(redis_url, _lua("charge.lua"))
         self._settle = ScriptCall(redis_url, _lua("settle.lua"))
         self._prefix = f"{{{namespace}}}:quota:"
+        self._records = f"{{{namespace}}}:quota-request:"
         self._down_until = 0.0
+        self.seconds = Histogram(LATENCIES)
+        self.errors = 0  # calls that Redis did not answer in time
         self._is_down = False
         self.unchecked = Counter(
             "baton_quota_unchecked_total",
             "Requests let in without a look at their tenant's quota: Redis was gone",
             registry=registry,
         )
+        self.taken_over = Counter(
+            "baton_quota_taken_over_total",
+            "Charges of requests that came from another router",
+            registry=registry,
+        )
         self.refused = Counter(
             "baton_quota_refused_total", "Requests beyond their tenant's quota", ["limit"], registry=registry
         )
 
-    async def charge(self, tenant: str, limits: RateLimits, tokens: int) -> Charge | None:
-        """`tokens`: what the request is expected to use. None: nothing was charged, nothing is to be settled.
+        for name in _LIMITS:
+            self.refused.labels(name)
+
+    async def charge(
+        self, tenant: str, limits: RateLimits, tokens: int, claim: Claim | None = None
+    ) -> Charge | None:
+        """`tokens`: what the request is expected to use, over all the routers it takes. None: nothing was charged,
+        nothing is to be settled.
 
         Raises OverloadedError, which says which limit it was and when there is room again.
         """
         if not limits:
             return None
-        arguments = (limits.requests_per_minute or 0, limits.tokens_per_minute or 0, tokens)
-        answer = await self._call(self._charge, tenant, arguments)
+        charge = Charge(tenant, limits, tokens, claim or Claim())
+        arguments = (
+            limits.requests_per_minute or 0,
+            limits.tokens_per_minute or 0,
+            tokens,
+            charge.owner,
+            int(charge.claim.again),
+            charge.claim.held_tokens,
+            int(charge.claim.seconds * 1000),
+        )
+        answer = await self._call(self._charge, charge, arguments)
         if answer is None:
             self.unchecked.inc()
             return None
-        which, wait_milliseconds = answer
+        which, wait_milliseconds, taken_over = answer
+        self.taken_over.inc(taken_over)
         if which:
             name = _LIMITS[which - 1]
             self.refused.labels(name).inc()
@@ -78,34 +136,40 @@ class Quota:
                 limit=str(limit),
                 retry_after_seconds=max(0.001, wait_milliseconds / 1000),
             )
-        return Charge(tenant, limits, tokens)
+        return charge
 
-    async def settle(self, charge: Charge, tokens: int, *, served: bool) -> None:
-        """`tokens`: what it has used. A request that was not `served` gets its place back too."""
-        limits = charge.limits
-        if served and tokens == charge.tokens:
-            return
-        await self._call(
-            self._settle,
-            charge.tenant,
-            (0 if served else 1, charge.tokens - tokens, limits.tokens_per_minute or 0),
+    async def settle(self, charge: Charge, use: Use | None) -> None:
+        """Once per charge. None: it was not served, and gets its place back too."""
+        arguments = (
+            charge.owner,
+            charge.tokens,
+            use.prompt_tokens if use else 0,
+            use.output_tokens if use else 0,
+            int(use is not None),
+            int(use is None or use.finished),
+            charge.limits.tokens_per_minute or 0,
         )
+        await self._call(self._settle, charge, arguments)
 
     async def _call(
-        self, script: ScriptCall, tenant: str, arguments: tuple[Argument, ...]
+        self, script: ScriptCall, charge: Charge, arguments: tuple[Argument, ...]
     ) -> list[int] | None:
         """None: Redis did not answer in time."""
         if time.monotonic() < self._down_until:
             return None
+        began = time.monotonic()
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                answer = await script([self._prefix + tenant], arguments)
+                keys = [self._prefix + charge.tenant, self._records + charge.claim.name]
+                answer = await script(keys, arguments)
         except (redis.RedisError, TimeoutError, OSError) as error:
+            self.errors += 1
             self._down_until = time.monotonic() + RETRY_SECONDS
             if not self._is_down:
                 log.warning("quotas are not checked while Redis does not answer: %s", error or "too slow")
             self._is_down = True
             return None
+        self.seconds.observe(time.monotonic() - began)
         if self._is_down:
             log.info("quotas are checked again")
         self._is_down = False

@@ -7,7 +7,6 @@ error, something leaked, or a recovery took longer than its bound.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -19,19 +18,15 @@ import typer
 from rich.console import Console
 
 from tests.chaos.campaign import Campaign
+from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
-from tests.chaos.faults import ROWS, draw_fault
-from tests.chaos.results import Result, append, percentile, read, table
-from tests.chaos.target import Target
+from tests.chaos.faults import Striker
+from tests.chaos.results import Result, append, matrix_table, percentile, point_table, read, table
+from tests.chaos.rows import ROWS, draw_fault
 from tests.chaos.workload import Workload
 from tests.checkpoints import make_checkpoint
-from tests.end_to_end.conftest import run_cluster
 
 OUT = Path("out/chaos")
-REPLICAS = 2
-FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "6MiB")
-# A ring so small that every prompt passes through it in parts, and slots are always in use.
-SMALL_RING = {"RING_BYTES": 524_288, "SLOT_BYTES": 16_384, "PART_BYTES": 16_384}
 console = Console(width=170, highlight=False)
 
 
@@ -55,13 +50,12 @@ def main(
         append(results_file, result)
         console.print(line(result, faults))
 
-    for name, value in SMALL_RING.items():
-        os.environ[f"BATON_TRANSFER__{name}"] = str(value)
     if first < faults:
         with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
             plan = Plan(seed, first, faults, names, baton_clients, openai_clients, out)
             run(Path(scratch), plan, on_result)
-    console.print(table(done))
+    for shown in (table(done), matrix_table(done), point_table(done)):
+        console.print(shown)
     if problems := verdict(done):
         console.print("\n".join(problems), style="red")
         raise typer.Exit(1)
@@ -83,32 +77,31 @@ class Plan:
 def run(scratch: Path, plan: Plan, on_result: Callable[[Result], None]) -> None:
     """A cluster, a workload and a campaign; the cluster's logs are kept."""
     model = make_checkpoint(scratch / "model")
-    replicas = str(REPLICAS)
-    counts = ("--routers", replicas, "--prefill", replicas, "--decode", replicas)
-    with run_cluster(scratch / "cluster", model, *FLAGS, *counts) as cluster:
-        target = Target(scratch / "cluster" / "state.json", REPLICAS)
+    with run_chaos_cluster(scratch / "chaos", model) as cluster:
         checker = Checker(model)
         try:
-            asyncio.run(_campaign(target, checker, plan, on_result))
+            asyncio.run(_campaign(cluster, checker, plan, on_result))
         finally:
             checker.close()
             kept = plan.out / "logs" / f"{plan.seed}-{plan.first}"
-            shutil.copytree(cluster.state["logs"], kept, dirs_exist_ok=True)
-            shutil.copy(scratch / "cluster" / "up.log", kept)
+            shutil.copytree(cluster.logs, kept, dirs_exist_ok=True)
+            shutil.copy(cluster.up_log, kept)
 
 
 async def _campaign(
-    target: Target, checker: Checker, plan: Plan, on_result: Callable[[Result], None]
+    cluster: ChaosCluster, checker: Checker, plan: Plan, on_result: Callable[[Result], None]
 ) -> None:
     workload = Workload(
-        target.grpc,
-        target.http,
+        cluster.target.grpc,
+        cluster.target.http,
         checker,
         baton_clients=plan.baton_clients,
         openai_clients=plan.openai_clients,
         seed=f"{plan.seed}:{plan.first}",
     )
-    campaign = Campaign(target, workload, plan.seed, on_result, plan.out / "wrong.jsonl")
+    striker = Striker(cluster.target, workload, cluster.orders, cluster.network)
+    evidence = plan.out / "wrong.jsonl"
+    campaign = Campaign(cluster.target, workload, striker, plan.seed, on_result, evidence)
     await campaign.run(draw_fault(plan.seed, n, plan.names) for n in range(plan.first, plan.faults))
 
 
@@ -116,14 +109,18 @@ def line(result: Result, faults: int) -> str:
     """Progress, and everything that went wrong."""
     held = f" {result.hold:.1f} s" if result.hold else ""
     text = (
-        f"{result.number + 1}/{faults} {result.fault}{held}: {result.in_flight} in flight, {result.hit} hit, "
-        f"recovery {result.recovery:.2f} s, whole after {result.whole_again:.1f} s, reclaimed after "
+        f"{result.number + 1}/{faults} {result.fault}{_where(result)}{held}: {result.in_flight} in flight, "
+        f"{result.hit} hit, recovery {result.recovery:.2f} s, whole after {result.whole_again:.1f} s, reclaimed after "
         f"{result.quiet:.1f} s, "
         f"{result.requests} requests, {result.tokens} tokens, near-ties {result.near_ties}"
     )
     if result.lost or result.doubled or result.wrong:
         text += f" [red]lost {result.lost} doubled {result.doubled} wrong {result.wrong}[/red]"
     return text + "".join(f"\n   [red]{what}[/red]" for what in [*result.errors, *result.leaks])
+
+
+def _where(result: Result) -> str:
+    return "".join(f" ({what})" for what in (result.point, result.way) if what)
 
 
 def verdict(results: list[Result]) -> list[str]:

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.chaos.faults import Fault, Struck, strike
+from tests.chaos.faults import Striker, Struck
 from tests.chaos.invariants import leaks
 from tests.chaos.results import Result
+from tests.chaos.rows import Fault
 from tests.chaos.streams import Stream
 from tests.chaos.target import Target
 from tests.chaos.workload import Workload
 
 END_SECONDS = 60.0
-SETTLE_SECONDS = 1.0
+SETTLE_SECONDS = 0.7  # new requests still meet what is broken
 WINDOW_SECONDS = 3.0  # silences that begin this long after a fault belong to it
 _POSITIONS = re.compile(r"token at position (\d+), expected (\d+)")
 
@@ -32,12 +33,14 @@ class Campaign:
         self,
         target: Target,
         workload: Workload,
+        striker: Striker,
         seed: str,
         on_result: Callable[[Result], None],
         evidence: Path,
     ):
         self._target = target
         self._workload = workload
+        self._striker = striker
         self._seed = seed
         self._on_result = on_result
         self._evidence = evidence
@@ -58,15 +61,17 @@ class Campaign:
         missing = await self._target.whole()
         if missing:
             raise RuntimeError(f"before fault {fault.number}: {missing}")
+        preempted = await self._target.total("preemptions")
         workload.finished.clear()
         workload.resume()
-        struck = await strike(fault, self._target, workload)
+        struck = await self._striker.strike(fault)
         if struck is None:
             return False
         await asyncio.sleep(SETTLE_SECONDS)
+        # What has to start again gets the processors; the streams that run go on meanwhile.
+        workload.pause()
         missing = await self._target.whole()
         whole_again = loop.time() - struck.began
-        workload.pause()
         ended = await workload.idle(END_SECONDS)
         found = [f"stuck: {stream}" for stream in workload.live] if not ended else []
         streams = [*workload.finished, *workload.live]
@@ -85,7 +90,8 @@ class Campaign:
         for stream in streams:
             if stream.verdict is not None and stream.verdict.wrong:
                 self._keep(fault, stream)
-        self._on_result(self._result(fault, struck, streams, fresh, (whole_again, quiet)))
+        preempted = max(0, await self._target.total("preemptions") - preempted)
+        self._on_result(self._result(fault, struck, streams, fresh, (whole_again, quiet), preempted))
         return True
 
     def _keep(self, fault: Fault, stream: Stream) -> None:
@@ -101,6 +107,7 @@ class Campaign:
         streams: list[Stream],
         leaks: list[str],
         seconds: tuple[float, float],
+        preempted: int,
     ) -> Result:
         baton = [stream for stream in streams if stream.kind == "baton"]
         broken = [s for s in streams if s.outcome == "error" and s.router in struck.routers and s.router]
@@ -115,6 +122,9 @@ class Campaign:
             seed=self._seed,
             number=fault.number,
             fault=fault.name,
+            point=fault.point,
+            way=fault.way,
+            preempted=preempted,
             hold=struck.held_seconds,
             in_flight=struck.in_flight,
             hit=struck.hit,

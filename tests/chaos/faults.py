@@ -1,67 +1,24 @@
-"""The faults: what is done to whom, for how long, drawn from a seed and a number."""
+"""Striking: what is done to whom, and what it met."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import random
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from cluster.faults import orders
+from tests.chaos.rows import ANY_MOMENT, Fault
 from tests.chaos.target import Target
 from tests.chaos.workload import Workload
+from tests.network.run_proxy import RunningProxy
 
-KILL_BOUND_SECONDS = 1.5
-STOP_BOUND_SECONDS = 6.5
 IN_FLIGHT_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of the matrix. `bound_seconds`: the longest silence a Baton client may see; None: none is promised."""
-
-    role: str  # router, prefill, decode, redis, or client
-    act: str  # kill, stop, cancel, nothing
-    everyone: bool = False
-    weight: int = 2
-    bound_seconds: float | None = KILL_BOUND_SECONDS
-
-
-ROWS: dict[str, Row] = {
-    "kill prefill": Row("prefill", "kill", weight=4),
-    "kill decode": Row("decode", "kill", weight=4),
-    "kill router": Row("router", "kill", weight=3),
-    "stop prefill": Row("prefill", "stop", weight=3, bound_seconds=STOP_BOUND_SECONDS),
-    "stop decode": Row("decode", "stop", weight=3, bound_seconds=STOP_BOUND_SECONDS),
-    "stop router": Row("router", "stop", weight=1, bound_seconds=None),
-    "kill redis": Row("redis", "kill"),
-    "stop redis": Row("redis", "stop"),
-    "kill all prefill": Row("prefill", "kill", everyone=True, weight=1),
-    "kill all decode": Row("decode", "kill", everyone=True, weight=1, bound_seconds=None),
-    "cancel": Row("client", "cancel", weight=3),
-    # What the machine alone does to a stream: the other rows' recoveries hold this much of it.
-    "nothing": Row("client", "nothing", weight=1, bound_seconds=None),
-}
-
-
-@dataclass(frozen=True)
-class Fault:
-    number: int
-    name: str
-    row: Row
-    delay_seconds: float  # after a request was seen in flight
-    hold_seconds: float  # of a stop
-    rng: random.Random
-
-
-def draw_fault(seed: str, number: int, names: Sequence[str]) -> Fault:
-    rng = random.Random(f"{seed}:{number}")
-    name = rng.choices(list(names), [ROWS[one].weight for one in names])[0]
-    # Short ones go unnoticed, middling ones make suspect, long ones are lost and fenced.
-    hold = rng.choice((rng.uniform(0.2, 1.5), rng.uniform(2.2, 4.0), rng.uniform(6.0, 9.0)))
-    return Fault(number, name, ROWS[name], rng.uniform(0.0, 0.4), hold, rng)
+CROWD = 14
 
 
 @dataclass(frozen=True)
@@ -76,57 +33,151 @@ class Struck:
     held_seconds: float
 
 
-async def strike(fault: Fault, target: Target, workload: Workload) -> Struck | None:
-    """Returns after the signal, for a stop after SIGCONT. None: nothing was in flight, nothing was done."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + IN_FLIGHT_SECONDS
-    await asyncio.sleep(fault.delay_seconds)
-    while not (victims := _victims(fault, target, workload)):
-        if loop.time() > deadline:
-            return None
-        await asyncio.sleep(0.005)
-    if fault.row.act == "cancel":
-        return _cancel(fault, workload)
-    if fault.row.act == "nothing":
-        return Struck(loop.time(), (), (), len(workload.live), 0, 0.0)
-    hit = sum(any(target.pid_of(worker) in victims for worker in stream.workers) for stream in workload.live)
-    routers = tuple(one["http"] for one in target.state()["router"] if one["pid"] in victims)
-    began, in_flight, held = loop.time(), len(workload.live), 0.0
-    _signal(victims, signal.SIGKILL if fault.row.act == "kill" else signal.SIGSTOP)
-    if fault.row.act == "stop":
-        held = fault.hold_seconds
+class Striker:
+    """Carries faults out on one cluster. `orders` is the directory that its processes take orders from."""
+
+    def __init__(self, target: Target, workload: Workload, orders_directory: Path, network: RunningProxy):
+        self._target = target
+        self._workload = workload
+        self._orders = orders_directory
+        self._network = network
+
+    async def strike(self, fault: Fault) -> Struck | None:
+        """Returns after the blow; of a stop or a cut, after its end. None: no request was where it should have hit,
+        and nothing was done."""
+        await asyncio.sleep(fault.delay_seconds)
+        acts = {"cancel": self._cancel, "crowd": self._crowd, "cut": self._cut, "nothing": self._nothing}
+        act = acts.get(fault.row.act) or (self._signal if fault.point == ANY_MOMENT else self._order)
+        deadline = asyncio.get_running_loop().time() + IN_FLIGHT_SECONDS
+        while not self._workload.live:
+            if asyncio.get_running_loop().time() > deadline:
+                return None
+            await asyncio.sleep(0.005)
+        return await act(fault, deadline)
+
+    # --- at a point --------------------------------------------------------------------------------------
+
+    async def _order(self, fault: Fault, deadline: float) -> Struck | None:
+        """Whoever passes the point first, the `at`-th time, breaks."""
+        name = f"{fault.number}-{fault.rng.getrandbits(32):08x}"
+        order = orders.Order(name, fault.point, fault.row.act, fault.at, fault.hold_seconds)
+        (self._orders / "struck.jsonl").unlink(missing_ok=True)
+        orders.give_orders(self._orders, [order])
         try:
-            await asyncio.sleep(held)
+            done = await self._carried_out(name, deadline)
         finally:
-            _signal(victims, signal.SIGCONT)
-    return Struck(began, tuple(victims), routers, in_flight, hit, held)
+            orders.give_orders(self._orders, [])
+        if done is None or not done.whose:
+            return None
+        in_flight = len(self._workload.live)
+        if fault.row.act == "stop":
+            try:
+                await asyncio.sleep(fault.hold_seconds)
+            finally:
+                _send([done.pid], signal.SIGCONT)
+        held = fault.hold_seconds if fault.row.act in ("stop", "delay") else 0.0
+        hit = sum(done.process in stream.workers for stream in self._workload.live)
+        return Struck(done.monotonic, (done.pid,), self._routers([done.pid]), in_flight, hit or 1, held)
+
+    async def _carried_out(self, name: str, deadline: float) -> orders.Struck | None:
+        while asyncio.get_running_loop().time() < deadline:
+            for one in orders.read_struck(self._orders):
+                if one.id == name:
+                    return one
+            await asyncio.sleep(0.005)
+        return None
+
+    # --- by signal ---------------------------------------------------------------------------------------
+
+    async def _signal(self, fault: Fault, deadline: float) -> Struck | None:
+        loop = asyncio.get_running_loop()
+        while not (victims := self._victims(fault)):
+            if loop.time() > deadline:
+                return None
+            await asyncio.sleep(0.005)
+        live = self._workload.live
+        hit = sum(any(self._target.pid_of(worker) in victims for worker in stream.workers) for stream in live)
+        routers = self._routers(victims)
+        began, in_flight, held = loop.time(), len(live), 0.0
+        _send(victims, signal.SIGKILL if fault.row.act == "kill" else signal.SIGSTOP)
+        if fault.row.act == "stop":
+            held = fault.hold_seconds
+            try:
+                await asyncio.sleep(held)
+            finally:
+                _send(victims, signal.SIGCONT)
+        return Struck(began, tuple(victims), routers, in_flight, hit, held)
+
+    def _victims(self, fault: Fault) -> list[int]:
+        """Empty while no request is in flight there."""
+        live = self._workload.live
+        pids = sorted(self._target.pids(fault.row.role))
+        if not live or fault.row.everyone or fault.row.role == "redis":
+            return pids if live else []
+        if fault.row.role == "router":
+            return [fault.rng.choice(pids)]
+        busy = {self._target.pid_of(worker) for stream in live for worker in stream.workers} & set(pids)
+        return [fault.rng.choice(sorted(pid for pid in busy if pid is not None))] if busy else []
+
+    def _routers(self, pids: Sequence[int]) -> tuple[str, ...]:
+        return tuple(one["http"] for one in self._target.state()["router"] if one["pid"] in pids)
+
+    # --- the network -------------------------------------------------------------------------------------
+
+    async def _cut(self, fault: Fault, deadline: float) -> Struck | None:
+        """Between one process of each role; what is on its way arrives when the cut heals."""
+        loop = asyncio.get_running_loop()
+        while (pair := self._pair(fault)) is None:
+            if loop.time() > deadline:
+                return None
+            await asyncio.sleep(0.005)
+        source, worker = pair
+        began, in_flight = loop.time(), len(self._workload.live)
+        hit = sum(worker["id"] in stream.workers for stream in self._workload.live)
+        cut = self._network.cut([source], [worker["address"]], fault.way)
+        try:
+            await asyncio.sleep(fault.hold_seconds)
+        finally:
+            self._network.heal()
+        return Struck(began, (), (), in_flight, hit, fault.hold_seconds) if cut else None
+
+    def _pair(self, fault: Fault) -> tuple[int, dict[str, Any]] | None:
+        """A process, and a worker that it talks to for a request in flight."""
+        source_role, target_role = fault.row.role.split(">")
+        state = self._target.state()
+        pairs = [
+            (source["pid"], target)
+            for source in state[source_role]
+            for target in state[target_role]
+            if any(
+                target["id"] in stream.workers and (source_role == "router" or source["id"] in stream.workers)
+                for stream in self._workload.live
+            )
+        ]
+        return fault.rng.choice(pairs) if pairs else None
+
+    # --- clients -----------------------------------------------------------------------------------------
+
+    async def _cancel(self, fault: Fault, deadline: float) -> Struck | None:
+        streams = [stream for stream in self._workload.live if not stream.cancel_asked]
+        chosen = fault.rng.sample(streams, fault.rng.randint(1, len(streams))) if streams else []
+        began = asyncio.get_running_loop().time()
+        for stream in chosen:
+            self._workload.cancel(stream)
+        return Struck(began, (), (), len(streams), len(chosen), 0.0) if chosen else None
+
+    async def _crowd(self, fault: Fault, deadline: float) -> Struck | None:
+        """More long answers at once than the decode workers have blocks for."""
+        began, in_flight = asyncio.get_running_loop().time(), len(self._workload.live)
+        await self._workload.crowd(fault.rng, CROWD)
+        return Struck(began, (), (), in_flight, CROWD, 0.0)
+
+    async def _nothing(self, fault: Fault, deadline: float) -> Struck | None:
+        live = len(self._workload.live)
+        return Struck(asyncio.get_running_loop().time(), (), (), live, 0, 0.0)
 
 
-def _victims(fault: Fault, target: Target, workload: Workload) -> list[int]:
-    """Pids, or the indexes of the streams to cancel; empty while no request is in flight there."""
-    if not workload.live:
-        return []
-    if fault.row.role == "client":
-        return [i for i, stream in enumerate(workload.live) if not stream.cancel_asked]
-    pids = sorted(target.pids(fault.row.role))
-    if fault.row.everyone or fault.row.role == "redis":
-        return pids
-    if fault.row.role == "router":
-        return [fault.rng.choice(pids)]
-    busy = {target.pid_of(worker) for stream in workload.live for worker in stream.workers} & set(pids)
-    return [fault.rng.choice(sorted(pid for pid in busy if pid is not None))] if busy else []
-
-
-def _cancel(fault: Fault, workload: Workload) -> Struck:
-    streams = list(workload.live)
-    chosen = fault.rng.sample(streams, fault.rng.randint(1, len(streams)))
-    began = asyncio.get_running_loop().time()
-    for stream in chosen:
-        workload.cancel(stream)
-    return Struck(began, (), (), len(streams), len(chosen), 0.0)
-
-
-def _signal(pids: Sequence[int], number: int) -> None:
+def _send(pids: Sequence[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # its parent was faster
             os.kill(pid, number)

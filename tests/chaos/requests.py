@@ -56,3 +56,9 @@ def draw_ask(rng: random.Random, *, need_seed: bool = False) -> Ask:
     seed = rng.randrange(2**32) if need_seed or rng.random() < 0.6 else None
     top_p, top_k = rng.choice(((1.0, 0), (0.9, 0), (1.0, 40), (0.95, 50)))
     return Ask(prompt, length, rng.choice((0.7, 1.0, 1.2)), top_p, top_k, seed)
+
+
+def draw_long_ask(rng: random.Random) -> Ask:
+    """Some hundred tokens in, many hundreds out: what fills a decode worker."""
+    prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randrange(150, 300))]
+    return Ask(prompt, rng.randrange(450, 600), 0.0, 1.0, 0, None)

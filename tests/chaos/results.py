@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.table import Table
 
-from tests.chaos.faults import ROWS
+from cluster.faults.points import Point
+from tests.chaos.rows import MATRIX, ROWS, SHORT
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class Result:
     whole_again: float  # until every process was back and every router saw every worker
     quiet: float  # from the last stream's end until nothing was held anywhere; statuses are 0.5 s old
     leaks: list[str] = field(default_factory=list)
+    point: str = ""  # where in the code; "" = any moment
+    way: str = ""  # of a cut
+    preempted: int = 0  # sequences pushed out of a batch meanwhile
 
 
 def append(path: Path, result: Result) -> None:
@@ -54,31 +59,71 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
+_COLUMNS = (
+    "fault",
+    "faults",
+    "requests",
+    "tokens",
+    "lost",
+    "doubled",
+    "wrong",
+    "near-ties",
+    "errors",
+    "OpenAI, router died",
+    "recovery p50 s",
+    "p99 s",
+    "bound s",
+    "reclaimed p99 s",
+    "leaks",
+)
+
+
 def table(results: Iterable[Result]) -> Table:
+    """What every kind of fault did."""
     results = list(results)
-    shown = Table(title="faults by kind")
-    for column in (
-        "fault",
-        "faults",
-        "requests",
-        "tokens",
-        "lost",
-        "doubled",
-        "wrong",
-        "near-ties",
-        "errors",
-        "OpenAI, router died",
-        "recovery p50 s",
-        "p99 s",
-        "bound s",
-        "reclaimed p99 s",
-        "leaks",
-    ):
-        shown.add_column(column, justify="left" if column == "fault" else "right")
+    shown = _table("faults by kind", _COLUMNS)
     for name in [*ROWS, "all"]:
         mine = [one for one in results if name in (one.fault, "all")]
         if mine:
             shown.add_row(*_row(name, mine), style="bold" if name == "all" else None)
+    return shown
+
+
+def matrix_table(results: Iterable[Result]) -> Table:
+    """How often each row of the hand-off's fault matrix was hit; one of too few blocks only if it led to that."""
+    hits: Counter[str] = Counter()
+    for one in results:
+        row = ROWS.get(one.fault)
+        if row is not None and one.in_flight and (row.matrix != SHORT or one.preempted):
+            hits[row.matrix] += 1
+    # Any fault may leave a decode worker short of blocks.
+    hits[SHORT] += sum(bool(one.preempted) for one in results if one.fault != "crowd")
+    shown = _table("rows of the fault matrix", ("row", "hit"))
+    for name in MATRIX:
+        shown.add_row(name, str(hits[name]))
+    return shown
+
+
+def point_table(results: Iterable[Result]) -> Table:
+    """How often each named point was hit, with a request at it, and what was done there."""
+    acts: dict[str, Counter[str]] = {point.value: Counter() for point in Point}
+    for one in results:
+        if one.fault not in ROWS:
+            continue
+        act = ROWS[one.fault].act
+        at = f"network, {one.way}" if act == "cut" else one.point or "any moment"
+        acts.setdefault(at, Counter())[one.fault if act == "cut" else act] += 1
+    shown = _table("points", ("point", "hit", "how"))
+    for at, counts in acts.items():
+        how = ", ".join(f"{act} {count}" for act, count in counts.most_common())
+        shown.add_row(at, str(counts.total()), how)
+    return shown
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    shown = Table(title=title)
+    for column in columns:
+        shown.add_column(column, justify="left" if column in ("fault", "row", "point", "how") else "right")
     return shown
 
 

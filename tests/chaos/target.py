@@ -56,6 +56,11 @@ class Target:
             answers = [await client.get(f"{url}/v1/cluster") for url in self.http]
         return [answer.json() for answer in answers]
 
+    async def total(self, field: str) -> int:
+        """Of all live workers' statuses; a worker that died takes its share with it."""
+        view = (await self.views())[0]
+        return sum(int(one["status"].get(field, 0)) for one in view["workers"] if one["lease"] == "live")
+
     async def whole(self, seconds: float = WHOLE_SECONDS) -> str:
         """Waits until every router sees every worker alive. Returns what is missing, or ""."""
         return await poll(self._missing, seconds)

@@ -8,34 +8,41 @@ import dataclasses
 import pytest
 
 from tests.chaos.campaign import Campaign
+from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
-from tests.chaos.faults import draw_fault
+from tests.chaos.faults import Striker
 from tests.chaos.results import Result
-from tests.chaos.target import Target
+from tests.chaos.rows import ANY_MOMENT, draw_fault
 from tests.chaos.workload import Workload
-from tests.end_to_end.conftest import run_cluster
 
-FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "6MiB")
-WHOLE = ("--routers", "2", "--prefill", "2", "--decode", "2")
 SEED = "short"
-KINDS = ("cancel", "kill decode", "stop decode", "kill prefill", "kill redis")
+# (row, point)
+FAULTS = (
+    ("kill decode, decoding", "decode.tokens"),
+    ("corrupt", "landing.landed"),
+    ("kill prefill", "sender.written"),
+    ("double message", "message.committed"),
+    ("stop decode", "landing.landed"),
+    ("kill decode, uncommitted", "decode.committing"),
+    ("cut prefill–decode", ANY_MOMENT),
+    ("kill router", "router.token"),
+    ("kill redis", ANY_MOMENT),
+)
 HOLD_SECONDS = 5.5  # lost, and found again
+LATE_SECONDS = 0.3
 
 
 @pytest.mark.timeout(300)
-def test_faults_lose_no_token_break_no_stream_and_leave_nothing(checkpoint, tmp_path, monkeypatch):
-    for name, value in (("RING_BYTES", 524_288), ("SLOT_BYTES", 16_384), ("PART_BYTES", 16_384)):
-        monkeypatch.setenv(f"BATON_TRANSFER__{name}", str(value))
+def test_faults_lose_no_token_break_no_stream_and_leave_nothing(checkpoint, tmp_path):
     model = checkpoint("llama")
     results: list[Result] = []
-    with run_cluster(tmp_path / "cluster", model, *FLAGS, *WHOLE):
-        target = Target(tmp_path / "cluster" / "state.json", 2)
+    with run_chaos_cluster(tmp_path / "chaos", model) as cluster:
         checker = Checker(model)
         try:
-            asyncio.run(_campaign(target, checker, results, tmp_path / "wrong.jsonl"))
+            asyncio.run(_campaign(cluster, checker, results, tmp_path / "wrong.jsonl"))
         finally:
             checker.close()
-    assert [result.fault for result in results] == list(KINDS)
+    assert [(result.fault, result.point) for result in results] == list(FAULTS)
     for result in results:
         assert (result.lost, result.doubled, result.wrong) == (0, 0, 0), result
         assert not result.errors, result
@@ -43,10 +50,18 @@ def test_faults_lose_no_token_break_no_stream_and_leave_nothing(checkpoint, tmp_
         assert result.tokens > 0, result
 
 
-async def _campaign(target, checker, results, evidence) -> None:
+async def _campaign(cluster: ChaosCluster, checker, results, evidence) -> None:
+    target = cluster.target
     workload = Workload(target.grpc, target.http, checker, baton_clients=3, openai_clients=1, seed=SEED)
+    striker = Striker(target, workload, cluster.orders, cluster.network)
     schedule = [
-        dataclasses.replace(draw_fault(SEED, number, [kind]), hold_seconds=HOLD_SECONDS)
-        for number, kind in enumerate(KINDS)
+        dataclasses.replace(
+            draw_fault(SEED, number, [row]),
+            point=point,
+            at=1 + number % 3,
+            way="both" if row.startswith("cut") else "",
+            hold_seconds=LATE_SECONDS if "message" in row else HOLD_SECONDS,
+        )
+        for number, (row, point) in enumerate(FAULTS)
     ]
-    await Campaign(target, workload, SEED, results.append, evidence).run(schedule)
+    await Campaign(target, workload, striker, SEED, results.append, evidence).run(schedule)

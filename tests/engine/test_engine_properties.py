@@ -134,7 +134,7 @@ def test_a_prompts_cost_is_its_share_of_the_steps_that_computed_it():
         done += engine.step().done
     shares = [one.prompt_compute_seconds for one in done]
     assert len(shares) == 4 and min(shares) > 0
-    assert sum(shares) <= sum(engine._seconds.values())
+    assert sum(shares) <= sum(engine.step_times.total_seconds.values())
 
 
 def test_the_less_important_is_preempted_though_it_came_first():

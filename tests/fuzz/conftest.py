@@ -1,10 +1,11 @@
 """A router that is asked nonsense, with stub workers behind it, and how much of it.
 
-`make test` asks the same bounded number of questions every time; BATON_FUZZ_EXAMPLES=2000 asks more, and new ones.
+`make test` asks the same bounded number of questions every time; `make fuzz` asks more, and new ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -15,45 +16,84 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.security.routers import Router, run_router, stub_workers, wait_ready
+from tests.fuzz.tally import Tally
+from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
 
 NAME = "tiny"
-EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "0"))
-
-
+CASES = int(os.environ.get("BATON_FUZZ_CASES", "0"))
+RESULTS = os.environ.get("BATON_FUZZ_RESULTS", "")
 BATCH = 16
 
 
-def few(examples: int, batch: int = 1) -> settings:
-    """How one test runs by default; the environment's number replaces it. `batch` cases make one example."""
+def few(cases: int, share: float, batch: int = 1) -> settings:
+    """How many cases one test runs by default; at length, its share of all. `batch` cases make one example."""
+    examples = round(CASES * share) if CASES else cases
     return settings(
-        max_examples=-(-EXAMPLES // batch) or examples,
-        derandomize=not EXAMPLES,
+        max_examples=max(1, -(-examples // batch)),
+        derandomize=not CASES,
         deadline=None,
         database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        suppress_health_check=list(HealthCheck),
     )
 
 
 @pytest.fixture(scope="session")
-def router(checkpoint: Any, redis_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    """It must be well at the end, with nothing in flight and no exception in its log."""
+def tally() -> Iterator[Tally]:
+    made = Tally()
+    yield made
+    if RESULTS:
+        made.append(Path(RESULTS))
+
+
+@pytest.fixture(scope="session")
+def start_router(
+    checkpoint: Any, redis_server: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """Starts routers in front of the same stub workers. They must be well at the end, with nothing in flight and no
+    exception in their logs."""
     namespace = f"test-{secrets.token_hex(4)}"
-    config = {
-        "model": str(checkpoint("llama")),
-        "served_model_name": NAME,
-        "redis_url": redis_server.url,
-        "namespace": namespace,
-        "max_model_len": 64,
-        "max_body_bytes": 50_000,
-        "header_seconds": 0.2,
-        "body_seconds": 0.2,
-    }
-    directory: Path = tmp_path_factory.mktemp("router")
-    with stub_workers(redis_server.url, namespace), run_router(directory, config) as running:
-        wait_ready(running.http)
-        yield running
-        view = httpx.get(f"{running.http}/v1/cluster").json()
-        assert view["router"]["requests_in_flight"] == 0
-        body = {"prompt": "abc", "max_tokens": 2}
-        assert httpx.post(f"{running.http}/v1/completions", json=body).status_code == 200
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stub_workers(redis_server.url, namespace))
+
+        def start(headers: dict[str, str], **more: Any) -> Router:
+            config = {
+                "model": str(checkpoint("llama")),
+                "served_model_name": NAME,
+                "redis_url": redis_server.url,
+                "namespace": namespace,
+                "max_model_len": 64,
+                "max_body_bytes": 50_000,
+                "header_seconds": 0.2,
+                "body_seconds": 0.2,
+                **more,
+            }
+            directory = tmp_path_factory.mktemp("router")
+            running = stack.enter_context(run_router(directory, config))
+            wait_ready(running.http)
+            stack.callback(check_well, running, headers)
+            return running
+
+        yield start
+
+
+def check_well(running: Router, headers: dict[str, str]) -> None:
+    view = httpx.get(f"{running.http}/v1/cluster", headers=headers).json()
+    assert view["router"]["requests_in_flight"] == 0
+    body = {"prompt": "abc", "max_tokens": 2}
+    assert httpx.post(f"{running.http}/v1/completions", json=body, headers=headers).status_code == 200
+
+
+@pytest.fixture(scope="session")
+def router(start_router: Any) -> Router:
+    """Asks for no keys."""
+    started: Router = start_router({})
+    return started
+
+
+@pytest.fixture(scope="session")
+def guarded(start_router: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Router, str]:
+    """Asks for keys; an administrator's comes with it."""
+    keys = KeyFile(tmp_path_factory.mktemp("keys") / "keys.yaml")
+    key = keys.add("ops", admin=True)
+    headers = {"authorization": f"Bearer {key}"}
+    return start_router(headers, api_keys_file=str(keys.path)), key

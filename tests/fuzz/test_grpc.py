@@ -13,6 +13,7 @@ from cluster.errors import InternalError
 from cluster.rpc import error_from_rpc
 from tests.fuzz.conftest import BATCH, few
 from tests.fuzz.strategies import tokens
+from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
 from tests.fuzz.test_http import exchange
 from tests.security.routers import Router
 from wire import inference_pb2 as pb
@@ -34,7 +35,12 @@ def channel(router: Router):
 
 
 def call(
-    channel: grpc.Channel, method: str, raw: bytes, metadata: tuple[tuple[str, str | bytes], ...] = ()
+    channel: grpc.Channel,
+    method: str,
+    raw: bytes,
+    tally: Tally,
+    kind: str,
+    metadata: tuple[tuple[str, str | bytes], ...] = (),
 ) -> None:
     path = f"/baton.v1.Inference/{method}"
     failure: grpc.RpcError | None = None
@@ -46,6 +52,7 @@ def call(
             channel.unary_unary(path)(raw, timeout=20, metadata=metadata)
     except grpc.RpcError as error:
         failure = error
+    tally.count(kind, ANSWERED if failure is None else REFUSED)
     if failure is not None:
         assert failure.code() in CLEAN, (raw, failure)
         error = error_from_rpc(failure)
@@ -73,7 +80,9 @@ def _options() -> st.SearchStrategy[pb.GenerateOptions]:
         "include_stop_text": st.booleans(),
         "priority": st.integers(-(2**31), 2**31 - 1),
     }
-    return st.fixed_dictionaries({}, optional=fields).map(lambda given: pb.GenerateOptions(**given))
+    some = st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True)
+    chosen = some.flatmap(lambda names: st.fixed_dictionaries({name: fields[name] for name in names}))
+    return chosen.map(lambda given: pb.GenerateOptions(**given))
 
 
 @st.composite
@@ -89,63 +98,67 @@ def requests(draw: st.DrawFn) -> pb.GenerateRequest:
             request.chat.messages.add(role=role, content=draw(_texts))
     if draw(st.booleans()):
         request.resume_tokens.ids.extend(abs(one) for one in draw(tokens))
+    if draw(st.booleans()):
+        request.resume_ticket = draw(st.binary(max_size=40))
+        request.reconnects = draw(st.integers(0, 2**32 - 1))
     request.explain = draw(st.booleans())
     request.request_id = draw(_texts)
     return request
 
 
-@few(200)
+@few(150, 0.1)
 @given(request=requests())
-def test_requests(request, channel):
-    call(channel, "Generate", request.SerializeToString())
+def test_requests(request, channel, tally):
+    call(channel, "Generate", request.SerializeToString(), tally, "gRPC: requests")
 
 
-@few(200)
+@few(150, 0.06)
 @given(
     request=requests(),
     cut=st.integers(0, 200),
     noise=st.binary(max_size=10),
     method=st.sampled_from(sorted(METHODS)),
 )
-def test_messages_that_are_damaged(request, cut, noise, method, channel):
+def test_messages_that_are_damaged(request, cut, noise, method, channel, tally):
     raw = request.SerializeToString()
     cut = min(cut, len(raw))
-    call(channel, method, raw[:cut] + noise + raw[cut + len(noise) :])
+    call(channel, method, raw[:cut] + noise + raw[cut + len(noise) :], tally, "gRPC: damaged messages")
 
 
-@few(150)
+@few(100, 0.03)
 @given(raw=st.binary(max_size=100), method=st.sampled_from(sorted(METHODS)))
-def test_messages_that_are_noise(raw, method, channel):
-    call(channel, method, raw)
+def test_messages_that_are_noise(raw, method, channel, tally):
+    call(channel, method, raw, tally, "gRPC: noise")
 
 
 _KEYS = st.from_regex(r"[a-z][a-z0-9_.]{0,15}", fullmatch=True).filter(lambda key: not key.startswith("grpc"))
 
 
-@few(60)
+@few(40, 0.02)
 @given(
     metadata=st.lists(
         st.tuples(st.one_of(_KEYS, st.just("authorization")), st.text(" !~azAZ09", max_size=30)), max_size=6
     ),
     binary=st.binary(max_size=40),
 )
-def test_metadata(metadata, binary, channel):
+def test_metadata(metadata, binary, channel, tally):
     with contextlib.suppress(ValueError):  # what the client itself refuses
-        call(channel, "ListModels", b"", (*metadata, ("x-bin", binary)))
+        call(channel, "ListModels", b"", tally, "gRPC: metadata", (*metadata, ("x-bin", binary)))
 
 
-_FRAMES = st.tuples(st.integers(0, 12), st.integers(0, 255), st.integers(0, 5), st.binary(max_size=30)).map(
+frames = st.tuples(st.integers(0, 12), st.integers(0, 255), st.integers(0, 5), st.binary(max_size=30)).map(
     lambda f: len(f[3]).to_bytes(3, "big") + bytes(f[:2]) + f[2].to_bytes(4, "big") + f[3]
 )
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
-@few(15, BATCH)
+@few(240, 0.05, BATCH)
 @given(
-    payloads=st.lists(st.lists(_FRAMES, max_size=6).map(b"".join), min_size=BATCH, max_size=BATCH),
+    payloads=st.lists(st.lists(frames, max_size=6).map(b"".join), min_size=BATCH, max_size=BATCH),
     bare=st.binary(max_size=60),
 )
-def test_raw_frames(payloads, bare, router, channel):
+def test_raw_frames(payloads, bare, router, channel, tally):
     host, port = router.grpc.rsplit(":", 1)
     exchange((host, int(port)), [PREFACE + payload for payload in payloads] + [bare + b"\r\n\r\n"], 5.0)
-    call(channel, "ListModels", b"")
+    tally.count("gRPC: HTTP/2 frames and raw bytes", CLOSED, len(payloads) + 1)
+    call(channel, "ListModels", b"", tally, "gRPC: requests")

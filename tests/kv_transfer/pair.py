@@ -160,7 +160,8 @@ class Prefill:
     async def open(self, decode: common_pb2.WorkerRef, tokens: int) -> OutgoingHandoff:
         """Reserved, and every layer of every token computed."""
         request_id = secrets.token_hex(8)
-        spec = HandoffSpec(secrets.token_bytes(16), request_id, common_pb2.GenerateSpec(n=1), tokens, [])
+        wanted = common_pb2.GenerateSpec(n=1, prompt_tokens=bytes(4 * tokens))
+        spec = HandoffSpec(secrets.token_bytes(16), request_id, wanted, tokens, [])
         handoff = await self.sender.reserve(decode, spec, 10.0)
         handoff.start(request_id)
         blocks = list(range(-(-tokens // PAGE)))

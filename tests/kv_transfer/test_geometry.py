@@ -44,7 +44,7 @@ def test_every_head_of_every_rank_arrives_once(plain, heads, source_tp, target_t
         base = ranges[flow.target_rank][0]
         for begin in range(held, tokens, cut):
             end = min(tokens, begin + cut)
-            part = torch.empty(LAYERS, 2, flow.head_end - flow.head_begin, end - begin, DIM)
+            part = torch.empty((end - begin) * LAYERS * 2 * (flow.head_end - flow.head_begin) * DIM)
             used = slice(begin // PAGE, -(-end // PAGE))
             span = range(begin, end)
             source_heads = range(flow.head_begin - first, flow.head_end - first)

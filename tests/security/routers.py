@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from bench import router_setup
 from cluster.auth.keys import new_key
 from tests.end_to_end.conftest import wait_for
 
 START_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Router:
-    http: str
-    grpc: str
-    pid: int
-    log: Path
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self.http.partition("//")[2].rsplit(":", 1)
-        return host, int(port)
+Router = router_setup.RunningRouter
 
 
 class KeyFile:
@@ -58,29 +41,16 @@ class KeyFile:
 def stub_workers(redis_url: str, namespace: str, *module: str) -> Iterator[str]:
     """Both roles, answering at once with made-up tokens; or another module's, with its flags."""
     served = module or ("bench.stubs",)
-    command = [sys.executable, "-m", *served, "--redis-url", redis_url, "--namespace", namespace]
-    with _process([*command, "--pairs", "1"], None) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
+    with router_setup.stub_workers(redis_url, namespace, *served, "--pairs", "1") as address:
+        yield address
 
 
 @contextlib.contextmanager
 def run_router(directory: Path, config: dict[str, Any]) -> Iterator[Router]:
     """`baton router` with this configuration; stopped at the end, and it must not have logged an exception."""
-    directory.mkdir(parents=True, exist_ok=True)
-    file, ready, log = directory / "router.json", directory / "router.ready", directory / "router.log"
-    ready.unlink(missing_ok=True)
-    file.write_text(json.dumps({"http_port": 0, "grpc_port": 0, "local_prefill": "fallback", **config}))
-    command = [sys.executable, "-m", "baton", "router", "--config", str(file), "--ready-file", str(ready)]
-    with _process(command, log) as process:
-        deadline = time.monotonic() + START_SECONDS
-        while not ready.exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
-        facts = json.loads(ready.read_text())
-        yield Router(facts["http"], facts["grpc"], process.pid, log)
-    said = log.read_text(errors="replace")
+    with router_setup.run_router(directory, config) as running:
+        yield running
+    said = running.log.read_text(errors="replace")
     assert '"exception"' not in said and "Traceback" not in said, said
 
 
@@ -91,30 +61,3 @@ def wait_ready(http: str, **client: Any) -> None:
         return bool(httpx.get(f"{http}/ready", **client).status_code == 200)
 
     wait_for(ready, START_SECONDS, "the router is ready")
-
-
-@contextlib.contextmanager
-def _process(command: list[str], log: Path | None) -> Iterator[subprocess.Popen[str]]:
-    with contextlib.ExitStack() as stack:
-        output: Any = stack.enter_context(log.open("w")) if log is not None else subprocess.PIPE
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT if log is not None else None,
-            text=True,
-            env={**os.environ, "COLUMNS": "200"},
-        )
-        try:
-            yield process
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(20)
-            if process.stdout is not None:
-                process.stdout.close()

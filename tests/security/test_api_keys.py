@@ -196,6 +196,36 @@ def test_a_revoked_or_expired_key_ends_without_a_restart(router, keys):
         wait_for(lambda key=key: httpx.get(url, headers=bearer(key)).status_code == 401, 10, "key refused")
 
 
+@pytest.mark.parametrize("change", [{"revoked": True}, {"expires_at": "2001-01-01T00:00:00Z"}, None], ids=str)
+def test_grpc_refuses_a_key_that_has_ended_too(change, router, keys):
+    """Revoked, expired, or taken out of the file; with the same words as one that never was."""
+    key = keys.add("acme")
+    with Client(router.grpc, api_key=key) as client:
+        wait_for(client.models, 10, "key known")
+        if change is None:
+            keys.entries.pop()
+        else:
+            keys.entries[-1] |= change
+        keys.write()
+
+        def refused() -> str:
+            try:
+                client.models()
+            except UnauthenticatedError as error:
+                return error.message
+            return ""
+
+        said = wait_for(refused, 10, "key refused")
+        with pytest.raises(UnauthenticatedError):
+            client.generate("abc", max_tokens=1)
+    with (
+        Client(router.grpc, api_key=f"baton-{'0' * 16}-never") as client,
+        pytest.raises(UnauthenticatedError) as other,
+    ):
+        client.models()
+    assert said == other.value.message
+
+
 def test_no_key_is_in_the_log(router, keys):
     key = keys.add("acme")
     httpx.get(f"{router.http}/v1/models", headers=bearer(key))

@@ -14,6 +14,7 @@ import pytest
 from baton.client import Client
 from cluster.errors import InvalidRequestError
 from tests.end_to_end.conftest import wait_for
+from wire import inference_pb2 as pb
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
@@ -71,6 +72,33 @@ def test_a_field_beyond_its_limit_is_named_with_it(fields, name, limit, router):
 def test_nobody_names_transfers_workers_slots_or_tenants(name, router):
     answer = httpx.post(f"{router.http}/v1/completions", json={"prompt": "abc", name: "x"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+def test_grpc_has_no_field_for_them_either():
+    """Whatever a client may set, at any depth."""
+    names: set[str] = set()
+    seen: set[str] = set()
+    left = [pb.GenerateRequest.DESCRIPTOR, pb.TokenizeRequest.DESCRIPTOR, pb.ListModelsRequest.DESCRIPTOR]
+    while left:
+        message = left.pop()
+        if message.full_name not in seen:
+            seen.add(message.full_name)
+            names |= {field.name for field in message.fields}
+            left += [field.message_type for field in message.fields if field.message_type is not None]
+    words = (
+        "transfer",
+        "worker",
+        "address",
+        "slot",
+        "salt",
+        "tenant",
+        "epoch",
+        "agent",
+        "weight",
+        "endpoint",
+    )
+    assert not [name for name in names for word in words if word in name]
+    assert "request_id" in names and "temperature" in names
 
 
 def test_just_within_every_limit_is_fine(router):

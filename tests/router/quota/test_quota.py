@@ -14,11 +14,13 @@ from prometheus_client import CollectorRegistry
 from cluster.auth.keys import NO_LIMITS, RateLimits
 from cluster.errors import OverloadedError
 from cluster.redis.embedded import EmbeddedRedis
-from router.quota.quota import RETRY_SECONDS, Charge, Quota
+from router.quota.quota import RETRY_SECONDS, Charge, Claim, Quota, Use
 
 
 @pytest.fixture
-async def routers(redis_url, namespace):
+async def routers(redis_url, namespace, monkeypatch):
+    # What a busy machine lets wait must not count as an outage: a call given up may have been charged.
+    monkeypatch.setattr("router.quota.quota.CALL_SECONDS", 10.0)
     made = [Quota(redis_url, namespace, CollectorRegistry()) for _ in range(2)]
     yield made
     for one in made:
@@ -66,9 +68,9 @@ async def test_tokens_are_charged_by_estimate_and_settled_by_use(routers):
         await two.charge("t", limits, 900)
     assert caught.value.field == "tokens_per_minute"
     assert 40 < caught.value.retry_after_seconds <= 48
-    await one.settle(first, 100, served=True)
+    await one.settle(first, Use(60, 40))
     (second,) = await admitted([two], limits, 1, 800)
-    await two.settle(second, 1800, served=True)  # it went on for longer than anybody expected
+    await two.settle(second, Use(800, 1000))  # it went on for longer than anybody expected
     with pytest.raises(OverloadedError) as caught:
         await one.charge("t", limits, 1)
     assert 45 < caught.value.retry_after_seconds <= 60
@@ -78,7 +80,132 @@ async def test_who_was_not_served_pays_nothing(routers):
     limits = RateLimits(requests_per_minute=1, tokens_per_minute=100)
     for _ in range(3):
         (charge,) = await admitted(routers[:1], limits, 1, 100)
-        await routers[1].settle(charge, 0, served=False)
+        await routers[1].settle(charge, None)
+
+
+# --- one request, several routers ---------------------------------------------------------------------------
+
+# So large that what leaks from the bucket within a second is less than half of the smallest.
+PROMPT, EXPECTED = 1000, 3000
+WIDE = RateLimits(requests_per_minute=10, tokens_per_minute=20_000)
+
+
+@pytest.fixture
+def bucket(redis_url, namespace):
+    """(requests, thousands of tokens) in the tenant's bucket."""
+    import redis
+
+    client = redis.Redis.from_url(redis_url)
+
+    def read() -> tuple[int, int]:
+        used = client.hmget(f"{{{namespace}}}:quota:t", "requests", "tokens")
+        return round(float(used[0] or 0)), round(float(used[1] or 0) / 1000)
+
+    yield read
+    client.close()
+
+
+async def charged(quota: Quota, claim: Claim, tokens: int = EXPECTED, limits: RateLimits = WIDE) -> Charge:
+    for _ in range(20):
+        if (charge := await quota.charge("t", limits, tokens, claim)) is not None:
+            return charge
+        await asyncio.sleep(RETRY_SECONDS)
+    raise AssertionError("Redis did not answer")
+
+
+async def test_a_request_whose_router_died_is_charged_once(routers, bucket):
+    one, two = routers
+    await charged(one, Claim("r"))
+    again = await charged(two, Claim("r", again=True, held_tokens=1000), 4000)
+    assert bucket() == (1, 4), "only what the rest is expected to need beyond the first charge"
+    await two.settle(again, Use(PROMPT, 29_000))
+    assert bucket() == (1, 30)
+    assert two.taken_over._value.get() == 1
+
+
+async def test_a_resumed_request_is_never_refused(routers):
+    one, two = routers
+    narrow = RateLimits(requests_per_minute=1, tokens_per_minute=EXPECTED)
+    await charged(one, Claim("r"), limits=narrow)
+    with pytest.raises(OverloadedError):
+        await charged(two, Claim("other"), limits=narrow)
+    with pytest.raises(OverloadedError):
+        await charged(
+            two, Claim("r"), limits=narrow
+        )  # of the same name, but it does not claim to be the same
+    assert await charged(two, Claim("r", again=True, held_tokens=5), 5000, narrow)
+
+
+async def test_who_claims_what_was_never_charged_is_charged(routers, bucket):
+    await charged(routers[0], Claim("r", again=True, held_tokens=50))
+    assert bucket() == (1, 3)
+
+
+async def test_a_router_that_was_only_left_pays_for_what_was_not_taken_along(routers, bucket):
+    one, two = routers
+    first = await charged(one, Claim("r"))
+    second = await charged(two, Claim("r", again=True, held_tokens=1000))
+    await one.settle(first, Use(PROMPT, 13_000, finished=False))  # 12,000 of them nobody got
+    assert bucket() == (1, 3 + 12)
+    await two.settle(second, Use(PROMPT, 5000))
+    assert bucket() == (1, 6 + 12)
+
+
+async def test_the_successor_may_settle_first(routers, bucket):
+    one, two = routers
+    first = await charged(one, Claim("r"))
+    second = await charged(two, Claim("r", again=True, held_tokens=1000))
+    await two.settle(second, Use(PROMPT, 5000))
+    await one.settle(first, Use(PROMPT, 3000, finished=False))
+    assert bucket() == (1, 6 + 2)
+
+
+async def test_a_request_that_was_let_go_is_taken_up_again(routers, bucket):
+    one, two = routers
+    first = await charged(one, Claim("r"))
+    await one.settle(first, Use(PROMPT, 4000, finished=False))
+    assert bucket() == (1, 5)
+    second = await charged(two, Claim("r", again=True, held_tokens=4000), 8000)
+    assert bucket() == (1, 8)
+    await two.settle(second, Use(PROMPT, 5000))
+    assert bucket() == (1, 6)
+
+
+async def test_asking_twice_at_once_is_paid_twice(routers, bucket):
+    """Without a token in hand, a claim helps only those whose first router is dead."""
+    one, two = routers
+    first = await charged(one, Claim("r"))
+    second = await charged(two, Claim("r", again=True))
+    await one.settle(first, Use(PROMPT, 9000))
+    await two.settle(second, Use(PROMPT, 9000))
+    assert bucket() == (2, 20)
+
+
+async def test_what_has_ended_cannot_be_taken_over(routers, bucket):
+    one, two = routers
+    await one.settle(await charged(one, Claim("r")), Use(PROMPT, 1000))
+    await charged(two, Claim("r", again=True, held_tokens=1000), 5000)
+    assert bucket() == (2, 7)
+
+
+async def test_a_charge_changes_hands_a_bounded_number_of_times(routers, bucket):
+    await charged(routers[0], Claim("r"))
+    for _ in range(40):
+        await charged(routers[1], Claim("r", again=True, held_tokens=1))
+    assert bucket()[0] == 3, "16 times, then it is a new request: 41 of them are three"
+
+
+async def test_records_are_forgotten(routers, redis_url, namespace):
+    import redis
+
+    client = redis.Redis.from_url(redis_url)
+    settled = await charged(routers[0], Claim("settled"))
+    await charged(routers[0], Claim("open", seconds=90))
+    await routers[0].settle(settled, Use(PROMPT, 1))
+    prefix = f"{{{namespace}}}:quota-request:"
+    assert client.exists(prefix + "settled") == 0
+    assert 80_000 < client.pttl(prefix + "open") <= 90_000
+    client.close()
 
 
 async def test_what_is_larger_than_a_bucket_enters_an_empty_one(routers):

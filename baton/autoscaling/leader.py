@@ -1,0 +1,62 @@
+"""One of several autoscalers acts: who holds the lease in Redis, for as long as it is sure to hold it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+import redis
+
+from cluster.redis.connect import connect
+
+log = logging.getLogger(__name__)
+# KEYS: lease   ARGV: holder, ms. → 1: it is ours now.
+_HOLD = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_GIVE_UP = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+
+
+class Leadership:
+    """`hold` before every decision. The clock counts from before the question, so that the lease ends here first."""
+
+    def __init__(
+        self,
+        redis_url: str,
+        namespace: str,
+        lease_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._client = connect(redis_url)
+        self._key = f"{{{namespace}}}:autoscaler"
+        self._holder = secrets.token_hex(8)
+        self._seconds = lease_seconds
+        self._clock = clock
+        self._until = 0.0
+
+    def hold(self) -> bool:
+        """Takes or renews the lease. False: another one has it, or Redis does not say."""
+        asked = self._clock()
+        try:
+            ours = bool(self._client.eval(_HOLD, 1, self._key, self._holder, int(self._seconds * 1000)))
+        except redis.RedisError as error:
+            log.warning("no word on who may scale: %s", error)
+            return self.sure()
+        self._until = asked + self._seconds if ours else 0.0
+        return ours
+
+    def sure(self, seconds: float = 0.0) -> bool:
+        """Whether the lease holds for `seconds` more."""
+        return self._clock() + seconds < self._until
+
+    def close(self) -> None:
+        try:
+            self._client.eval(_GIVE_UP, 1, self._key, self._holder)
+        except redis.RedisError as error:
+            log.info("the lease is left to run out: %s", error)
+        self._client.close()

@@ -1,0 +1,28 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+from cluster.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
+
+
+def parse_bytes(text: str, field: str) -> int:
+    """`512MiB`, `2gib`, `1000000`. Raises ConfigError naming the flag."""
+    number = text.strip().lower().rstrip("bgikm")
+    unit = text.strip().lower()[len(number) :]
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"--{field.replace('_', '-')} {text!r} is not a size; write for example 512MiB", field=field
+        ) from None

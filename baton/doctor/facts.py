@@ -1,0 +1,112 @@
+"""What a cluster has, as far as Baton cares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
+MIG_PREFIX = "nvidia.com/mig-"
+PRODUCT_LABEL = "nvidia.com/gpu.product"
+CLIQUE_LABEL = "nvidia.com/gpu.clique"
+ZONE_LABEL = "topology.kubernetes.io/zone"
+
+
+@dataclass(frozen=True)
+class Taint:
+    key: str
+    value: str
+    effect: str
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    ready: bool
+    schedulable: bool
+    allocatable: Mapping[str, str]
+    labels: Mapping[str, str]
+    taints: Sequence[Taint] = ()
+
+    @property
+    def usable(self) -> bool:
+        return self.ready and self.schedulable
+
+    @property
+    def gpu_resource(self) -> str:
+        """The resource that a worker here would ask for; empty: no GPUs."""
+        whole = [name for name in GPU_RESOURCES if _count(self.allocatable, name)]
+        parts = sorted(
+            name
+            for name in self.allocatable
+            if name.startswith(MIG_PREFIX) and _count(self.allocatable, name)
+        )
+        return (whole + parts + [""])[0]
+
+    @property
+    def gpus(self) -> int:
+        return _count(self.allocatable, self.gpu_resource)
+
+    @property
+    def gpu_product(self) -> str:
+        return self.labels.get(PRODUCT_LABEL, "") if self.gpus else ""
+
+    @property
+    def rdma(self) -> Mapping[str, int]:
+        """RDMA resources by name: device plugins call them what they like, but always after what they are."""
+        names = (name for name in self.allocatable if _is_rdma(name))
+        return {
+            name: _count(self.allocatable, name) for name in sorted(names) if _count(self.allocatable, name)
+        }
+
+
+@dataclass(frozen=True)
+class StorageClass:
+    name: str
+    is_default: bool
+
+
+@dataclass(frozen=True)
+class Permission:
+    """An action that an install takes, and whether whoever asks may take it. None: the API does not say."""
+
+    verb: str
+    resource: str
+    group: str
+    allowed: bool | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`unread`: what could not be read, and why: it is unknown, not missing."""
+
+    version: str
+    namespace: str
+    nodes: Sequence[Node] = ()
+    crds: Mapping[str, Sequence[str]] = field(default_factory=dict)  # full name → served versions
+    storage_classes: Sequence[StorageClass] = ()
+    permissions: Sequence[Permission] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def gpu_nodes(self) -> list[Node]:
+        return [node for node in self.nodes if node.usable and node.gpus]
+
+    def gpu_kinds(self) -> Counter[tuple[str, str]]:
+        """GPUs by (product, resource), of usable nodes."""
+        kinds: Counter[tuple[str, str]] = Counter()
+        for node in self.gpu_nodes:
+            kinds[node.gpu_product, node.gpu_resource] += node.gpus
+        return kinds
+
+
+def _count(allocatable: Mapping[str, str], name: str) -> int:
+    """Extended resources are whole numbers."""
+    text = allocatable.get(name, "0")
+    return int(text) if text.isdigit() else 0
+
+
+def _is_rdma(name: str) -> bool:
+    domain, _, resource = name.partition("/")
+    return domain == "rdma" or domain.startswith("rdma.") or "rdma" in resource or resource.startswith("efa")

@@ -1,0 +1,149 @@
+"""Reads a cluster's facts through its API. Every call has a deadline; what is forbidden is unknown, not missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import urllib3
+from kubernetes import client
+from kubernetes import config as kubernetes_config
+
+from baton.doctor.facts import Facts, Node, Permission, StorageClass, Taint
+from cluster.errors import ConfigError, UnavailableError
+
+T = TypeVar("T")
+DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
+# What `helm install` of the chart creates, and what its parts do (group, resource, verb).
+NEEDED = (
+    ("", "secrets", "create"),
+    ("", "configmaps", "create"),
+    ("", "services", "create"),
+    ("", "serviceaccounts", "create"),
+    ("apps", "deployments", "create"),
+    ("apps", "statefulsets", "create"),
+    ("batch", "jobs", "create"),
+    ("networking.k8s.io", "networkpolicies", "create"),
+    ("policy", "poddisruptionbudgets", "create"),
+    ("rbac.authorization.k8s.io", "roles", "create"),
+    ("rbac.authorization.k8s.io", "rolebindings", "create"),
+    ("rbac.authorization.k8s.io", "clusterroles", "create"),
+    ("rbac.authorization.k8s.io", "clusterrolebindings", "create"),
+)
+
+
+@contextmanager
+def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
+    """An API client: the named kubeconfig, else the usual one, else the pod's service account. Raises ConfigError."""
+    settings = client.Configuration()
+    try:
+        if kubeconfig is not None or context:
+            file = str(kubeconfig) if kubeconfig is not None else None
+            kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
+                file, context or None, client_configuration=settings
+            )
+        else:
+            kubernetes_config.load_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+    except (kubernetes_config.ConfigException, OSError) as error:
+        raise ConfigError(
+            f"no way to a cluster: {error}; name one with --kubeconfig", field="kubeconfig"
+        ) from error
+    settings.retries = 1
+    with client.ApiClient(settings) as api:
+        yield api
+
+
+class Reader:
+    """Raises UnavailableError when the API does not answer at all."""
+
+    def __init__(self, api: Any, namespace: str, seconds: float):
+        self._api = api
+        self._namespace = namespace
+        self._seconds = seconds
+        self._unread: dict[str, str] = {}
+
+    def read(self) -> Facts:
+        try:
+            version = client.VersionApi(self._api).get_code(_request_timeout=self._seconds).git_version
+        except (client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
+            raise UnavailableError(
+                f"the Kubernetes API does not answer: {_short(error)}", field="kubeconfig"
+            ) from error
+        return Facts(
+            version=version,
+            namespace=self._namespace,
+            nodes=self._ask("nodes", self._nodes, ()),
+            crds=self._ask("custom resource definitions", self._crds, {}),
+            storage_classes=self._ask("storage classes", self._storage_classes, ()),
+            permissions=[self._permission(*needed) for needed in NEEDED],
+            unread=self._unread,
+        )
+
+    def _ask(self, what: str, read: Callable[[], T], nothing: T) -> T:
+        try:
+            return read()
+        except (client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
+            self._unread[what] = _short(error)
+            return nothing
+
+    def _all(self, list_some: Callable[..., Any]) -> Iterator[Any]:
+        """Page by page: clusters have thousands of nodes."""
+        after = None
+        while True:
+            page = list_some(
+                limit=500, _request_timeout=self._seconds, **({"_continue": after} if after else {})
+            )
+            yield from page.items
+            after = page.metadata._continue if page.metadata is not None else None
+            if not after:
+                return
+
+    def _nodes(self) -> Sequence[Node]:
+        return [_node(one) for one in self._all(client.CoreV1Api(self._api).list_node)]
+
+    def _crds(self) -> dict[str, Sequence[str]]:
+        listed = self._all(client.ApiextensionsV1Api(self._api).list_custom_resource_definition)
+        return {one.metadata.name: [v.name for v in one.spec.versions if v.served] for one in listed}
+
+    def _storage_classes(self) -> Sequence[StorageClass]:
+        listed = self._all(client.StorageV1Api(self._api).list_storage_class)
+        return [
+            StorageClass(one.metadata.name, (one.metadata.annotations or {}).get(DEFAULT_CLASS) == "true")
+            for one in listed
+        ]
+
+    def _permission(self, group: str, resource: str, verb: str) -> Permission:
+        review = client.V1SelfSubjectAccessReview(
+            spec=client.V1SelfSubjectAccessReviewSpec(
+                resource_attributes=client.V1ResourceAttributes(
+                    namespace=self._namespace, group=group, resource=resource, verb=verb
+                )
+            )
+        )
+
+        def ask() -> bool | None:
+            api = client.AuthorizationV1Api(self._api)
+            answer = api.create_self_subject_access_review(review, _request_timeout=self._seconds)
+            return answer.status.allowed if answer.status is not None else None
+
+        return Permission(verb, resource, group, self._ask("permissions", ask, None))
+
+
+def _node(one: Any) -> Node:
+    conditions = {condition.type: condition.status for condition in one.status.conditions or ()}
+    return Node(
+        name=one.metadata.name,
+        ready=conditions.get("Ready") == "True",
+        schedulable=not one.spec.unschedulable,
+        allocatable=dict(one.status.allocatable or {}),
+        labels=dict(one.metadata.labels or {}),
+        taints=[Taint(taint.key, taint.value or "", taint.effect) for taint in one.spec.taints or ()],
+    )
+
+
+def _short(error: BaseException) -> str:
+    if isinstance(error, client.ApiException):
+        return f"{error.status} {error.reason}"
+    return str(error).partition("\n")[0]

@@ -1,0 +1,193 @@
+"""A model directory from the Hugging Face Hub: downloaded once, every file's hash checked.
+
+The Hub names a SHA-256 for every large file and a git hash for every small one; a file that is there and has its
+hash is not downloaded again. `manifest_digest` is one hash over all of them, for those who pin what they serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cluster.errors import ConfigError, DeadlineError, ModelError, UnavailableError
+
+# What an engine and a tokenizer read; repositories hold other formats of the same weights beside it.
+WANTED = (".safetensors", ".json", ".jinja", ".txt", ".model")
+WEIGHTS = (".safetensors",)
+CHUNK_BYTES = 1 << 20
+TRIES = 4
+PAUSE_SECONDS = 1.0
+CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Repository:
+    """`hf://ORG/NAME@REVISION`."""
+
+    name: str
+    revision: str
+
+    @classmethod
+    def parse(cls, source: str) -> Repository:
+        """Raises ConfigError."""
+        path, _, revision = source.removeprefix("hf://").partition("@")
+        parts = path.split("/")
+        if not source.startswith("hf://") or len(parts) != 2 or not all(parts):
+            raise ConfigError(f"{source!r} is not hf://ORG/NAME or hf://ORG/NAME@REVISION", field="source")
+        return cls(path, revision or "main")
+
+
+@dataclass(frozen=True)
+class HubFile:
+    path: str
+    size: int
+    sha256: str  # empty where the Hub gives a git hash
+    git_sha1: str
+
+    def matches(self, file: Path) -> bool:
+        if not file.is_file() or file.stat().st_size != self.size:
+            return False
+        digest = hashlib.sha256() if self.sha256 else hashlib.sha1(f"blob {self.size}\0".encode())
+        with file.open("rb") as opened:
+            while chunk := opened.read(CHUNK_BYTES):
+                digest.update(chunk)
+        return digest.hexdigest() == (self.sha256 or self.git_sha1)
+
+
+def manifest_digest(files: list[HubFile]) -> str:
+    """SHA-256 of the sorted lines `hash  path`: pins a revision's contents, whoever serves them."""
+    lines = sorted(f"{one.sha256 or one.git_sha1}  {one.path}\n" for one in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+class Hub:
+    """Reads one repository until a deadline. Raises UnavailableError, DeadlineError, ModelError."""
+
+    def __init__(self, endpoint: str, repository: Repository, token: str, seconds: float):
+        self._endpoint = endpoint.rstrip("/")
+        self._repository = repository
+        self._deadline = time.monotonic() + seconds
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        # The token is the Hub's: httpx drops it where a download is redirected to another host.
+        timeout = httpx.Timeout(60.0, connect=CONNECT_SECONDS)
+        self._http = httpx.Client(headers=headers, follow_redirects=True, timeout=timeout)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def list_files(self) -> tuple[str, list[HubFile]]:
+        """The commit that the revision stands for, and its files."""
+        name, revision = self._repository.name, self._repository.revision
+        url = f"{self._endpoint}/api/models/{name}/revision/{revision}?blobs=true"
+        answer = self._retry(lambda: self._checked(self._http.get(url)))
+        described: dict[str, Any] = answer.json()
+        files = [_described(one) for one in described["siblings"]]
+        return str(described["sha"]), [
+            one for one in files if one.path.endswith(WANTED) and "/" not in one.path
+        ]
+
+    def download(self, file: HubFile, commit: str, into: Path) -> None:
+        """Goes on where an earlier attempt stopped. Raises ModelError when the hash is not the Hub's."""
+        part = into / f".{file.path}.part"
+        url = f"{self._endpoint}/{self._repository.name}/resolve/{commit}/{file.path}"
+        self._retry(lambda: self._stream(url, part, file.size))
+        if not file.matches(part):
+            part.unlink(missing_ok=True)
+            raise ModelError(
+                f"{file.path} of {self._repository.name} is not what the Hub's hash says", field=file.path
+            )
+        part.replace(into / file.path)
+
+    def _stream(self, url: str, part: Path, size: int) -> None:
+        have = part.stat().st_size if part.exists() else 0
+        if have > size:
+            part.unlink()
+            have = 0
+        if have == size and have:
+            return
+        headers = {"range": f"bytes={have}-"} if have else {}
+        with self._http.stream("GET", url, headers=headers) as answer:
+            self._checked(answer)
+            with part.open("ab" if answer.status_code == httpx.codes.PARTIAL_CONTENT else "wb") as out:
+                for chunk in answer.iter_bytes(CHUNK_BYTES):
+                    out.write(chunk)
+                    self.check_time()
+
+    def _checked(self, answer: httpx.Response) -> httpx.Response:
+        if answer.status_code in (401, 403):
+            raise ConfigError(f"the Hub refuses {self._repository.name}: set HF_TOKEN", field="HF_TOKEN")
+        if answer.status_code == 404:
+            raise ConfigError(
+                f"the Hub has no {self._repository.name}@{self._repository.revision}", field="source"
+            )
+        answer.raise_for_status()
+        return answer
+
+    def _retry(self, call: Any) -> Any:
+        for attempt in range(1, TRIES + 1):
+            self.check_time()
+            try:
+                return call()
+            except httpx.HTTPError as error:
+                if attempt == TRIES:
+                    raise UnavailableError(f"{self._endpoint}: {error!r}", field="endpoint") from error
+                time.sleep(PAUSE_SECONDS * attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    def check_time(self) -> None:
+        """Raises DeadlineError when the time is over."""
+        if time.monotonic() > self._deadline:
+            raise DeadlineError("the download takes longer than --seconds allows", field="seconds")
+
+
+def _described(one: dict[str, Any]) -> HubFile:
+    large = one.get("lfs") or {}
+    path, size = str(one["rfilename"]), int(large.get("size", one.get("size", 0)))
+    return HubFile(path, size, str(large.get("sha256", "")), str(one.get("blobId", "")))
+
+
+@contextlib.contextmanager
+def _alone(directory: Path, hub: Hub) -> Iterator[None]:
+    """Pods that share a volume take turns: the first one downloads, the others find it done."""
+    with (directory / ".lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                hub.check_time()
+                time.sleep(PAUSE_SECONDS)
+        yield
+
+
+def fetch(
+    source: str, into: Path, *, endpoint: str, seconds: float, sha256: str = "", weights: bool = True
+) -> list[HubFile]:
+    """Makes `into` hold the repository's files; returns all that the repository has for us.
+
+    `sha256` must be their `manifest_digest`, if it is given. The token is HF_TOKEN of the environment.
+    """
+    hub = Hub(endpoint, Repository.parse(source), os.environ.get("HF_TOKEN", ""), seconds)
+    try:
+        commit, files = hub.list_files()
+        if sha256 and manifest_digest(files) != sha256:
+            raise ModelError(
+                f"{source} is {manifest_digest(files)}, not the {sha256} that was asked for", field="sha256"
+            )
+        into.mkdir(parents=True, exist_ok=True)
+        with _alone(into, hub):
+            for file in files:
+                if (weights or not file.path.endswith(WEIGHTS)) and not file.matches(into / file.path):
+                    hub.download(file, commit, into)
+    finally:
+        hub.close()
+    return files

@@ -1,0 +1,44 @@
+"""Asks a router's HTTP door what only people want to know."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import httpx
+
+from cluster.errors import UnauthenticatedError, UnavailableError
+from cluster.tls import ClientTls
+
+TIMEOUT_SECONDS = 5.0
+
+
+class RouterHttp:
+    def __init__(self, url: str, api_key: str = "", tls: ClientTls | None = None):
+        """`url` may leave out the scheme. Raises UnavailableError if it is no URL."""
+        self.address = (url if "//" in url else f"{'http' if tls is None else 'https'}://{url}").rstrip("/")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        verify = tls.context() if tls is not None else True
+        # trust_env off: a proxy of the shell's would be asked for a router on this machine
+        self._client = httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False, headers=headers, verify=verify)
+
+    def __enter__(self) -> RouterHttp:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def get(self, path: str) -> bytes:
+        """The body, as it came. Raises UnavailableError or UnauthenticatedError."""
+        try:
+            answer = self._client.get(f"{self.address}{path}")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UnavailableError(f"no router answers at {self.address} ({error})", field="url") from error
+        if answer.status_code in (401, 403):
+            raise UnauthenticatedError(
+                f"{self.address} wants an admin's API key (--api-key)", field="api_key"
+            )
+        if answer.status_code != 200:
+            raise UnavailableError(f"{self.address} answers with status {answer.status_code}", field="url")
+        return answer.content

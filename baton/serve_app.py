@@ -1,0 +1,49 @@
+"""The pools as a Serve application that a configuration file names: for KubeRay, and for a Ray cluster that exists.
+
+`import_path: baton.serve_app:build`; `args` holds a PoolDescription a role. The code must be on Ray's nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from baton.pools import Pool, application
+from cluster import settings
+from cluster.config import Frozen, Role, WorkerConfig
+from cluster.errors import ConfigError
+
+ROLES: tuple[Role, ...] = ("decode", "prefill")
+
+
+class PoolDescription(Frozen):
+    replicas: int = Field(ge=0)
+    gpus: int = Field(0, ge=0, description="of one worker")
+    resources: dict[str, float] = Field(default_factory=dict, description="further resources of Ray's naming")
+    config: dict[str, Any] = Field(
+        description="WorkerConfig, without secrets: those are in the nodes' environment"
+    )
+
+
+class AppArguments(Frozen):
+    prefill: PoolDescription
+    decode: PoolDescription
+    environment: dict[str, str] = Field(default_factory=dict, description="of every worker")
+
+
+def build(arguments: dict[str, Any]) -> Any:
+    """Serve's application builder. Raises ConfigError naming the field."""
+    try:
+        described = AppArguments.model_validate(arguments)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{where}: {first['msg']}", field=where) from None
+    pools = {role: _pool(getattr(described, role)) for role in ROLES if getattr(described, role).replicas}
+    return application(pools, described.environment)
+
+
+def _pool(described: PoolDescription) -> Pool:
+    config = settings.load(WorkerConfig, {}, values=described.config)
+    return Pool(config, described.replicas, described.gpus, described.resources)

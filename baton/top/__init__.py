@@ -1,0 +1,1 @@
+"""`baton top`: the cluster, live in a terminal."""

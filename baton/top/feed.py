@@ -1,0 +1,76 @@
+"""The router's live view, asked for again and again on a thread of its own: keys must work while a router hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from baton.router_http import RouterHttp
+from cluster.errors import BatonError, InternalError
+
+PATH = "/v1/cluster/live"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen last, and what is wrong since."""
+
+    address: str
+    view: Mapping[str, Any] | None = None
+    problem: str = ""
+    lost_since: float = 0.0  # by the feed's clock; only with a problem
+
+
+def ask(router: RouterHttp) -> Mapping[str, Any]:
+    """Raises UnavailableError, UnauthenticatedError, or InternalError if it is no router that answers."""
+    raw = router.get(PATH)
+    try:
+        view = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InternalError(f"{router.address} does not speak for a Baton cluster: {error}") from error
+    if not isinstance(view, dict) or "workers" not in view:
+        raise InternalError(f"{router.address} does not speak for a Baton cluster")
+    return view
+
+
+class Feed:
+    """`look` at any time between `start` and `stop`."""
+
+    def __init__(
+        self, router: RouterHttp, interval_seconds: float, clock: Callable[[], float] = time.monotonic
+    ):
+        self._router = router
+        self._interval = interval_seconds
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._look = Look(router.address)
+        self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+
+    @property
+    def look(self) -> Look:
+        return self._look
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(1.0)
+
+    def refresh(self) -> None:
+        """Looks once. A router that does not answer leaves what was seen last, and says so."""
+        try:
+            self._look = Look(self._router.address, ask(self._router))
+        except BatonError as error:
+            since = self._look.lost_since if self._look.problem else self._clock()
+            self._look = replace(self._look, problem=error.message, lost_since=since)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self.refresh()
+            self._stopping.wait(self._interval)

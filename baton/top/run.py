@@ -1,0 +1,56 @@
+"""The loop of `baton top`: look, draw, wait for q."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from baton.router_http import RouterHttp
+from baton.top.feed import Feed, Look, ask
+from baton.top.frame import frame
+from baton.top.keyboard import Keyboard
+from cluster.errors import ConfigError, UnavailableError
+from cluster.tls import ClientTls
+
+KEY_WAIT_SECONDS = 0.1
+_QUIT = ("q", "Q")
+
+
+def once(url: str, console: Console, *, api_key: str = "", tls: ClientTls | None = None) -> None:
+    """Prints one frame. Raises UnavailableError or UnauthenticatedError."""
+    with RouterHttp(url, api_key, tls) as router:
+        look = Look(router.address, ask(router))
+    console.print(frame(look, width=console.width))
+
+
+def run(
+    url: str,
+    console: Console,
+    *,
+    interval_seconds: float,
+    api_key: str = "",
+    tls: ClientTls | None = None,
+) -> None:
+    """Until q or Ctrl-C. A router that does not answer yet is waited for; a key that is not enough is an error."""
+    if not console.is_terminal:
+        raise ConfigError("baton top draws on a terminal; --once prints one frame", field="once")
+    with RouterHttp(url, api_key, tls) as router, contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(UnavailableError):
+            ask(router)
+        feed = Feed(router, interval_seconds)
+        feed.start()
+        try:
+            with Keyboard() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
+                while keyboard.pressed(KEY_WAIT_SECONDS) not in _QUIT:
+                    live.update(_now(feed, console), refresh=True)
+        finally:
+            feed.stop()
+
+
+def _now(feed: Feed, console: Console) -> RenderableType:
+    look = feed.look
+    lost = time.monotonic() - look.lost_since if look.problem else 0.0
+    return frame(look, width=console.width, height=console.height, lost_seconds=lost)

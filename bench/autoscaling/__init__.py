@@ -1,0 +1,1 @@
+"""A day of the Azure conversation trace against the autoscaling policy, in simulated time."""

@@ -1,0 +1,44 @@
+"""Addresses: what a process listens on, and under which name others reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+WILDCARDS = frozenset({"0.0.0.0", "::", ""})
+_ANY_PORT = 9  # nothing is sent: the kernel only chooses a route
+
+
+def join(host: str, port: int) -> str:
+    """host:port; an IPv6 address stands in brackets."""
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def advertised(host: str, advertise_host: str, redis_url: str) -> str:
+    """The host that others are told: the one that was named, else the one listened on.
+
+    Who listens on all addresses is reached by the one from which this machine reaches Redis: whoever reads it there
+    has reached Redis as well.
+    """
+    if advertise_host or host not in WILDCARDS:
+        return advertise_host or host
+    return _source_address(_redis_host(redis_url)) or ("::1" if host == "::" else "127.0.0.1")
+
+
+def _redis_host(redis_url: str) -> str:
+    return "" if redis_url.startswith("unix:") else urlsplit(redis_url).hostname or ""
+
+
+def _source_address(peer: str) -> str:
+    """Empty where the peer has no address yet, or no route leads there."""
+    if not peer:
+        return ""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as sock:
+                sock.connect(address)
+                return str(ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]))
+    return ""

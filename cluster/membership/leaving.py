@@ -1,0 +1,27 @@
+"""Telling a worker to leave, from anywhere that reaches Redis."""
+
+from __future__ import annotations
+
+from cluster.errors import ConfigError
+from cluster.membership import keys, scripts
+from cluster.membership.reader import read_workers
+from cluster.membership.types import Then
+from cluster.redis.connect import connect
+
+
+def request_drain(redis_url: str, namespace: str, worker_id: str, then: Then = "exit") -> bool:
+    """From here on the worker is placed on no more; it hears of it with its next renewal.
+
+    False: it had been told before. Raises ConfigError where nobody of that name is registered, redis.RedisError.
+    """
+    client = connect(redis_url)
+    try:
+        answer = client.eval(scripts.DRAIN, 6, *keys.registry(namespace), worker_id, then)
+    finally:
+        client.close()
+    if answer == 0:
+        known = ", ".join(worker.worker_id for worker in read_workers(redis_url, namespace)) or "none"
+        raise ConfigError(
+            f"no worker {worker_id} in namespace {namespace}; registered are: {known}", field="worker"
+        )
+    return bool(answer == 1)

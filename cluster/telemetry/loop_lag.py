@@ -1,0 +1,27 @@
+"""How late an event loop runs its timers: what every request in the process waits besides."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.telemetry.histogram import CALL_SECONDS, Histogram
+
+LOOK_SECONDS = 0.25
+
+
+class LoopLag:
+    def __init__(self) -> None:
+        self.seconds = Histogram(CALL_SECONDS)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(LOOK_SECONDS, self._look, loop, loop.time() + LOOK_SECONDS)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        self.seconds.observe(max(0.0, loop.time() - due))
+        self.start()

@@ -1,0 +1,70 @@
+"""An attempt's spans at the decode worker, made once it has ended, under the router's attempt.
+
+baton.handoff.land       from Reserve to the commit
+baton.decode.queue       until a step takes it
+baton.decode             from that step to the last token
+ └─ baton.decode.first_step
+
+Prefilled here: baton.prefill.queue, baton.prefill and its chunks in place of the first two.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from decode_worker.attempt import DecodeAttempt
+from worker.convert import outcome_name
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from cluster.telemetry.tracing.spans import Tracing
+    from wire import common_pb2
+
+
+def record(
+    tracing: Tracing,
+    parent: Context,
+    attempt: DecodeAttempt,
+    outcome: common_pb2.AttemptOutcome.ValueType,
+) -> None:
+    now, report = time.monotonic(), attempt.report
+    facts: dict[str, str | int] = {"baton.worker": report.worker_id, "baton.outcome": outcome_name(outcome)}
+    if attempt.reserved:
+        landed = attempt.entered if attempt.is_entered else now
+        kept = {"baton.not_shipped_tokens": report.not_shipped_tokens}
+        tracing.record(parent, "baton.handoff.land", attempt.reserved, landed, {**facts, **kept})
+    if not attempt.is_entered:
+        return
+    if attempt.local:
+        began = _local_prefill(tracing, parent, attempt, facts)
+    else:
+        began = attempt.entered + report.decode_queue_seconds
+        tracing.record(parent, "baton.decode.queue", attempt.entered, began, facts)
+    if attempt.first_token is None:
+        return
+    decoded = {"baton.tokens": len(attempt.log.tokens), "baton.choices": attempt.choices}
+    decode = tracing.record(parent, "baton.decode", began, now, {**facts, **decoded})
+    if not attempt.local:
+        tracing.record(decode, "baton.decode.first_step", began, attempt.first_token)
+
+
+def _local_prefill(
+    tracing: Tracing, parent: Context, attempt: DecodeAttempt, facts: dict[str, str | int]
+) -> float:
+    """When its first token had come."""
+    report = attempt.report
+    began = attempt.received + report.prefill_queue_seconds
+    ended = began + report.prefill_seconds
+    tracing.record(parent, "baton.prefill.queue", attempt.received, began, facts)
+    tokens = {
+        "baton.computed_tokens": report.computed_prompt_tokens,
+        "baton.cached_tokens": report.cached_tokens,
+    }
+    prefill = tracing.record(parent, "baton.prefill", began, ended, {**facts, **tokens})
+    for chunk in attempt.chunks:
+        tracing.record(
+            prefill, "baton.prefill.chunk", chunk.began, chunk.ended, {"baton.tokens": chunk.tokens}
+        )
+    return ended

@@ -1,0 +1,172 @@
+{{- /* What can't work is refused here; each message says what to change. */ -}}
+
+{{- define "baton.check" -}}
+{{- range $role := list "prefill" "decode" }}
+{{- include "baton.checkPool" (dict "root" $ "role" $role "pool" (index $.Values $role)) }}
+{{- end }}
+{{- include "baton.checkLayouts" . }}
+{{- include "baton.checkRedis" . }}
+{{- include "baton.checkRay" . }}
+{{- include "baton.checkScaling" . }}
+{{- include "baton.checkTls" . }}
+{{- include "baton.checkRouter" . }}
+{{- end -}}
+
+{{- define "baton.checkPool" -}}
+{{- $values := .root.Values -}}
+{{- $role := .role -}}
+{{- $pool := .pool -}}
+{{- $gpus := mul (int $pool.gpus) (int $pool.nodes) | int -}}
+{{- if and (gt $gpus 0) (ne $gpus (int $pool.tensorParallel)) }}
+{{- fail (printf "%s: %d GPUs × %d nodes are not %s.tensorParallel = %d: a worker needs one GPU per rank, set %s.gpus × %s.nodes equal to it" $role (int $pool.gpus) (int $pool.nodes) $role (int $pool.tensorParallel) $role $role) }}
+{{- end }}
+{{- if and (eq $gpus 0) (mod (int $pool.tensorParallel) (int $pool.nodes)) }}
+{{- fail (printf "%s.tensorParallel = %d can't be shared by %s.nodes = %d pods: make it a multiple" $role (int $pool.tensorParallel) $role (int $pool.nodes)) }}
+{{- end }}
+{{- if ge (int $pool.drainSeconds) (int $pool.terminationGracePeriodSeconds) }}
+{{- fail (printf "%s.drainSeconds = %d is not below %s.terminationGracePeriodSeconds = %d: Kubernetes would kill the worker while it drains; raise the grace period or drain for a shorter time" $role (int $pool.drainSeconds) $role (int $pool.terminationGracePeriodSeconds)) }}
+{{- end }}
+{{- if and $values.autoscaling.enabled (not (kindIs "invalid" $pool.replicas)) }}
+{{- fail (printf "autoscaling.enabled and %s.replicas = %d fight over the pool's size: remove %s.replicas and set autoscaling.%s.minReplicas, or turn autoscaling off" $role (int $pool.replicas) $role $role) }}
+{{- end }}
+{{- if eq (int $pool.port) (int $pool.metricsPort) }}
+{{- fail (printf "%s.port and %s.metricsPort are both %d: change one" $role $role (int $pool.port)) }}
+{{- end }}
+{{- $bounds := index $values.autoscaling $role }}
+{{- if and $values.autoscaling.enabled (gt (int $bounds.minReplicas) (int $bounds.maxReplicas)) }}
+{{- fail (printf "autoscaling.%s.minReplicas = %d is above maxReplicas = %d: lower one or raise the other" $role (int $bounds.minReplicas) (int $bounds.maxReplicas)) }}
+{{- end }}
+{{- $startup := mul (int $pool.startupFailures) 5 | int }}
+{{- if and (gt $startup 0) (lt $startup (int $values.model.loadSeconds)) }}
+{{- fail (printf "%s.startupFailures = %d kills a worker after %d s, but model.loadSeconds says it may load for %d s: raise startupFailures to %d or set it to 0" $role (int $pool.startupFailures) $startup (int $values.model.loadSeconds) (divf $values.model.loadSeconds 5 | ceil | int)) }}
+{{- end }}
+{{- if and (eq $pool.probe "grpc") $values.tls.enabled (semverCompare "<1.37.0-0" .root.Capabilities.KubeVersion.Version) }}
+{{- fail (printf "%s.probe = grpc with tls.enabled needs Kubernetes 1.37 (this is %s), before which gRPC probes speak plain text only: set %s.probe to http" $role .root.Capabilities.KubeVersion.Version $role) }}
+{{- end }}
+{{- if and (gt (int $pool.nodes) 1) (ne $values.ray.mode "embedded") }}
+{{- fail (printf "%s.nodes = %d needs ray.mode embedded: set it, or give the worker one pod with all of its GPUs" $role (int $pool.nodes)) }}
+{{- end }}
+{{- if and (gt (int $pool.nodes) 1) $values.autoscaling.enabled }}
+{{- fail (printf "autoscaling.enabled can't size workers of %s.nodes = %d pods: turn it off, or set nodes to 1" $role (int $pool.nodes)) }}
+{{- end }}
+{{- range $field := list "secret" "redis_url" }}
+{{- if hasKey $pool.config $field }}
+{{- fail (printf "%s.config.%s would be readable in a ConfigMap: use %s" $role $field (ternary "deploymentSecret" "externalRedis.urlSecret" (eq $field "secret"))) }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* kv_transfer/layout.py: tensor-parallel degrees may differ, everything else must be equal. */ -}}
+{{- define "baton.checkLayouts" -}}
+{{- $model := .Values.model -}}
+{{- $dtypes := list (.Values.prefill.dtype | default $model.dtype) (.Values.decode.dtype | default $model.dtype) }}
+{{- if ne (index $dtypes 0) (index $dtypes 1) }}
+{{- fail (printf "prefill.dtype %s and decode.dtype %s: KV of one can't be converted into the other's; set model.dtype for both" (index $dtypes 0) (index $dtypes 1)) }}
+{{- end }}
+{{- range $role := list "prefill" "decode" }}
+{{- $size := (index $.Values $role).pageSize | default $model.pageSize | int }}
+{{- if ne $size (int $model.pageSize) }}
+{{- fail (printf "%s.pageSize = %d is not model.pageSize = %d: KV blocks and prefix hashes of different sizes can't be converted; set model.pageSize for all" $role $size (int $model.pageSize)) }}
+{{- end }}
+{{- end }}
+{{- $transfer := .Values.transfer }}
+{{- if and $transfer.requireTransport (ne $transfer.transport "auto") (ne $transfer.transport $transfer.requireTransport) }}
+{{- fail (printf "transfer.requireTransport is %s and transfer.transport is %s: no pair could ever start; make them equal, or transport auto" $transfer.requireTransport $transfer.transport) }}
+{{- end }}
+{{- if gt (int $transfer.nixlPorts.first) (int $transfer.nixlPorts.last) }}
+{{- fail (printf "transfer.nixlPorts.first = %d is above last = %d: swap them" (int $transfer.nixlPorts.first) (int $transfer.nixlPorts.last)) }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.checkRedis" -}}
+{{- $external := or .Values.externalRedis.url .Values.externalRedis.urlSecret.name -}}
+{{- if and .Values.redis.enabled $external }}
+{{- fail "redis.enabled and externalRedis are both set: turn redis.enabled off to use the external one, or empty externalRedis" }}
+{{- end }}
+{{- if not (or .Values.redis.enabled $external) }}
+{{- fail "redis.enabled is off and externalRedis names none: set externalRedis.urlSecret.name, or turn redis.enabled on" }}
+{{- end }}
+{{- if and .Values.externalRedis.url .Values.externalRedis.urlSecret.name }}
+{{- fail "externalRedis.url and externalRedis.urlSecret.name are both set: keep one" }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.checkScaling" -}}
+{{- $scaling := .Values.autoscaling -}}
+{{- if $scaling.enabled }}
+{{- if ne .Values.ray.mode "embedded" }}
+{{- fail (printf "autoscaling.enabled has no StatefulSets to size in ray.mode %s: turn it off and set prefill.replicas and decode.replicas, or set ray.mode to embedded" .Values.ray.mode) }}
+{{- end }}
+{{- if and (eq (int $scaling.prefill.minReplicas) 0) (not $scaling.scaleToZero) }}
+{{- fail "autoscaling.prefill.minReplicas is 0: set autoscaling.scaleToZero, or at least 1" }}
+{{- end }}
+{{- $least := 0 }}
+{{- range $role := list "prefill" "decode" }}
+{{- $least = add $least (mul (max 1 (int (index $scaling $role).minReplicas)) (max 1 (int (index $.Values $role).gpus))) }}
+{{- end }}
+{{- if gt (int $least) (int $scaling.gpuBudget) }}
+{{- fail (printf "autoscaling.gpuBudget = %d, and the smallest pools need %d: raise it, or lower minReplicas" (int $scaling.gpuBudget) (int $least)) }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.checkRay" -}}
+{{- $ray := .Values.ray -}}
+{{- if and (ne $ray.mode "external") $ray.gcsFaultTolerance.enabled (not .Values.redis.enabled) (not $ray.gcsFaultTolerance.address) }}
+{{- fail "ray.gcsFaultTolerance has no Redis: set ray.gcsFaultTolerance.address (and passwordSecret), or turn it off" }}
+{{- end }}
+{{- if and (eq $ray.mode "external") (not $ray.external.dashboardUrl) }}
+{{- fail "ray.mode is external: set ray.external.dashboardUrl to that cluster's dashboard, e.g. http://ray-head.ray:8265" }}
+{{- end }}
+{{- if and (eq $ray.mode "kuberay") (not (.Capabilities.APIVersions.Has "ray.io/v1/RayService")) (not (.Capabilities.APIVersions.Has "ray.io/v1")) }}
+{{- fail "ray.mode is kuberay, but this cluster has no ray.io/v1 RayService: install the KubeRay operator, or set ray.mode to embedded" }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.checkTls" -}}
+{{- $tls := .Values.tls -}}
+{{- if and $tls.enabled (eq $tls.source "secrets") (not (and $tls.secrets.router $tls.secrets.worker)) }}
+{{- fail "tls.source is secrets: set tls.secrets.router and tls.secrets.worker to existing Secrets, or tls.source to certManager" }}
+{{- end }}
+{{- if and $tls.enabled (eq $tls.source "certManager") (not (.Capabilities.APIVersions.Has "cert-manager.io/v1")) }}
+{{- fail "tls.source is certManager, but this cluster has no cert-manager.io/v1: install cert-manager, or set tls.source to secrets" }}
+{{- end }}
+{{- if and (not $tls.enabled) (or $tls.clientCaSecret $tls.doorSecret) }}
+{{- fail "tls.clientCaSecret and tls.doorSecret need tls.enabled: turn it on, or empty them" }}
+{{- end }}
+{{- if and $tls.enabled $tls.clientCaSecret .Values.tests.enabled (not .Values.tests.tlsSecret) }}
+{{- fail "tls.clientCaSecret makes clients show a certificate and helm test has none: set tests.tlsSecret, or turn tests.enabled off" }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.checkRouter" -}}
+{{- $router := .Values.router -}}
+{{- if and $router.autoscaling.enabled (not (kindIs "invalid" $router.replicas)) }}
+{{- fail (printf "router.autoscaling.enabled and router.replicas = %d fight over the number of routers: remove router.replicas and set router.autoscaling.minReplicas, or turn autoscaling off" (int $router.replicas)) }}
+{{- end }}
+{{- if and $router.autoscaling.enabled (gt (int $router.autoscaling.minReplicas) (int $router.autoscaling.maxReplicas)) }}
+{{- fail (printf "router.autoscaling.minReplicas = %d is above maxReplicas = %d: lower one or raise the other" (int $router.autoscaling.minReplicas) (int $router.autoscaling.maxReplicas)) }}
+{{- end }}
+{{- $drain := add (int $router.drainDelaySeconds) (int $router.drainSeconds) | int }}
+{{- if ge $drain (int $router.terminationGracePeriodSeconds) }}
+{{- fail (printf "router.drainDelaySeconds + router.drainSeconds = %d is not below router.terminationGracePeriodSeconds = %d: Kubernetes would kill the router while it drains; raise the grace period or drain for a shorter time" $drain (int $router.terminationGracePeriodSeconds)) }}
+{{- end }}
+{{- if and (not .Values.autoscaling.enabled) (eq (include "baton.replicas" .Values.prefill) "0") (eq $router.localPrefill "never") }}
+{{- fail "prefill.replicas is 0 and router.localPrefill is never: nobody could prefill; set localPrefill to fallback or auto, or add a replica" }}
+{{- end }}
+{{- if and (include "baton.apiKeysOn" .) .Values.tests.enabled (not .Values.tests.apiKeySecret.name) }}
+{{- fail "apiKeys are on and helm test has none: put a key into a Secret and name it in tests.apiKeySecret.name, or turn tests.enabled off" }}
+{{- end }}
+{{- if and .Values.apiKeys.existingSecret .Values.apiKeys.entries }}
+{{- fail "apiKeys.existingSecret and apiKeys.entries are both set: keep one" }}
+{{- end }}
+{{- $ports := list $router.httpPort $router.grpcPort $router.metricsPort }}
+{{- if ne (len (uniq $ports)) 3 }}
+{{- fail "router.httpPort, router.grpcPort and router.metricsPort must differ: change one" }}
+{{- end }}
+{{- range $field := list "secret" "redis_url" }}
+{{- if hasKey $router.config $field }}
+{{- fail (printf "router.config.%s would be readable in a ConfigMap: use %s" $field (ternary "deploymentSecret" "externalRedis.urlSecret" (eq $field "secret"))) }}
+{{- end }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,147 @@
+{{- /* The configuration files of the processes. Secrets come from the environment, never from here. */ -}}
+
+{{- define "baton.namespaceKey" -}}{{ printf "%s-%s" .Release.Namespace .Release.Name }}{{- end -}}
+
+{{- /* Certificates of a role as fields of its configuration. Takes root. */ -}}
+{{- define "baton.tlsFields" -}}
+{{- if .Values.tls.enabled }}
+tls_cert: /etc/baton/tls/tls.crt
+tls_key: /etc/baton/tls/tls.key
+tls_ca: /etc/baton/tls/ca.crt
+{{- end }}
+{{- end -}}
+
+{{- define "baton.routerConfig" -}}
+{{- $router := .Values.router -}}
+{{- $config := dict
+    "http_port" (int $router.httpPort) "grpc_port" (int $router.grpcPort) "metrics_port" (int $router.metricsPort)
+    "namespace" (include "baton.namespaceKey" .) "model" (include "baton.modelPath" .)
+    "served_model_name" (include "baton.servedName" .) "max_model_len" (int .Values.model.maxModelLen)
+    "page_size" (int .Values.model.pageSize) "local_prefill" $router.localPrefill
+    "share_prefixes_across_tenants" $router.sharePrefixesAcrossTenants "drain_seconds" (int $router.drainSeconds)
+    "drain_delay_seconds" (int $router.drainDelaySeconds) -}}
+{{- if $router.listenAddress }}{{- $_ := set $config "host" $router.listenAddress }}{{- end }}
+{{- if include "baton.apiKeysOn" . }}{{- $_ := set $config "api_keys_file" (printf "/etc/baton/keys/%s" .Values.apiKeys.key) }}{{- end }}
+{{- $config = merge $config (include "baton.tlsFields" . | fromYaml) -}}
+{{- if .Values.tls.enabled }}
+{{- if .Values.tls.doorSecret }}
+{{- $_ := set $config "door_tls_cert" "/etc/baton/door-tls/tls.crt" }}
+{{- $_ := set $config "door_tls_key" "/etc/baton/door-tls/tls.key" }}
+{{- end }}
+{{- if .Values.tls.clientCaSecret }}{{- $_ := set $config "tls_client_ca" "/etc/baton/client-ca/ca.crt" }}{{- end }}
+{{- end }}
+{{- toYaml (mergeOverwrite $config $router.config) -}}
+{{- end -}}
+
+{{- /* Takes root, role. */ -}}
+{{- define "baton.workerConfig" -}}
+{{- $root := .root -}}
+{{- $pool := index $root.Values .role -}}
+{{- $model := $root.Values.model -}}
+{{- $transfer := $root.Values.transfer -}}
+{{- $engine := dict
+    "model" (include "baton.modelPath" $root) "dtype" ($pool.dtype | default $model.dtype)
+    "device" (ternary "cuda" "cpu" (gt (int $pool.gpus) 0))
+    "max_model_len" (int $model.maxModelLen) "page_size" (int ($pool.pageSize | default $model.pageSize))
+    "kv_memory_bytes" (int64 $pool.kvMemoryBytes) "max_batch_tokens" (int $pool.maxBatchTokens)
+    "max_batch_requests" (int $pool.maxBatchRequests) "tensor_parallel" (int $pool.tensorParallel)
+    "threads" (int $pool.threads) -}}
+{{- if gt (int $pool.nodes) 1 }}{{- $_ := set $engine "nodes" (int $pool.nodes) }}{{- end }}
+{{- $config := dict
+    "role" .role "port" (int $pool.port) "metrics_port" (int $pool.metricsPort)
+    "namespace" (include "baton.namespaceKey" $root) "drain_seconds" (int $pool.drainSeconds)
+    "step_stall_seconds" (int $pool.livenessSeconds) "engine" $engine
+    "transfer" (dict
+      "transport" $transfer.transport "require_transport" $transfer.requireTransport
+      "ring_bytes" (int64 $transfer.ringBytes) "ring_max_bytes" (int64 $transfer.ringMaxBytes)
+      "slot_bytes" (int64 $transfer.slotBytes)
+      "port_range" (printf "%d-%d" (int $transfer.nixlPorts.first) (int $transfer.nixlPorts.last))) -}}
+{{- if gt (int $pool.nodes) 1 }}{{- $_ := set $config "ray_address" (printf "%s:%d" (include "baton.rayHead" $root) (int $root.Values.ray.ports.gcs)) }}{{- end }}
+{{- $config = merge $config (include "baton.tlsFields" $root | fromYaml) -}}
+{{- toYaml (mergeOverwrite $config $pool.config) -}}
+{{- end -}}
+
+{{- /* What a worker shows the rest of Kubernetes, and where its secrets come from. Takes root. */ -}}
+{{- define "baton.redisEnv" -}}
+{{- $external := .Values.externalRedis -}}
+{{- if .Values.redis.enabled }}
+- name: REDIS_PASSWORD
+  valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" .Values.redis.passwordSecret) | nindent 4 }}
+- name: BATON_REDIS_URL
+  value: redis://:$(REDIS_PASSWORD)@{{ include "baton.redisHost" . }}:{{ .Values.redis.port }}/0
+{{- else if $external.urlSecret.name }}
+- name: BATON_REDIS_URL
+  valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" $external.urlSecret) | nindent 4 }}
+{{- else }}
+- name: BATON_REDIS_URL
+  valueFrom:
+    secretKeyRef: {name: {{ include "baton.base" . }}-external-redis, key: url}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.podEnv" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end -}}
+
+{{- /* Environment of every process of ours. Takes root. */ -}}
+{{- define "baton.commonEnv" -}}
+{{ include "baton.podEnv" . }}
+{{ include "baton.redisEnv" . | trim }}
+- name: BATON_SECRET
+  valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" .Values.deploymentSecret) | nindent 4 }}
+{{- with .Values.observability.otlpEndpoint }}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+- {name: OTEL_RESOURCE_ATTRIBUTES, value: "k8s.pod.name=$(POD_NAME),k8s.namespace.name=$(POD_NAMESPACE)"}
+{{- end }}
+{{ include "baton.scratchEnv" . }}
+{{- end -}}
+
+{{- /* The root file system is read-only: everything that writes, writes to /tmp. */ -}}
+{{- define "baton.scratchEnv" -}}
+- {name: HOME, value: /tmp}
+- {name: XDG_CACHE_HOME, value: /tmp/cache}
+- {name: NUMBA_CACHE_DIR, value: /tmp/cache/numba}
+- {name: TRITON_CACHE_DIR, value: /tmp/cache/triton}
+{{- end -}}
+
+{{- /* Environment of a worker. Takes root, pool. */ -}}
+{{- define "baton.workerEnv" -}}
+{{ include "baton.commonEnv" .root }}
+- {name: BATON_HOST, value: $(POD_IP)}
+{{- if .root.Values.topology.enabled }}
+- name: NODE_NAME
+  valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+{{- end }}
+- {name: OMP_NUM_THREADS, value: {{ .pool.threads | quote }}}
+- {name: OMP_WAIT_POLICY, value: PASSIVE}
+- {name: TOKENIZERS_PARALLELISM, value: "false"}
+- {name: BATON_CONFIG, value: /etc/baton/config/worker.yaml}
+- {name: BATON_READY_FILE, value: /tmp/baton-ready.json}
+{{- range $name, $value := .pool.ucx }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end -}}
+
+{{- /* `baton autoscale`. */ -}}
+{{- define "baton.autoscalerConfig" -}}
+{{- $scaling := .Values.autoscaling -}}
+{{- $config := dict
+    "namespace" (include "baton.namespaceKey" .) "metrics_port" (int $scaling.metricsPort)
+    "kubernetes_namespace" .Release.Namespace "gpu_budget" (int $scaling.gpuBudget)
+    "ttft_objective_seconds" $scaling.ttftSeconds "itl_objective_seconds" $scaling.itlSeconds
+    "scale_to_zero" $scaling.scaleToZero
+    "stateful_sets" (dict "prefill" (printf "%s-prefill" (include "baton.base" .)) "decode" (printf "%s-decode" (include "baton.base" .))) -}}
+{{- range $role := list "prefill" "decode" }}
+{{- $pool := index $.Values $role }}
+{{- $bounds := index $scaling $role }}
+{{- $_ := set $config $role (dict
+    "min_replicas" (int $bounds.minReplicas) "max_replicas" (int $bounds.maxReplicas)
+    "gpus_per_replica" (max 1 (int $pool.gpus))) }}
+{{- end }}
+{{- toYaml (mergeOverwrite $config $scaling.config) -}}
+{{- end -}}

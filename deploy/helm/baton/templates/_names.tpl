@@ -1,0 +1,120 @@
+{{- /* Names, labels, images, references to Secrets. */ -}}
+
+{{- define "baton.base" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trimSuffix "-" -}}
+{{- else if contains "baton" .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-baton" (.Release.Name | trunc 34 | trimSuffix "-") -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* What selectors select by; never changes in a release's life. Takes root, component. */ -}}
+{{- define "baton.selector" -}}
+app.kubernetes.io/name: baton
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "baton.labels" -}}
+{{ include "baton.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- /* metadata of an object. Takes root, component, name; labels, annotations (maps, optional). */ -}}
+{{- define "baton.metadata" -}}
+name: {{ .name }}
+namespace: {{ .root.Release.Namespace }}
+labels: {{- include "baton.labels" . | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- /* Takes root, role, override, gpus. */ -}}
+{{- define "baton.image" -}}
+{{- if .override -}}
+{{- .override -}}
+{{- else -}}
+{{- $image := .root.Values.image -}}
+{{- $tag := $image.tag | default (printf "%s%s" .root.Chart.AppVersion (ternary "-cuda" "" (gt (int .gpus) 0))) -}}
+{{- printf "%s/%s/%s:%s" (.root.Values.global.imageRegistry | default $image.registry) $image.repository .role $tag -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.pullSecrets" -}}
+{{- with concat .Values.global.imagePullSecrets .Values.imagePullSecrets | uniq }}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.workerAccount" -}}
+{{- ternary (printf "%s-worker" (include "baton.base" .)) (.Values.rbac.workerServiceAccount | default "default") .Values.rbac.create -}}
+{{- end -}}
+
+{{- define "baton.autoscalerAccount" -}}
+{{- ternary (printf "%s-autoscaler" (include "baton.base" .)) (.Values.rbac.autoscalerServiceAccount | default "default") .Values.rbac.create -}}
+{{- end -}}
+
+{{- /* secretKeyRef: an existing Secret {name, key}, or the chart's own. Takes root, reference. */ -}}
+{{- define "baton.secretKey" -}}
+secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }}, key: {{ .reference.key }}}
+{{- end -}}
+
+{{- define "baton.redisHost" -}}{{ include "baton.base" . }}-redis{{- end -}}
+{{- define "baton.rayHead" -}}{{ include "baton.base" . }}-ray-head{{- end -}}
+
+{{- /* "pvc", "hf" or "file". */ -}}
+{{- define "baton.modelScheme" -}}{{ index (splitList "://" .Values.model.source) 0 }}{{- end -}}
+
+{{- /* Where every pod finds the model directory. */ -}}
+{{- define "baton.modelPath" -}}
+{{- $rest := trimPrefix (printf "%s://" (include "baton.modelScheme" .)) .Values.model.source -}}
+{{- if eq (include "baton.modelScheme" .) "pvc" -}}
+{{- $parts := splitn "/" 2 $rest -}}
+{{- printf "/models/%s" ($parts._1 | default "") | trimSuffix "/" -}}
+{{- else if eq (include "baton.modelScheme" .) "hf" -}}
+{{- printf "/models/%s" (index (splitList "@" $rest) 0 | replace "/" "--") -}}
+{{- else -}}
+{{- $rest -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.servedName" -}}
+{{- if .Values.model.servedName -}}
+{{- .Values.model.servedName -}}
+{{- else if eq (include "baton.modelScheme" .) "hf" -}}
+{{- index (splitList "@" (trimPrefix "hf://" .Values.model.source)) 0 -}}
+{{- else -}}
+{{- base (include "baton.modelPath" .) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* "yes" where clients must show a key. */ -}}
+{{- define "baton.apiKeysOn" -}}{{ if or .Values.apiKeys.existingSecret .Values.apiKeys.entries }}yes{{ end }}{{- end -}}
+{{- define "baton.apiKeysSecret" -}}{{ .Values.apiKeys.existingSecret | default (printf "%s-api-keys" (include "baton.base" .)) }}{{- end -}}
+
+{{- /* Name of the Secret with a role's certificate. Takes root, role (router, worker). */ -}}
+{{- define "baton.tlsSecret" -}}
+{{- if eq .root.Values.tls.source "secrets" -}}
+{{- index .root.Values.tls.secrets .role -}}
+{{- else -}}
+{{- printf "%s-%s-tls" (include "baton.base" .root) .role -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The workers' fixed number. Takes the pool. */ -}}
+{{- define "baton.replicas" -}}{{ if kindIs "invalid" .replicas }}1{{ else }}{{ int .replicas }}{{ end }}{{- end -}}
+{{- define "baton.routerReplicas" -}}{{ if kindIs "invalid" .Values.router.replicas }}2{{ else }}{{ int .Values.router.replicas }}{{ end }}{{- end -}}

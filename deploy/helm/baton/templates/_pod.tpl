@@ -1,0 +1,169 @@
+{{- /* Parts of pods that every component shares. */ -}}
+
+{{- define "baton.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- /* Takes add: capabilities to keep. */ -}}
+{{- define "baton.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+  {{- with .add }}
+  add: {{ toJson . }}
+  {{- end }}
+{{- end -}}
+
+{{- /* metadata of a pod. Takes root, component, pod, checksum (what must roll it when it changes). */ -}}
+{{- define "baton.podMetadata" -}}
+labels: {{- include "baton.selector" . | nindent 2 }}
+  {{- with merge (dict) .pod.labels .root.Values.commonLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+annotations:
+  checksum/config: {{ .checksum | sha256sum }}
+  {{- with merge (dict) .pod.annotations .root.Values.commonAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{- /* Where and how a pod runs. Takes root, component, pod. */ -}}
+{{- define "baton.podFields" -}}
+securityContext: {{- include "baton.podSecurity" . | nindent 2 }}
+enableServiceLinks: false
+{{- include "baton.pullSecrets" .root }}
+{{- with .pod.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pod.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pod.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+{{- if .pod.topologySpreadConstraints }}
+{{- toYaml .pod.topologySpreadConstraints | nindent 2 }}
+{{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "baton.selector" . | nindent 8 }}
+{{- end }}
+{{- with .pod.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .pod.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
+{{- with .pod.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.modelVolume" -}}
+{{- $scheme := include "baton.modelScheme" . -}}
+{{- $claim := .Values.model.huggingFace.cacheClaim -}}
+{{- if eq $scheme "pvc" }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ index (splitList "/" (trimPrefix "pvc://" .Values.model.source)) 0 }}, readOnly: true}
+{{- else if and (eq $scheme "hf") $claim }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ $claim }}}
+{{- else if eq $scheme "hf" }}
+- name: models
+  emptyDir: {sizeLimit: {{ .Values.model.huggingFace.sizeLimit }}}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.modelMount" -}}
+{{- if ne (include "baton.modelScheme" .) "file" }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- /* Downloads the model, or finds it there with the right hashes. Takes root, image, only (router: no weights). */ -}}
+{{- define "baton.modelFetch" -}}
+{{- if eq (include "baton.modelScheme" .root) "hf" }}
+{{- $hub := .root.Values.model.huggingFace }}
+- name: fetch
+  image: {{ .image }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [baton, fetch, {{ .root.Values.model.source | quote }}, --out, {{ include "baton.modelPath" .root }}, --endpoint, {{ $hub.endpoint | quote }}]
+  args:
+    - --seconds={{ .root.Values.model.loadSeconds }}
+    {{- if .without }}
+    - --without-weights
+    {{- end }}
+    {{- if and $hub.sha256 (not .without) }}
+    - --sha256={{ $hub.sha256 }}
+    {{- end }}
+  env:
+    {{- if $hub.tokenSecret.name }}
+    - name: HF_TOKEN
+      valueFrom: {{- include "baton.secretKey" (dict "root" .root "reference" $hub.tokenSecret) | nindent 8 }}
+    {{- end }}
+    {{- include "baton.scratchEnv" .root | nindent 4 }}
+  securityContext: {{- include "baton.containerSecurity" (dict) | nindent 4 }}
+  resources:
+    requests: {cpu: 500m, memory: 256Mi}
+    limits: {memory: 1Gi}
+  volumeMounts:
+    - {name: models, mountPath: /models}
+    - {name: tmp, mountPath: /tmp}
+{{- end }}
+{{- end -}}
+
+{{- /* Takes root, role (router, worker). */ -}}
+{{- define "baton.secretMounts" -}}
+{{- $values := .root.Values -}}
+{{- if $values.tls.enabled }}
+- {name: tls, mountPath: /etc/baton/tls, readOnly: true}
+{{- end }}
+{{- if and (not $values.redis.enabled) $values.externalRedis.tlsSecret }}
+- {name: redis-tls, mountPath: /etc/baton/redis-tls, readOnly: true}
+{{- end }}
+{{- if eq .role "router" }}
+{{- if include "baton.apiKeysOn" .root }}
+- {name: keys, mountPath: /etc/baton/keys, readOnly: true}
+{{- end }}
+{{- if and $values.tls.enabled $values.tls.doorSecret }}
+- {name: door-tls, mountPath: /etc/baton/door-tls, readOnly: true}
+{{- end }}
+{{- if and $values.tls.enabled $values.tls.clientCaSecret }}
+- {name: client-ca, mountPath: /etc/baton/client-ca, readOnly: true}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.secretVolumes" -}}
+{{- $values := .root.Values -}}
+{{- if $values.tls.enabled }}
+- {name: tls, secret: {secretName: {{ include "baton.tlsSecret" . }}, defaultMode: 0440}}
+{{- end }}
+{{- if and (not $values.redis.enabled) $values.externalRedis.tlsSecret }}
+- {name: redis-tls, secret: {secretName: {{ $values.externalRedis.tlsSecret }}, defaultMode: 0440}}
+{{- end }}
+{{- if eq .role "router" }}
+{{- if include "baton.apiKeysOn" .root }}
+- {name: keys, secret: {secretName: {{ include "baton.apiKeysSecret" .root }}, defaultMode: 0440}}
+{{- end }}
+{{- if and $values.tls.enabled $values.tls.doorSecret }}
+- {name: door-tls, secret: {secretName: {{ $values.tls.doorSecret }}, defaultMode: 0440}}
+{{- end }}
+{{- if and $values.tls.enabled $values.tls.clientCaSecret }}
+- name: client-ca
+  secret:
+    secretName: {{ $values.tls.clientCaSecret }}
+    defaultMode: 0440
+    items: [{key: ca.crt, path: ca.crt}]
+{{- end }}
+{{- end }}
+{{- end -}}

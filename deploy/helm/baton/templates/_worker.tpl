@@ -1,0 +1,58 @@
+{{- /* A worker's pod. */ -}}
+
+{{- /* GPUs and RDMA devices beside the other resources. Takes pool. */ -}}
+{{- define "baton.workerResources" -}}
+{{- $devices := dict -}}
+{{- if gt (int .pool.gpus) 0 }}{{- $_ := set $devices .pool.gpuResource (int .pool.gpus) }}{{- end }}
+{{- if .pool.rdma.resourceName }}{{- $_ := set $devices .pool.rdma.resourceName (int .pool.rdma.count) }}{{- end }}
+{{- toYaml (merge (dict "limits" (merge $devices (.pool.resources.limits | default dict))) .pool.resources) -}}
+{{- end -}}
+
+{{- define "baton.workerSecurity" -}}
+{{- $pinning := and .pool.rdma.resourceName .pool.rdma.ipcLock -}}
+{{- include "baton.containerSecurity" (dict "add" (ternary (list "IPC_LOCK") list (not (empty $pinning)))) -}}
+{{- end -}}
+
+{{- define "baton.workerMounts" -}}
+- {name: config, mountPath: /etc/baton/config, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+- {name: shm, mountPath: /dev/shm}
+{{- include "baton.modelMount" .root }}
+{{- include "baton.secretMounts" . }}
+{{- with .pool.pod.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.workerVolumes" -}}
+- {name: config, configMap: {name: {{ .configName }}}}
+- {name: tmp, emptyDir: {}}
+- {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .pool.shmSize }}}}
+{{- include "baton.modelVolume" .root }}
+{{- include "baton.secretVolumes" . }}
+{{- with .pool.pod.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- /* Start-up waits as long as the model needs; readiness: registered and not draining; liveness: the engine ticks. */ -}}
+{{- define "baton.workerProbes" -}}
+startupProbe:
+  httpGet: {path: /ready, port: metrics}
+  periodSeconds: 5
+  timeoutSeconds: 5
+  failureThreshold: {{ .pool.startupFailures | default (divf .root.Values.model.loadSeconds 5 | ceil) }}
+readinessProbe:
+  {{- if eq .pool.probe "grpc" }}
+  grpc: {port: {{ .pool.port }}}
+  {{- else }}
+  httpGet: {path: /ready, port: metrics}
+  {{- end }}
+  periodSeconds: 2
+  timeoutSeconds: 5
+livenessProbe:
+  httpGet: {path: /live, port: metrics}
+  periodSeconds: 10
+  timeoutSeconds: 10
+  failureThreshold: {{ divf .pool.livenessSeconds 10 | ceil }}
+{{- end -}}

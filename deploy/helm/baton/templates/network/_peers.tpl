@@ -1,0 +1,86 @@
+{{- /* Ends of the network's edges. */ -}}
+
+{{- /* Pods of this release. Takes root, components. */ -}}
+{{- define "baton.peer" -}}
+- podSelector:
+    matchLabels:
+      app.kubernetes.io/name: baton
+      app.kubernetes.io/instance: {{ .root.Release.Name }}
+    matchExpressions:
+      - {key: app.kubernetes.io/component, operator: In, values: [{{ join ", " .components }}]}
+{{- end -}}
+
+{{- define "baton.ports" -}}
+{{- range . }}
+- {protocol: TCP, port: {{ . }}}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.nixlPorts" -}}
+- {protocol: TCP, port: {{ .Values.transfer.nixlPorts.first }}, endPort: {{ .Values.transfer.nixlPorts.last }}}
+{{- end -}}
+
+{{- /* Components that are nodes of the chart's Ray, as a JSON list. */ -}}
+{{- define "baton.rayNodes" -}}
+{{- $nodes := list -}}
+{{- if ne .Values.ray.mode "external" }}
+{{- $nodes = append $nodes "ray-head" }}
+{{- range $role := list "prefill" "decode" }}
+{{- $spans := gt (int (index $.Values $role).nodes) 1 }}
+{{- if or $.Values.ray.joinWorkers $spans (eq $.Values.ray.mode "kuberay") }}{{ $nodes = append $nodes $role }}{{ end }}
+{{- if $spans }}{{ $nodes = append $nodes (printf "%s-ranks" $role) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- toJson $nodes -}}
+{{- end -}}
+
+{{- /* Ports of one Ray node; every port where the system chooses one of them. */ -}}
+{{- define "baton.rayPorts" -}}
+{{- $ports := .Values.ray.ports -}}
+{{- $fixed := list $ports.nodeManager $ports.objectManager $ports.runtimeEnvAgent $ports.dashboardAgentGrpc $ports.dashboardAgentHttp $ports.metrics $ports.firstWorker -}}
+{{- if has 0 (list (int $ports.nodeManager) (int $ports.objectManager) (int $ports.runtimeEnvAgent) (int $ports.dashboardAgentGrpc) (int $ports.dashboardAgentHttp) (int $ports.metrics) (int $ports.firstWorker)) }}
+- {protocol: TCP, port: 1, endPort: 65535}
+{{- else }}
+{{- include "baton.ports" (initial $fixed) }}
+- {protocol: TCP, port: {{ $ports.firstWorker }}, endPort: {{ $ports.lastWorker }}}
+{{- end }}
+{{- end -}}
+
+{{- /* A rule to a list of peers, or to everyone where the list is empty. Takes direction (from, to), peers. */ -}}
+{{- define "baton.anyPeer" -}}
+{{- if .peers }}
+{{ .direction }}: {{- toYaml .peers | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- /* Port of a URL. Takes url, port (where it names none). */ -}}
+{{- define "baton.urlPort" -}}
+{{- $parts := splitList ":" (urlParse .url).host -}}
+{{- if gt (len $parts) 1 }}{{ last $parts }}{{ else }}{{ .port }}{{ end -}}
+{{- end -}}
+
+{{- /* To Redis, wherever it is. */ -}}
+{{- define "baton.redisEgress" -}}
+{{- if .Values.redis.enabled }}
+- ports: {{- include "baton.ports" (list .Values.redis.port) | trim | nindent 4 }}
+  to: {{- include "baton.peer" (dict "root" . "components" (list "redis")) | nindent 4 }}
+{{- else }}
+- ports: {{- include "baton.ports" (list .Values.externalRedis.port) | trim | nindent 4 }}
+  {{- include "baton.anyPeer" (dict "direction" "to" "peers" .Values.externalRedis.peers) | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- /* To the Hub, the API server, the trace collector, where they are used. Takes root, hub, api. */ -}}
+{{- define "baton.outsideEgress" -}}
+{{- $values := .root.Values -}}
+{{- if .hub }}
+- ports: {{- include "baton.ports" (list (include "baton.urlPort" (dict "url" $values.model.huggingFace.endpoint "port" 443))) | trim | nindent 4 }}
+{{- end }}
+{{- if .api }}
+- ports: {{- include "baton.ports" $values.networkPolicy.apiServerPorts | trim | nindent 4 }}
+  {{- include "baton.anyPeer" (dict "direction" "to" "peers" $values.networkPolicy.apiServer) | nindent 2 }}
+{{- end }}
+{{- with $values.observability.otlpEndpoint }}
+- ports: {{- include "baton.ports" (list (include "baton.urlPort" (dict "url" . "port" 4318))) | trim | nindent 4 }}
+{{- end }}
+{{- end -}}

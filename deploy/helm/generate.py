@@ -1,0 +1,240 @@
+"""Makes values.schema.json and the README's table from the comments of values.yaml.
+
+A comment right above a key is its description; in it, a line `# @ minimum: 1, enum: [a, b]` adds JSON Schema
+keywords. Types come from the defaults. A mapping that has a `type` or `additionalProperties` of its own is a value
+as a whole; every other mapping accepts its own keys and no others.
+
+    python deploy/helm/generate.py [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).resolve().parent / "baton"
+BEGIN, END = "<!-- values: made by `make chart` from values.yaml -->", "<!-- end of values -->"
+TYPES = {
+    "bool": "boolean",
+    "int": "integer",
+    "float": "number",
+    "str": "string",
+    "seq": "array",
+    "map": "object",
+}
+
+
+class CommentError(Exception):
+    """values.yaml can't be turned into a schema; the message names the key."""
+
+
+@dataclass
+class Value:
+    """One key: its default, what is said of it, and the keys inside it unless it is a value as a whole."""
+
+    path: tuple[str, ...]
+    default: Any
+    description: str
+    keywords: dict[str, Any]
+    anchor: int  # equal for the same mapping in several places
+    children: list[Value] = field(default_factory=list)
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.children
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+def read_values(text: str) -> list[Value]:
+    """The keys of values.yaml in their order. Raises CommentError."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode):
+        raise CommentError("values.yaml holds no mapping")
+    defaults = yaml.safe_load(text)
+    return _children(root, defaults, (), text.splitlines())
+
+
+def _children(
+    node: yaml.MappingNode, defaults: dict[str, Any], path: tuple[str, ...], lines: list[str]
+) -> list[Value]:
+    found: dict[str, Value] = {}
+    for key, value in node.value:
+        if key.tag.endswith(":merge"):
+            found |= {one.path[-1]: one for one in _children(value, defaults, path, lines)}
+            continue
+        name = str(key.value)
+        found[name] = _value(value, defaults[name], (*path, name), key.start_mark.line, lines)
+    return list(found.values())
+
+
+def _value(node: yaml.Node, default: Any, path: tuple[str, ...], line: int, lines: list[str]) -> Value:
+    description, keywords = _comment(lines, line, path)
+    value = Value(path, default, description, keywords, id(node))
+    whole = "type" in keywords or "additionalProperties" in keywords
+    if isinstance(node, yaml.MappingNode) and node.value and not whole:
+        value.children = _children(node, default, path, lines)
+    elif "type" not in keywords:
+        kind = node.tag.rpartition(":")[2]
+        if kind not in TYPES:
+            raise CommentError(
+                f"{value.name}: say its type in a line `# @ type: …`, its default does not tell"
+            )
+        keywords["type"] = TYPES[kind]
+    return value
+
+
+def _comment(lines: list[str], line: int, path: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    """What stands right above a key, at its indent."""
+    indent = len(lines[line]) - len(lines[line].lstrip())
+    first = line
+    while first and lines[first - 1].startswith(" " * indent + "#"):
+        first -= 1
+    words: list[str] = []
+    keywords: dict[str, Any] = {}
+    for text in (one.strip() for one in lines[first:line]):
+        if text.startswith("# @ "):
+            try:
+                keywords |= yaml.safe_load("{" + text[4:] + "}")
+            except yaml.YAMLError as error:
+                raise CommentError(f"{'.'.join(path)}: {text}: {error}") from error
+        else:
+            words.append(text.lstrip("# "))
+    return " ".join(words), keywords
+
+
+def leaves(values: list[Value]) -> Iterator[Value]:
+    for value in values:
+        if value.is_leaf:
+            yield value
+        else:
+            yield from leaves(value.children)
+
+
+# --- values.schema.json ----------------------------------------------------------------------------------------
+
+
+def make_schema(values: list[Value]) -> dict[str, Any]:
+    """Draft 7, no reference leaves the file, no key that values.yaml lacks."""
+    seen: dict[int, list[Value]] = {}
+    _count(values, seen)
+    shared = {
+        anchor: found[0].path[-1] for anchor, found in seen.items() if len(found) > 1 and found[0].children
+    }
+    definitions = {shared[anchor]: _object(seen[anchor][0].children, shared) for anchor in shared}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the Baton chart. Made by `make chart` from values.yaml.",
+        **_object(values, shared),
+        "definitions": definitions,
+    }
+
+
+def _count(values: list[Value], seen: dict[int, list[Value]]) -> None:
+    for value in values:
+        seen.setdefault(value.anchor, []).append(value)
+        _count(value.children, seen)
+
+
+def _object(values: list[Value], shared: dict[int, str]) -> dict[str, Any]:
+    properties = {value.path[-1]: _schema(value, shared) for value in values}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _schema(value: Value, shared: dict[int, str]) -> dict[str, Any]:
+    if value.anchor in shared:
+        return {"$ref": f"#/definitions/{shared[value.anchor]}"}
+    about = {"description": value.description} if value.description else {}
+    if value.is_leaf:
+        return {**about, **value.keywords, "default": value.default}
+    return {**about, **_object(value.children, shared)}
+
+
+# --- README.md -------------------------------------------------------------------------------------------------
+
+
+def make_table(values: list[Value]) -> str:
+    """A row a key. What stands at several places is told where it stands first."""
+    rows = ["| key | default | what it is |", "|---|---|---|"]
+    first: dict[int, str] = {}
+    for value in values:
+        rows += _rows(value, first)
+    return "\n".join(rows)
+
+
+def _rows(value: Value, first: dict[int, str]) -> list[str]:
+    told = first.setdefault(value.anchor, value.name)
+    if value.is_leaf:
+        if told != value.name:
+            return []
+        return [f"| `{value.name}` | {_code(value.default)} | {_about(value)} |"]
+    if told != value.name:
+        return [f"| `{value.name}.*` | | As `{told}.*`. |"]
+    rows = [row for child in value.children for row in _rows(child, first)]
+    as_before = len(rows) < len(value.children)
+    heading = (
+        f"{value.description} The keys not listed are as in the pool above."
+        if as_before
+        else value.description
+    )
+    return [f"| **`{value.name}`** | | {_escape(heading)} |", *rows] if heading else rows
+
+
+def _about(value: Value) -> str:
+    limits = []
+    if "enum" in value.keywords:
+        limits.append(", ".join(f"`{one}`" if one else "empty" for one in value.keywords["enum"]))
+    for keyword, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤")):
+        if keyword in value.keywords:
+            limits.append(f"{sign} {value.keywords[keyword]}")
+    said = _escape(value.description)
+    return f"{said} ({'; '.join(limits)})".strip() if limits else said
+
+
+def _code(default: Any) -> str:
+    return "" if default in ("", None) else f"`{_escape(json.dumps(default, ensure_ascii=False))}`"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def with_table(readme: str, table: str) -> str:
+    """The README with a new table between its marks. Raises CommentError where they are missing."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise CommentError(f"README.md lacks the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def made_files() -> dict[Path, str]:
+    """What `make chart` writes."""
+    values = read_values((CHART / "values.yaml").read_text())
+    schema = json.dumps(make_schema(values), indent=1, ensure_ascii=False) + "\n"
+    readme = CHART / "README.md"
+    return {CHART / "values.schema.json": schema, readme: with_table(readme.read_text(), make_table(values))}
+
+
+def main(arguments: list[str]) -> int:
+    files = made_files()
+    stale = [file for file, text in files.items() if not file.exists() or file.read_text() != text]
+    if "--check" in arguments:
+        for file in stale:
+            print(f"{file.name} is not what values.yaml says: run make chart", file=sys.stderr)
+        return 1 if stale else 0
+    for file in stale:
+        file.write_text(files[file])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

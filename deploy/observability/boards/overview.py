@@ -1,0 +1,97 @@
+"""Are clients served, and how fast?"""
+
+from __future__ import annotations
+
+from deploy.observability.boards.parts import (
+    ROUTERS,
+    Board,
+    Panel,
+    Query,
+    Row,
+    by,
+    mean,
+    quantiles,
+    rate,
+    total,
+)
+
+
+def overview() -> Board:
+    stages = by(
+        "Where the time goes",
+        "s",
+        mean("baton_stage_seconds", "stage"),
+        "{{stage}}",
+        stacked=True,
+        description="Mean seconds of a request by stage; decode includes the first step.",
+    )
+    return Board(
+        "overview",
+        "Overview",
+        "Is it up, how fast is it, what do clients see?",
+        [
+            Row(
+                "Now",
+                [
+                    Panel(
+                        "Workers alive",
+                        "short",
+                        [Query(total("baton_workers", "role", 'lease="live"', "max"), "{{role}}")],
+                        kind="stat",
+                    ),
+                    Panel(
+                        "Requests in flight", "short", [Query(total("baton_requests_in_flight"))], kind="stat"
+                    ),
+                    Panel(
+                        "Tokens a second",
+                        "short",
+                        [Query(rate("baton_generation_tokens_total", "", ROUTERS))],
+                        kind="stat",
+                    ),
+                ],
+            ),
+            Row(
+                "What clients see",
+                [
+                    by(
+                        "Requests",
+                        "reqps",
+                        rate("baton_requests_total", "outcome"),
+                        "{{outcome}}",
+                        stacked=True,
+                    ),
+                    quantiles("Time to first token", "baton_time_to_first_token_seconds"),
+                    quantiles("Between tokens", "baton_inter_token_latency_seconds"),
+                    quantiles("Whole requests", "baton_e2e_request_latency_seconds"),
+                    Panel(
+                        "Tokens",
+                        "short",
+                        [
+                            Query(rate("baton_prompt_tokens_total"), "prompt"),
+                            Query(rate("baton_generation_tokens_total", "", ROUTERS), "generated"),
+                            Query(rate("baton_prefix_cache_hits_total", "", ROUTERS), "prompt, cached"),
+                        ],
+                    ),
+                    stages,
+                ],
+            ),
+            Row(
+                "Trouble",
+                [
+                    by("Attempts made again", "ops", rate("baton_retries_total", "reason"), "{{reason}}"),
+                    by(
+                        "Workers by lease",
+                        "short",
+                        total("baton_workers", "role, lease", "", "max"),
+                        "{{role}} {{lease}}",
+                    ),
+                    by(
+                        "Event loops run late",
+                        "s",
+                        mean("baton_event_loop_lag_seconds", "instance"),
+                        "{{instance}}",
+                    ),
+                ],
+            ),
+        ],
+    )

@@ -1,0 +1,102 @@
+"""Where requests go, and what decides it."""
+
+from __future__ import annotations
+
+from deploy.observability.boards.parts import ROUTERS, Board, Panel, Query, Row, by, quantiles, rate, total
+
+
+def placement() -> Board:
+    return Board(
+        "placement",
+        "Placement",
+        "Where requests go, what placing costs, what the prefix caches save.",
+        [
+            Row(
+                "Decisions",
+                [
+                    by(
+                        "Who prefills, who decided",
+                        "ops",
+                        rate("baton_placements_total", "prefill, by"),
+                        "{{prefill}}, by {{by}}",
+                        stacked=True,
+                    ),
+                    by(
+                        "Placed nowhere",
+                        "ops",
+                        rate("baton_placements_refused_total", "reason"),
+                        "{{reason}}",
+                    ),
+                    by(
+                        "Tokens placed and not done",
+                        "short",
+                        total("baton_placement_charged_tokens", "stage"),
+                        "{{stage}}",
+                    ),
+                ],
+            ),
+            Row(
+                "Prefix cache",
+                [
+                    Panel(
+                        "Share of prompt tokens that nobody computed",
+                        "percentunit",
+                        [
+                            Query(
+                                f"{rate('baton_prefix_cache_hits_total', '', ROUTERS)} / "
+                                f"{rate('baton_prefix_cache_queries_total', '', ROUTERS)}"
+                            )
+                        ],
+                    ),
+                    by(
+                        "Hits by worker",
+                        "short",
+                        rate("baton_prefix_cache_hits_total", "worker", 'role!=""'),
+                        "{{worker}}",
+                    ),
+                    by(
+                        "Chains not yet reported",
+                        "short",
+                        total("baton_index_reports_waiting", "worker"),
+                        "{{worker}}",
+                    ),
+                ],
+            ),
+            Row(
+                "Redis",
+                [
+                    quantiles("Placing", "baton_redis_call_seconds", labels='call="place"'),
+                    by(
+                        "Calls without an answer",
+                        "ops",
+                        rate("baton_redis_errors_total", "call", ROUTERS),
+                        "{{call}}",
+                    ),
+                    by("Reached", "short", total("baton_redis_up", "instance", "", "min"), "{{instance}}"),
+                ],
+            ),
+            Row(
+                "What the cost model has learned",
+                [
+                    by(
+                        "Prefill, seconds a token",
+                        "s",
+                        total("baton_placement_learned_prefill_seconds_per_token", "instance", "", "max"),
+                        "{{instance}}",
+                    ),
+                    by(
+                        "Hand-off bandwidth",
+                        "Bps",
+                        total("baton_placement_learned_bandwidth_bytes_per_second", "level", "", "max"),
+                        "{{level}}",
+                    ),
+                    by(
+                        "Age of the membership",
+                        "s",
+                        total("baton_membership_age_seconds", "instance", "", "max"),
+                        "{{instance}}",
+                    ),
+                ],
+            ),
+        ],
+    )

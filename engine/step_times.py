@@ -1,0 +1,25 @@
+"""How long steps take and how much is in them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cluster.telemetry.histogram import BATCH_SIZES, STAGE_SECONDS, TOKEN_COUNTS, Histogram
+
+
+class StepTimes:
+    """One thread adds, any thread reads."""
+
+    def __init__(self) -> None:
+        self.total_seconds = {"prefill": 0.0, "decode": 0.0}
+        self.seconds = {kind: Histogram(STAGE_SECONDS) for kind in self.total_seconds}
+        self.tokens = Histogram(TOKEN_COUNTS)
+        self.requests = Histogram(BATCH_SIZES)
+
+    def add(self, tokens: int, sequences: int, seconds: float) -> None:
+        """A step that computes more than a token a sequence has a prompt in it."""
+        kind: Literal["prefill", "decode"] = "prefill" if tokens > sequences else "decode"
+        self.total_seconds[kind] += seconds
+        self.seconds[kind].observe(seconds)
+        self.tokens.observe(tokens)
+        self.requests.observe(sequences)

@@ -1,0 +1,76 @@
+"""An attempt's spans at the prefill worker, made once it has ended, under the router's attempt.
+
+baton.prefill.queue    its turn, a place to land, the step before
+baton.prefill
+ └─ baton.prefill.chunk     one per step
+baton.handoff          from the first part asked for to the decode worker's commit
+ ├─ baton.handoff.part      asked for → verified; granted in between
+ └─ baton.handoff.exposed   what of it came after prefill had ended
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from prefill_worker.attempt import PrefillAttempt
+from worker.convert import outcome_name
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from cluster.telemetry.tracing.spans import Tracing
+    from wire import common_pb2
+
+
+def record(tracing: Tracing, parent: Context, attempt: PrefillAttempt, end: common_pb2.AttemptEnd) -> None:
+    now = time.monotonic()
+    report = attempt.report
+    facts = {"baton.worker": report.worker_id, "baton.outcome": outcome_name(end.outcome)}
+    began = attempt.received + report.prefill_queue_seconds
+    if not attempt.chunks:
+        tracing.record(parent, "baton.prefill.queue", attempt.received, now, facts)
+        return
+    tracing.record(parent, "baton.prefill.queue", attempt.received, began, facts)
+    ended = began + report.prefill_seconds
+    tokens = {
+        "baton.computed_tokens": report.computed_prompt_tokens,
+        "baton.cached_tokens": report.cached_tokens,
+    }
+    prefill = tracing.record(parent, "baton.prefill", began, ended, {**facts, **tokens})
+    for chunk in attempt.chunks:
+        tracing.record(
+            prefill, "baton.prefill.chunk", chunk.began, chunk.ended, {"baton.tokens": chunk.tokens}
+        )
+    if attempt.parts is not None:
+        _handoff(tracing, parent, attempt, ended, now, facts)
+
+
+def _handoff(
+    tracing: Tracing,
+    parent: Context,
+    attempt: PrefillAttempt,
+    prefill_ended: float,
+    now: float,
+    facts: dict[str, str],
+) -> None:
+    from cluster.telemetry.tracing.spans import Event
+
+    assert attempt.parts is not None, "the caller looked"
+    report, parts = attempt.report, list(attempt.parts)
+    committed = prefill_ended + report.handoff_exposed_seconds if report.transport else now
+    shipped: dict[str, str | int] = {
+        "baton.bytes": report.kv_bytes_shipped,
+        "baton.not_shipped_tokens": report.not_shipped_tokens,
+        "baton.transport": report.transport,
+        "baton.parts": len(parts) + attempt.parts.unnamed,
+    }
+    began = min((part.asked for part in parts), default=prefill_ended)
+    span = tracing.record(parent, "baton.handoff", began, committed, {**facts, **shipped})
+    for part in parts:
+        of_part = {"baton.part": part.part, "baton.rank": part.target_rank, "baton.bytes": part.bytes}
+        events = [Event("granted", part.granted)] if part.granted else []
+        verified = part.verified or part.granted or part.asked
+        tracing.record(span, "baton.handoff.part", part.asked, verified, of_part, events)
+    if report.transport:
+        tracing.record(span, "baton.handoff.exposed", prefill_ended, committed)

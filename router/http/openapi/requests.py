@@ -1,0 +1,155 @@
+"""What a router accepts: the fields of both endpoints, with its own limits."""
+
+from __future__ import annotations
+
+from router.front import Front
+from router.http import fields
+from router.http.openapi.schema import (
+    BOOLEAN,
+    NULL,
+    Schema,
+    array,
+    either,
+    integer,
+    number,
+    one_of,
+    optional,
+    record,
+    text,
+)
+from router.validate import MAX_PRIORITY
+
+TOKEN_KEY = f"^[0-9]{{1,{fields.MAX_TOKEN_DIGITS}}}$"
+
+
+def request_schemas(front: Front) -> dict[str, Schema]:
+    """Beyond what a schema can say: prompt and max_tokens together fit the context, min_tokens ≤ max_tokens,
+    stream_options needs stream, top_logprobs needs logprobs."""
+    shared = {**_sampling(front), **_answer(front), **_not_used()}
+    return {
+        "CompletionRequest": record(
+            {
+                "prompt": _prompt(front),
+                "logprobs": optional(integer(0, front.config.max_logprobs)),
+                **shared,
+            },
+            ["prompt"],
+        ),
+        "ChatCompletionRequest": record(
+            {
+                "messages": array(_message(), minItems=1),
+                "max_completion_tokens": optional(
+                    integer(1, _room(front), description="goes before max_tokens")
+                ),
+                "logprobs": optional(BOOLEAN),
+                "top_logprobs": optional(
+                    integer(0, front.config.max_logprobs, description="needs logprobs = true")
+                ),
+                **shared,
+            },
+            ["messages"],
+        ),
+    }
+
+
+def _room(front: Front) -> int:
+    """The longest answer: to the shortest prompt."""
+    return max(1, front.validator.max_model_len - 1)
+
+
+def _token(front: Front) -> Schema:
+    return integer(0, front.text.vocab_size - 1)
+
+
+def _sampling(front: Front) -> dict[str, Schema]:
+    config, room = front.config, _room(front)
+    return {
+        "temperature": optional(number(0, 100, description="0 = greedy")),
+        "top_k": optional(integer(-(2**31), front.text.vocab_size, description="0 and less = all")),
+        "top_p": optional({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+        "min_p": optional(number(0, 1)),
+        "repetition_penalty": optional({"type": "number", "exclusiveMinimum": 0, "maximum": 100}),
+        "presence_penalty": optional(number(-2, 2)),
+        "frequency_penalty": optional(number(-2, 2)),
+        "seed": optional(integer(-(2**63), 2**64 - 1, description="drawn by the router where there is none")),
+        "n": optional(integer(1, config.max_choices)),
+        "max_tokens": optional(
+            integer(1, room, description="of prompt and answer together the context is full")
+        ),
+        "min_tokens": optional(integer(0, room)),
+        "stop": optional(_stop(front)),
+        "stop_token_ids": optional(array(_token(front), maxItems=config.max_stop_token_ids)),
+        "ignore_eos": optional(BOOLEAN),
+        "logit_bias": optional(
+            {
+                "type": "object",
+                "propertyNames": {"pattern": TOKEN_KEY},
+                "additionalProperties": number(-100, 100),
+                "maxProperties": config.max_logit_bias,
+                "description": "token ids, as strings, to what is added to their logits",
+            }
+        ),
+    }
+
+
+def _answer(front: Front) -> dict[str, Schema]:
+    return {
+        "model": one_of(["", front.validator.served_name], description="empty = the served one"),
+        "stream": optional(BOOLEAN),
+        "stream_options": optional(
+            record(
+                {"include_usage": optional(BOOLEAN), "include_obfuscation": optional(BOOLEAN)},
+                [],
+                description="needs stream = true",
+            )
+        ),
+        "return_token_ids": optional(BOOLEAN),
+        "include_stop_str_in_output": optional(BOOLEAN),
+        "priority": either(
+            integer(-MAX_PRIORITY, MAX_PRIORITY),
+            one_of(list(fields.PRIORITIES)),
+            NULL,
+            description="a class: above 0 is high, 0 normal, below 0 batch",
+        ),
+    }
+
+
+def _not_used() -> dict[str, Schema]:
+    """What changes nothing, and what can't be honoured: accepted where it asks for nothing."""
+    ignored: Schema = {"description": "accepted, changes nothing"}
+    return {
+        **dict.fromkeys(sorted(fields.HARMLESS), ignored),
+        **{
+            name: one_of(values, description="not supported: only these values, which ask for nothing")
+            for name, values in fields.NEUTRAL.items()
+        },
+    }
+
+
+def _stop(front: Front) -> Schema:
+    config = front.config
+    string = text(minLength=1, maxLength=config.max_stop_string_characters)
+    return either(string, array(string, maxItems=config.max_stop_strings))
+
+
+def _prompt(front: Front) -> Schema:
+    tokens = array(_token(front), minItems=1, maxItems=_room(front))
+    several = array(either(text(), tokens), minItems=1, maxItems=front.config.max_prompts)
+    return either(text(), tokens, several, description="text, token ids, or several of either")
+
+
+def _message() -> Schema:
+    part: Schema = {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": text()},
+        "required": ["type", "text"],
+    }
+    return {
+        "type": "object",
+        "properties": {
+            "role": one_of(fields.ROLES),
+            "content": either(text(), array(part)),
+            "tool_calls": one_of([[], None]),
+        },
+        "required": ["role", "content"],
+    }

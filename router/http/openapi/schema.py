@@ -1,0 +1,59 @@
+"""Small words to write JSON Schema with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Schema = dict[str, Any]
+
+
+def integer(low: int, high: int, **more: Any) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high, **more}
+
+
+def number(low: float, high: float, **more: Any) -> Schema:
+    return {"type": "number", "minimum": low, "maximum": high, **more}
+
+
+def text(**more: Any) -> Schema:
+    return {"type": "string", **more}
+
+
+def array(items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": items, **more}
+
+
+def one_of(values: Sequence[Any], **more: Any) -> Schema:
+    return {"enum": list(values), **more}
+
+
+def either(*schemas: Schema, **more: Any) -> Schema:
+    return {"anyOf": list(schemas), **more}
+
+
+def optional(schema: Schema) -> Schema:
+    """Null says the same as leaving the field out."""
+    if isinstance(schema.get("type"), str):
+        return {**schema, "type": [schema["type"], "null"]}
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def record(properties: Mapping[str, Schema], required: Sequence[str] | None = None, **more: Any) -> Schema:
+    """An object with these fields and no others; all are always there unless `required` names fewer."""
+    names = list(properties) if required is None else list(required)
+    return {
+        "type": "object",
+        "properties": dict(properties),
+        "required": names,
+        "additionalProperties": False,
+        **more,
+    }
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+BOOLEAN: Schema = {"type": "boolean"}
+NULL: Schema = {"type": "null"}

@@ -1,0 +1,58 @@
+"""The proof that a request was taken in already, by whichever router.
+
+    ticket = time of issue (u64, Unix seconds) ‖ BLAKE2b(key, time ‖ name ‖ seed)        24 bytes
+    name   = BLAKE2b(tenant, request id, prompt)
+
+The stream's first event carries it. A client whose router died shows it at another one beside the tokens it holds:
+half an answer must not be refused for being late. Tokens alone prove nothing, anybody can make some up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+import time
+from collections.abc import Callable
+
+from router.completion import Completion
+
+NAME_BYTES = 16
+MAC_BYTES = 16
+GRACE_SECONDS = 60.0  # routers' clocks may differ by as much, and a client may take as long to reconnect
+
+
+def name_of(tenant: str, request_id: str, packed_prompt: bytes) -> bytes:
+    """What every router calls a request: of two that have the same name, prompt and owner are the same."""
+    digest = hashlib.blake2b(digest_size=NAME_BYTES)
+    for part in (tenant.encode(), request_id.encode()):
+        digest.update(struct.pack("<I", len(part)) + part)
+    digest.update(packed_prompt)
+    return digest.digest()
+
+
+class Tickets:
+    """Made and checked with the deployment's secret: no router has to remember any, or ask Redis."""
+
+    def __init__(self, secret: str, request_seconds: float, clock: Callable[[], float] = time.time):
+        """`request_seconds`: the longest life of a request; a ticket is worth nothing much later."""
+        self._key = hashlib.blake2b(secret.encode(), digest_size=32, person=b"baton-resume").digest()
+        self._seconds = request_seconds + GRACE_SECONDS
+        self._clock = clock
+
+    def issue(self, name: bytes, seed: int) -> bytes:
+        return self._ticket(int(self._clock()), name, seed)
+
+    def check(self, completion: Completion, name: bytes) -> bool:
+        """Was this request taken in by a router of this deployment, not too long ago?"""
+        ticket = completion.resume_ticket
+        if not completion.resume_tokens or len(ticket) != 8 + MAC_BYTES:
+            return False
+        (issued,) = struct.unpack_from("<Q", ticket)
+        expected = self._ticket(issued, name, completion.sampling.seed)
+        return hmac.compare_digest(ticket, expected) and abs(self._clock() - issued) <= self._seconds
+
+    def _ticket(self, issued: int, name: bytes, seed: int) -> bytes:
+        when = struct.pack("<Q", issued)
+        message = when + name + struct.pack("<Q", seed)
+        return when + hashlib.blake2b(message, digest_size=MAC_BYTES, key=self._key).digest()

@@ -1,0 +1,228 @@
+"""`baton doctor` against an API server with the nodes, resources and permissions of different clusters."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from baton.cli import app
+from baton.doctor.checks import judge
+from baton.doctor.facts import Facts, Node, Permission, Taint
+from baton.doctor.reading import Reader, connect
+from baton.doctor.values import values_for
+from cluster.errors import ConfigError, UnavailableError
+from tests.kubernetes.api.server import ApiServer
+
+H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "topology.kubernetes.io/zone": "a"}
+L4 = {"nvidia.com/gpu.product": "NVIDIA-L4"}
+EIGHT_RDMA = {"nvidia.com/gpu": "8", "rdma/hca_shared_devices_a": "1k"}
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    with ApiServer() as running:
+        yield running
+
+
+def look(server: ApiServer, tmp_path: Path, namespace: str = "default") -> Facts:
+    with connect(server.kubeconfig(tmp_path / "kubeconfig"), "") as api:
+        return Reader(api, namespace, 10.0).read()
+
+
+def grades(facts: Facts) -> dict[str, str]:
+    return {check.name: check.grade for check in judge(facts)}
+
+
+def crd(plural: str, group: str, version: str = "v1") -> dict[str, Any]:
+    kind = plural.rstrip("s").capitalize()
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}"},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"plural": plural, "singular": kind.lower(), "kind": kind, "listKind": f"{kind}List"},
+            "versions": [
+                {
+                    "name": version,
+                    "served": True,
+                    "storage": True,
+                    "schema": {
+                        "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+                    },
+                }
+            ],
+        },
+    }
+
+
+def equip(server: ApiServer) -> None:
+    """A GPU cluster with everything that Baton can use."""
+    server.add_node("gpu-0", H100, {"nvidia.com/gpu": "8", "rdma/hca_shared_devices_a": "1000"})
+    server.add_node("gpu-1", H100, {"nvidia.com/gpu": "8", "rdma/hca_shared_devices_a": "1000"})
+    server.add_node("small", L4, {"nvidia.com/gpu": "1"})
+    server.add_node("cpu")
+    server.create(crd("rayservices", "ray.io"))
+    for plural in ("servicemonitors", "podmonitors", "prometheusrules"):
+        server.create(crd(plural, "monitoring.coreos.com"))
+    for plural in ("certificates", "issuers"):
+        server.create(crd(plural, "cert-manager.io"))
+    default = {"storageclass.kubernetes.io/is-default-class": "true"}
+    server.create(
+        {
+            "apiVersion": "storage.k8s.io/v1",
+            "kind": "StorageClass",
+            "metadata": {"name": "fast", "annotations": default},
+            "provisioner": "example.com/disk",
+        }
+    )
+
+
+def test_a_cluster_with_everything(server: ApiServer, tmp_path: Path) -> None:
+    equip(server)
+    facts = look(server, tmp_path)
+    found = grades(facts)
+    assert found.pop("RDMA") == "warning"  # one node with a GPU has none
+    assert set(found.values()) == {"ok"}, judge(facts)
+    values = values_for(facts)
+    for role in ("prefill", "decode"):
+        assert values[role] == {
+            "gpus": 1,
+            "tensorParallel": 1,
+            "gpuResource": "nvidia.com/gpu",
+            "rdma": {"resourceName": "rdma/hca_shared_devices_a"},
+            "pod": {"nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}},
+        }
+    assert values["ray"] == {"mode": "kuberay"}
+    assert values["tls"] == {"enabled": True, "source": "certManager"}
+    assert values["observability"] == {"monitors": {"enabled": True}, "rules": {"enabled": True}}
+    assert "topology" not in values
+
+
+def test_a_bare_cluster_gets_values_for_cpus(server: ApiServer, tmp_path: Path) -> None:
+    server.add_node("only")
+    facts = look(server, tmp_path)
+    found = grades(facts)
+    assert (found["GPUs"], found["KubeRay"], found["cert-manager"]) == ("warning", "info", "info")
+    assert "missing" not in found.values()
+    values = values_for(facts)
+    assert values["prefill"]["gpus"] == values["decode"]["gpus"] == 0
+    assert "ray" not in values and "tls" not in values and "observability" not in values
+
+
+def test_an_empty_cluster_and_a_refused_user_are_missing_something(server: ApiServer, tmp_path: Path) -> None:
+    server.access.deny("create", "statefulsets", "apps")
+    facts = look(server, tmp_path)
+    found = {check.name: check for check in judge(facts)}
+    assert found["nodes"].grade == "missing"
+    assert found["permissions"].grade == "missing"
+    assert "create statefulsets.apps" in found["permissions"].found
+
+
+def test_what_may_not_be_read_is_unknown_and_not_missing(server: ApiServer, tmp_path: Path) -> None:
+    equip(server)
+    server.access.deny("list", "nodes")
+    server.access.deny("list", "customresourcedefinitions", "apiextensions.k8s.io")
+    found = {check.name: check for check in judge(look(server, tmp_path))}
+    for name in ("nodes", "GPUs", "KubeRay"):
+        assert found[name].grade == "warning"
+        assert found[name].found == "unknown: 403 Forbidden"
+
+
+def test_the_command_prints_a_table_json_and_values(server: ApiServer, tmp_path: Path) -> None:
+    equip(server)
+    table = run(server, tmp_path)
+    assert table.exit_code == 0, table
+    for word in ("gpu-0", "NVIDIA-H100-80GB-HBM3", "KubeRay", "rdma/hca_shared_devices_a", "mode: kuberay"):
+        assert word in table.stdout
+    answer = json.loads(run(server, tmp_path, "--json").stdout)
+    assert answer["ok"] is True
+    assert answer["gpus"][0] == {
+        "product": "NVIDIA-H100-80GB-HBM3",
+        "resource": "nvidia.com/gpu",
+        "allocatable": 16,
+    }
+    printed = yaml.safe_load(run(server, tmp_path, "--values").stdout)
+    assert printed == answer["values"]
+    server.access.deny("create", "secrets")
+    assert run(server, tmp_path, "--json").exit_code == 2
+
+
+def run(server: ApiServer, tmp_path: Path, *flags: str) -> Result:
+    config = str(server.kubeconfig(tmp_path / "kubeconfig"))
+    return CliRunner().invoke(app, ["doctor", "--kubeconfig", config, *flags], env={"COLUMNS": "160"})
+
+
+def test_no_cluster_is_said_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as missing, connect(tmp_path / "none", ""):
+        raise AssertionError("there is no such file")
+    assert missing.value.field == "kubeconfig"
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        file = tmp_path / "kubeconfig"
+        file.write_text(
+            yaml.safe_dump(
+                {
+                    "clusters": [{"name": "c", "cluster": {"server": nobody}}],
+                    "users": [{"name": "u", "user": {"token": "t"}}],
+                    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                    "current-context": "x",
+                }
+            )
+        )
+        with connect(file, "") as api, pytest.raises(UnavailableError, match="does not answer"):
+            Reader(api, "default", 2.0).read()
+
+
+def gpu_node(name: str, allocatable: dict[str, str], *taints: Taint, **more: Any) -> Node:
+    return Node(
+        name,
+        **{"ready": True, "schedulable": True, "labels": {}, **more},
+        allocatable=allocatable,
+        taints=taints,
+    )
+
+
+def test_taints_of_all_gpu_nodes_are_tolerated() -> None:
+    gpu, own = Taint("nvidia.com/gpu", "", "NoSchedule"), Taint("team", "ml", "NoSchedule")
+    soft = Taint("spot", "", "PreferNoSchedule")
+    nodes = [
+        gpu_node("a", {"nvidia.com/gpu": "4"}, gpu, own, soft),
+        gpu_node("b", {"nvidia.com/gpu": "4"}, gpu),
+        gpu_node("cordoned", {"nvidia.com/gpu": "8"}, schedulable=False),
+    ]
+    values = values_for(Facts("v1.34.0", "default", nodes))
+    assert values["prefill"]["pod"] == {
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    }
+
+
+def test_mig_slices_are_asked_for_by_their_name() -> None:
+    node = gpu_node("a", {"nvidia.com/gpu": "0", "nvidia.com/mig-3g.40gb": "2"})
+    assert (
+        values_for(Facts("v1.34.0", "default", [node]))["decode"]["gpuResource"] == "nvidia.com/mig-3g.40gb"
+    )
+
+
+def test_an_old_version_and_an_old_operator_are_named() -> None:
+    facts = Facts("v1.26.3", "default", crds={"rayservices.ray.io": ["v1alpha1"]})
+    found = {check.name: check for check in judge(facts)}
+    assert found["Kubernetes"].grade == "missing" and "1.29" in found["Kubernetes"].advice
+    assert found["KubeRay"].grade == "warning" and "upgrade" in found["KubeRay"].advice
+    assert "ray" not in values_for(facts)
+
+
+def test_without_cluster_roles_topology_is_off() -> None:
+    node = gpu_node("a", {}, labels=H100)
+    denied = [Permission("create", "clusterroles", "rbac.authorization.k8s.io", False)]
+    assert values_for(Facts("v1.34.0", "n", [node], permissions=denied))["topology"] == {"enabled": False}
+    assert "topology" not in values_for(Facts("v1.34.0", "n", [node]))

@@ -1,0 +1,175 @@
+"""Downloads against a small hub that lies, breaks off and asks for a token when told to."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from baton.model_source import HubFile, Repository, fetch, manifest_digest
+from cluster.errors import ConfigError, DeadlineError, ModelError, UnavailableError
+
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": bytes(range(256)) * 5000,
+    "pytorch_model.bin": b"another format",
+    "original/consolidated.safetensors": b"in a folder",
+}
+COMMIT = "c" * 40
+
+
+class SmallHub(http.server.ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files = dict(FILES)  # what is sent, whatever is promised
+        self.break_after: int | None = None
+        self.token = ""
+        self.asked: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: SmallHub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.server.token and self.headers["authorization"] != f"Bearer {self.server.token}":
+            self._answer(401, b"")
+        elif self.path.startswith("/api/models/org/name/revision/main"):
+            self._answer(
+                200,
+                json.dumps({"sha": COMMIT, "siblings": [_sibling(*one) for one in FILES.items()]}).encode(),
+            )
+        elif self.path.startswith(f"/org/name/resolve/{COMMIT}/"):
+            self._send_file(self.path.rpartition(f"{COMMIT}/")[2])
+        else:
+            self._answer(404, b"")
+
+    def _send_file(self, name: str) -> None:
+        first = int((self.headers["range"] or "bytes=0-").partition("=")[2].rstrip("-"))
+        self.server.asked.append(f"{name}@{first}")
+        body = self.server.files[name][first:]
+        cut = self.server.break_after
+        self.server.break_after = None
+        self.send_response(206 if first else 200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body if cut is None else body[:cut])
+        if cut is not None:
+            self.close_connection = True
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _sibling(name: str, content: bytes) -> dict[str, object]:
+    git = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+    one: dict[str, object] = {"rfilename": name, "size": len(content), "blobId": git}
+    if name.endswith(".safetensors"):
+        one["lfs"] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+    return one
+
+
+@pytest.fixture
+def hub() -> Iterator[SmallHub]:
+    server = SmallHub()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(5)
+
+
+def test_what_engines_read_is_downloaded_once(hub: SmallHub, tmp_path: Path) -> None:
+    files = fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [".lock", "config.json", "model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    hub.asked.clear()
+    fetch("hf://org/name@main", tmp_path, endpoint=hub.url, seconds=30, sha256=manifest_digest(files))
+    assert hub.asked == []
+
+
+def test_a_file_that_was_changed_here_is_downloaded_again(hub: SmallHub, tmp_path: Path) -> None:
+    fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    hub.asked.clear()
+    (tmp_path / "config.json").write_bytes(FILES["config.json"].replace(b"llama", b"lamma"))
+    fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert hub.asked == ["config.json@0"]
+    assert (tmp_path / "config.json").read_bytes() == FILES["config.json"]
+
+
+def test_a_broken_download_goes_on_where_it_stopped(hub: SmallHub, tmp_path: Path) -> None:
+    hub.break_after = None
+    fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30, weights=False)
+    assert sorted(one.name for one in tmp_path.iterdir()) == [".lock", "config.json"]
+    hub.asked.clear()
+    hub.break_after = 100_000
+    fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert hub.asked[0] == "model.safetensors@0"
+    first = int(hub.asked[1].rpartition("@")[2])
+    assert 0 <= first <= 100_000 and len(hub.asked) == 2
+    assert (tmp_path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_bytes_that_are_not_the_promised_ones_are_refused(hub: SmallHub, tmp_path: Path) -> None:
+    hub.files["model.safetensors"] = FILES["model.safetensors"][:-1] + b"\0"
+    with pytest.raises(ModelError, match=r"model\.safetensors of org/name is not what the Hub's hash says"):
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_what_was_pinned_is_what_is_served(hub: SmallHub, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not the " + "0" * 64):
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30, sha256="0" * 64)
+
+
+def test_gated_and_missing_repositories_say_what_to_do(
+    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.token = "hf_secret"
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="set HF_TOKEN"):
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30, weights=False)
+    with pytest.raises(ConfigError, match="has no org/other@main"):
+        fetch("hf://org/other", tmp_path, endpoint=hub.url, seconds=30)
+    with pytest.raises(ConfigError, match="is not hf://ORG/NAME"):
+        Repository.parse("hf://name")
+
+
+def test_time_and_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.model_source.PAUSE_SECONDS", 0.01)
+    with pytest.raises(UnavailableError):
+        fetch("hf://org/name", tmp_path, endpoint="http://127.0.0.1:9", seconds=30)
+    with pytest.raises(DeadlineError):
+        fetch("hf://org/name", tmp_path, endpoint="http://127.0.0.1:9", seconds=-1)
+
+
+def test_pods_that_share_a_volume_take_turns(hub: SmallHub, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        done = [pool.submit(fetch, "hf://org/name", tmp_path, endpoint=hub.url, seconds=60) for _ in range(3)]
+        for one in done:
+            one.result(60)
+    assert sorted(hub.asked) == ["config.json@0", "model.safetensors@0"]
+
+
+def test_one_hash_names_all_files() -> None:
+    a, b = HubFile("a.json", 1, "", "11"), HubFile("b.safetensors", 2, "22", "")
+    assert manifest_digest([a, b]) == manifest_digest([b, a])
+    assert manifest_digest([a]) != manifest_digest([a, b])

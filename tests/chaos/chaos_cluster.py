@@ -1,0 +1,60 @@
+"""The cluster under test: two of everything, fp32, a small ring and a small KV pool, all gRPC through a proxy that can
+cut it, and fault orders taken from a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.target import Target
+from tests.end_to_end.conftest import run_cluster
+from tests.network.run_proxy import RunningProxy, run_proxy
+
+REPLICAS = 2
+# Each decode worker has 256 blocks: when one dies, the other's are short.
+FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "3MiB")
+# A ring so small that every prompt passes through it in parts, and slots are always in use.
+SMALL_RING = {"RING_BYTES": 524_288, "SLOT_BYTES": 16_384, "PART_BYTES": 16_384}
+
+
+@dataclass(frozen=True)
+class ChaosCluster:
+    target: Target
+    network: RunningProxy
+    orders: Path
+    logs: Path
+    up_log: Path
+
+
+@contextlib.contextmanager
+def run_chaos_cluster(directory: Path, model: Path, replicas: int = REPLICAS) -> Iterator[ChaosCluster]:
+    orders = directory / "orders"
+    orders.mkdir(parents=True)
+    environment = {f"BATON_TRANSFER__{name}": str(value) for name, value in SMALL_RING.items()}
+    environment["BATON_FAULT_ORDERS"] = str(orders)
+    counts = ("--routers", str(replicas), "--prefill", str(replicas), "--decode", str(replicas))
+    with run_proxy() as network, contextlib.ExitStack() as stack:
+        # Only while it starts: our own clients must not go through the proxy.
+        with _environment({**environment, **network.environment}):
+            running = run_cluster(directory / "cluster", model, *FLAGS, *counts)
+            cluster = stack.enter_context(running)
+        target = Target(directory / "cluster" / "state.json", replicas)
+        logs, up_log = Path(cluster.state["logs"]), directory / "cluster" / "up.log"
+        yield ChaosCluster(target, network, orders, logs, up_log)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

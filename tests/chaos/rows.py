@@ -1,0 +1,164 @@
+"""What may happen, and the deck that a seed shuffles: every card comes once a round, so every point is hit equally."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.faults.points import DROPPABLE, MESSAGES, Point
+
+KILL_BOUND_SECONDS = 1.5
+STOP_BOUND_SECONDS = 6.5
+ANY_MOMENT = ""  # a signal, whatever the victim is doing
+
+# The rows of the fault matrix in the hand-off's design.
+CLIENT, P_BEFORE, P_AFTER = (
+    "client goes away",
+    "P lost before or during the hand-off",
+    "P lost after its last part",
+)
+D_BEFORE, D_DECODING = "D lost before commit", "D lost while decoding"
+DIGEST, SHORT, ROUTER, REDIS = "digest mismatch", "D short of blocks", "router dies", "Redis dies"
+NETWORK, LATE = "network partition", "messages dropped, doubled, late"
+MATRIX = (CLIENT, P_BEFORE, P_AFTER, D_BEFORE, D_DECODING, DIGEST, SHORT, ROUTER, REDIS, NETWORK, LATE)
+
+P_POINTS = (
+    Point.PREFILL_ADMITTED,
+    Point.PREFILL_RESERVED,
+    Point.SENDER_GRANTED,
+    Point.SENDER_WRITTEN,
+    Point.PREFILL_COMPUTED,
+)
+D_POINTS = (
+    Point.DECODE_RESERVED,
+    Point.LANDING_LANDED,
+    Point.LANDING_SCATTERED,
+    Point.DECODE_COMMITTING,
+)
+DECODING = (Point.DECODE_COMMITTED, Point.DECODE_TOKENS, Point.DECODE_DONE)
+ROUTING = (Point.ROUTER_PLACED, Point.ROUTER_TOKEN, Point.ROUTER_DONE)
+# How often a busy process passes a point before it is struck there.
+OFTEN = {
+    Point.DECODE_TOKENS.value: 200,
+    Point.ROUTER_TOKEN.value: 400,
+    Point.LANDING_LANDED.value: 12,
+    Point.LANDING_SCATTERED.value: 12,
+    Point.SENDER_GRANTED.value: 12,
+    Point.SENDER_WRITTEN.value: 12,
+}
+SOMETIMES = 3
+
+
+def _names(*points: Point) -> tuple[str, ...]:
+    return tuple(point.value for point in points)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of fault. `points`: a card for each; where a card is to choose among several, `choose` has them.
+
+    `bound_seconds`: the longest silence a Baton client may see; None: none is promised.
+    """
+
+    role: str  # router, prefill, decode, redis, client, pair
+    act: str  # kill, stop, cancel, cut, crowd, nothing, or an Act of the fault points
+    matrix: str = ""
+    points: tuple[str, ...] = (ANY_MOMENT,)
+    choose: tuple[str, ...] = ()
+    everyone: bool = False
+    bound_seconds: float | None = KILL_BOUND_SECONDS
+    cards: int = 1  # of each point, in a round
+
+
+def _messages(*kinds: str) -> tuple[str, ...]:
+    return tuple(f"message.{kind}" for kind in kinds)
+
+
+ROWS: dict[str, Row] = {
+    "kill prefill": Row("prefill", "kill", P_BEFORE, _names(*P_POINTS)),
+    "kill prefill, all sent": Row("prefill", "kill", P_AFTER, _names(Point.PREFILL_FINISHED)),
+    "kill decode, uncommitted": Row("decode", "kill", D_BEFORE, _names(*D_POINTS)),
+    "kill decode, decoding": Row("decode", "kill", D_DECODING, _names(*DECODING)),
+    "kill router": Row("router", "kill", ROUTER, _names(*ROUTING)),
+    "stop prefill": Row(
+        "prefill",
+        "stop",
+        P_BEFORE,
+        choose=(ANY_MOMENT, *_names(*P_POINTS, Point.PREFILL_FINISHED)),
+        bound_seconds=STOP_BOUND_SECONDS,
+    ),
+    "stop decode": Row(
+        "decode",
+        "stop",
+        D_DECODING,
+        choose=(ANY_MOMENT, *_names(*D_POINTS, *DECODING)),
+        bound_seconds=STOP_BOUND_SECONDS,
+    ),
+    "stop router": Row("router", "stop", bound_seconds=None),
+    "kill redis": Row("redis", "kill", REDIS),
+    "stop redis": Row("redis", "stop", REDIS),
+    "kill all prefill": Row("prefill", "kill", P_BEFORE, everyone=True),
+    "kill all decode": Row("decode", "kill", D_DECODING, everyone=True, bound_seconds=None),
+    "cancel": Row("client", "cancel", CLIENT),
+    "crowd": Row("client", "crowd", SHORT, bound_seconds=None),
+    "corrupt": Row("decode", "corrupt", DIGEST, _names(Point.LANDING_LANDED)),
+    # A stream delivers in order or breaks: a message lost on one that lives is a bug somewhere, bounded by the
+    # hand-off's own deadline (10 s without progress).
+    "drop message": Row("pair", "drop", LATE, choose=_messages(*DROPPABLE), bound_seconds=12.0),
+    "double message": Row(
+        "pair", "twice", LATE, choose=(*_messages(*MESSAGES), *_names(Point.LANDING_SCATTERED))
+    ),
+    "late message": Row("pair", "delay", LATE, choose=_messages(*MESSAGES), bound_seconds=STOP_BOUND_SECONDS),
+    "stall": Row(
+        "pair",
+        "delay",
+        LATE,
+        choose=_names(*P_POINTS, *D_POINTS, Point.PREFILL_FINISHED, *DECODING),
+        bound_seconds=STOP_BOUND_SECONDS,
+    ),
+    "cut prefill–decode": Row("prefill>decode", "cut", NETWORK, bound_seconds=STOP_BOUND_SECONDS),
+    "cut router–prefill": Row("router>prefill", "cut", NETWORK, bound_seconds=STOP_BOUND_SECONDS),
+    "cut router–decode": Row("router>decode", "cut", NETWORK, bound_seconds=STOP_BOUND_SECONDS),
+    # What the machine alone does to a stream: the other rows' recoveries hold this much of it. Not in the deck.
+    "nothing": Row("client", "nothing", bound_seconds=None, cards=0),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    number: int
+    name: str
+    row: Row
+    point: str
+    at: int  # the how manieth passage of the point
+    delay_seconds: float  # after a request was seen in flight
+    hold_seconds: float  # of a stop, a cut, a delay
+    way: str  # of a cut
+    rng: random.Random
+
+
+def deck(names: Sequence[str]) -> list[tuple[str, str]]:
+    """(row, point) cards of one round; asked for by name, a row without cards has one."""
+    return [
+        (name, point)
+        for name in names
+        for point in ROWS[name].points
+        for _ in range(ROWS[name].cards or len(names) < len(ROWS))
+    ]
+
+
+def draw_fault(seed: str, number: int, names: Sequence[str]) -> Fault:
+    cards = deck(names)
+    random.Random(f"{seed}:deck:{number // len(cards)}").shuffle(cards)
+    name, point = cards[number % len(cards)]
+    row, rng = ROWS[name], random.Random(f"{seed}:{number}")
+    if row.choose:
+        point = rng.choice(row.choose)
+    at = 1 + rng.randrange(OFTEN.get(point, SOMETIMES))
+    # Short ones go unnoticed, middling ones make suspect, long ones are lost and fenced.
+    hold = rng.choice((rng.uniform(0.2, 1.5), rng.uniform(2.2, 4.0), rng.uniform(6.0, 9.0)))
+    if row.act == "delay":
+        hold = rng.choice((rng.uniform(0.01, 0.2), rng.uniform(0.2, 2.0)))
+    way = rng.choice(("both", "to", "from")) if row.act == "cut" else ""
+    return Fault(number, name, row, point, at, rng.uniform(0.0, 0.4), hold, way, rng)

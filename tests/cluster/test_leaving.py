@@ -1,0 +1,102 @@
+"""The wish that a worker should leave: heard once, shown to all, gone with the process it was meant for."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from cluster.errors import ConfigError
+from cluster.membership.leaving import request_drain
+from cluster.membership.reader import read_workers
+from cluster.membership.registration import Registration
+from cluster.membership.types import Then, WorkerInfo
+
+Register = Callable[..., tuple[Registration, list[Then]]]
+
+
+def eventually(check: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def register(redis_url: str, namespace: str) -> Iterator[Register]:
+    made: list[Registration] = []
+
+    def start(worker_id: str = "decode-0") -> tuple[Registration, list[Then]]:
+        heard: list[Then] = []
+        epoch = secrets.randbits(64)
+        info = WorkerInfo(worker_id, epoch, 0, "decode", "m", "127.0.0.1:1", "", b"", "", "h", 4096, 100)
+        registration = Registration(redis_url, namespace, info, on_drain=heard.append)
+        registration.start()
+        eventually(lambda: registration.slot)
+        made.append(registration)
+        return registration, heard
+
+    yield start
+    for registration in made:
+        registration.stop()
+
+
+def state(redis_url: str, namespace: str, worker_id: str = "decode-0") -> str:
+    (found,) = [one for one in read_workers(redis_url, namespace) if one.worker_id == worker_id]
+    return found.state
+
+
+def test_a_worker_hears_it_and_everybody_sees_it(register: Register, redis_url: str, namespace: str) -> None:
+    registration, heard = register()
+    slot = registration.slot
+    assert state(redis_url, namespace) == "ready"
+    assert request_drain(redis_url, namespace, "decode-0", "stay")
+    assert state(redis_url, namespace) == "draining"  # before the worker itself knows
+    eventually(lambda: heard)
+    assert heard[0] == "stay"
+    assert not request_drain(redis_url, namespace, "decode-0")
+    assert registration.slot == slot  # its prefixes are still where they were
+
+
+def test_nobody_of_that_name_is_an_error_that_names_who_is_there(
+    register: Register, redis_url: str, namespace: str
+) -> None:
+    register()
+    with pytest.raises(ConfigError, match="decode-0") as caught:
+        request_drain(redis_url, namespace, "decode-9")
+    assert caught.value.field == "worker"
+
+
+def test_a_new_process_of_the_same_name_is_not_meant(
+    register: Register, redis_url: str, namespace: str
+) -> None:
+    register()
+    request_drain(redis_url, namespace, "decode-0")
+    _, heard = register()  # as a pod of a StatefulSet comes back, its predecessor having been killed
+    assert state(redis_url, namespace) == "ready"
+    time.sleep(0.6)  # one renewal and more
+    assert not heard
+
+
+def test_who_has_left_leaves_no_trace(register: Register, redis_url: str, namespace: str) -> None:
+    registration, _ = register()
+    registration.set_draining("exit")
+    assert state(redis_url, namespace) == "draining"
+    registration.stop()
+    client = redis.Redis.from_url(redis_url)
+    assert not read_workers(redis_url, namespace)
+    assert not client.hgetall(f"{{{namespace}}}:drains")
+    client.close()
+
+
+def test_a_redis_that_was_emptied_is_told_again(register: Register, redis_url: str, namespace: str) -> None:
+    registration, _ = register()
+    registration.set_draining("exit")
+    client = redis.Redis.from_url(redis_url)
+    client.delete(*client.keys(f"{{{namespace}}}:*"))
+    client.close()
+    eventually(lambda: read_workers(redis_url, namespace))
+    assert state(redis_url, namespace) == "draining"

@@ -1,0 +1,140 @@
+"""The registry's scripts against a plain model: lives that end and begin, calls of earlier lives, wishes that a worker
+should leave, an emptied Redis."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from cluster.membership import keys, scripts
+from cluster.membership.reader import decode
+from cluster.membership.registration import encode
+from cluster.membership.types import WorkerInfo
+
+WORKERS = st.sampled_from(["w0", "w1", "w2"])
+BACK = st.integers(0, 2)  # how many lives ago
+FORGET_MS = 300_000
+
+
+def info_of(worker_id: str, epoch: int) -> WorkerInfo:
+    """A life is a process of its own."""
+    info = WorkerInfo(
+        worker_id, epoch, 0, "decode", "m", "127.0.0.1:1", "", b"", "", "h", max_model_len=8, blocks_total=4
+    )
+    return replace(info, process=secrets.token_hex(4))
+
+
+def machine(client: redis.Redis) -> type[RuleBasedStateMachine]:
+    class Membership(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            tag = f"test-{secrets.token_hex(4)}"
+            self.keys = keys.registry(tag)
+            self.lives: dict[str, list[WorkerInfo]] = {"w0": [], "w1": [], "w2": []}  # with their slots
+            # The model: who is registered, and which process is to leave.
+            self.here: dict[str, WorkerInfo] = {}
+            self.leaving: dict[str, str] = {}
+
+        def call(self, script: str, *arguments: Any) -> Any:
+            return client.eval(script, len(self.keys), *self.keys, *arguments)
+
+        def life(self, worker: str, back: int) -> WorkerInfo | None:
+            lives = self.lives[worker]
+            return lives[-1 - back] if len(lives) > back else None
+
+        @rule(worker=WORKERS)
+        def begins_a_life(self, worker: str) -> None:
+            self.register(info_of(worker, secrets.randbits(63) or 1))
+
+        @rule(worker=WORKERS)
+        def registers_again(self, worker: str) -> None:
+            """The same life, under a new slot."""
+            known = self.life(worker, 0)
+            if known is not None:
+                self.register(replace(known, slot=0))
+
+        def register(self, info: WorkerInfo) -> None:
+            answer = self.call(
+                scripts.REGISTER, info.worker_id, info.name, encode(info), "{}", info.process, ""
+            )
+            slot = int(answer)
+            if self.leaving.get(info.worker_id) != info.process:
+                self.leaving.pop(info.worker_id, None)
+            assert slot not in {other.slot for other in self.here.values()}, "a slot was given out twice"
+            taken = replace(info, slot=slot)
+            self.lives[info.worker_id].append(taken)
+            self.here[info.worker_id] = taken
+
+        @rule(worker=WORKERS, back=BACK)
+        def renews(self, worker: str, back: int) -> None:
+            life = self.life(worker, back)
+            if life is not None:
+                status = json.dumps({"slot": life.slot})
+                known = self.call(scripts.RENEW, worker, life.name, life.slot, status)
+                assert (known is not None) == (self.here.get(worker) == life), "REREGISTER is said wrongly"
+                if known is not None:
+                    assert known == (b"exit" if worker in self.leaving else b"")
+
+        @rule(worker=WORKERS)
+        def is_told_to_leave(self, worker: str) -> None:
+            life = self.here.get(worker)
+            expected = 0 if life is None else 2 if worker in self.leaving else 1
+            assert self.call(scripts.DRAIN, worker, "exit") == expected
+            if life is not None:
+                self.leaving[worker] = life.process
+
+        @rule(worker=WORKERS, back=BACK)
+        def leaves(self, worker: str, back: int) -> None:
+            life = self.life(worker, back)
+            if life is not None:
+                left = self.call(scripts.LEAVE, worker, life.name, life.slot)
+                assert bool(left) == (self.here.get(worker) == life)
+                if left:
+                    del self.here[worker]
+                    self.leaving.pop(worker, None)
+
+        @rule()
+        def redis_comes_back_empty(self) -> None:
+            client.delete(*self.keys)
+            self.here.clear()
+            self.leaving.clear()
+
+        @invariant()
+        def the_registry_is_the_model(self) -> None:
+            seen = decode(self.call(scripts.READ, FORGET_MS))
+            assert {one.worker_id: (one.name, one.slot) for one in seen} == {
+                worker: (life.name, life.slot) for worker, life in self.here.items()
+            }
+            owners = {int(slot): name.decode() for slot, name in client.hgetall(self.keys[4]).items()}
+            assert owners == {life.slot: life.name for life in self.here.values()}, (
+                "a slot outlived its owner"
+            )
+            assert all(one.lease == "live" for one in seen)
+            assert {one.worker_id for one in seen if one.state == "draining"} == set(self.leaving)
+
+        def teardown(self) -> None:
+            client.delete(*self.keys)
+
+    return Membership
+
+
+@pytest.fixture
+def client(redis_url):
+    connection = redis.Redis.from_url(redis_url)
+    yield connection
+    connection.close()
+
+
+def test_the_registry_in_any_order(client):
+    how = settings(
+        max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(machine(client), settings=how)

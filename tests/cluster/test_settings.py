@@ -1,0 +1,119 @@
+"""Everything a pod sets: environment under flags, secrets from files, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster import settings
+from cluster.addresses import advertised, join
+from cluster.config import RouterConfig, WorkerConfig
+from cluster.errors import ConfigError
+
+FLAGS = {"role": "decode", "engine": {"model": Path("/m")}}
+
+
+def load(monkeypatch: pytest.MonkeyPatch, **environment: str) -> WorkerConfig:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return settings.load(WorkerConfig, FLAGS)
+
+
+def test_every_field_comes_from_the_environment_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(
+        monkeypatch,
+        BATON_HOST="0.0.0.0",
+        BATON_ADVERTISE_HOST="10.1.2.3",
+        BATON_METRICS_PORT="9090",
+        BATON_WORKER_ID="decode-0",
+        BATON_DRAIN_SECONDS="12.5",
+        BATON_ENGINE__MODEL="/elsewhere",
+        BATON_ENGINE__KV_MEMORY_BYTES="1048576",
+        BATON_TRANSFER__PORT_RANGE="41000-41063",
+    )
+    assert (config.host, config.advertise_host, config.metrics_port) == ("0.0.0.0", "10.1.2.3", 9090)
+    assert (config.worker_id, config.drain_seconds) == ("decode-0", 12.5)
+    assert config.engine.model == Path("/m")
+    assert config.engine.kv_memory_bytes == 1 << 20
+    assert config.transfer.port_range == "41000-41063"
+
+
+def test_values_that_were_read_already_stand_below_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_ADVERTISE_HOST", "10.9.9.9")
+    values = {"role": "prefill", "engine": {"model": "/m"}, "advertise_host": "", "drain_seconds": 7}
+    config = settings.load(WorkerConfig, {}, values=values)
+    assert (config.advertise_host, config.drain_seconds, config.role) == ("10.9.9.9", 7, "prefill")
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://r:6379/0", "redis://:p%2Fw%40d@r:6379/0"),
+        ("rediss://user@r:6379", "rediss://user:p%2Fw%40d@r:6379"),
+        ("unix:///run/r.sock", "unix:///run/r.sock?password=p%2Fw%40d"),
+    ],
+)
+def test_secrets_are_read_from_files(
+    url: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    password, secret = tmp_path / "password", tmp_path / "secret"
+    password.write_text("p/w@d\n")
+    secret.write_text("deployment")
+    config = load(
+        monkeypatch,
+        BATON_REDIS_URL=url,
+        BATON_REDIS_PASSWORD_FILE=str(password),
+        BATON_SECRET_FILE=str(secret),
+    )
+    assert (config.redis_url, config.secret) == (expected, "deployment")
+    assert "p/w@d" not in repr(config) and "p%2Fw" not in repr(config)
+    # What is shipped to replicas is complete, and resolving it again changes nothing.
+    assert settings.load(WorkerConfig, {}, values=config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("environment", "field"),
+    [
+        ({"BATON_SECRET_FILE": "/nowhere"}, "secret_file"),
+        ({"BATON_REDIS_URL": "redis://:one@r", "BATON_REDIS_PASSWORD": "two"}, "redis_password"),
+        ({"BATON_REDIS_PASSWORD": "two"}, "redis_url"),
+        ({"BATON_TRANSFER__PORT_RANGE": "many"}, "transfer.port_range"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    environment: dict[str, str], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(monkeypatch, **environment)
+    assert caught.value.field == field
+
+
+def test_an_empty_secret_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret").write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        load(monkeypatch, BATON_SECRET_FILE=str(tmp_path / "secret"))
+
+
+def test_a_service_link_of_kubernetes_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="enableServiceLinks: false"):
+        load(monkeypatch, BATON_PORT="tcp://10.0.0.1:8000")
+
+
+def test_a_router_takes_the_same_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret").write_text("s3")
+    monkeypatch.setenv("BATON_SECRET_FILE", str(tmp_path / "secret"))
+    assert settings.load(RouterConfig, {"model": tmp_path}).secret == "s3"
+
+
+def test_who_listens_everywhere_is_reached_where_it_reaches_redis() -> None:
+    assert advertised("0.0.0.0", "", "redis://127.0.0.1:6379") == "127.0.0.1"
+    assert advertised("0.0.0.0", "10.0.0.7", "redis://127.0.0.1:6379") == "10.0.0.7"
+    assert advertised("0.0.0.0", "", "unix:///tmp/redis.sock") == "127.0.0.1"
+    assert advertised("10.0.0.5", "", "redis://127.0.0.1:6379") == "10.0.0.5"
+    assert advertised("::", "", "redis://no-such-host.invalid:1") == "::1"
+
+
+def test_addresses_of_both_families() -> None:
+    assert join("10.0.0.1", 80) == "10.0.0.1:80"
+    assert join("fd00::1", 80) == "[fd00::1]:80"

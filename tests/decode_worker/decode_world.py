@@ -1,0 +1,188 @@
+"""A decode worker without processes: its role, its receiver, its rings and its engine are the real ones; the rank's
+thread, the peers' streams and the routers are moved by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from cluster.config import TransferConfig
+from cluster.errors import StaleEpochError
+from cluster.faults.points import NO_FAULTS
+from cluster.follow_ups import FollowUps
+from decode_worker.role import DecodeRole
+from decode_worker.takeover import Takeover
+from engine.engine import Engine
+from engine.request import StepOutput
+from kv_transfer import messages as m
+from kv_transfer.receiver import HandoffReceiver
+from tests.engine.fake_model import PAGE, VOCAB, FakeRunner
+from wire import common_pb2, handoff_pb2
+from worker.validate import SpecLimits
+
+LAYERS = 2  # of the layout: a hand-off of one part a layer
+SLOT_BYTES = 4096
+SLOTS = 8
+SECRET = b"s"
+
+
+def layout() -> common_pb2.KvLayout:
+    return common_pb2.KvLayout(
+        wire_version=1,
+        model_id="m",
+        dtype="float32",
+        page_size=PAGE,
+        num_layers=LAYERS,
+        num_kv_heads=1,
+        head_dim=1,
+        tensor_parallel=1,
+    )
+
+
+class HandMovedRank:
+    """A rank that answers when it is told to. `writers`: slots that somebody may still write into."""
+
+    def __init__(self) -> None:
+        self.on_event: Callable[[Any], None] = lambda event: None
+        self.hello = m.PeerRank(0, "", b"")
+        self.expected: list[m.Expect] = []  # every one ever, for events that come late or twice
+        self.writers: dict[int, bytes] = {}
+        self.unanswered: list[bytes] = []
+        self.segments = 0
+
+    def handle(self, message: Any) -> None:
+        match message:
+            case m.Expect():
+                assert message.slot not in self.writers, "a slot was granted while somebody may write into it"
+                self.writers[message.slot] = message.transfer_id
+                self.expected.append(message)
+            case m.ForgetTransfer(transfer_id=token) | m.Settle(token=token):
+                self.unanswered.append(token)
+            case m.AddSegment():
+                self.segments += 1  # asked for; the memory never comes
+            case _:
+                pass
+
+    def answer(self, index: int) -> None:
+        self.on_event(m.Confirmed(0, self.unanswered.pop(index)))
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class Core:
+    """What the role asks of its worker."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(
+            FakeRunner(24, max_batch_tokens=64), FakeRunner(24, max_batch_tokens=64).config, secret=SECRET
+        )
+        self.worker_id = "d"
+        self.page_size = PAGE
+        self.spec_limits = SpecLimits("m", VOCAB, 8)
+        self.epoch = 1
+        self.faults = NO_FAULTS
+        self.tracing = None
+        self.follow_ups = FollowUps()
+        self.spawn = self.follow_ups.spawn
+        self.host = self
+        self.config = SimpleNamespace(
+            max_queued_requests=64, batch_aging_seconds=30.0, engine=SimpleNamespace(max_batch_tokens=64)
+        )
+        self.draining = False
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        await asyncio.sleep(0)  # it takes a turn of the loop, in which anything may happen
+        return function(self.engine)
+
+    def beat_step(self) -> int:
+        return 1
+
+    def check_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise StaleEpochError("another epoch")
+
+    def check_accepting(self) -> None:
+        """Always."""
+
+    def trace_of(self, spec: common_pb2.GenerateSpec) -> None:
+        """Nothing is traced."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """One prefill worker's stream, as it is written and read at the other end."""
+
+    name: str  # worker@epoch
+    queue: asyncio.Queue[handoff_pb2.PrefillToDecode | None] = field(default_factory=asyncio.Queue)
+    replies: list[handoff_pb2.DecodeToPrefill] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    async def requests(self) -> AsyncIterator[handoff_pb2.PrefillToDecode]:
+        while (message := await self.queue.get()) is not None:
+            yield message
+
+    def say(self, **message: Any) -> None:
+        self.queue.put_nowait(handoff_pb2.PrefillToDecode(**message))
+
+
+class DecodeWorld:
+    """Made inside its loop."""
+
+    def __init__(self) -> None:
+        self.core = Core()
+        self.rank = HandMovedRank()
+        self.role = DecodeRole(self.core)  # type: ignore[arg-type]
+        self.receiver = HandoffReceiver(
+            worker=common_pb2.WorkerRef(worker_id="d", epoch=self.core.epoch, address="d:1"),
+            layout=layout(),
+            ranks=[self.rank],
+            addresses=[list(range(SLOTS))],
+            engine=Takeover(self.core, self.role),  # type: ignore[arg-type]
+            config=TransferConfig(
+                transport="grpc",
+                slot_bytes=SLOT_BYTES,
+                ring_bytes=1 << 16,
+                ring_max_bytes=SLOTS * SLOT_BYTES,
+            ),
+            is_ended=self.role.attempts.is_ended,
+        )
+        self.role.receiver = self.receiver
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.tasks.append(task)
+        return task
+
+    def connect(self, name: str, prefill_epoch: int, decode_epoch: int) -> Stream:
+        stream = Stream(f"{name}@{prefill_epoch:x}")
+
+        async def serve() -> None:
+            async for reply in self.receiver.serve(stream.requests()):
+                stream.replies += [reply, *reply.more]
+
+        stream.task = self.start(serve())
+        stream.say(
+            hello=handoff_pb2.Hello(
+                prefill=common_pb2.WorkerRef(worker_id=name, epoch=prefill_epoch),
+                decode_epoch=decode_epoch,
+                layout=layout(),
+                transports=["grpc"],
+            )
+        )
+        return stream
+
+    def step(self) -> StepOutput | None:
+        if not self.core.engine.has_work:
+            return None
+        output = self.core.engine.step()
+        self.role.on_output(output)
+        return output

@@ -1,0 +1,189 @@
+"""Prompts that a decode worker computes by itself wait for their turn as on a prefill worker: by class and tenant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+
+from cluster.block_hash import pack_tokens
+from cluster.config import EngineConfig, WorkerConfig
+from cluster.faults.points import NO_FAULTS
+from cluster.follow_ups import FollowUps
+from decode_worker.role import DecodeRole
+from engine.engine import Engine
+from kv_transfer.base import HandoffState
+from tests.engine.fake_model import VOCAB, FakeRunner
+from wire import common_pb2, decode_pb2
+from worker.validate import SpecLimits
+
+T = TypeVar("T")
+PROMPT = 16  # tokens; two of them fill the bound, which is two steps
+BUDGET = 16
+
+
+class Core:
+    """A worker's core around a real scheduler over a made-up model; steps are taken by hand."""
+
+    def __init__(self, blocks: int = 400):
+        runner = FakeRunner(blocks, max_batch_tokens=BUDGET)
+        self.engine = Engine(runner, runner.config, secret=b"s")
+        self.config = WorkerConfig(
+            role="decode", engine=EngineConfig(model=Path("/m"), max_batch_tokens=BUDGET)
+        )
+        self.worker_id = "d"
+        self.spec_limits = SpecLimits("m", VOCAB, 8)
+        self.faults = NO_FAULTS
+        self.tracing = None
+        self.host = self
+        self._follow_ups = FollowUps()
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        await asyncio.sleep(0)
+        return function(self.engine)
+
+    def check_epoch(self, epoch: int) -> None: ...
+
+    def check_accepting(self) -> None: ...
+
+    def beat_step(self) -> int:
+        return 1
+
+    def trace_of(self, spec: common_pb2.GenerateSpec) -> None:
+        """Nothing is traced here."""
+
+    def spawn(self, coroutine: Any) -> None:
+        self._follow_ups.spawn(coroutine)
+
+
+class Local:
+    """What is asked of a role, and in which order first tokens and ends come."""
+
+    def __init__(self, blocks: int = 400) -> None:
+        self.core = Core(blocks)
+        self.role = DecodeRole(self.core)  # type: ignore[arg-type]
+
+        async def abort(transfer_id: bytes) -> HandoffState:
+            return HandoffState.ABORTED
+
+        self.role.receiver = SimpleNamespace(abort=abort)  # type: ignore[assignment]
+        self.first: list[str] = []
+        self.outcomes: dict[str, common_pb2.AttemptEnd] = {}
+        self._readers: list[asyncio.Task[None]] = []
+
+    def ask(
+        self, name: str, tenant: str = "", weight: float = 1.0, priority: int = 0, deadline_ms: int = 60_000
+    ) -> bytes:
+        number = len(self._readers)
+        spec = common_pb2.GenerateSpec(
+            prompt_tokens=pack_tokens([3 + number] * PROMPT),
+            sampling=common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
+            salt=bytes(16),
+            tenant=tenant,
+            weight=weight,
+            priority=priority,
+        )
+        transfer_id = number.to_bytes(16, "big")
+        attempt = self.role.run(
+            decode_pb2.DecodeRunRequest(transfer_id=transfer_id, spec=spec, admission_deadline_ms=deadline_ms)
+        )
+        self._readers.append(asyncio.create_task(self._read(name, attempt)))
+        return transfer_id
+
+    async def _read(self, name: str, attempt: Any) -> None:
+        async for event in self.role.attempts.read(attempt):
+            if event.HasField("token") and name not in self.first:
+                self.first.append(name)
+            if event.HasField("end"):
+                self.outcomes[name] = event.end
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def step(self) -> None:
+        await self.settle()
+        if self.core.engine.has_work:
+            self.role.on_output(self.core.engine.step())
+            self.role.admission.check_integrity()
+        await self.settle()
+
+    async def run(self) -> None:
+        for _ in range(500):
+            if all(reader.done() for reader in self._readers):
+                return
+            await self.step()
+        raise AssertionError(f"{len(self.outcomes)} of {len(self._readers)} have ended")
+
+    def check_nothing_is_left(self) -> None:
+        assert self.role.admission.inside_tokens == 0 and self.role.admission.waiting == 0
+        assert not self.role.by_engine_id and not len(self.role.attempts)
+        self.core.engine.check_integrity()
+        assert self.core.engine.stats().blocks_held == 0
+
+
+@pytest.fixture
+async def local() -> AsyncIterator[Local]:
+    made = Local()
+    yield made
+    made.check_nothing_is_left()
+
+
+async def test_tenants_share_by_weight(local):
+    for index in range(12):
+        local.ask(f"big{index}", "big", 3.0)
+    for index in range(12):
+        local.ask(f"small{index}", "small", 1.0)
+    await local.run()
+    shared = local.first[2:14]  # the first two were inside before there was a queue
+    assert sum(name.startswith("big") for name in shared) == 9, local.first
+
+
+async def test_classes_go_before_tenants(local):
+    for index in range(6):
+        local.ask(f"batch{index}", "a", 100.0, priority=-1)
+    for index in range(3):
+        local.ask(f"high{index}", "b", 0.5, priority=1)
+    await local.run()
+    # Two were inside before; whoever of them has not begun lets the high ones pass as well.
+    assert set(local.first[:5]) == {"batch0", "batch1", "high0", "high1", "high2"}, local.first
+
+
+async def test_who_waits_is_told_when_its_time_is_up(local):
+    for index in range(4):
+        local.ask(f"r{index}", deadline_ms=60_000)
+    local.ask("late", deadline_ms=20)
+    await asyncio.sleep(0.1)
+    await local.run()
+    assert local.outcomes["late"].error.code == "DeadlineError"
+    assert len(local.first) == 4
+    assert local.outcomes["r3"].report.prefill_queue_seconds >= 0.1
+
+
+async def test_who_is_cancelled_while_it_waits_takes_nothing(local):
+    ids = [local.ask(f"r{index}") for index in range(6)]
+    await local.settle()
+    for transfer_id in (ids[5], ids[3], ids[0]):  # two that wait, one inside
+        attempt = local.role.attempts.get(transfer_id)
+        await local.role.cancel(attempt)
+    await local.run()
+    assert sorted(local.first) == ["r1", "r2", "r4"]
+    assert local.outcomes["r3"].outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
+
+
+async def test_what_the_engine_refuses_gives_its_place_back(local):
+    spec = common_pb2.GenerateSpec(
+        prompt_tokens=pack_tokens([5] * 5000),
+        sampling=common_pb2.SamplingParams(max_tokens=1),
+        salt=bytes(16),
+    )
+    attempt = local.role.run(decode_pb2.DecodeRunRequest(transfer_id=b"x" * 16, spec=spec))
+    local._readers.append(asyncio.create_task(local._read("long", attempt)))
+    local.ask("r")
+    await local.run()
+    assert local.outcomes["long"].error.code == "ContextLengthError"
+    assert local.first == ["r"]

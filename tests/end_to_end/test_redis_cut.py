@@ -1,0 +1,69 @@
+"""Every packet to and from Redis is lost for a while, with connections that stay open: nobody notices but placement."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from baton.client import Client
+from cluster.redis.embedded import EmbeddedRedis
+from tests.checkpoints import prompt_ids
+from tests.end_to_end.conftest import wait_for
+from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
+from tests.network.run_proxy import RunningProxy, run_proxy
+
+CUT_SECONDS = 6.0  # leases run out meanwhile
+BACK_SECONDS = 2.0
+SLACK_SECONDS = 2.0  # of a busy machine
+
+
+@pytest.fixture
+def network(tmp_path) -> Iterator[RunningProxy]:
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    try:
+        with run_proxy(server.url.removeprefix("unix://")) as proxy:
+            yield proxy
+    finally:
+        server.stop()
+
+
+def test_lost_packets_fail_no_request_and_placement_is_back_at_once(checkpoint, start_cluster, network):
+    model = checkpoint("llama")
+    url = f"redis://{network.address}/0"
+    cluster = start_cluster(model, *PROCESS, "--redis-url", url, "--prefill", "2", "--decode", "2")
+    with Client(cluster.grpc) as client:
+
+        def ask(seed: int) -> bool:
+            """Whether Redis placed it; the tokens are checked."""
+            prompt = prompt_ids(50, seed=seed)
+            answer = client.generate(prompt, max_tokens=12, temperature=0, ignore_eos=True, explain=True)
+            assert_reference(model, prompt, answer.token_ids)
+            return bool(json.loads(answer.explanation)[0]["from_redis"])
+
+        assert ask(1)
+        assert network.cut() > 0
+        healed = threading.Timer(CUT_SECONDS, network.heal)
+        began = time.monotonic()
+        healed.start()
+        without = 0
+        while time.monotonic() - began < CUT_SECONDS - 0.5:
+            without += not ask(2 + without % 5)
+        assert without > 3
+        healed.join()
+        began = time.monotonic()
+        wait_for(
+            lambda: ask(9) and view_is_whole(cluster.http), BACK_SECONDS + SLACK_SECONDS, "Redis places again"
+        )
+        print(f"placement back after {time.monotonic() - began:.2f} s")
+    assert_all_free(cluster)
+
+
+def view_is_whole(http: str) -> bool:
+    with urllib.request.urlopen(f"{http}/v1/cluster", timeout=10) as answer:
+        view = json.load(answer)
+    return bool(view["redis"]["ok"]) and [w["lease"] for w in view["workers"]] == ["live"] * 4

@@ -1,0 +1,163 @@
+"""Workers' ports: whatever a router may send, the answer is a typed one, the worker goes on, and nothing leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.block_hash import pack_tokens
+from cluster.errors import InternalError
+from cluster.rpc import ERROR_KEY, error_from_rpc
+from tests.fuzz.conftest import BATCH, few
+from tests.fuzz.messages import changed, changing, damaged
+from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
+from tests.fuzz.test_grpc import PREFACE, frames
+from tests.fuzz.test_http import exchange
+from tests.fuzz.workers import Pair, running_pair
+from wire import common_pb2, decode_pb2, prefill_pb2
+
+METHODS = {
+    "Prefill/Run": prefill_pb2.PrefillRunRequest,
+    "Prefill/Cancel": prefill_pb2.PrefillCancelRequest,
+    "Decode/Run": decode_pb2.DecodeRunRequest,
+    "Decode/Attach": decode_pb2.AttachRequest,
+    "Decode/Abort": decode_pb2.AbortRequest,
+    "Decode/Cancel": decode_pb2.DecodeCancelRequest,
+    "Decode/PeerExited": decode_pb2.PeerExitedRequest,
+}
+STREAMS = ("Prefill/Run", "Decode/Run", "Decode/Attach")
+TYPED = {  # what a router deals with; INTERNAL and UNKNOWN are not among it
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+transfer_ids = st.binary(min_size=16, max_size=16)
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Any) -> Iterator[Pair]:
+    with running_pair(checkpoint("llama")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def channels(pair: Pair) -> Iterator[dict[str, grpc.Channel]]:
+    with (
+        grpc.insecure_channel(pair.prefill.address) as prefill,
+        grpc.insecure_channel(pair.decode.address) as d,
+    ):
+        yield {"Prefill": prefill, "Decode": d}
+
+
+def call(channels: dict[str, grpc.Channel], method: str, raw: bytes, tally: Tally, kind: str) -> None:
+    """Reads to the end, for half a second at most: an attempt that waits for its other half waits longer."""
+    channel, path = channels[method.partition("/")[0]], f"/baton.v1.{method}"
+    failure: grpc.RpcError | None = None
+    outcome = ANSWERED
+    try:
+        if method in STREAMS:
+            for answer in channel.unary_stream(path)(raw, timeout=0.5):
+                event = common_pb2.AttemptEvent.FromString(answer)
+                assert event.end.error.code != InternalError.__name__, event
+                if event.end.HasField("error"):
+                    outcome = REFUSED
+        else:
+            channel.unary_unary(path)(raw, timeout=20)
+    except grpc.RpcError as error:
+        failure = error
+    if failure is not None and failure.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+        outcome = REFUSED
+        assert failure.code() in TYPED, (method, raw, failure)
+        assert any(key == ERROR_KEY for key, _ in failure.trailing_metadata()), failure
+        error = error_from_rpc(failure)
+        assert error.field or failure.code() is not grpc.StatusCode.INVALID_ARGUMENT, failure
+    tally.count(kind, outcome)
+
+
+def spec(pair: Pair, prompt: list[int]) -> common_pb2.GenerateSpec:
+    return common_pb2.GenerateSpec(
+        model_id=pair.decode._core.model_id,
+        prompt_tokens=pack_tokens(prompt),
+        sampling=common_pb2.SamplingParams(max_tokens=3, temperature=1.0, seed=1),
+        n=1,
+        salt=bytes(16),
+        weight=1.0,
+    )
+
+
+def message(pair: Pair, method: str, transfer_id: bytes, prompt: list[int]) -> Any:
+    """One that is right."""
+    made = METHODS[method](**{} if method == "Decode/PeerExited" else {"transfer_id": transfer_id})
+    names = {field.name for field in made.DESCRIPTOR.fields}
+    if "worker_epoch" in names:
+        made.worker_epoch = (pair.prefill if method.startswith("Prefill") else pair.decode).epoch
+    if "spec" in names:
+        made.spec.CopyFrom(spec(pair, prompt))
+    if "admission_deadline_ms" in names:
+        made.admission_deadline_ms = 300
+    if "decode" in names:
+        made.decode.CopyFrom(pair.decode._core.ref)
+    return made
+
+
+prompts = st.lists(st.integers(0, 255), min_size=1, max_size=40)
+
+
+@few(150, 0.07)
+@given(
+    data=st.data(),
+    method=st.sampled_from([*METHODS, "Prefill/Run", *["Decode/Run"] * 4]),
+    transfer_id=transfer_ids,
+    prompt=prompts,
+)
+def test_requests_that_are_nearly_right(data, method, transfer_id, prompt, pair, channels, tally):
+    asked = message(pair, method, transfer_id, prompt)
+    if method in ("Prefill/Run", "Decode/Run"):  # most of what matters is in there
+        data.draw(changing(asked.spec, 1) | changing(asked.spec.sampling, 2))
+    asked = data.draw(changed(asked, 1))
+    call(channels, method, asked.SerializeToString(), tally, "worker ports: changed requests")
+
+
+@few(60, 0.03)
+@given(data=st.data(), method=st.sampled_from(sorted(METHODS)), transfer_id=transfer_ids)
+def test_messages_that_are_damaged(data, method, transfer_id, pair, channels, tally):
+    raw = message(pair, method, transfer_id, [5] * 20).SerializeToString()
+    call(channels, method, data.draw(damaged(raw)), tally, "worker ports: damaged messages")
+
+
+@few(60, 0.02)
+@given(method=st.sampled_from(sorted(METHODS)), raw=st.binary(max_size=100))
+def test_messages_that_are_noise(method, raw, channels, tally):
+    call(channels, method, raw, tally, "worker ports: noise")
+
+
+@few(64, 0.02, BATCH)
+@given(payloads=st.lists(st.lists(frames, max_size=6).map(b"".join), min_size=BATCH, max_size=BATCH))
+def test_raw_frames(payloads, pair, channels, tally):
+    for worker in (pair.prefill, pair.decode):
+        host, port = worker.address.rsplit(":", 1)
+        exchange((host, int(port)), [PREFACE + payload for payload in payloads[::2]] + payloads[1::2], 30.0)
+        tally.count("worker ports: HTTP/2 frames and raw bytes", CLOSED, len(payloads))
+    call(
+        channels,
+        "Decode/Abort",
+        decode_pb2.AbortRequest(transfer_id=bytes(16)).SerializeToString(),
+        tally,
+        "worker ports: noise",
+    )
+
+
+def test_they_still_compute(pair, channels, tally):
+    """And a hand-off goes through: the last word is DONE, from both."""
+    for method, transfer_id in (("Decode/Run", b"a" * 16), ("Prefill/Run", b"b" * 16)):
+        raw = message(pair, method, transfer_id, [7] * 30).SerializeToString()
+        channel = channels[method.partition("/")[0]]
+        *_, last = channel.unary_stream(f"/baton.v1.{method}")(raw, timeout=30)
+        end = common_pb2.AttemptEvent.FromString(last).end
+        assert end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE, end
+    pair.check_well()

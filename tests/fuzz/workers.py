@@ -1,0 +1,108 @@
+"""A prefill and a decode worker in this process, on a thread of their own: their blocks can be counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster.config import EngineConfig, TransferConfig, WorkerConfig
+from decode_worker.worker import DecodeWorker
+from kv_transfer.ring import SlotState
+from prefill_worker.worker import PrefillWorker
+from wire import common_pb2
+
+T = TypeVar("T")
+QUIET_SECONDS = 30.0
+
+
+class Errors(logging.Handler):
+    """What was logged as an error: a worker that is sent nonsense has nothing to say there."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(self.format(record))
+
+
+class Pair:
+    prefill: PrefillWorker
+    decode: DecodeWorker
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, errors: Errors):
+        self._loop = loop
+        self.errors = errors
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+    async def start(self, model: Path) -> None:
+        engine = EngineConfig(model=model, dtype="float32", kv_memory_bytes=8 << 20, max_batch_tokens=128)
+        transfer = TransferConfig(
+            transport="grpc", ring_bytes=1 << 20, ring_max_bytes=4 << 20, slot_bytes=1 << 16
+        )
+        self.decode = DecodeWorker(WorkerConfig(role="decode", engine=engine, transfer=transfer))
+        await self.decode.start()
+        self.prefill = PrefillWorker(WorkerConfig(role="prefill", engine=engine, transfer=transfer))
+        await self.prefill.start()
+
+    @property
+    def layout(self) -> common_pb2.KvLayout:
+        return self.decode._core.layout
+
+    def check_well(self) -> None:
+        """Everything that was taken is given back, within the detach times; nobody stumbled."""
+        deadline = time.monotonic() + QUIET_SECONDS
+        while (left := self.call(self._left())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, left
+        assert self.prefill.healthy() and self.decode.healthy()
+        assert not self.errors.said, self.errors.said[:3]
+
+    async def _left(self) -> dict[str, int]:
+        decode, prefill = self.decode, self.prefill
+        rings = decode._receiver.rings
+        found = {
+            "attempts at the decode worker": len(decode._role.attempts),
+            "attempts at the prefill worker": len(prefill._role.attempts),
+            "hand-offs": decode._receiver.live,
+            "slots": sum(len(ring.slots) - ring.count(SlotState.FREE) for ring in rings),
+            "queued": decode._role.admission.waiting + prefill._role.admission.waiting,
+            "inside": decode._role.admission.inside_tokens + prefill._role.admission.inside_tokens,
+            "blocks at the decode worker": decode._core.engine.stats().blocks_held,
+            "blocks at the prefill worker": prefill._core.engine.stats().blocks_held,
+        }
+        for ring in rings:
+            ring.check_integrity()
+        if not any(found.values()):
+            for core in (decode._core, prefill._core):
+                await core.host.call(lambda engine: engine.check_integrity())
+        return {name: count for name, count in found.items() if count}
+
+
+@contextmanager
+def running_pair(model: Path) -> Iterator[Pair]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="workers")
+    thread.start()
+    errors = Errors()
+    logging.getLogger().addHandler(errors)
+    pair = Pair(loop, errors)
+    try:
+        pair.call(pair.start(model))
+        yield pair
+        pair.check_well()
+        pair.call(pair.prefill.stop())
+        pair.call(pair.decode.stop())
+    finally:
+        logging.getLogger().removeHandler(errors)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()

@@ -1,0 +1,117 @@
+"""A container: a process in namespaces of its own, in the network of its pod."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kubernetes.kubelet.rootfs import Identity, RootFs
+
+START_SECONDS = 20.0
+KILLED = 137
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is needed to start it, and to start it again."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    identity: Identity
+    directory: str
+    root: RootFs
+    log: Path
+
+
+class Container:
+    """Starts when it is made. `pause` is a process in the pod's namespaces."""
+
+    def __init__(self, plan: Plan, pause: int):
+        self.plan = plan
+        plan.root.scratch.mkdir(parents=True, exist_ok=True)
+        script = plan.log.with_suffix(".sh")
+        script.write_text(plan.root.script(plan.command, plan.environment, plan.identity, plan.directory))
+        script.chmod(0o600)
+        enter = ["nsenter", "-t", str(pause), "-n", "-i", "-u"]
+        own = ["unshare", "-m", "-p", "-f", "--kill-child", "--propagation", "private"]
+        with plan.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*enter, *own, "sh", str(script)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started_at = time.time()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; 128 + the signal's number where one ended it."""
+        code = self._process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    @property
+    def pid(self) -> int | None:
+        """Of its first process, as this machine sees it."""
+        return next(iter(_children(self._process.pid)), None)
+
+    def signal(self, number: int) -> None:
+        if self.exit_code is None and (pid := self.pid) is not None:
+            _send(pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        try:
+            self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            _send(self._process.pid, signal.SIGKILL)  # it takes its child along
+            self._process.wait(START_SECONDS)
+
+    def execute(self, command: Sequence[str], seconds: float) -> tuple[int, str]:
+        """Runs a command inside, as the container's user; 124 where it took too long."""
+        pid = self.pid
+        if pid is None:
+            return 126, "the container does not run"
+        enter = [
+            "nsenter",
+            "-t",
+            str(pid),
+            "-m",
+            "-p",
+            "-n",
+            "-i",
+            "-u",
+            f"--root=/proc/{pid}/root",
+            "--wd=/",
+        ]
+        identity = self.plan.identity.command()
+        variables = [f"{name}={value}" for name, value in self.plan.environment.items()]
+        # sh looks the command up in the container's PATH.
+        inside = ["env", "-i", *variables, "sh", "-c", 'exec "$@"', "sh", *command]
+        try:
+            done = subprocess.run(
+                [*enter, *identity, *inside], capture_output=True, text=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return 124, "timed out"
+        return done.returncode, done.stdout + done.stderr
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

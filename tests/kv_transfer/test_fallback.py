@@ -1,0 +1,90 @@
+"""NIXL that does not start, does not connect, or swallows what is sent: the pair goes on over gRPC and says so once;
+where a transport is required, it is refused instead."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from cluster.errors import BatonError, TransportError
+from kv_transfer import link
+from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side, until
+from worker.endpoints import open_endpoint
+
+TOKENS = 90
+
+
+def broken(*_: object) -> None:
+    raise TransportError("NIXL cannot reach it")
+
+
+def swallowed(*_: object) -> None:
+    """Sent, and never seen again."""
+
+
+BROKEN = {"connect": broken, "notify": swallowed}
+
+
+@pytest.fixture(params=BROKEN)
+def unreachable(request, monkeypatch):
+    """Breaks a rank's endpoint."""
+    monkeypatch.setattr(link, "PROBE_SECONDS", 0.5)
+    return lambda rank: setattr(rank._endpoint, request.param, BROKEN[request.param])
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if "this pair uses gRPC" in r.message]
+
+
+async def test_a_pair_that_nixl_does_not_connect_uses_grpc_and_says_so_once(unreachable, caplog):
+    async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
+        for side in (decode.receiver, prefill.sender):
+            side.config = config("auto")
+        unreachable(prefill.ranks[0])
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                report = await prefill.send(decode.ref, TOKENS)
+                assert report.transport == "grpc"
+                assert_same(prefill, decode, TOKENS)
+        assert len(said(caplog)) == 1
+        await until(lambda: decode.all_free, "every slot free")
+
+
+async def test_where_nixl_is_required_the_pair_is_refused(unreachable):
+    required = config("auto", require_transport="nixl")
+    async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
+        for side in (decode.receiver, prefill.sender):
+            side.config = required
+        unreachable(prefill.ranks[0])
+        with pytest.raises(BatonError, match="NIXL does not reach"):
+            await prefill.open(decode.ref, TOKENS)
+        assert not decode.engine.committed
+        assert decode.all_free
+
+
+def fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nixl._api
+
+    def no_agent(*_: object) -> None:
+        raise RuntimeError("no backend")
+
+    monkeypatch.setattr(nixl._api, "nixl_agent", no_agent)
+
+
+def test_nixl_that_does_not_start_is_done_without(monkeypatch, caplog):
+    fails_to_start(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert open_endpoint(config("auto"), "w", 1, 0) is None
+    (warning,) = caplog.records
+    assert "NIXL does not start: no backend" in warning.message
+    assert "gRPC" in warning.message
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"transport": "nixl"}, {"transport": "auto", "require_transport": "nixl"}]
+)
+def test_nixl_that_does_not_start_and_is_required_ends_the_worker(wanted, monkeypatch):
+    fails_to_start(monkeypatch)
+    with pytest.raises(TransportError, match="no backend"):
+        open_endpoint(config(**wanted), "w", 1, 0)

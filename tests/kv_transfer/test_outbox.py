@@ -1,0 +1,74 @@
+"""What nobody waits for leaves with the next message that somebody does, with enough of its kind, or soon."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kv_transfer.outbox import MAX_QUEUED_MESSAGES, PATIENT_MESSAGES, Outbox
+from wire import handoff_pb2
+
+
+def message(part: int) -> handoff_pb2.DecodeToPrefill:
+    return handoff_pb2.DecodeToPrefill(part_result=handoff_pb2.PartResult(part=part, verified=True))
+
+
+async def taken(outbox: Outbox[handoff_pb2.DecodeToPrefill]) -> list[int]:
+    """The parts of the next message."""
+    first = await asyncio.wait_for(outbox.get(), 30)
+    assert first is not None
+    return [first.part_result.part, *(further.part_result.part for further in first.more)]
+
+
+def waits(outbox: Outbox[handoff_pb2.DecodeToPrefill]) -> bool:
+    """Nothing would be sent now."""
+    return not outbox.due
+
+
+async def test_a_message_leaves_at_once_and_takes_what_is_there_along():
+    outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
+    outbox.put(message(0), patient=True)
+    assert waits(outbox)
+    outbox.put(message(1))
+    assert await taken(outbox) == [0, 1]
+    assert waits(outbox)
+
+
+async def test_patient_messages_leave_when_there_are_enough():
+    outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
+    for part in range(PATIENT_MESSAGES - 1):
+        outbox.put(message(part), patient=True)
+    assert waits(outbox)
+    outbox.put(message(PATIENT_MESSAGES - 1), patient=True)
+    assert await taken(outbox) == list(range(PATIENT_MESSAGES))
+
+
+async def test_a_patient_message_leaves_by_itself_after_a_moment():
+    outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
+    outbox.put(message(0), patient=True)
+    assert await taken(outbox) == [0]
+    outbox.put(message(1), patient=True)  # the timer runs again
+    assert await taken(outbox) == [1]
+
+
+async def test_the_end_comes_after_what_is_queued():
+    outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
+    outbox.put(message(0), patient=True)
+    outbox.end()
+    assert await taken(outbox) == [0]
+    assert await outbox.get() is None
+    assert await outbox.get() is None
+
+
+async def test_it_is_bounded_and_sends_bursts_in_pieces():
+    outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
+    for part in range(MAX_QUEUED_MESSAGES):
+        outbox.put(message(part))
+    with pytest.raises(asyncio.QueueFull):
+        outbox.put(message(0))
+    outbox.end()  # is always heard
+    parts: list[int] = []
+    while (piece := await outbox.get()) is not None:
+        parts += [piece.part_result.part, *(further.part_result.part for further in piece.more)]
+    assert parts == list(range(MAX_QUEUED_MESSAGES))

@@ -1,0 +1,94 @@
+"""Who is refused when it is late: everybody but those whom a router has taken in already."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from cluster.config import RouterConfig
+from cluster.errors import OverloadedError
+from router.completion import Completion, Delta
+from router.dispatch.life import RequestLife
+from router.dispatch.mailbox import Mailbox
+from router.dispatch.services import Services
+from router.placement.types import Generation, Placed, PlacementRequest
+from router.quota.quota import Quota
+from router.tokens.tokenizer import ModelText
+from wire import common_pb2
+
+
+class Refusing:
+    """A placement that remembers what it was asked and has no room."""
+
+    def __init__(self) -> None:
+        self.asked: list[PlacementRequest] = []
+
+    def generation(self, before: Generation | None) -> Generation:
+        return Generation("m", 16, b"")
+
+    async def place(self, request: PlacementRequest) -> Placed:
+        self.asked.append(request)
+        raise OverloadedError("late", field="ttft")
+
+
+@pytest.fixture
+async def services(checkpoint, namespace):
+    config = RouterConfig(model=checkpoint("llama"), namespace=namespace, secret="s")
+    text = ModelText(config.model)
+    members: Any = SimpleNamespace(all=[SimpleNamespace(model_id="m")])
+    quota = Quota("redis://127.0.0.1:1", namespace, CollectorRegistry())
+    placement: Any = Refusing()
+    channels: Any = None
+    yield Services(config, text, members, placement, channels, quota)
+    await quota.close()
+    text.close()
+
+
+async def place(services: Services, ticket: bytes = b"", resume: tuple[int, ...] = ()) -> PlacementRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=4, seed=3)
+    completion = Completion(
+        "req-1",
+        "m",
+        [5, 6],
+        sampling,
+        resume_tokens=list(resume),
+        resume_ticket=ticket,
+        deadline_seconds=30.0,
+    )
+    life = RequestLife(completion, services)
+    deltas: Mailbox[Delta] = Mailbox(8)
+    life.start(deltas)
+    with pytest.raises(OverloadedError):
+        await deltas.take()
+    placement: Any = services.placement
+    asked: PlacementRequest = placement.asked[-1]
+    return asked
+
+
+def ticket(services: Services) -> bytes:
+    return RequestLife(
+        Completion("req-1", "m", [5, 6], common_pb2.SamplingParams(seed=3)), services
+    ).resume_ticket()
+
+
+async def test_a_new_request_has_a_target(services):
+    asked = await place(services)
+    assert asked.target_seconds == services.config.ttft_target_seconds_normal
+    assert 0 < asked.deadline_seconds <= 30
+
+
+async def test_tokens_alone_change_nothing(services):
+    assert (await place(services, resume=(7, 8))).target_seconds > 0
+    assert (await place(services, b"made up", (7, 8))).target_seconds > 0
+
+
+async def test_half_an_answer_is_not_refused_for_being_late(services):
+    asked = await place(services, ticket(services), (7, 8))
+    assert asked.target_seconds == asked.deadline_seconds == 0.0
+
+
+async def test_a_ticket_without_tokens_is_worth_nothing(services):
+    assert (await place(services, ticket(services))).target_seconds > 0

@@ -1,0 +1,59 @@
+"""Tickets: who shows one was taken in, and nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from router.completion import Completion
+from router.resume import GRACE_SECONDS, Tickets, name_of
+from wire import common_pb2
+
+NOW = 1_800_000_000.0
+SEED = 7
+NAME = name_of("acme", "req-1", b"abcd")
+
+
+def completion(ticket: bytes, **more: object) -> Completion:
+    made = Completion(
+        "req-1", "m", [1], common_pb2.SamplingParams(seed=SEED), resume_tokens=[5], resume_ticket=ticket
+    )
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def tickets(secret: str = "s", now: float = NOW) -> Tickets:
+    return Tickets(secret, 600.0, lambda: now)
+
+
+def test_any_router_of_the_deployment_knows_it():
+    ticket = tickets().issue(NAME, SEED)
+    assert tickets(now=NOW + 300).check(completion(ticket), NAME)
+    assert tickets(now=NOW - 30).check(completion(ticket), NAME), "clocks differ a little"
+
+
+@pytest.mark.parametrize(
+    "name", [("other", "req-1", b"abcd"), ("acme", "req-2", b"abcd"), ("acme", "req-1", b"abce")]
+)
+def test_it_is_for_one_tenant_request_and_prompt(name):
+    ticket = tickets().issue(NAME, SEED)
+    assert not tickets().check(completion(ticket), name_of(*name))
+
+
+def test_nothing_else_opens():
+    ticket = tickets().issue(NAME, SEED)
+    flipped = bytes([ticket[0] ^ 1]) + ticket[1:]
+    for wrong in (b"", b"x", flipped, ticket[:-1], ticket + b"x", ticket[:-1] + bytes([ticket[-1] ^ 1])):
+        assert not tickets().check(completion(wrong), NAME)
+    assert not tickets("another").check(completion(ticket), NAME)
+    assert not tickets().check(completion(ticket, resume_tokens=[]), NAME), "it has nothing to resume"
+    assert not tickets().check(completion(ticket, sampling=common_pb2.SamplingParams(seed=8)), NAME)
+
+
+def test_it_ends_with_the_longest_request():
+    ticket = tickets().issue(NAME, SEED)
+    assert not tickets(now=NOW + 601 + GRACE_SECONDS).check(completion(ticket), NAME)
+
+
+def test_names_do_not_run_into_each_other():
+    assert name_of("ab", "c", b"") != name_of("a", "bc", b"") != name_of("a", "b", b"c")

@@ -1,0 +1,116 @@
+"""A request whose router dies goes on at another one: let in, and paid for once."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from baton.client import Client
+from baton.client.request import generate_request
+from cluster.errors import OverloadedError
+from cluster.rpc import error_from_rpc
+from tests.end_to_end.conftest import wait_for
+from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
+from wire import inference_pb2_grpc
+
+TOKENS = 150
+KILL_AFTER = 3
+FIRST_SECONDS = 1.0
+
+StartRouter = Callable[[], AbstractContextManager[Router]]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyFile:
+    return KeyFile(tmp_path_factory.mktemp("keys") / "keys.yaml")
+
+
+@pytest.fixture(scope="module")
+def start(keys: KeyFile, checkpoint: Any, redis_server: Any, tmp_path_factory: Any) -> Iterator[StartRouter]:
+    """Starts routers of one deployment."""
+    namespace = f"test-{secrets.token_hex(4)}"
+    config = {
+        "model": str(checkpoint("llama")),
+        "redis_url": redis_server.url,
+        "namespace": namespace,
+        "api_keys_file": str(keys.path),
+        "secret": "of this deployment",
+    }
+    module = ("tests.security.dripping", "--first-seconds", str(FIRST_SECONDS))
+    with stub_workers(redis_server.url, namespace, *module):
+        yield lambda: run_router(tmp_path_factory.mktemp("router"), config)
+
+
+@pytest.fixture(scope="module")
+def second(start: StartRouter) -> Iterator[Router]:
+    with start() as router:
+        wait_ready(router.http)
+        yield router
+
+
+@pytest.fixture
+def first(start: StartRouter) -> Iterator[Router]:
+    with start() as router:
+        wait_ready(router.http)
+        yield router
+
+
+def wait_for_key(router: Router, key: str) -> None:
+    """Routers look at the file twice a second."""
+
+    def known() -> bool:
+        headers = {"authorization": f"Bearer {key}"}
+        return bool(httpx.get(f"{router.http}/v1/models", headers=headers).status_code == 200)
+
+    wait_for(known, 20, "the key is known")
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["in its answer", "before its first token"])
+def test_the_one_request_of_a_minute_outlives_its_router(begun, keys, first, second):
+    key = keys.add(f"once-{begun}", requests_per_minute=1, tokens_per_minute=TOKENS)
+    for router in (first, second):
+        wait_for_key(router, key)
+    with Client([first.grpc, second.grpc], api_key=key) as client:
+        stream = client.stream([5] * 20, max_tokens=TOKENS, temperature=0)
+        if begun:
+            for _ in range(KILL_AFTER):
+                next(stream)
+        os.kill(first.pid, signal.SIGKILL)
+        list(stream)
+        answer = stream.completion()
+        assert answer.reconnects == 1
+        assert answer.usage.completion_tokens == len(answer.token_ids) == TOKENS
+        with pytest.raises(OverloadedError) as caught:
+            client.generate("another", max_tokens=1)
+    assert caught.value.field in ("requests_per_minute", "tokens_per_minute")
+    assert caught.value.retry_after_seconds < 75, "one request, 170 tokens: not two"
+
+
+def test_made_up_tokens_open_nothing(keys, second):
+    """Without the ticket of its first event a request is a new one, whatever it claims to hold."""
+    key = keys.add("liar", requests_per_minute=1)
+    wait_for_key(second, key)
+
+    def ask(ticket: bytes) -> None:
+        request = generate_request(
+            [5] * 20, {"max_tokens": 3, "seed": 1}, model="", request_id="r", explain=False
+        )
+        request.resume_tokens.ids.extend([7, 7])
+        request.resume_ticket = ticket
+        with grpc.insecure_channel(second.grpc) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            list(stub.Generate(request, timeout=30, metadata=(("authorization", f"Bearer {key}"),)))
+
+    ask(b"")
+    for made_up in (b"", bytes(24), secrets.token_bytes(24), secrets.token_bytes(500)):
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(made_up)
+        assert error_from_rpc(caught.value).field == "requests_per_minute"

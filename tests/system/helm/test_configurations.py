@@ -1,0 +1,98 @@
+"""The files that the chart writes for Baton's processes are configurations that these accept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from baton.autoscaling.config import AutoscalingConfig
+from baton.serve_app import AppArguments
+from cluster.config import RouterConfig, WorkerConfig
+from tests.system.helm.rendering import Rendered, Renderer, ValueSet
+from tests.system.helm.value_sets import VALUE_SETS
+
+pytestmark = pytest.mark.system
+
+
+def _file(rendered: Rendered, name: str, key: str) -> dict[str, Any]:
+    read: dict[str, Any] = yaml.safe_load(rendered.named("ConfigMap", name)["data"][key])
+    return read
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_routers_and_workers_accept_theirs(name: str, renderer: Renderer) -> None:
+    rendered = renderer.render(VALUE_SETS[name])
+    router = RouterConfig.model_validate(_file(rendered, "t-baton-router", "router.yaml"))
+    assert router.namespace == "serving-t"
+    if name == "external":
+        described = _file(rendered, "t-baton-serve", "serve.yaml")["applications"][0]["args"]
+        pools = AppArguments.model_validate(described)
+        workers = [WorkerConfig.model_validate(pool.config) for pool in (pools.prefill, pools.decode)]
+    else:
+        workers = [
+            WorkerConfig.model_validate(_file(rendered, f"t-baton-{role}", "worker.yaml"))
+            for role in ("prefill", "decode")
+        ]
+    assert [worker.role for worker in workers] == ["prefill", "decode"]
+    for worker in workers:
+        assert worker.engine.page_size == router.page_size
+        assert worker.engine.model == router.model
+        assert worker.namespace == router.namespace
+
+
+def test_the_operator_gets_the_same_application(renderer: Renderer) -> None:
+    rendered = renderer.render(VALUE_SETS["kuberay"])
+    (service,) = rendered.of("RayService")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    assert application["import_path"] == "baton.serve_app:build"
+    pools = AppArguments.model_validate(application["args"])
+    groups = {one["groupName"]: one for one in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+    for role, pool in (("prefill", pools.prefill), ("decode", pools.decode)):
+        assert pool.resources == {role: 1}
+        assert pool.replicas == groups[role]["replicas"] == groups[role]["maxReplicas"]
+        assert f'\\"{role}\\": 1' in groups[role]["rayStartParams"]["resources"]
+        assert pool.config == _file(rendered, f"t-baton-{role}", "worker.yaml")
+
+
+def test_the_autoscaler_accepts_its_own(renderer: Renderer) -> None:
+    config = _file(renderer.render(VALUE_SETS["autoscaling"]), "t-baton-autoscaler", "autoscale.yaml")
+    of_the_process = {
+        name: config.pop(name)
+        for name in ("namespace", "metrics_port", "kubernetes_namespace", "stateful_sets")
+    }
+    assert of_the_process["stateful_sets"] == {"prefill": "t-baton-prefill", "decode": "t-baton-decode"}
+    policy = AutoscalingConfig.model_validate(config)
+    assert (policy.gpu_budget, policy.decode.max_replicas) == (16, 8)
+
+
+def test_the_autoscaler_may_do_what_it_does_and_nothing_more(renderer: Renderer) -> None:
+    rendered = renderer.render(VALUE_SETS["autoscaling"])
+    rules = rendered.named("Role", "t-baton-autoscaler")["rules"]
+    assert rules == [
+        {
+            "apiGroups": ["apps"],
+            "resources": ["statefulsets/scale"],
+            "resourceNames": ["t-baton-prefill", "t-baton-decode"],
+            "verbs": ["get", "patch"],
+        },
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+    ]
+    (cluster,) = rendered.of("ClusterRole")
+    assert cluster["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}]
+    for role in ("prefill", "decode"):
+        assert "replicas" not in rendered.named("StatefulSet", f"t-baton-{role}")["spec"]
+
+
+def test_settings_by_their_own_names_reach_the_files(renderer: Renderer) -> None:
+    values = {
+        "router": {"config": {"max_concurrent_requests": 7}},
+        "decode": {"config": {"max_queued_requests": 5, "engine": {"recompute_limit_tokens": 9}}},
+    }
+    rendered = renderer.render(ValueSet(values=values))
+    router = RouterConfig.model_validate(_file(rendered, "t-baton-router", "router.yaml"))
+    worker = WorkerConfig.model_validate(_file(rendered, "t-baton-decode", "worker.yaml"))
+    assert router.max_concurrent_requests == 7
+    assert (worker.max_queued_requests, worker.engine.recompute_limit_tokens) == (5, 9)
+    assert worker.engine.max_batch_tokens == 512

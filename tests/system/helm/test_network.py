@@ -1,0 +1,166 @@
+"""Default deny, every edge to a real listener, every listener with an edge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.system.helm.rendering import Manifest, Pod, Rendered, Renderer, pods_of, selects
+from tests.system.helm.value_sets import VALUE_SETS
+
+pytestmark = pytest.mark.system
+WITH_POLICIES = {name: one for name, one in VALUE_SETS.items() if name != "nothing optional"}
+
+
+@dataclass(frozen=True)
+class Ports:
+    first: int
+    last: int
+
+    def holds(self, port: int) -> bool:
+        return self.first <= port <= self.last
+
+
+def _ports(rule: dict[str, Any]) -> list[Ports]:
+    return [
+        Ports(one["port"], one.get("endPort", one["port"]))
+        for one in rule["ports"]
+        if one["protocol"] == "TCP"
+    ]
+
+
+def _listened(rendered: Rendered, pod: Pod) -> list[Ports]:
+    """What a pod's processes listen on: container ports, NIXL's range, Ray's workers' range."""
+    found = [Ports(port, port) for port in pod.ports.values()]
+    role = pod.component.removesuffix("-ranks")
+    if role in ("prefill", "decode"):
+        config = yaml.safe_load(rendered.named("ConfigMap", f"t-baton-{role}")["data"]["worker.yaml"])
+        first, _, last = config["transfer"]["port_range"].partition("-")
+        found.append(Ports(int(first), int(last)))
+    for container in pod.containers:
+        flags = dict(arg.partition("=")[::2] for arg in container.get("args", []) if arg.startswith("--"))
+        if "--min-worker-port" in flags:
+            found.append(Ports(int(flags["--min-worker-port"]), int(flags["--max-worker-port"])))
+    if pod.owner.startswith("RayService"):
+        groups = pod.manifest["spec"]["rayClusterConfig"]
+        params = groups["headGroupSpec"]["rayStartParams"]
+        found.append(Ports(int(params["min-worker-port"]), int(params["max-worker-port"])))
+    return found
+
+
+@pytest.fixture(params=list(WITH_POLICIES.values()), ids=list(WITH_POLICIES))
+def rendered(request: pytest.FixtureRequest, renderer: Renderer) -> Rendered:
+    return renderer.render(request.param)
+
+
+def _policies(rendered: Rendered) -> list[Manifest]:
+    return rendered.of("NetworkPolicy")
+
+
+def test_every_pod_is_denied_everything_first(rendered: Rendered) -> None:
+    (default,) = [one for one in _policies(rendered) if one["metadata"]["name"] == "t-baton-default"]
+    assert default["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in default["spec"]
+    for pod in pods_of(rendered):
+        assert selects(default["spec"]["podSelector"], pod.labels), pod.owner
+    (names, *_) = default["spec"]["egress"]
+    assert {port["port"] for port in names["ports"]} == {53}
+
+
+def test_every_edge_into_a_pod_meets_a_listener(rendered: Rendered) -> None:
+    pods = pods_of(rendered)
+    for policy in _policies(rendered):
+        chosen = [pod for pod in pods if selects(policy["spec"]["podSelector"], pod.labels)]
+        assert chosen, policy["metadata"]["name"]
+        for rule in policy["spec"].get("ingress", []):
+            for ports in _ports(rule):
+                if ports.last - ports.first > 60000:
+                    continue
+                reached = [pod for pod in chosen if ports in _listened(rendered, pod)]
+                assert reached, f"{policy['metadata']['name']} opens {ports}, where nobody listens"
+
+
+def test_every_listener_has_an_edge(rendered: Rendered) -> None:
+    for pod in pods_of(rendered):
+        rules = _ingress(rendered, pod)
+        for listened in _listened(rendered, pod):
+            assert any(
+                ports.holds(listened.first) and ports.holds(listened.last)
+                for rule in rules
+                for ports in _ports(rule)
+            ), f"nobody may reach {pod.owner} at {listened}"
+
+
+def _ingress(rendered: Rendered, pod: Pod) -> list[dict[str, Any]]:
+    policies = [one for one in _policies(rendered) if selects(one["spec"]["podSelector"], pod.labels)]
+    return [rule for one in policies for rule in one["spec"].get("ingress", [])]
+
+
+def _egress(rendered: Rendered, pod: Pod) -> list[dict[str, Any]]:
+    policies = [one for one in _policies(rendered) if selects(one["spec"]["podSelector"], pod.labels)]
+    return [rule for one in policies for rule in one["spec"].get("egress", [])]
+
+
+def _inside(peer: dict[str, Any]) -> bool:
+    return "podSelector" in peer and "app.kubernetes.io/instance" in peer["podSelector"].get(
+        "matchLabels", {}
+    )
+
+
+def test_both_ends_of_every_inner_edge_agree(rendered: Rendered) -> None:
+    """What a pod may send to another one of the release, that one may take, and the other way round."""
+    pods = pods_of(rendered)
+    for pod in pods:
+        for rule in _ingress(rendered, pod):
+            for peer in filter(_inside, rule.get("from", [])):
+                senders = [one for one in pods if selects(peer["podSelector"], one.labels)]
+                assert senders, f"{pod.owner} admits {peer}, who does not exist"
+                for sender in senders:
+                    _assert_met(rule, _egress(rendered, sender), "to", pod, sender)
+        for rule in _egress(rendered, pod):
+            for peer in filter(_inside, rule.get("to", [])):
+                takers = [one for one in pods if selects(peer["podSelector"], one.labels)]
+                assert takers, f"{pod.owner} may reach {peer}, who does not exist"
+                reached = [Ports(one.first, one.last) for one in _ports(rule)]
+                for ports in reached:
+                    assert any(
+                        _meets(ports, other, "from", pod)
+                        for taker in takers
+                        for other in _ingress(rendered, taker)
+                    ), f"{pod.owner} may send to {ports} of {peer}, where nobody may take it"
+
+
+def _assert_met(
+    rule: dict[str, Any], others: list[dict[str, Any]], direction: str, pod: Pod, sender: Pod
+) -> None:
+    for ports in _ports(rule):
+        assert any(_meets(ports, other, direction, pod) for other in others), (
+            f"{pod.owner} admits {sender.owner} at {ports}, which {sender.owner} may not send to"
+        )
+
+
+def _meets(ports: Ports, rule: dict[str, Any], direction: str, pod: Pod) -> bool:
+    peers = rule.get(direction)
+    known = peers is None or any(_inside(one) and selects(one["podSelector"], pod.labels) for one in peers)
+    return known and any(other.holds(ports.first) and other.holds(ports.last) for other in _ports(rule))
+
+
+def test_clients_reach_the_doors_and_nothing_else(renderer: Renderer) -> None:
+    """In a cluster that names its clients, nobody outside the release has another way in than doors and metrics."""
+    rendered = renderer.render(VALUE_SETS["rdma-mtls"])
+    open_to_all = set()
+    for pod in pods_of(rendered):
+        for rule in _ingress(rendered, pod):
+            if "from" not in rule:
+                open_to_all |= {(pod.component, ports.first) for ports in _ports(rule)}
+    assert open_to_all == {
+        ("router", 8002),
+        ("prefill", 9400),
+        ("decode", 9401),
+        ("prefill", 6386),
+        ("decode", 6386),
+        ("ray-head", 6386),
+    }

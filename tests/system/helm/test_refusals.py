@@ -1,0 +1,261 @@
+"""What can't work is refused while rendering, with a sentence that says what to change."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.system.helm.rendering import CHART, Renderer, ValueSet
+from tests.system.helm.value_sets import CERTS
+
+pytestmark = pytest.mark.system
+
+# values → what the message says is wrong, and what to change
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "gpus are not the ranks": (
+        {"prefill": {"gpus": 2}},
+        "prefill: 2 GPUs × 1 nodes are not prefill.tensorParallel = 1",
+        "set prefill.gpus × prefill.nodes equal to it",
+    ),
+    "gpus of several nodes are not the ranks": (
+        {"decode": {"gpus": 8, "nodes": 2, "tensorParallel": 8}},
+        "decode: 8 GPUs × 2 nodes are not decode.tensorParallel = 8",
+        "set decode.gpus × decode.nodes equal",
+    ),
+    "ranks can't be shared by nodes": (
+        {"decode": {"gpus": 0, "nodes": 2, "tensorParallel": 3}},
+        "can't be shared by decode.nodes = 2 pods",
+        "make it a multiple",
+    ),
+    "kv types differ": (
+        {"prefill": {"dtype": "bfloat16"}, "decode": {"dtype": "float32"}},
+        "KV of one can't be converted into the other's",
+        "set model.dtype for both",
+    ),
+    "block sizes differ": (
+        {"decode": {"pageSize": 32}},
+        "decode.pageSize = 32 is not model.pageSize = 16",
+        "set model.pageSize for all",
+    ),
+    "no pair could start": (
+        {"transfer": {"transport": "grpc", "requireTransport": "nixl"}},
+        "no pair could ever start",
+        "make them equal, or transport auto",
+    ),
+    "ports upside down": (
+        {"transfer": {"nixlPorts": {"first": 30000, "last": 20000}}},
+        "transfer.nixlPorts.first = 30000 is above last = 20000",
+        "swap them",
+    ),
+    "the drain is longer than the grace": (
+        {"decode": {"drainSeconds": 150}},
+        "Kubernetes would kill the worker while it drains",
+        "raise the grace period",
+    ),
+    "a router's drain is longer than the grace": (
+        {"router": {"drainDelaySeconds": 30}},
+        "router.drainDelaySeconds + router.drainSeconds = 90 is not below",
+        "raise the grace period",
+    ),
+    "autoscaling and a fixed number": (
+        {"autoscaling": {"enabled": True}, "prefill": {"replicas": 3}},
+        "autoscaling.enabled and prefill.replicas = 3 fight",
+        "remove prefill.replicas",
+    ),
+    "routers' autoscaling and a fixed number": (
+        {"router": {"autoscaling": {"enabled": True}, "replicas": 3}},
+        "router.autoscaling.enabled and router.replicas = 3 fight",
+        "remove router.replicas",
+    ),
+    "pool bounds upside down": (
+        {"autoscaling": {"enabled": True, "decode": {"minReplicas": 9}}},
+        "autoscaling.decode.minReplicas = 9 is above maxReplicas = 8",
+        "lower one or raise the other",
+    ),
+    "router bounds upside down": (
+        {"router": {"autoscaling": {"enabled": True, "minReplicas": 9}}},
+        "router.autoscaling.minReplicas = 9 is above maxReplicas = 8",
+        "lower one or raise the other",
+    ),
+    "autoscaling to nothing": (
+        {"autoscaling": {"enabled": True, "prefill": {"minReplicas": 0}}},
+        "autoscaling.prefill.minReplicas is 0",
+        "set autoscaling.scaleToZero, or at least 1",
+    ),
+    "a budget below the smallest pools": (
+        {"autoscaling": {"enabled": True, "gpuBudget": 1}},
+        "autoscaling.gpuBudget = 1, and the smallest pools need 2",
+        "raise it, or lower minReplicas",
+    ),
+    "autoscaling on somebody else's Ray": (
+        {
+            "autoscaling": {"enabled": True},
+            "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
+        },
+        "autoscaling.enabled has no StatefulSets to size in ray.mode external",
+        "turn it off and set prefill.replicas and decode.replicas, or set ray.mode to embedded",
+    ),
+    "autoscaling of wide workers": (
+        {"autoscaling": {"enabled": True}, "decode": {"gpus": 8, "nodes": 2, "tensorParallel": 16}},
+        "can't size workers of decode.nodes = 2 pods",
+        "turn it off, or set nodes to 1",
+    ),
+    "killed before it has loaded": (
+        {"prefill": {"startupFailures": 20}},
+        "kills a worker after 100 s, but model.loadSeconds says it may load for 600 s",
+        "raise startupFailures to 120 or set it to 0",
+    ),
+    "wide workers without the chart's Ray": (
+        {
+            "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
+            "prefill": {"gpus": 8, "nodes": 2, "tensorParallel": 16},
+        },
+        "prefill.nodes = 2 needs ray.mode embedded",
+        "give the worker one pod",
+    ),
+    "two Redis": (
+        {"externalRedis": {"url": "redis://x"}},
+        "redis.enabled and externalRedis are both set",
+        "turn redis.enabled off",
+    ),
+    "no Redis": (
+        {"redis": {"enabled": False}},
+        "redis.enabled is off and externalRedis names none",
+        "set externalRedis.urlSecret.name",
+    ),
+    "two addresses of one Redis": (
+        {"redis": {"enabled": False}, "externalRedis": {"url": "redis://x", "urlSecret": {"name": "y"}}},
+        "externalRedis.url and externalRedis.urlSecret.name are both set",
+        "keep one",
+    ),
+    "fault tolerance without Redis": (
+        {"redis": {"enabled": False}, "externalRedis": {"url": "redis://x"}},
+        "ray.gcsFaultTolerance has no Redis",
+        "set ray.gcsFaultTolerance.address",
+    ),
+    "external Ray without an address": (
+        {"ray": {"mode": "external"}},
+        "ray.mode is external",
+        "set ray.external.dashboardUrl",
+    ),
+    "no KubeRay": (
+        {"ray": {"mode": "kuberay"}},
+        "this cluster has no ray.io/v1 RayService",
+        "install the KubeRay operator, or set ray.mode to embedded",
+    ),
+    "no cert-manager": (
+        {"tls": {"enabled": True}},
+        "this cluster has no cert-manager.io/v1",
+        "install cert-manager, or set tls.source to secrets",
+    ),
+    "certificates that nobody named": (
+        {"tls": {"enabled": True, "source": "secrets", "secrets": {"router": "a"}}},
+        "tls.source is secrets",
+        "set tls.secrets.router and tls.secrets.worker",
+    ),
+    "clients' certificates without TLS": (
+        {"tls": {"clientCaSecret": "ca"}},
+        "tls.clientCaSecret and tls.doorSecret need tls.enabled",
+        "turn it on, or empty them",
+    ),
+    "nobody could prefill": (
+        {"prefill": {"replicas": 0}, "router": {"localPrefill": "never"}},
+        "nobody could prefill",
+        "set localPrefill to fallback or auto, or add a replica",
+    ),
+    "tests without a key": (
+        {"apiKeys": {"existingSecret": "keys"}},
+        "apiKeys are on and helm test has none",
+        "name it in tests.apiKeySecret.name, or turn tests.enabled off",
+    ),
+    "two files of keys": (
+        {"apiKeys": {"existingSecret": "keys", "entries": [{"id": "a"}]}, "tests": {"enabled": False}},
+        "apiKeys.existingSecret and apiKeys.entries are both set",
+        "keep one",
+    ),
+    "two listeners on one port": (
+        {"router": {"metricsPort": 8000}},
+        "router.httpPort, router.grpcPort and router.metricsPort must differ",
+        "change one",
+    ),
+    "a worker's two listeners on one port": (
+        {"prefill": {"metricsPort": 50052}},
+        "prefill.port and prefill.metricsPort are both 50052",
+        "change one",
+    ),
+    "a secret in the open": (
+        {"prefill": {"config": {"redis_url": "redis://:password@x"}}},
+        "prefill.config.redis_url would be readable in a ConfigMap",
+        "use externalRedis.urlSecret",
+    ),
+    "a router's secret in the open": (
+        {"router": {"config": {"secret": "hash key"}}},
+        "router.config.secret would be readable in a ConfigMap",
+        "use deploymentSecret",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_with_a_sentence(name: str, renderer: Renderer) -> None:
+    values, wrong, change = REFUSED[name]
+    rendered = renderer.render(ValueSet(values=values))
+    assert rendered.code != 0
+    assert wrong in rendered.error
+    assert change in rendered.error
+
+
+NEED_CERT_MANAGER: list[dict[str, Any]] = [
+    {"tls": {"enabled": True}, "decode": {"probe": "grpc"}},
+    {"tls": {"enabled": True, "clientCaSecret": "ca"}},
+]
+
+
+def test_grpc_probes_with_tls_need_kubernetes_1_37(renderer: Renderer) -> None:
+    values = NEED_CERT_MANAGER[0]
+    old = renderer.render(ValueSet(values=values, apis=CERTS, kube="1.36.2"))
+    assert old.code != 0
+    assert "decode.probe = grpc with tls.enabled needs Kubernetes 1.37 (this is v1.36.2)" in old.error
+    assert "set decode.probe to http" in old.error
+    assert renderer.render(ValueSet(values=values, apis=CERTS, kube="1.37.0")).code == 0
+
+
+def test_clients_that_need_certificates_are_tested_with_one(renderer: Renderer) -> None:
+    rendered = renderer.render(ValueSet(values=NEED_CERT_MANAGER[1], apis=CERTS))
+    assert "tls.clientCaSecret makes clients show a certificate and helm test has none" in rendered.error
+    assert "set tests.tlsSecret, or turn tests.enabled off" in rendered.error
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"router": {"replica": 3}},
+        {"prefil": {}},
+        {"decode": {"pod": {"nodeselector": {}}}},
+        {"prefill": {"gpus": "two"}},
+        {"prefill": {"replicas": -1}},
+        {"model": {"source": "s3://bucket/model"}},
+        {"model": {"dtype": "float16"}},
+        {"decode": {"resources": {"request": {"cpu": 1}}}},
+        {"ray": {"mode": "kube"}},
+    ],
+    ids=str,
+)
+def test_the_schema_refuses_what_is_not_a_value(values: dict[str, Any], renderer: Renderer) -> None:
+    rendered = renderer.render(ValueSet(values=values))
+    assert rendered.code != 0
+    assert "values don't meet the specifications of the schema" in rendered.error
+
+
+def test_every_check_of_the_chart_is_seen_here(renderer: Renderer) -> None:
+    checks = (CHART / "templates" / "_checks.tpl").read_text()
+    messages = re.findall(r'fail \(?(?:printf )?"([^"]+)"', checks)
+    assert len(messages) >= 30
+    sets = [ValueSet(values=values) for values, _, _ in REFUSED.values()]
+    sets += [ValueSet(values=values, apis=CERTS) for values in NEED_CERT_MANAGER]
+    seen = [one.error for one in renderer.render_all(sets)]
+    for message in messages:
+        pattern = re.escape(message).replace("%s", ".*").replace("%d", r"-?\d+")
+        assert any(re.search(pattern, error) for error in seen), message

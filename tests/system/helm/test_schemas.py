@@ -1,0 +1,102 @@
+"""Every manifest against Kubernetes' own schemas (strict) of three versions, or its operator's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes_validate import utils
+
+from tests.system.helm.rendering import Manifest, Renderer
+from tests.system.helm.value_sets import VALUE_SETS
+
+pytestmark = pytest.mark.system
+VERSIONS = ("1.29", "1.32", "1.37")
+CRDS = Path(__file__).parent / "crds"
+# Groups that come with Kubernetes; every other one is an operator's.
+BUILT_IN = {"", "apps", "batch", "policy", "autoscaling", "networking.k8s.io", "rbac.authorization.k8s.io"}
+
+
+def _group(manifest: Manifest) -> str:
+    group, _, version = manifest["apiVersion"].rpartition("/")
+    return group if version else ""
+
+
+@lru_cache
+def _custom(group: str, kind: str) -> jsonschema.Draft202012Validator:
+    for file in CRDS.glob(f"{group}_*.yaml"):
+        found = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)["spec"]
+        if found["names"]["kind"] == kind:
+            (version,) = [one for one in found["versions"] if one["storage"]]
+            return jsonschema.Draft202012Validator(_strict(version["schema"]["openAPIV3Schema"]))
+    raise AssertionError(f"no schema for {group} {kind} in {CRDS}")
+
+
+def _strict(schema: Any, *, top: bool = True) -> Any:
+    """A structural schema that also refuses what the API server would silently drop."""
+    if isinstance(schema, list):
+        return [_strict(one, top=False) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _strict(value, top=False) for key, value in schema.items()}
+    closed = isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema
+    if closed and not top and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        made["additionalProperties"] = False
+    if schema.get("x-kubernetes-int-or-string"):
+        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_read_once() -> Iterator[None]:
+    """The library reads a megabyte of definitions for every manifest otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "schema_contents", lru_cache(maxsize=None)(utils.schema_contents))
+        yield
+
+
+@pytest.fixture(scope="module")
+def valid() -> set[str]:
+    """Manifests found valid: most value sets share most of theirs."""
+    return set()
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_manifests_are_valid(name: str, renderer: Renderer, valid: set[str]) -> None:
+    rendered = renderer.render(VALUE_SETS[name])
+    assert rendered.manifests
+    for manifest in rendered.manifests:
+        if (text := json.dumps(manifest, sort_keys=True)) in valid:
+            continue
+        group = _group(manifest)
+        if group in BUILT_IN:
+            for version in VERSIONS:
+                kubernetes_validate.validate(manifest, version, strict=True)
+        else:
+            _custom(group, manifest["kind"]).validate(manifest)
+        valid.add(text)
+
+
+def test_a_misspelt_field_of_a_custom_resource_is_refused(renderer: Renderer) -> None:
+    """Or the test above would prove nothing."""
+    (service,) = renderer.render(VALUE_SETS["kuberay"]).of("RayService")
+    service = yaml.safe_load(yaml.safe_dump(service))
+    service["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParameters"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="rayStartParameters"):
+        _custom("ray.io", "RayService").validate(service)
+
+
+def test_a_misspelt_field_of_kubernetes_is_refused(renderer: Renderer) -> None:
+    manifest = renderer.render(VALUE_SETS["defaults"]).named("Deployment", "t-baton-router")
+    manifest = yaml.safe_load(yaml.safe_dump(manifest))
+    manifest["spec"]["replica"] = 2
+    for version in VERSIONS:
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(manifest, version, strict=True)

@@ -1,0 +1,135 @@
+"""Values people install with: the chart's own examples, and what they do not show."""
+
+from __future__ import annotations
+
+from tests.system.helm.rendering import ValueSet
+
+KUBERAY = ("ray.io/v1",)
+CERTS = ("cert-manager.io/v1",)
+
+EXAMPLES: dict[str, ValueSet] = {
+    "one-gpu-node": ValueSet(("one-gpu-node.yaml",)),
+    "two-gpu-types": ValueSet(("two-gpu-types.yaml",)),
+    "rdma-mtls": ValueSet(("rdma-mtls.yaml",), apis=CERTS),
+    "cpu-demo": ValueSet(("cpu-demo.yaml",)),
+    "multi-node": ValueSet(("multi-node.yaml",)),
+    "external": ValueSet(("external.yaml",)),
+    "kuberay": ValueSet(("kuberay.yaml",), apis=KUBERAY),
+}
+
+MORE: dict[str, ValueSet] = {
+    "defaults": ValueSet(),
+    "old cluster": ValueSet(("cpu-demo.yaml",), kube="1.29.0"),
+    "new cluster": ValueSet(("cpu-demo.yaml",), kube="1.37.0"),
+    "autoscaling": ValueSet(
+        values={"autoscaling": {"enabled": True}, "router": {"autoscaling": {"enabled": True}}}
+    ),
+    "own certificates": ValueSet(
+        values={
+            "tls": {
+                "enabled": True,
+                "source": "secrets",
+                "secrets": {"router": "router-tls", "worker": "worker-tls"},
+                "doorSecret": "door-tls",
+                "clientCaSecret": "client-ca",
+            },
+            "tests": {"tlsSecret": "test-tls"},
+        }
+    ),
+    "grpc probes with tls": ValueSet(
+        values={
+            "prefill": {"probe": "grpc"},
+            "decode": {"probe": "grpc"},
+            "tls": {"enabled": True, "certManager": {"issuer": {"name": "company", "kind": "ClusterIssuer"}}},
+        },
+        apis=CERTS,
+        kube="1.37.0",
+    ),
+    "redis by url": ValueSet(
+        values={
+            "redis": {"enabled": False},
+            "externalRedis": {
+                "url": "rediss://baton:pass-word@redis.example:6380/0",
+                "tlsSecret": "redis-tls",
+                "clientCertificate": True,
+                "port": 6380,
+            },
+            "ray": {
+                "gcsFaultTolerance": {
+                    "address": "rediss://redis.example:6380",
+                    "passwordSecret": {"name": "redis-password"},
+                }
+            },
+        }
+    ),
+    "own secrets": ValueSet(
+        values={
+            "deploymentSecret": {"name": "mine", "key": "hash-key"},
+            "ray": {"tokenSecret": {"name": "token", "key": "token"}},
+            "redis": {"passwordSecret": {"name": "redis", "key": "password"}},
+            "apiKeys": {"entries": [{"id": "abc", "key_sha256": "0" * 64, "tenant": "acme"}]},
+            "tests": {"apiKeySecret": {"name": "test-key"}},
+        }
+    ),
+    "nothing optional": ValueSet(
+        values={
+            "router": {"pdb": {"enabled": False}, "listenAddress": "", "replicas": 1},
+            "prefill": {"replicas": 0, "pdb": {"enabled": False}, "gpus": 0},
+            "decode": {"pdb": {"enabled": False}, "gpus": 0},
+            "ray": {
+                "joinWorkers": False,
+                "gcsFaultTolerance": {"enabled": False},
+                "ports": dict.fromkeys(("nodeManager", "objectManager", "firstWorker", "metrics"), 0),
+            },
+            "topology": {"enabled": False},
+            "rbac": {"create": False},
+            "networkPolicy": {"enabled": False},
+            "tests": {"enabled": False},
+        }
+    ),
+    "everything observed": ValueSet(
+        values={
+            "observability": {
+                "monitors": {"enabled": True, "labels": {"release": "prometheus"}},
+                "rules": {"enabled": True},
+                "dashboards": {"enabled": True, "annotations": {"grafana_folder": "Baton"}},
+                "otlpEndpoint": "http://collector.observability:4318",
+            },
+            "commonLabels": {"team": "inference"},
+            "commonAnnotations": {"owner": "inference"},
+        }
+    ),
+    "redis that lasts": ValueSet(
+        values={"redis": {"persistence": {"enabled": True, "storageClass": "fast", "size": "10Gi"}}}
+    ),
+    "part of another chart": ValueSet(
+        values={
+            "global": {"imageRegistry": "registry.example", "imagePullSecrets": ["pull"]},
+            "imagePullSecrets": ["own"],
+        }
+    ),
+    "hooks everywhere": ValueSet(
+        values={
+            component: {
+                "pod": {
+                    "labels": {"hooked": "yes"},
+                    "annotations": {"hooked": "yes"},
+                    "extraEnv": [{"name": "HOOKED", "value": "yes"}],
+                    "extraEnvFrom": [{"configMapRef": {"name": "more", "optional": True}}],
+                    "extraVolumes": [{"name": "more", "emptyDir": {}}],
+                    "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+                    "extraContainers": [{"name": "beside", "image": "example/beside:1"}],
+                    "extraInitContainers": [{"name": "before", "image": "example/before:1"}],
+                }
+            }
+            for component in ("router", "prefill", "decode", "redis")
+        }
+        | {
+            "extraObjects": [
+                {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "extra"}, "data": {"a": "b"}}
+            ]
+        }
+    ),
+}
+
+VALUE_SETS = {**EXAMPLES, **MORE}

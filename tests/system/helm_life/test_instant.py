@@ -1,0 +1,108 @@
+"""The whole life of a release with Helm 3 and 4: every step waits for the pods, which are ready at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import wait_for
+from tests.kubernetes import clients
+from tests.kubernetes.api.kinds import Object
+from tests.kubernetes.api.server import ApiServer, names
+from tests.kubernetes.controllers.cluster import instant_cluster
+from tests.system.helm_life.helm import DEMO, NAMESPACE, Helm, HelmFailed
+
+pytestmark = pytest.mark.system
+
+MakeHelm = Callable[[ApiServer], Helm]
+VALUES = ("--values", str(DEMO))
+ROUTER = "one-baton-router"
+
+
+def left(server: ApiServer) -> list[tuple[str, str]]:
+    """Everything but namespaces."""
+    everything = server.objects_api.store.everything()
+    return [(key.kind.name, key.name) for key, _ in everything if key.kind.name != "Namespace"]
+
+
+def replicas(server: ApiServer, kind: str, name: str) -> tuple[int, int]:
+    found = server.object(kind, name, NAMESPACE)
+    return found["spec"]["replicas"], found["status"]["readyReplicas"]
+
+
+def secret(server: ApiServer) -> Object:
+    return dict(server.object("Secret", "one-baton", NAMESPACE)["data"])
+
+
+def test_install_test_upgrade_rollback_uninstall(server: ApiServer, make_helm: MakeHelm) -> None:
+    helm = make_helm(server)
+    assert "STATUS: deployed" in helm.install(*VALUES)
+    assert replicas(server, "StatefulSet", "one-baton-decode") == (2, 2)
+    assert replicas(server, "Deployment", ROUTER) == (2, 2)
+    assert len(names(server.objects("Pod", NAMESPACE))) == 7
+    before = secret(server)
+
+    tested = helm.test()
+    assert tested.count("Phase:          Succeeded") >= 5
+    assert "Failed" not in tested
+    # Each was kept until the next run, or until it had succeeded: as the chart says.
+    assert not server.objects("Job", NAMESPACE)
+
+    helm.upgrade(*VALUES, "--set", "router.replicas=3,decode.maxBatchRequests=77")
+    assert replicas(server, "Deployment", ROUTER) == (3, 3)
+    assert (
+        "max_batch_requests: 77"
+        in server.object("ConfigMap", "one-baton-decode", NAMESPACE)["data"]["worker.yaml"]
+    )
+    assert secret(server) == before, "an upgrade must not make new secrets"
+
+    helm.rollback(1)
+    assert replicas(server, "Deployment", ROUTER) == (2, 2)
+    assert "max_batch_requests: 77" not in str(
+        server.object("ConfigMap", "one-baton-decode", NAMESPACE)["data"]
+    )
+    assert secret(server) == before
+
+    helm.uninstall()
+    wait_for(lambda: not left(server), 20.0, f"nothing is left of it: {left(server)}")
+
+
+def test_changed_configuration_rolls_the_pods_it_concerns_and_no_others(
+    server: ApiServer, make_helm: MakeHelm
+) -> None:
+    helm = make_helm(server)
+    helm.install(*VALUES)
+    before = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in server.objects("Pod", NAMESPACE)}
+    helm.upgrade(*VALUES, "--set", "decode.maxBatchRequests=77")
+    after = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in server.objects("Pod", NAMESPACE)}
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"one-baton-decode-0", "one-baton-decode-1"}
+
+
+def test_an_upgrade_leaves_what_the_autoscaler_has_scaled(
+    server: ApiServer, make_helm: MakeHelm, tmp_path: Path
+) -> None:
+    helm = make_helm(server)
+    flags = (*VALUES, "--set", "autoscaling.enabled=true,decode.replicas=null,prefill.replicas=null")
+    helm.install(*flags)
+    with clients.connect(server.kubeconfig(tmp_path / "scaler")) as api:
+        apps = clients.apps(api)
+        apps.patch_namespaced_stateful_set_scale("one-baton-decode", NAMESPACE, {"spec": {"replicas": 3}})
+    wait_for(lambda: replicas(server, "StatefulSet", "one-baton-decode") == (3, 3), 20.0, "scaled")
+    helm.upgrade(*flags, "--set", "decode.maxBatchRequests=77")
+    assert replicas(server, "StatefulSet", "one-baton-decode") == (3, 3)
+
+
+def test_an_install_whose_pods_do_not_get_ready_fails(make_helm: MakeHelm) -> None:
+    """Or the waiting above would prove nothing."""
+
+    def outcome(pod: Object) -> tuple[str, bool]:
+        return "Running", "decode" not in pod["metadata"]["name"]
+
+    with instant_cluster(outcome) as server:
+        helm = make_helm(server)
+        with pytest.raises(HelmFailed):
+            helm.install(*VALUES, seconds=4)

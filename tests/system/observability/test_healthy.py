@@ -1,0 +1,113 @@
+"""What a healthy cluster shows: every metric named anywhere, data in every panel, no alert."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+import urllib.request
+
+import pytest
+
+from deploy.observability import boards, dashboards, metrics_doc
+from tests.end_to_end.conftest import wait_for
+from tests.system.observability.conftest import HEALTHY_SECONDS, Watched, targets_of
+from tests.system.observability.debian_prometheus import ROOT, promtool
+from tests.system.observability.rules import (
+    FILES,
+    RUNBOOKS,
+    alert_files,
+    alerts,
+    dashboard_queries,
+    metrics_in,
+)
+
+pytestmark = pytest.mark.system
+
+
+def test_rules_are_valid_and_each_alert_has_a_runbook() -> None:
+    promtool("check", "rules", *map(str, alert_files()))
+    names = [rule["alert"] for rule in alerts()]
+    assert len(names) == len(set(names)) > 20
+    assert {path.stem for path in RUNBOOKS.glob("*.md")} == set(names)
+    for rule in alerts():
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert rule["annotations"]["runbook_url"].endswith(f"/docs/runbooks/{rule['alert']}.md")
+        runbook = (RUNBOOKS / f"{rule['alert']}.md").read_text()
+        assert runbook.startswith(f"# {rule['alert']}\n")
+        assert all(heading in runbook for heading in ("## What it means", "## How to look", "## What to do"))
+
+
+def test_dashboards_are_what_their_code_makes() -> None:
+    written = {path.stem: path.read_text() for path in (FILES / "dashboards").glob("*.json")}
+    assert written == {board.name: dashboards.text(board) for board in boards.all_boards()}
+    for text in written.values():
+        panels = json.loads(text)["panels"]
+        assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_every_metric_that_is_named_is_scraped(healthy: Watched) -> None:
+    known = healthy.prometheus.names()
+    known |= {name.removesuffix("_count") for name in known}  # a runbook may name a whole histogram
+    named = {metric for shown in dashboard_queries() for metric in metrics_in(shown.expr)}
+    named |= {metric for rule in alerts() for metric in metrics_in(rule["expr"])}
+    for runbook in RUNBOOKS.glob("*.md"):
+        named |= {m for code in re.findall(r"`([^`]+)`", runbook.read_text()) for m in metrics_in(code)}
+    assert len(named) > 60
+    assert named <= known, f"nobody exports {sorted(named - known)}"
+
+
+def test_every_dashboard_query_returns_data(healthy: Watched) -> None:
+    queries = list(dashboard_queries())
+    assert len(queries) > 70
+
+    def empty() -> list[str]:
+        return [shown.where for shown in queries if not _has_data(healthy, shown.expr)]
+
+    wait_for(lambda: not empty(), 30, f"data for {empty()}")
+
+
+def _has_data(healthy: Watched, expr: str) -> bool:
+    values = [float(one["value"][1]) for one in healthy.prometheus.query(expr)]
+    return any(not math.isnan(value) for value in values)
+
+
+def test_no_alert_fires(healthy: Watched) -> None:
+    seconds = time.monotonic() - healthy.began
+    assert seconds > HEALTHY_SECONDS
+    assert healthy.prometheus.has_fired(seconds) == set()
+
+
+def test_the_list_of_metrics_is_up_to_date(healthy: Watched) -> None:
+    scraped = [_scrape(target) for target in targets_of(healthy.cluster)]
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_doc.document(scraped)
+
+
+def test_exemplars_lead_to_traces(healthy: Watched) -> None:
+    def linked() -> bool:
+        found = healthy.prometheus.exemplars("baton_time_to_first_token_seconds_bucket")
+        named = {one["labels"]["trace_id"] for series in found for one in series["exemplars"]}
+        return bool(named & set(healthy.collector.traces()))
+
+    wait_for(linked, 30, "an exemplar names a trace that was collected")
+
+
+def test_vllm_names_show_the_same(healthy: Watched) -> None:
+    """Where they were asked for; scrapers of vLLM find their labels too."""
+    for ours, theirs in (
+        ("baton_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"),
+        ("baton_requests_running", "vllm:num_requests_running"),
+        ("baton_preemptions_total", "vllm:num_preemptions_total"),
+        (
+            'baton_time_to_first_token_seconds_bucket{le="+Inf"}',
+            'vllm:time_to_first_token_seconds_bucket{le="+Inf"}',
+        ),
+    ):
+        assert healthy.prometheus.query(f"{theirs} - ignoring(model_name) {ours} == 0"), theirs
+    assert healthy.prometheus.query('vllm:request_queue_time_seconds_count{model_name!=""} > 0')
+
+
+def _scrape(target: str) -> str:
+    with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())

@@ -1,0 +1,76 @@
+"""Who enters the prefill engine: order, bound, priorities, cancellation, deadlines."""
+
+import asyncio
+
+import pytest
+
+from cluster.errors import DeadlineError
+from worker.admission import Admission
+
+
+async def enter(admission: Admission, tokens: int, priority: int = 0) -> asyncio.Task[None]:
+    task = asyncio.create_task(admission.enter(tokens, priority, 30.0))
+    await asyncio.sleep(0)
+    return task
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_requests_enter_until_the_bound_and_then_in_order():
+    admission = Admission(100)
+    first, second, third = [await enter(admission, tokens) for tokens in (60, 40, 10)]
+    await settle()
+    assert first.done() and second.done() and not third.done()
+    admission.leave(60)
+    await settle()
+    assert third.done()
+    assert admission.inside_tokens == 50
+
+
+async def test_a_request_larger_than_the_bound_enters_alone():
+    admission = Admission(100)
+    large = await enter(admission, 1000)
+    small = await enter(admission, 1)
+    await settle()
+    assert large.done() and not small.done()
+    admission.leave(1000)
+    await settle()
+    assert small.done()
+
+
+async def test_higher_priority_goes_first():
+    admission = Admission(10)
+    await enter(admission, 10)
+    batch = await enter(admission, 10, priority=-1)
+    urgent = await enter(admission, 10, priority=1)
+    admission.leave(10)
+    await settle()
+    assert urgent.done() and not batch.done()
+    batch.cancel()
+
+
+async def test_a_deadline_takes_nothing():
+    admission = Admission(10)
+    await enter(admission, 10)
+    with pytest.raises(DeadlineError):
+        await admission.enter(5, 0, 0.01)
+    admission.leave(10)
+    assert admission.inside_tokens == 0
+    assert admission.waiting == 0
+
+
+async def test_cancelled_waiters_leave_no_tokens_behind():
+    admission = Admission(10)
+    await enter(admission, 10)
+    waiters = [await enter(admission, 10) for _ in range(5)]
+    for waiter in waiters:
+        waiter.cancel()
+    admission.leave(10)
+    await settle()
+    assert admission.inside_tokens == 0
+    last = await enter(admission, 10)
+    await settle()
+    assert last.done()

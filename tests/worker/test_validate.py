@@ -1,0 +1,86 @@
+"""What a worker computes from is checked: each wrong field by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.block_hash import pack_tokens
+from cluster.errors import InvalidRequestError
+from wire import common_pb2
+from worker.validate import SpecLimits, check_spec, check_transfer_id
+
+LIMITS = SpecLimits("model", 100, 8)
+
+
+def spec(sampling: dict[str, Any] | None = None, **more: Any) -> common_pb2.GenerateSpec:
+    given: dict[str, Any] = {
+        "prompt_tokens": pack_tokens([1, 99]),
+        "salt": bytes(16),
+        "n": 1,
+        "weight": 1.0,
+        **more,
+    }
+    return common_pb2.GenerateSpec(
+        sampling=common_pb2.SamplingParams(**{"max_tokens": 1, **(sampling or {})}), **given
+    )
+
+
+def test_what_is_right_passes():
+    check_spec(spec(), LIMITS)
+    check_spec(spec(model_id="model", n=8, first_choice=3, priority=-5, tenant="acme"), LIMITS)
+    check_spec(spec(output_tokens=pack_tokens([5]), n=0, weight=0.0), LIMITS)
+    check_spec(spec({"temperature": 2.0, "logit_bias": {99: -100.0}, "top_logprobs": 100}), LIMITS)
+    check_transfer_id(bytes(16))
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("model_id", {"model_id": "another"}),
+        ("prompt_tokens", {"prompt_tokens": b""}),
+        ("prompt_tokens", {"prompt_tokens": b"12345"}),
+        ("prompt_tokens", {"prompt_tokens": pack_tokens([1, 100])}),
+        ("output_tokens", {"output_tokens": pack_tokens([2**32 - 1])}),
+        ("output_tokens", {"output_tokens": pack_tokens([1]), "n": 2}),
+        ("n", {"n": 9}),
+        ("n", {"first_choice": 2**32 - 1}),
+        ("salt", {"salt": b"short"}),
+        ("tenant", {"tenant": "x" * 2000}),
+        ("weight", {"weight": float("nan")}),
+        ("weight", {"weight": -1.0}),
+    ],
+)
+def test_what_is_wrong_is_named(field, more):
+    with pytest.raises(InvalidRequestError) as caught:
+        check_spec(spec(**more), LIMITS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", float("nan")),
+        ("temperature", -1.0),
+        ("top_p", 1.5),
+        ("min_p", float("inf")),
+        ("repetition_penalty", -1.0),
+        ("presence_penalty", float("-inf")),
+        ("frequency_penalty", float("nan")),
+        ("max_tokens", 0),
+        ("top_logprobs", 101),
+        ("logit_bias", {100: 1.0}),
+        ("logit_bias", {1: float("nan")}),
+    ],
+)
+def test_how_to_sample_is_checked_too(field, value):
+    with pytest.raises(InvalidRequestError) as caught:
+        check_spec(spec({field: value}), LIMITS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("length", [0, 15, 17, 1000])
+def test_a_transfer_id_has_its_length(length):
+    with pytest.raises(InvalidRequestError):
+        check_transfer_id(bytes(length))

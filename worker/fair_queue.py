@@ -1,0 +1,98 @@
+"""Requests that wait, shared out between tenants by weight.
+
+    tag = max(virtual time, the tenant's last tag) + tokens / weight        the smallest tag goes first
+    virtual time = the tag of who went last
+
+Self-clocked fair queueing (Golestani, INFOCOM 1994): of two tenants that both have requests waiting, the tokens each
+got over its weight differ by at most one largest request of each over its weight, whatever they ask for. A tenant
+that is alone gets everything, and pays nothing for it later: tags begin at the virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class Waiting:
+    """One request in a queue. `order` counts arrivals: of equal tags the older goes first."""
+
+    tokens: int
+    tenant: str
+    weight: float
+    arrived: float
+    order: int
+    turn: asyncio.Future[None]
+    tag: float = 0.0
+
+    def __lt__(self, other: Waiting) -> bool:
+        return (self.tag, self.order) < (other.tag, other.order)
+
+
+class FairQueue:
+    """The waiting requests of one class."""
+
+    def __init__(self) -> None:
+        self._heap: list[Waiting] = []
+        self._by_arrival: dict[int, Waiting] = {}
+        self._virtual_time = 0.0
+        self._tokens = 0
+        self._last_tags: dict[str, float] = {}  # of tenants that have requests here
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def tokens(self) -> int:
+        """Of all that wait."""
+        return self._tokens
+
+    @property
+    def first(self) -> Waiting:
+        return self._heap[0]
+
+    @property
+    def oldest(self) -> Waiting:
+        return next(iter(self._by_arrival.values()))
+
+    def push(self, waiting: Waiting) -> None:
+        start = max(self._virtual_time, self._last_tags.get(waiting.tenant, 0.0))
+        waiting.tag = self._last_tags[waiting.tenant] = start + waiting.tokens / waiting.weight
+        heapq.heappush(self._heap, waiting)
+        self._by_arrival[waiting.order] = waiting
+        self._tokens += waiting.tokens
+
+    def pop(self) -> Waiting:
+        waiting = heapq.heappop(self._heap)
+        self._virtual_time = waiting.tag
+        self._forget(waiting)
+        return waiting
+
+    def remove(self, waiting: Waiting) -> bool:
+        """Takes out one that has given up; False: it is not here. Its tenant gets back what it did not use, unless
+        more of it waits behind."""
+        if self._by_arrival.get(waiting.order) is not waiting:
+            return False
+        self._heap.remove(waiting)
+        heapq.heapify(self._heap)
+        if self._last_tags[waiting.tenant] == waiting.tag:
+            self._last_tags[waiting.tenant] -= waiting.tokens / waiting.weight
+        self._forget(waiting)
+        return True
+
+    def _forget(self, waiting: Waiting) -> None:
+        del self._by_arrival[waiting.order]
+        self._tokens -= waiting.tokens
+        if self._last_tags[waiting.tenant] <= self._virtual_time:
+            del self._last_tags[waiting.tenant]
+        if not self._heap:
+            self._virtual_time = 0.0
+            self._last_tags.clear()
+
+    def check_integrity(self) -> None:
+        assert {id(one) for one in self._heap} == {id(one) for one in self._by_arrival.values()}
+        assert self._tokens == sum(one.tokens for one in self._heap)
+        assert {one.tenant for one in self._heap} <= set(self._last_tags)
+        assert all(one.tag >= self._virtual_time for one in self._heap)

@@ -1,0 +1,162 @@
+"""Ranks on other nodes: Ray finds the places and starts the processes; what ranks say never passes through Ray.
+
+leader ── placement group: a bundle a node ──► Ray ──► actor a rank
+leader ◄────────── TCP, opened by the rank, proven by a key that came with the actor ──────────► rank
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import torch
+
+from cluster.addresses import advertised
+from cluster.config import WorkerConfig
+from cluster.errors import SetupError
+from worker.rank_process import START_SECONDS, RemoteRank
+
+log = logging.getLogger(__name__)
+LEAVE_SECONDS = 10.0
+RETRY_SECONDS = 1.0
+
+
+class RankHost:
+    """The actor of one rank: its process is the rank, and ends with it."""
+
+    def run(
+        self, rank: int, leader: tuple[str, int], key: bytes, config: dict[str, Any], epoch: int, group: str
+    ) -> None:
+        from worker.ranks import rank_main
+
+        pipe: Any = Client(leader, authkey=key)
+        pipe.send(rank)
+        rank_main(rank, pipe, WorkerConfig.model_validate(config), epoch, group)
+
+
+class RankActor:
+    """Where a far rank runs."""
+
+    def __init__(self, actor: Any, ended: Any):
+        self._actor = actor
+        self._ended = ended  # never has a value: it fails when the process is gone
+
+    def end(self) -> None:
+        import ray
+
+        ray.wait([self._ended], timeout=LEAVE_SECONDS)
+        with contextlib.suppress(Exception):  # gone already, or Ray itself is: both are an end
+            ray.kill(self._actor)
+
+
+class Door:
+    """Where far ranks come to. Raises SetupError from `wait` when one does not."""
+
+    def __init__(self, host: str):
+        self.key = secrets.token_bytes(32)
+        self._listener = Listener((host, 0), authkey=self.key)
+        self._come: queue.Queue[tuple[int, Connection]] = queue.Queue()
+        threading.Thread(target=self._accept, name="far-ranks", daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.address
+        return str(host), int(port)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                pipe: Any = self._listener.accept()
+                self._come.put((pipe.recv(), pipe))
+            except (AuthenticationError, EOFError) as error:
+                log.warning("somebody who is no rank of ours knocked: %r", error)
+            except OSError:
+                return  # closed
+
+    def wait(self, ranks: Sequence[int]) -> dict[int, Connection]:
+        deadline = time.monotonic() + START_SECONDS
+        pipes: dict[int, Connection] = {}
+        while set(pipes) != set(ranks):
+            try:
+                rank, pipe = self._come.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                missing = sorted(set(ranks) - set(pipes))
+                raise SetupError(f"ranks {missing} did not come within {START_SECONDS:.0f} s") from None
+            pipes[rank] = pipe
+        return pipes
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def place_ranks(config: WorkerConfig, epoch: int, group: str, ranks: range) -> list[RemoteRank]:
+    """Starts `ranks` on other nodes, as many on each as on the leader's. `group` is the process group's address.
+
+    A node qualifies by the Ray resource `<role>-ranks`. Raises SetupError when none is free in time.
+    """
+    _connect(config.ray_address)
+    each = config.engine.tensor_parallel // config.engine.nodes
+    cuda = config.engine.device == "cuda" or (config.engine.device == "auto" and torch.cuda.is_available())
+    gpus = 1 if cuda else 0
+    places = _reserve(config, each, gpus)
+    door = Door(advertised(config.host, config.advertise_host, config.redis_url))
+    try:
+        processes = {}
+        for number, rank in enumerate(ranks):
+            actor = _actor(places, number // each, gpus)
+            described = config.model_dump(mode="json")
+            ended = actor.run.remote(rank, door.address, door.key, described, epoch, group)
+            processes[rank] = RankActor(actor, ended)
+        pipes = door.wait(ranks)
+    finally:
+        door.close()
+    return [RemoteRank(rank, pipes[rank], processes[rank]) for rank in ranks]
+
+
+def _connect(address: str) -> None:
+    """This machine's Ray node may start beside this worker: it is waited for. Raises SetupError."""
+    import ray
+
+    deadline = time.monotonic() + START_SECONDS
+    while not ray.is_initialized():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if time.monotonic() > deadline:
+                raise SetupError(
+                    f"no Ray node of {address} on this machine: {error}", field="ray_address"
+                ) from error
+            time.sleep(RETRY_SECONDS)
+
+
+def _reserve(config: WorkerConfig, each: int, gpus: int) -> Any:
+    """One bundle a node, all at once: two workers that start together can't each hold half of what both need."""
+    import ray
+    from ray.util.placement_group import placement_group
+
+    bundle = {"CPU": each, f"{config.role}-ranks": 1, **({"GPU": gpus * each} if gpus else {})}
+    places = placement_group([bundle] * (config.engine.nodes - 1), strategy="STRICT_SPREAD")
+    try:
+        ray.get(places.ready(), timeout=START_SECONDS)
+    except ray.exceptions.GetTimeoutError:
+        raise SetupError(
+            f"Ray has no {config.engine.nodes - 1} free nodes with {bundle} for this worker's ranks",
+            field="nodes",
+        ) from None
+    return places
+
+
+def _actor(places: Any, node: int, gpus: int) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    where = PlacementGroupSchedulingStrategy(placement_group=places, placement_group_bundle_index=node)
+    return ray.remote(RankHost).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=where).remote()

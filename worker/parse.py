@@ -1,0 +1,79 @@
+"""Parses messages inside the call: grpc.aio itself would answer malformed ones with an exception and a wrong status."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from cluster import rpc
+from cluster.errors import BatonError, InvalidRequestError
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Parse = Callable[[bytes], Any]
+
+
+class ParseInside(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """What can't be parsed ends the call with INVALID_ARGUMENT; in a stream, when it is its turn."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        if handler.request_streaming:
+            return _streaming(handler)
+        return _single(handler)
+
+
+def _single(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    parse: Any = handler.request_deserializer
+    write = handler.response_serializer
+    call: Any = handler.unary_stream or handler.unary_unary
+
+    async def unary(raw: bytes, context: Context) -> Any:
+        return await call(await _parsed(parse, raw, context), context)
+
+    async def stream(raw: bytes, context: Context) -> AsyncIterator[Any]:
+        message = await _parsed(parse, raw, context)
+        async for reply in call(message, context):
+            yield reply
+
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(stream, None, write)
+    return grpc.unary_unary_rpc_method_handler(unary, None, write)
+
+
+def _streaming(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    parse: Any = handler.request_deserializer
+    write = handler.response_serializer
+    call: Any = handler.stream_stream
+
+    async def messages(raw: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for one in raw:
+            yield _parse(parse, one)
+
+    async def stream(raw: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        async for reply in call(messages(raw), context):
+            yield reply
+
+    return grpc.stream_stream_rpc_method_handler(stream, None, write)
+
+
+async def _parsed(parse: Parse, raw: bytes, context: Context) -> Any:
+    try:
+        return _parse(parse, raw)
+    except BatonError as error:
+        await rpc.abort(context, error)
+
+
+def _parse(parse: Parse, raw: bytes) -> Any:
+    try:
+        return parse(raw)
+    except DecodeError as error:
+        raise InvalidRequestError(f"the message is not valid protobuf: {error}", field="message") from None

@@ -1,0 +1,93 @@
+"""What a worker accepts from a router, or, in a Reserve, from a prefill worker. Routers check requests of clients; this
+checks that what comes over the wire could be computed at all: one message must not end a worker for all others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.block_hash import HASH_BYTES
+from cluster.errors import InvalidRequestError
+from wire import common_pb2
+
+TRANSFER_ID_BYTES = 16
+MAX_NAME = 1024  # characters of a request id, a tenant
+MAX_PENALTY = 1e6
+MAX_LOGIT_BIAS = 1e6
+MAX_TOKENS = 2**31
+
+
+@dataclass(frozen=True)
+class SpecLimits:
+    """Of one worker. `max_choices`: more would never run beside each other."""
+
+    model_id: str
+    vocab_size: int
+    max_choices: int
+
+
+def check_transfer_id(transfer_id: bytes) -> None:
+    """Raises InvalidRequestError."""
+    if len(transfer_id) != TRANSFER_ID_BYTES:
+        raise _wrong("transfer_id", f"{len(transfer_id)} bytes instead of {TRANSFER_ID_BYTES}")
+
+
+def check_name(field: str, name: str) -> None:
+    """Raises InvalidRequestError."""
+    if len(name) > MAX_NAME:
+        raise _wrong(field, f"more than {MAX_NAME} characters")
+
+
+def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
+    """Raises InvalidRequestError naming the field."""
+    if spec.model_id and spec.model_id != limits.model_id:
+        raise _wrong("model_id", f"{spec.model_id!r} is not computed here")
+    if not spec.prompt_tokens:
+        raise _wrong("prompt_tokens", "are missing")
+    _check_packed("prompt_tokens", spec.prompt_tokens, limits.vocab_size)
+    _check_packed("output_tokens", spec.output_tokens, limits.vocab_size)
+    if spec.n > limits.max_choices or spec.first_choice >= MAX_TOKENS:
+        raise _wrong("n", f"at most {limits.max_choices} choices")
+    if spec.output_tokens and spec.n > 1:
+        raise _wrong("output_tokens", "a resumed request has one choice")
+    if len(spec.salt) != HASH_BYTES:
+        raise _wrong("salt", f"{len(spec.salt)} bytes instead of {HASH_BYTES}")
+    check_name("tenant", spec.tenant)
+    _check_number("weight", spec.weight, 0.0, 1e9)
+    _check_sampling(spec.sampling, limits.vocab_size)
+
+
+def _check_packed(field: str, packed: bytes, vocab_size: int) -> None:
+    if len(packed) % 4:
+        raise _wrong(field, "not a list of uint32")
+    if packed and int(np.frombuffer(packed, dtype="<u4").max()) >= vocab_size:
+        raise _wrong(field, f"token ids must lie in 0 … {vocab_size - 1}")
+
+
+def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
+    """An unset message is all zeros; 0 is read as "off" where it makes no sense otherwise."""
+    _check_number("temperature", sampling.temperature, 0.0, 1e6)
+    _check_number("top_p", sampling.top_p, 0.0, 1.0)
+    _check_number("min_p", sampling.min_p, 0.0, 1.0)
+    _check_number("repetition_penalty", sampling.repetition_penalty, 0.0, MAX_PENALTY)
+    _check_number("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_number("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    if not 1 <= sampling.max_tokens <= MAX_TOKENS:
+        raise _wrong("max_tokens", f"{sampling.max_tokens} is outside 1 … {MAX_TOKENS}")
+    if sampling.top_logprobs > vocab_size:
+        raise _wrong("top_logprobs", f"at most {vocab_size}")
+    for token, bias in sampling.logit_bias.items():
+        if token >= vocab_size:
+            raise _wrong("logit_bias", f"token ids must lie in 0 … {vocab_size - 1}")
+        _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
+def _check_number(field: str, value: float, low: float, high: float) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise _wrong(field, f"{value} is outside {low:g} … {high:g}")
+
+
+def _wrong(field: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {message}", field=field)
