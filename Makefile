@@ -22,8 +22,9 @@ help:  ## Show what there is
 demo: $(STAMP)  ## Start a cluster, watch text stream from it, see the load generator's table
 	@$(BIN)/python -m demo.run
 
+MORE ?=
 test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, real Ray)
-	$(BIN)/python -m pytest -q -m "not system and not gpu" --durations 15
+	$(BIN)/python -m pytest -q -m "not system and not gpu" --durations 15 $(MORE)
 
 check: $(STAMP)  ## Lint, types, floors, generated files
 	$(BIN)/ruff check .
@@ -34,7 +35,7 @@ check: $(STAMP)  ## Lint, types, floors, generated files
 	@$(BIN)/python deploy/helm/generate.py --check
 
 test-system: $(STAMP)  ## Tests that need Debian or npm packages (Helm); fails on any skip
-	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system
+	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system $(MORE)
 
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 
@@ -66,7 +67,8 @@ chart-golden: $(STAMP)  ## Write the rendered examples that the tests compare wi
 		tests/system/helm/test_golden.py
 
 .PHONY: helm-test
-helm-test: $(STAMP)  ## The chart with Helm 3 and 4: lint, render, schemas, properties, and its whole life on real processes (root)
+helm-MORE ?=
+test: $(STAMP)  ## The chart with Helm 3 and 4: lint, render, schemas, properties, and its whole life on real processes (root)
 	$(BIN)/python -m pytest -q -m system --durations 10 -o addopts="-ra --import-mode=importlib --strict-markers" \
 		tests/system/helm tests/system/helm_life tests/system/kubelet
 
