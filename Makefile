@@ -7,6 +7,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# More flags for pytest: make test MORE="-k drain"
+MORE ?=
 
 # One compute thread, passive waiting: worker processes that busy-wait on shared cores slow each other 40 times.
 export OMP_NUM_THREADS := 1
@@ -22,7 +24,6 @@ help:  ## Show what there is
 demo: $(STAMP)  ## Start a cluster, watch text stream from it, see the load generator's table
 	@$(BIN)/python -m demo.run
 
-MORE ?=
 test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, real Ray)
 	$(BIN)/python -m pytest -q -m "not system and not gpu" --durations 15 $(MORE)
 
@@ -67,8 +68,7 @@ chart-golden: $(STAMP)  ## Write the rendered examples that the tests compare wi
 		tests/system/helm/test_golden.py
 
 .PHONY: helm-test
-helm-MORE ?=
-test: $(STAMP)  ## The chart with Helm 3 and 4: lint, render, schemas, properties, and its whole life on real processes (root)
+helm-test: $(STAMP)  ## The chart with Helm 3 and 4: lint, render, schemas, properties, and its whole life on real processes (root)
 	$(BIN)/python -m pytest -q -m system --durations 10 -o addopts="-ra --import-mode=importlib --strict-markers" \
 		tests/system/helm tests/system/helm_life tests/system/kubelet
 
