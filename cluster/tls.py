@@ -242,24 +242,44 @@ async def _check_name(context: Context, name: str) -> None:
 
 
 class DoorContext:
-    """The live SSLContext of an HTTP server. `refresh` takes a new certificate into it, for new connections.
+    """The SSLContext of an HTTP server, which it keeps. `refresh` makes the next connections use new files.
 
-    An authority of clients that is replaced is added, not taken away: that takes a restart.
+    Each generation of the files gets a context of its own, to which a connection is led as it begins: one that does
+    not load spoils nothing, and an authority that is taken away is trusted no more. Sessions are not resumed: that
+    would let in again whom an earlier generation had let in.
     """
 
     def __init__(self, identity: Identity, *, ask_clients: bool):
         self._identity = identity
+        self._ask_clients = ask_clients
         self._generation = identity.generation
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.context.verify_mode = ssl.CERT_REQUIRED if ask_clients else ssl.CERT_NONE
-        identity.load_into(self.context)
+        self.context = self._current = self._made()
+        self.context.sni_callback = self._lead
 
     def refresh(self) -> None:
         self._identity.current()
-        if self._identity.generation != self._generation:
-            self._generation = self._identity.generation
-            self._identity.load_into(self.context)
+        generation = self._identity.generation
+        if generation == self._generation:
+            return
+        try:
+            self._current = self._made()
+        except (OSError, ValueError) as error:  # they have changed again, by halves; looked at again next time
+            log.warning("certificate for the HTTP door: %s; the one before stays", error)
+            return
+        self._generation = generation
+
+    def _made(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.verify_mode = ssl.CERT_REQUIRED if self._ask_clients else ssl.CERT_NONE
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
+        self._identity.load_into(context)
+        return context
+
+    def _lead(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """Called for every connection, also for one that names no host."""
+        connection.context = self._current
 
 
 @dataclass(frozen=True)

@@ -114,11 +114,12 @@ class Members:
         self.refreshed = now
 
     def _merge(self, workers: list[WorkerInfo], now: float) -> list[WorkerInfo]:
-        """Redis may have come back empty or rolled back: who was there stays until it had time to register."""
+        """Redis may have come back empty or rolled back: who was there stays until it had time to register. A life
+        of a worker that has begun another one does not: it would only refuse what is sent to it."""
         if now - self._back_since > REGISTER_AGAIN_SECONDS:
             return workers
-        known = {worker.name for worker in workers}
-        return workers + [worker for worker in self._workers if worker.name not in known]
+        known = {worker.worker_id for worker in workers}
+        return workers + [worker for worker in self._workers if worker.worker_id not in known]
 
     async def close(self) -> None:
         if self._task is not None:

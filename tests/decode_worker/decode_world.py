@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cluster.config import TransferConfig
-from cluster.errors import StaleEpochError
+from cluster.errors import DrainingError, StaleEpochError
 from cluster.faults.points import NO_FAULTS
 from cluster.follow_ups import FollowUps
 from decode_worker.role import DecodeRole
@@ -106,7 +106,8 @@ class Core:
             raise StaleEpochError("another epoch")
 
     def check_accepting(self) -> None:
-        """Always."""
+        if self.draining:
+            raise DrainingError("draining")
 
     def trace_of(self, spec: common_pb2.GenerateSpec) -> None:
         """Nothing is traced."""

@@ -1,5 +1,6 @@
 """The decode worker's side of everything, in any order: messages that are late, repeated, of another epoch or about an
-attempt that is over; peers that vanish; routers that ask, cancel, come back. After every event the accounts hold."""
+attempt that is over; peers that vanish; routers that ask, cancel, come back; the worker told to leave. After every event
+the accounts hold."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.block_hash import hash_blocks, pack_tokens
 from cluster.errors import BatonError
+from decode_worker.attempt import DecodeState
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffState
 from kv_transfer.ring import SlotState
@@ -26,6 +28,7 @@ TRANSFERS = st.sampled_from([bytes([i]) * 16 for i in range(1, 4)])
 PEERS = st.sampled_from(["p0", "p1"])
 SALT = bytes(16)
 NEW = 6
+PREEMPTED = common_pb2.ATTEMPT_OUTCOME_PREEMPTED
 
 
 def prompt_of(transfer_id: bytes) -> list[int]:
@@ -60,8 +63,10 @@ class DecodeMachine(RuleBasedStateMachine):
         self.landed: dict[bytes, set[int]] = {}  # parts that were verified, by the rank's word
         self.promised_dead: set[bytes] = set()  # the arbiter has said ABORTED
 
-    @initialize()
-    def build(self) -> None:
+    @initialize(leaves_after=st.integers(0, 12))
+    def build(self, leaves_after: int) -> None:
+        self.leaves_after = leaves_after  # wishes that it should: most orders would end before anything has begun
+
         async def make() -> DecodeWorld:
             return DecodeWorld()
 
@@ -241,8 +246,10 @@ class DecodeMachine(RuleBasedStateMachine):
         )
 
         async def go() -> None:
+            known = self.world.role.attempts.get(transfer) is not None
             with contextlib.suppress(BatonError):
                 self.world.role.attach(request)
+                assert known or not self.world.core.draining, "a leaving worker took something new"
 
         self.run(go())
 
@@ -259,6 +266,28 @@ class DecodeMachine(RuleBasedStateMachine):
         attempt = self.world.role.attempts.get(transfer)
         if attempt is not None:
             self.begin(self.world.role.cancel(attempt))
+
+    @rule(all_of_it=st.booleans())
+    def leaves(self, all_of_it: bool) -> None:
+        """What has not begun goes back, or everything: behind the tokens that are there, so that it goes on there."""
+        self.leaves_after -= 1
+        if self.leaves_after > 0:
+            return
+        role = self.world.role
+        self.world.core.draining = True
+        before = {one: one.machine.state for one in role.attempts.all()}
+        self.begin(role.give_back_running() if all_of_it else role.give_back_waiting())
+        for attempt, state in before.items():
+            if state is DecodeState.ENDED:
+                continue
+            if not all_of_it and state is not DecodeState.EXPECTED:
+                assert attempt.machine.state is state, "more was given back than what has not begun"
+            elif all_of_it and state is DecodeState.DECODING and attempt.log.ended:
+                assert attempt.log._end is not None
+                end, tokens = attempt.log._end, [token.token_id for token in attempt.log.tokens]
+                assert (end.outcome, end.error.code) == (PREEMPTED, "DrainingError")
+                expected = continuation(prompt_of(attempt.transfer_id), 1 + len(tokens))
+                assert tokens in (expected[1:], expected[:-1]), "the next worker would go on at the wrong place"
 
     @rule()
     def step(self) -> None:

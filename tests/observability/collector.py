@@ -40,6 +40,7 @@ class Span:
 class Collector:
     url: str = ""
     spans: list[Span] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)  # as they came
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def traces(self) -> dict[str, list[Span]]:
@@ -52,6 +53,7 @@ class Collector:
     def take(self, body: bytes) -> None:
         request = ExportTraceServiceRequest.FromString(body)
         with self.lock:
+            self.bodies.append(body)
             for resource in request.resource_spans:
                 service = {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"]
                 for scope in resource.scope_spans:

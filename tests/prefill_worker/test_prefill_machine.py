@@ -1,5 +1,6 @@
 """The life of attempts at the prefill worker in any order of events: runs that are repeated, cancels at every point,
-hand-offs that are refused or fail, engine output that comes late. Nothing stays in its queue or in its engine."""
+hand-offs that are refused or fail, engine output that comes late, a worker that leaves. Nothing stays in its queue or in
+its engine."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cluster.block_hash import pack_tokens
-from cluster.errors import BatonError, BlocksExhaustedError, PeerLostError, StaleEpochError
+from cluster.errors import BatonError, BlocksExhaustedError, DrainingError, PeerLostError, StaleEpochError
 from cluster.faults.points import NO_FAULTS
 from engine.engine import Engine
 from kv_transfer.base import HandoffReport
@@ -68,9 +69,13 @@ class PrefillMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.opened: dict[bytes, PrefillAttempt] = {}
+        self.draining = False
+        self.given_back: set[bytes] = set()
 
-    @initialize()
-    def build(self) -> None:
+    @initialize(leaves_after=st.integers(0, 60))
+    def build(self, leaves_after: int) -> None:
+        self.leaves_after = leaves_after  # steps
+        self.steps = 0
         runner = FakeRunner(24, max_batch_tokens=16)
         self.engine = Engine(runner, runner.config, secret=b"s")
         self.sender = Sender()
@@ -95,7 +100,7 @@ class PrefillMachine(RuleBasedStateMachine):
             trace_of=lambda spec: None,
             beat_step=lambda: 1,
             check_epoch=check_epoch,
-            check_accepting=lambda: None,
+            check_accepting=self.check_accepting,
             host=SimpleNamespace(call=call),
             page_size=4,
             worker_id="p",
@@ -106,6 +111,10 @@ class PrefillMachine(RuleBasedStateMachine):
             return PrefillRole(core, self.sender)  # type: ignore[arg-type]
 
         self.role = self.loop.run_until_complete(make())
+
+    def check_accepting(self) -> None:
+        if self.draining:
+            raise DrainingError("draining")
 
     def inside(self, function: Callable[[], Any]) -> Any:
         async def call() -> Any:
@@ -131,7 +140,9 @@ class PrefillMachine(RuleBasedStateMachine):
 
         def go() -> None:
             with contextlib.suppress(BatonError):
+                known = transfer in self.opened
                 attempt = self.role.open(request)
+                assert known or not self.draining, "a leaving worker took something new"
                 assert self.opened.setdefault(transfer, attempt) is attempt, (
                     "a repeated Run made a second attempt"
                 )
@@ -171,6 +182,21 @@ class PrefillMachine(RuleBasedStateMachine):
         if attempt is not None:
             self.loop.run_until_complete(self.role.cancel(attempt))
 
+    @rule(all_of_it=st.booleans())
+    def leaves(self, all_of_it: bool) -> None:
+        """What waits goes back and nothing else, or everything; each is told that this worker leaves."""
+        self.steps += 1
+        if self.steps * 10 < self.leaves_after:
+            return
+        self.draining = True
+        running = [one for one in self.role.attempts.all() if not one.log.ended]
+        going = [one for one in running if all_of_it or one.machine.state is PrefillState.QUEUED]
+        give_back = self.role.give_back_running if all_of_it else self.role.give_back_waiting
+        self.loop.run_until_complete(give_back())
+        for attempt in running:
+            assert attempt.log.ended == (attempt in going), "more or less than it should was given back"
+        self.given_back |= {attempt.transfer_id for attempt in going}
+
     @rule(transfer=TRANSFERS)
     def reader_takes_the_end(self, transfer: bytes) -> None:
         """Afterwards the attempt is forgotten, and its transfer id refused."""
@@ -183,6 +209,8 @@ class PrefillMachine(RuleBasedStateMachine):
 
         events = self.loop.run_until_complete(read())
         assert [event.WhichOneof("event") for event in events][-1] == "end"
+        if transfer in self.given_back:
+            assert events[-1].end.error.code == "DrainingError", "the router would not know why"
         assert self.role.attempts.is_ended(transfer)
 
     @invariant()

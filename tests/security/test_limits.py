@@ -237,3 +237,33 @@ def test_grpc_metadata_and_messages_have_a_size(router):
             call(bytes(200_000), timeout=60)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert call(b"", timeout=60)
+
+
+def test_grpc_connections_must_begin_in_time(router):
+    """Nothing said, or half a greeting: the place is given back. One that has begun may be silent."""
+    address = ("127.0.0.1", int(router.grpc.rsplit(":", 1)[1]))
+    for said in (b"", b"PRI * HTTP/2.0\r\n\r\nSM"):
+        with socket.create_connection(address, timeout=30) as sock:
+            sock.sendall(said)
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(65536):  # until the other side ends it, or the time above is over
+                    pass
+    with grpc.insecure_channel(router.grpc) as channel:
+        call = channel.unary_unary("/baton.v1.Inference/ListModels")
+        assert call(b"", timeout=5)
+        time.sleep(1.5)
+        assert call(b"", timeout=5)
+
+
+def test_grpc_batches_and_depth_have_a_size(router):
+    """A gRPC request has one prompt, and can nest as deep as its description allows: there is nothing to exceed."""
+    request = pb.GenerateRequest.DESCRIPTOR
+    assert not any(one.name in ("prompts", "texts") for one in request.fields)
+
+    def depth(message, seen=()):
+        if message.full_name in seen:
+            return 99
+        inner = [one.message_type for one in message.fields if one.message_type is not None]
+        return 1 + max((depth(one, (*seen, message.full_name)) for one in inner), default=0)
+
+    assert depth(request) <= 6, "a message that contains itself could be of any depth"

@@ -19,13 +19,17 @@ import redis
 from baton.client import Client
 from cluster.errors import BatonError
 from cluster.redis.embedded import EmbeddedRedis
-from tests.end_to_end.conftest import run_cluster
+from router.http.gate import OPEN
+from router.http.ui.pages import PATHS
+from tests.end_to_end.conftest import run_cluster, wait_for
 from tests.end_to_end.test_handover import PROCESS
+from tests.observability.collector import Collector, run_collector
 from tests.security.routers import KeyFile
 
 PASSWORD = f"pass-{secrets.token_hex(8)}"
 PROMPT = f"confidential-{secrets.token_hex(8)} and some more words to fill a block or two of cache"
 ANSWER_TOKENS = 20
+OPEN_PATHS = sorted(OPEN | PATHS)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +44,16 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_nothing_shows_a_secret_a_prompt_or_an_answer(guarded, checkpoint, tmp_path, monkeypatch):
     keys = KeyFile(tmp_path / "keys.yaml")
     key, admin = keys.add("acme", requests_per_minute=20), keys.add("ops", admin=True)
-    flags = ["--api-keys-file", str(keys.path), *PROCESS]
     monkeypatch.setenv("BATON_REDIS_URL", guarded)
-    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+    with (
+        run_collector() as collector,
+        run_cluster(
+            tmp_path / "cluster",
+            checkpoint("llama"),
+            *("--api-keys-file", str(keys.path), "--otlp-endpoint", collector.url, *PROCESS),
+        ) as cluster,
+    ):
         text = _use(cluster, key)
         hidden = _hidden(cluster, [key, admin], keys, text)
         shown = {
@@ -50,6 +61,7 @@ def test_nothing_shows_a_secret_a_prompt_or_an_answer(guarded, checkpoint, tmp_p
             "command lines": _command_lines(cluster.process.pid),
             "state": json.dumps(cluster.state),
             **_stored(guarded),
+            "traces": _traces(collector),
         }
         logs = Path(cluster.state["logs"])
         files = {
@@ -80,6 +92,8 @@ def _use(cluster: Any, key: str) -> str:
             {"prompt": [PROMPT, 3]},
         ):
             httpx.post(f"{url}?api_key={given}", json=body, headers=headers, timeout=30)
+    sampled = {"authorization": f"Bearer {key}", "traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    httpx.post(url, json={"prompt": PROMPT + " once more", "max_tokens": 3}, headers=sampled, timeout=30)
     return text
 
 
@@ -103,15 +117,24 @@ def _hidden(cluster: Any, given: list[str], keys: KeyFile, text: str) -> dict[st
 def _endpoints(cluster: Any, admin: str) -> dict[str, str]:
     """Everything that is served, as an administrator sees it; workers' metrics as anybody does."""
     headers = {"authorization": f"Bearer {admin}"}
-    paths = ("/v1/cluster", "/metrics", "/openapi.json", "/v1/models", "/health", "/ready", "/nonsense")
+    paths = ("/v1/cluster", "/v1/cluster/live", "/metrics", "/openapi.json", "/v1/models", "/nonsense", *OPEN_PATHS)
     shown = {path: httpx.get(cluster.http + path, headers=headers).text for path in paths}
     for role in ("prefill", "decode"):
         for worker in cluster.state[role]:
             address = worker["metrics"]
-            shown[f"metrics of {worker['id']}"] = httpx.get(f"http://{address}/metrics").text
+            for path in ("/metrics", "/ready", "/live", "/nonsense"):
+                shown[f"{path} of {worker['id']}"] = httpx.get(f"http://{address}{path}").text
             with grpc.insecure_channel(worker["address"]) as channel, contextlib.suppress(grpc.RpcError):
                 channel.unary_unary("/baton.v1.Decode/Nothing")(b"", timeout=60)
     return shown
+
+
+def _traces(collector: Collector) -> str:
+    """Every span that any process has sent; those of the requests above, of both workers too."""
+    services = {"baton-router", "baton-prefill", "baton-decode"}
+    wait_for(lambda: services <= {span.service for span in list(collector.spans)}, 30, "traces have come")
+    with collector.lock:
+        return b"".join(collector.bodies).decode("utf-8", errors="replace")
 
 
 def _command_lines(pid: int) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import shutil
 import socket
+import ssl
 from pathlib import Path
 
 import grpc
@@ -18,12 +19,12 @@ from baton.local.certs import make_certs
 from baton.local.local_tls import LocalTls
 from cluster.errors import ConfigError, UnavailableError
 from cluster.tls import ClientTls as Files
-from cluster.tls import Identity, Peers, make_identity
+from cluster.tls import DoorContext, Identity, Peers, make_identity
 from tests.end_to_end.conftest import run_cluster, wait_for
 from tests.end_to_end.test_handover import PROCESS
 from tests.security.conftest import NAME
 from tests.security.routers import run_router, stub_workers
-from wire import decode_pb2, decode_pb2_grpc
+from wire import decode_pb2, decode_pb2_grpc, prefill_pb2
 
 BODY = {"model": NAME, "prompt": "abc", "max_tokens": 3}
 
@@ -296,6 +297,26 @@ async def knock(address: str, live: Path) -> dict[str, object]:
     return answers
 
 
+async def the_real_workers_know_who_may_what(state, live: Path) -> None:
+    """Every method of both services. The hand-off's stream, where agents' metadata and addresses travel, opens for a
+    worker only; it says nothing to a router, and nothing of a router's opens for a worker."""
+    for role, messages in (("prefill", prefill_pb2), ("decode", decode_pb2)):
+        service = messages.DESCRIPTOR.services_by_name[role.capitalize()]
+        for who in ("router", "worker"):
+            channel = Peers(identity(live, who)).channel(state[role][0]["address"])
+            async with channel:
+                for method in service.methods:
+                    call = channel.stream_stream(f"/{service.full_name}/{method.name}")
+                    came: list[bytes] = []
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        async for message in call(iter([b"\xff"]), timeout=30):
+                            came.append(message)
+                    refused = caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+                    allowed = (method.name == "Handoff") == (who == "worker")
+                    assert refused == (not allowed), (role, method.name, who, caught.value.details())
+                    assert not came
+
+
 @pytest.mark.parametrize("transport", ["nixl", "grpc"])
 def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_path, monkeypatch):
     live = tmp_path / "live"
@@ -316,6 +337,7 @@ def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_p
         for role in ("prefill", "decode"):
             address = cluster.state[role][0]["address"]
             assert set(asyncio.run(knock(address, live)).values()) == {"UNAVAILABLE"}
+        asyncio.run(the_real_workers_know_who_may_what(cluster.state, live))
         # `baton up` itself tells decode workers of prefill workers that died: by a router's right.
         with LocalTls(live, True).peers().blocking_channel(cluster.state["decode"][0]["address"]) as channel:
             told = decode_pb2.PeerExitedRequest(worker_id="nobody")
@@ -325,3 +347,41 @@ def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_p
         with Client(cluster.grpc, tls=client_tls(live)) as client:
             for _ in range(3):
                 assert len(client.generate("again and again", max_tokens=4).choices[0].token_ids) == 4
+
+
+def door_lets_in(door: DoorContext, directory: Path, version: ssl.TLSVersion, session=None):
+    """(Was the client of this directory let in, its session to come back with, was it resumed), in memory."""
+    asking = client_tls(directory).context()
+    asking.minimum_version = asking.maximum_version = version
+    asking.load_verify_locations(directory.parent / "ours" / "ca.pem")
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = asking.wrap_bio(down, up, server_hostname="localhost", session=None)
+    server = door.context.wrap_bio(up, down, server_side=True)
+    if session is not None:
+        client = session.context.wrap_bio(down, up, server_hostname="localhost", session=session.session)
+    for _ in range(6):
+        for end in (client, server):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError:
+                return False, client
+    return True, client
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_the_http_door_forgets_an_authority_that_is_taken_away(version, certs, tmp_path):
+    live = tmp_path / "live"
+    shutil.copytree(certs / "ours", live)
+    now = 0.0
+    own = Identity(live / "router.pem", live / "router.key", live / "client-ca.pem", clock=lambda: now)
+    door = DoorContext(own, ask_clients=True)
+    let_in, before = door_lets_in(door, certs / "ours", version)
+    assert let_in and not door_lets_in(door, certs / "theirs", version)[0]
+    shutil.copy(certs / "theirs" / "client-ca.pem", live / "client-ca.pem")
+    now += 10
+    door.refresh()
+    assert door_lets_in(door, certs / "theirs", version)[0]
+    assert not door_lets_in(door, certs / "ours", version)[0]
+    assert not door_lets_in(door, certs / "ours", version, before)[0], "a session of before opens nothing"

@@ -1,0 +1,111 @@
+"""What is shown of the cluster, asked for with every kind of key, by every way of writing its name, at both doors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.protobuf import descriptor_pool
+
+from cluster.config import RouterConfig, WorkerConfig
+from router.http.gate import ADMIN, OPEN
+from router.http.ui.pages import PATHS
+from tests.end_to_end.conftest import wait_for
+from tests.security.routers import KeyFile, Router
+from wire import inference_pb2
+
+ENDED = {"revoked": {"revoked": True}, "expired": {"expires_at": "2001-01-01T00:00:00Z"}}
+KEYED = ("/v1/models", "/openapi.json", "/v1/completions", "/v1/chat/completions", "/v1", "/", "/no/such/path")
+# Other ways of writing a path that a router, or what stands before it, might take for the same one.
+WRITTEN = ("{0}/", "/{0}", "{0}//", "/.{0}", "/ui/..{0}", "/ui/../{0}", "/ui%2f..{0}", "{0}%00", "{0}?x", "{0};x", "{0}.json")
+
+
+@pytest.fixture(scope="module")
+def named(router: Router, keys: KeyFile) -> dict[str, str]:
+    """A key of each kind, known to the router. "none" has none, "wrong" never was one."""
+    named = {"none": "", "wrong": "baton-0000000000000000-never"}
+    for name, change in ENDED.items():
+        named[name] = keys.add("acme")
+        keys.entries[-1] |= change
+    named |= {"tenant": keys.add("acme"), "admin": keys.add("ops", admin=True)}
+    keys.write()
+    wait_for(lambda: ask(router, "/metrics", named["admin"]).status_code == 200, 30, "keys are known")
+    return named
+
+
+def ask(router: Router, path: str, key: str, method: str = "GET") -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    # As it is written: the library would tidy dots and slashes away.
+    url = httpx.URL(router.http).copy_with(raw_path=path.encode())
+    return httpx.request(method, url, headers=headers, timeout=30)
+
+
+@pytest.mark.parametrize("kind", ["none", "wrong", "revoked", "expired"])
+def test_without_a_good_key_every_page_is_401(kind: str, named: dict[str, str], router: Router) -> None:
+    said = set()
+    for path in (*sorted(ADMIN), *KEYED):
+        for method in ("GET", "POST", "OPTIONS", "HEAD", "DELETE"):
+            answer = ask(router, path, named[kind], method)
+            assert answer.status_code == 401, (method, path)
+            said.add(answer.text)
+    assert len(said) == 2, "one text for all, and HEAD's none"
+
+
+@pytest.mark.parametrize("kind", ["none", "tenant"])
+def test_no_way_of_writing_opens_what_is_the_administrators(
+    kind: str, named: dict[str, str], router: Router
+) -> None:
+    inside = ("baton_requests", '"workers"', '"history"')
+    for path in sorted(ADMIN):
+        encoded = path[:-1] + f"%{ord(path[-1]):x}"
+        for written in (path, encoded, path.upper(), *(form.format(path) for form in WRITTEN)):
+            answer = ask(router, written, named[kind])
+            assert answer.status_code in (401, 403, 404, 307), written
+            assert not any(word in answer.text for word in inside), written
+        assert ask(router, path, named["admin"]).status_code == 200
+
+
+def test_only_probes_and_the_pages_files_are_open(named: dict[str, str], router: Router) -> None:
+    for path in sorted(OPEN | PATHS):
+        answer = ask(router, path, "")
+        assert answer.status_code == (404 if path == "/live" else 200) or path in ("/live",), path
+    shown = "".join(ask(router, path, "").text for path in sorted(OPEN))
+    assert "127.0.0.1" not in shown and "worker" not in shown, "probes say yes or no"
+
+
+@pytest.mark.parametrize("kind", ["none", "wrong", "revoked", "expired"])
+def test_every_rpc_wants_a_good_key(kind: str, named: dict[str, str], router: Router) -> None:
+    """Those of our service as it is described, so that a new one is asked about too."""
+    service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+    methods = [f"/{service.full_name}/{method.name}" for method in service.methods]
+    assert len(methods) >= 3
+    metadata = (("authorization", f"Bearer {named[kind]}"),) if named[kind] else ()
+    said = set()
+    with grpc.insecure_channel(router.grpc) as channel:
+        for method in (*methods, "/baton.v1.Decode/Run", "/baton.v1.Decode/Handoff", "/baton.v1.Inference/Debug"):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(channel.unary_stream(method)(b"", metadata=metadata, timeout=30))
+            error: Any = caught.value
+            assert error.code() is grpc.StatusCode.UNAUTHENTICATED, method
+            said.add(error.details())
+    assert len(said) == 1
+
+
+def test_the_public_door_has_no_service_of_the_workers(named: dict[str, str], router: Router) -> None:
+    """Also for who may come in: no hand-off can be begun, read or ended from outside."""
+    inside = [name for name in ("baton.v1.Decode", "baton.v1.Prefill") if descriptor_pool.Default().FindServiceByName(name)]
+    metadata = (("authorization", f"Bearer {named['admin']}"),)
+    with grpc.insecure_channel(router.grpc) as channel:
+        for name in inside:
+            for method in ("Run", "Attach", "Abort", "Cancel", "Handoff", "PeerExited"):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(channel.unary_stream(f"/{name}/{method}")(b"", metadata=metadata, timeout=30))
+                error: Any = caught.value
+                assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_faults_are_ordered_by_a_setting_that_nobody_has_by_default() -> None:
+    for config in (RouterConfig, WorkerConfig):
+        assert config.model_fields["fault_orders"].default is None

@@ -1,0 +1,249 @@
+"""How a worker leaves, in any order: it is told by Redis, by a signal and again, requests come, finish or take for ever,
+another worker comes and goes, its engine hangs. Nothing is given back too early or twice, nothing new is taken, and it
+always comes to an end; its probes say what is."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from cluster.errors import DrainingError
+from tests.virtual_time import VirtualLoop
+from worker.core import WorkerCore
+from worker.drain import END_SECONDS, LOOK_SECONDS, SUCCESSOR_SECONDS, drain
+from worker.health import TICK_SECONDS, Health, Phase
+from worker.role_worker import RoleWorker
+
+MIGRATE, LIMIT, STALL = 3.0, 8.0, 4.0
+SLACK = 3 * LOOK_SECONDS
+FORWARD = list(Phase)
+
+
+class Role:
+    """What routers have asked of it; a router reads how each one ended only after `reads_after` seconds."""
+
+    def __init__(self, machine: LeavingMachine):
+        self._machine = machine
+        self.waiting: set[int] = set()
+        self.running: set[int] = set()
+        self.unread: set[int] = set()
+        self.given_back: list[int] = []
+
+    def idle(self) -> bool:
+        return not (self.waiting or self.running or self.unread)
+
+    async def give_back_waiting(self) -> None:
+        assert self._machine.saw_successor, "given back, and nobody was there to take it"
+        self._end(self.waiting)
+
+    async def give_back_running(self) -> None:
+        elapsed = self._machine.loop.time() - self._machine.began
+        assert elapsed >= MIGRATE - 1e-6, "given back before it had its time"
+        assert self._machine.saw_successor or elapsed >= LIMIT - 1e-6, "nobody could go on with it"
+        assert self._machine.engine_moves, "a hung engine gives nothing back"
+        self._end(self.waiting)
+        self._end(self.running)
+
+    def _end(self, which: set[int]) -> None:
+        self.given_back += which
+        self.unread |= which
+        which.clear()
+
+
+class LeavingMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualLoop()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setitem(drain.__kwdefaults__, "clock", self.loop.time)
+        self.engine_moves = self.registered = True
+        self.successor = self.saw_successor = self.blocked = False
+        self.began = float("inf")  # draining
+        self.stops: list[asyncio.Task[None]] = []
+        self.stopped = 0
+        self.numbers = 0
+        self.phases = [Phase.LOADING]
+
+    @initialize(serves=st.sampled_from([True, True, True, False]))
+    def build(self, serves: bool) -> None:
+        async def make() -> None:
+            self.health = Health(STALL, self.loop.time)
+            self.role = Role(self)
+            self.core = SimpleNamespace(
+                health=self.health,
+                worker_id="w",
+                host=SimpleNamespace(healthy=lambda: self.engine_moves),
+                has_successor=self.has_successor,
+                config=SimpleNamespace(drain_migrate_seconds=MIGRATE, drain_seconds=LIMIT),
+                start_draining=self.start_draining,
+                stop=self.core_stops,
+            )
+            self.health.engine_moves = self.core.host.healthy
+            self.health.registered = lambda: self.registered
+            self.ticking = self.loop.create_task(self.health.tick())
+            side: Any = SimpleNamespace(close=self.nothing)
+            attempts: Any = SimpleNamespace(close=self.nothing)
+            core: Any = self.core
+            self.worker = RoleWorker(core, self.role, attempts, side)
+
+        self.loop.run(make())
+        for phase in (Phase.WARMING_UP, Phase.STARTING, Phase.SERVING) if serves else ():
+            self.starts(phase)
+            self.phases.append(phase)
+
+    async def nothing(self) -> None:
+        """Of no interest here."""
+
+    async def start_draining(self) -> None:
+        self.health.to(Phase.DRAINING)
+        self.began = min(self.began, self.loop.time())
+
+    async def has_successor(self) -> bool:
+        """Redis takes a moment to say so."""
+        now = self.successor
+        await asyncio.sleep(0.01)
+        self.saw_successor = self.saw_successor or now
+        return now
+
+    async def core_stops(self) -> None:
+        self.health.to(Phase.LEAVING)
+        self.stopped += 1
+        elapsed = self.loop.time() - self.began
+        if self.engine_moves and (self.role.waiting or self.role.running):
+            pytest.fail("it left with requests that nobody had given back")
+        assert elapsed <= LIMIT + END_SECONDS + SLACK + 0.05, "it takes for ever"
+
+    @rule(phase=st.sampled_from([Phase.WARMING_UP, Phase.STARTING, Phase.SERVING]))
+    def starts(self, phase: Phase) -> None:
+        """A step of its start, also late or repeated: when it drains already, that changes nothing."""
+        if FORWARD.index(phase) == FORWARD.index(self.health.phase) + 1 or self.health.draining:
+            before = self.health.phase
+            self.health.to(phase)
+            assert not (before in (Phase.DRAINING, Phase.LEAVING) and self.health.phase is not before)
+
+    @rule(waits=st.booleans())
+    def a_request_comes(self, waits: bool) -> None:
+        core: Any = self.core
+        if self.health.phase is not Phase.SERVING:
+            if self.health.draining:
+                with pytest.raises(DrainingError):
+                    WorkerCore.check_accepting(core)
+            return
+        WorkerCore.check_accepting(core)
+        self.numbers += 1
+        (self.role.waiting if waits else self.role.running).add(self.numbers)
+
+    @rule()
+    def one_begins(self) -> None:
+        if self.role.waiting:
+            self.role.running.add(self.role.waiting.pop())
+
+    @rule()
+    def one_finishes(self) -> None:
+        if self.role.running:
+            self.role.running.pop()
+
+    @rule()
+    def a_router_reads_the_ends(self) -> None:
+        self.role.unread.clear()
+
+    @rule(there=st.booleans())
+    def another_worker(self, there: bool) -> None:
+        self.successor = there
+
+    @rule(there=st.booleans())
+    def redis(self, there: bool) -> None:
+        self.registered = there
+
+    @rule(moves=st.sampled_from([True, True, False]))
+    def the_engine(self, moves: bool) -> None:
+        self.engine_moves = moves
+
+    @rule(how=st.sampled_from(["drain", "stop", "stop"]))
+    def is_told_again(self, how: str) -> None:
+        """By Redis, by a signal, and both; sometimes that is the first time."""
+        if self.stops or self.numbers > 4:
+            self.is_told_to_leave(how)
+
+    def is_told_to_leave(self, how: str) -> None:
+        call = self.worker.stop if how == "stop" else self.worker.drain
+
+        async def tell() -> None:
+            self.stops.append(self.loop.create_task(call()))
+            await asyncio.sleep(0)
+
+        self.loop.run(tell())
+        self.loop.settle()
+
+    @rule(successor=st.booleans(), moves=st.sampled_from([True, True, True, False]), waits=st.booleans())
+    def is_told_to_leave_at_work(self, successor: bool, moves: bool, waits: bool) -> None:
+        """With requests that run, and perhaps one that waits: by chance alone few orders come to that."""
+        if self.stops:
+            return
+        for waiting in (False, False, True)[: 2 + waits]:
+            self.a_request_comes(waiting)
+        self.another_worker(successor)
+        self.the_engine(moves)
+        self.is_told_to_leave("stop")
+
+    @rule(seconds=st.sampled_from([LOOK_SECONDS, SUCCESSOR_SECONDS, 2.0, LIMIT + END_SECONDS]))
+    def time_passes(self, seconds: float) -> None:
+        idle, moves = self.role.idle(), self.engine_moves
+        self.loop.pass_time(seconds + SLACK)
+        if not self.stops:
+            return
+        if idle or not moves or self.loop.time() - self.began > LIMIT + END_SECONDS + SLACK + 0.05:
+            assert all(task.done() for task in self.stops), "nothing keeps it, and it is still there"
+
+    @rule(seconds=st.sampled_from([1.0, STALL + 0.1]))
+    def the_loop_stands_still(self, seconds: float) -> None:
+        """Seen from the probes' threads."""
+        running = self.health.phase in (Phase.SERVING, Phase.DRAINING)
+        self.loop._virtual.now += seconds
+        if running and seconds > STALL:
+            assert any("event loop" in why for why in self.health.why_not_live())
+        self.loop.pass_time(TICK_SECONDS + SLACK)
+
+    @invariant()
+    def one_way_and_the_probes_say_so(self) -> None:
+        if not hasattr(self, "worker"):
+            return
+        phase = self.health.phase
+        if phase is not self.phases[-1]:
+            assert FORWARD.index(phase) > FORWARD.index(self.phases[-1]), "back to where it was"
+            self.phases.append(phase)
+        assert len(self.role.given_back) == len(set(self.role.given_back)), "given back twice"
+        assert self.stopped <= 1, "it left twice"
+        ready, live = not self.health.why_not_ready(), not self.health.why_not_live()
+        assert not ready or (phase is Phase.SERVING and self.registered and self.engine_moves)
+        if phase is Phase.SERVING and self.registered and self.engine_moves:
+            assert ready, "Kubernetes would send it nothing"
+        if phase in (Phase.SERVING, Phase.DRAINING):
+            assert live == self.engine_moves, "killed while it drains well, or kept while it hangs"
+        else:
+            assert live
+        for task in self.stops:
+            if task.done():
+                task.result()
+
+    def teardown(self) -> None:
+        if hasattr(self, "worker"):
+            self.is_told_to_leave_whatever()
+        self.patch.undo()
+        self.loop.close()
+
+    def is_told_to_leave_whatever(self) -> None:
+        self.loop.run(self.worker.stop())
+        assert self.stopped == 1 and self.health.phase is Phase.LEAVING
+        self.ticking.cancel()
+        self.loop.settle()
+
+
+LeavingMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLeaving = LeavingMachine.TestCase
