@@ -263,7 +263,10 @@ class DoorContext:
             return
         try:
             self._current = self._made()
-        except (OSError, ValueError) as error:  # they have changed again, by halves; looked at again next time
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # they have changed again, by halves; looked at again next time
             log.warning("certificate for the HTTP door: %s; the one before stays", error)
             return
         self._generation = generation

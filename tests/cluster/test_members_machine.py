@@ -105,11 +105,15 @@ class MembersMachine(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["empty", "as it was", "saved"]))
     def redis_is_another(self, how: str) -> None:
         if how == "saved":
-            self.backup = {name: Entry(one.epoch, one.renewed, one.drains) for name, one in self.registry.items()}
+            self.backup = {
+                name: Entry(one.epoch, one.renewed, one.drains) for name, one in self.registry.items()
+            }
         elif how == "empty":
             self.registry = {}
         elif not self.up:  # rolled back while it was away
-            self.registry = {name: Entry(one.epoch, one.renewed, one.drains) for name, one in self.backup.items()}
+            self.registry = {
+                name: Entry(one.epoch, one.renewed, one.drains) for name, one in self.backup.items()
+            }
 
     @rule()
     def the_router_looks(self) -> None:
@@ -130,7 +134,9 @@ class MembersMachine(RuleBasedStateMachine):
         if self.loop.time() - self.doubt_since > REGISTER_AGAIN_SECONDS + 1e-6:
             assert not kept, "it is gone, and still in the view"
         elif self.loop.time() - self.doubt_since < REGISTER_AGAIN_SECONDS - 1e-6:
-            assert kept == {one.worker_id for one in before.values()} - set(self.read), "it had no time to register"
+            assert kept == {one.worker_id for one in before.values()} - set(self.read), (
+                "it had no time to register"
+            )
 
     @rule(worker=WORKERS, how=st.sampled_from(["empty", "as it was"]), new_life=st.booleans())
     def redis_was_away(self, worker: str, how: str, new_life: bool) -> None:

@@ -65,7 +65,9 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @initialize(leaves_after=st.integers(0, 12))
     def build(self, leaves_after: int) -> None:
-        self.leaves_after = leaves_after  # wishes that it should: most orders would end before anything has begun
+        self.leaves_after = (
+            leaves_after  # wishes that it should: most orders would end before anything has begun
+        )
 
         async def make() -> DecodeWorld:
             return DecodeWorld()
@@ -287,7 +289,9 @@ class DecodeMachine(RuleBasedStateMachine):
                 end, tokens = attempt.log._end, [token.token_id for token in attempt.log.tokens]
                 assert (end.outcome, end.error.code) == (PREEMPTED, "DrainingError")
                 expected = continuation(prompt_of(attempt.transfer_id), 1 + len(tokens))
-                assert tokens in (expected[1:], expected[:-1]), "the next worker would go on at the wrong place"
+                assert tokens in (expected[1:], expected[:-1]), (
+                    "the next worker would go on at the wrong place"
+                )
 
     @rule()
     def step(self) -> None:

@@ -56,7 +56,11 @@ class OutboxMachine(RuleBasedStateMachine):
         self.loop.settle(3)
         self.look()
 
-    @rule(patient=st.booleans(), size=st.sampled_from([0, 0, 0, 10, MAX_TOGETHER_BYTES]), count=st.integers(1, 5))
+    @rule(
+        patient=st.booleans(),
+        size=st.sampled_from([0, 0, 0, 10, MAX_TOGETHER_BYTES]),
+        count=st.integers(1, 5),
+    )
     def puts(self, patient: bool, size: int, count: int) -> None:
         if self.ended:
             return

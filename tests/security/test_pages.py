@@ -16,9 +16,29 @@ from tests.security.routers import KeyFile, Router
 from wire import decode_pb2, inference_pb2, prefill_pb2
 
 ENDED = {"revoked": {"revoked": True}, "expired": {"expires_at": "2001-01-01T00:00:00Z"}}
-KEYED = ("/v1/models", "/openapi.json", "/v1/completions", "/v1/chat/completions", "/v1", "/", "/no/such/path")
+KEYED = (
+    "/v1/models",
+    "/openapi.json",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1",
+    "/",
+    "/no/such/path",
+)
 # Other ways of writing a path that a router, or what stands before it, might take for the same one.
-WRITTEN = ("{0}/", "/{0}", "{0}//", "/.{0}", "/ui/..{0}", "/ui/../{0}", "/ui%2f..{0}", "{0}%00", "{0}?x", "{0};x", "{0}.json")
+WRITTEN = (
+    "{0}/",
+    "/{0}",
+    "{0}//",
+    "/.{0}",
+    "/ui/..{0}",
+    "/ui/../{0}",
+    "/ui%2f..{0}",
+    "{0}%00",
+    "{0}?x",
+    "{0};x",
+    "{0}.json",
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +102,12 @@ def test_every_rpc_wants_a_good_key(kind: str, named: dict[str, str], router: Ro
     metadata = (("authorization", f"Bearer {named[kind]}"),) if named[kind] else ()
     said = set()
     with grpc.insecure_channel(router.grpc) as channel:
-        for method in (*methods, "/baton.v1.Decode/Run", "/baton.v1.Decode/Handoff", "/baton.v1.Inference/Debug"):
+        for method in (
+            *methods,
+            "/baton.v1.Decode/Run",
+            "/baton.v1.Decode/Handoff",
+            "/baton.v1.Inference/Debug",
+        ):
             with pytest.raises(grpc.RpcError) as caught:
                 list(channel.unary_stream(method)(b"", metadata=metadata, timeout=30))
             error: Any = caught.value
@@ -93,13 +118,16 @@ def test_every_rpc_wants_a_good_key(kind: str, named: dict[str, str], router: Ro
 
 def test_the_public_door_has_no_service_of_the_workers(named: dict[str, str], router: Router) -> None:
     """Also for who may come in: no hand-off can be begun, read or ended from outside."""
-    services = (decode_pb2.DESCRIPTOR.services_by_name["Decode"], prefill_pb2.DESCRIPTOR.services_by_name["Prefill"])
+    services = (
+        decode_pb2.DESCRIPTOR.services_by_name["Decode"],
+        prefill_pb2.DESCRIPTOR.services_by_name["Prefill"],
+    )
     metadata = (("authorization", f"Bearer {named['admin']}"),)
     with grpc.insecure_channel(router.grpc) as channel:
         for service in services:
             for method in service.methods:
+                path = f"/{service.full_name}/{method.name}"
                 with pytest.raises(grpc.RpcError) as caught:
-                    path = f"/{service.full_name}/{method.name}"
                     list(channel.unary_stream(path)(b"", metadata=metadata, timeout=30))
                 error: Any = caught.value
                 assert error.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -117,7 +117,15 @@ def _hidden(cluster: Any, given: list[str], keys: KeyFile, text: str) -> dict[st
 def _endpoints(cluster: Any, admin: str) -> dict[str, str]:
     """Everything that is served, as an administrator sees it; workers' metrics as anybody does."""
     headers = {"authorization": f"Bearer {admin}"}
-    paths = ("/v1/cluster", "/v1/cluster/live", "/metrics", "/openapi.json", "/v1/models", "/nonsense", *OPEN_PATHS)
+    paths = (
+        "/v1/cluster",
+        "/v1/cluster/live",
+        "/metrics",
+        "/openapi.json",
+        "/v1/models",
+        "/nonsense",
+        *OPEN_PATHS,
+    )
     shown = {path: httpx.get(cluster.http + path, headers=headers).text for path in paths}
     for role in ("prefill", "decode"):
         for worker in cluster.state[role]:

@@ -139,7 +139,9 @@ class LivenessMachine(RuleBasedStateMachine):
         suspects = self.inside(lambda: self.liveness.suspects)
         for stream in self.streams:
             silent = self.silence(stream)[1]
-            others = [one for one in self.streams if one.worker == stream.worker and one.epoch != stream.epoch]
+            others = [
+                one for one in self.streams if one.worker == stream.worker and one.epoch != stream.epoch
+            ]
             if silent > SUSPECT_SECONDS + 1e-6:
                 assert stream.worker in suspects
             elif all(self.silence(one)[1] < SUSPECT_SECONDS - 1e-6 for one in [stream, *others]):

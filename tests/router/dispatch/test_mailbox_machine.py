@@ -27,7 +27,8 @@ class MailboxMachine(RuleBasedStateMachine):
         self.loop = VirtualLoop()
 
     @initialize(
-        pace=st.sampled_from([0.0, 0.0, 0.01]), story=st.sampled_from(["whole", "whole", "fails", "discarded"])
+        pace=st.sampled_from([0.0, 0.0, 0.01]),
+        story=st.sampled_from(["whole", "whole", "fails", "discarded"]),
     )
     def build(self, pace: float, story: str) -> None:
         async def make() -> Mailbox[tuple[int, int]]:
@@ -152,7 +153,9 @@ class MailboxMachine(RuleBasedStateMachine):
             return
         batch = reading.result()
         if not batch:
-            assert len(self.ended) == PRODUCERS and self.taken == self.said, "the end, and something is missing"
+            assert len(self.ended) == PRODUCERS and self.taken == self.said, (
+                "the end, and something is missing"
+            )
             self.over = True
             return
         self.count(batch)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import redis
@@ -78,7 +77,9 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
             self.quotas = self.loop.run_until_complete(make())
 
-        @rule(name=NAMES, again=st.booleans(), more=st.integers(0, 40), expected=st.sampled_from([20, 100, 900]))
+        @rule(
+            name=NAMES, again=st.booleans(), more=st.integers(0, 40), expected=st.sampled_from([20, 100, 900])
+        )
         def charges(self, name: str, again: bool, more: int, expected: int) -> None:
             """A new request; or one that says it goes on, with some more tokens than its last router had from it."""
             record = self.records.get(name)
@@ -113,7 +114,11 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             passed = max(0, self.now - self.at) if self.exists else 0
             return [max(0.0, self.used[0] - passed), max(0.0, self.used[1] - passed * TOKENS_A_SECOND)]
 
-        @rule(pick=st.integers(0, 20), made=st.integers(0, 60), how=st.sampled_from(["done", "done", "left", "none"]))
+        @rule(
+            pick=st.integers(0, 20),
+            made=st.integers(0, 60),
+            how=st.sampled_from(["done", "done", "left", "none"]),
+        )
         def settles(self, pick: int, made: int, how: str) -> None:
             """Also long after another router has taken the charge over, or settled it."""
             if not self.held:
@@ -130,7 +135,9 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             else:
                 ours = record is not None and record.owner is held
                 requests = 0 if use is not None else -1
-                more = prompt + output - (record.charged if ours and record is not None else held.charge.tokens)
+                more = (
+                    prompt + output - (record.charged if ours and record is not None else held.charge.tokens)
+                )
                 if ours and record is not None:
                     self.ended(held.charge.claim.name, record, use, prompt + output)
             self.change(requests, more)
@@ -188,7 +195,9 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                     assert stored[0] is None, "a record outlives its request"
                     continue
                 assert stored[0] is not None
-                owner = "done" if record.done else record.owner.charge.owner if record.owner is not None else ""
+                owner = (
+                    "done" if record.done else record.owner.charge.owner if record.owner is not None else ""
+                )
                 assert stored[0].decode() == owner and int(stored[1]) == record.charged
 
         def teardown(self) -> None:
