@@ -51,27 +51,40 @@ class DrainedMail:
             stream.say_drained(transfer_id)
 
     async def _deliver(self, decode: common_pb2.WorkerRef) -> None:
+        """Says so when it fails for the first time, and how it ended then; not at every try."""
+        worker_id, failed = decode.worker_id, False
         try:
             for _ in range(TRIES):
-                if not self._waiting.get(decode.worker_id):
-                    return
-                decode = await self._try(decode)
+                if not self._waiting.get(worker_id):
+                    break
+                try:
+                    await self._try(decode)
+                except (errors.BatonError, TimeoutError) as error:
+                    if not failed:
+                        log.info("%s has not heard yet what is drained: %s", worker_id, _words(error))
+                    failed = True
+                    decode = self._as_it_is_now(decode)
                 await asyncio.sleep(TRY_SECONDS)
-            # It has been gone for so long that its own end is the fence.
-            self._waiting.pop(decode.worker_id, None)
+            if left := self._waiting.pop(worker_id, None):
+                # It has been gone for so long that its own end is the fence.
+                log.info("%s was not told of %d drained transfers: it is gone", worker_id, len(left))
+            elif failed:
+                log.info("%s has heard what is drained", worker_id)
         finally:
-            self._delivering.discard(decode.worker_id)
+            self._delivering.discard(worker_id)
 
-    async def _try(self, decode: common_pb2.WorkerRef) -> common_pb2.WorkerRef:
-        """The worker as it names itself now."""
-        try:
-            async with asyncio.timeout(TRY_SECONDS):
-                stream = await self._open(decode)
-            # One that was up before has not asked for what came since.
-            self.hand_over(decode.worker_id, stream)
-        except (errors.BatonError, TimeoutError) as error:
-            log.info("%s has not heard yet what is drained: %s", decode.worker_id, error)
-            epoch = self._current_epoch(decode)
-            if epoch and epoch != decode.epoch:
-                return common_pb2.WorkerRef(worker_id=decode.worker_id, epoch=epoch, address=decode.address)
-        return decode
+    async def _try(self, decode: common_pb2.WorkerRef) -> None:
+        async with asyncio.timeout(TRY_SECONDS):
+            stream = await self._open(decode)
+        # One that was up before has not asked for what came since.
+        self.hand_over(decode.worker_id, stream)
+
+    def _as_it_is_now(self, decode: common_pb2.WorkerRef) -> common_pb2.WorkerRef:
+        epoch = self._current_epoch(decode)
+        if not epoch or epoch == decode.epoch:
+            return decode
+        return common_pb2.WorkerRef(worker_id=decode.worker_id, epoch=epoch, address=decode.address)
+
+
+def _words(error: Exception) -> str:
+    return str(error) or f"nothing for {TRY_SECONDS:.0f} s"

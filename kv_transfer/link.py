@@ -7,6 +7,7 @@ nothing came for 5 s. A lost link ends its hand-offs; it proves nothing about wr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -225,19 +226,24 @@ class LinkToDecode:
             self._ready.set_result(None)
 
     async def _probe_nixl(self, welcome: handoff_pb2.Welcome) -> bool:
-        """One notification from every rank: it arrives, or the pair does without NIXL."""
-        nonce = f"{self._sender.worker.worker_id}:{secrets.token_hex(8)}"
-        self._connect_ranks(welcome, nonce)
-        try:
-            async with asyncio.timeout(PROBE_SECONDS):
-                return await self._probe
-        except TimeoutError:
-            return False
+        """One notification from every rank: it arrives, or the pair does without NIXL. Connections that are there
+        from earlier may have broken unnoticed: then a second one, over new ones."""
+        worker_id = self.decode.worker_id
+        for anew in (False, True) if worker_id in self._sender.reached else (False,):
+            self._probe = asyncio.get_running_loop().create_future()
+            nonce = f"{self._sender.worker.worker_id}:{secrets.token_hex(8)}"
+            self._connect_ranks(welcome, nonce, anew)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_SECONDS):
+                    if await self._probe:
+                        self._sender.reached.add(worker_id)
+                        return True
+        return False
 
-    def _connect_ranks(self, welcome: handoff_pb2.Welcome, nonce: str) -> None:
+    def _connect_ranks(self, welcome: handoff_pb2.Welcome, nonce: str, anew: bool = False) -> None:
         ranks = [m.PeerRank(r.rank, r.agent_name, r.agent_metadata) for r in welcome.ranks]
         for rank in self._sender.ranks:
-            rank.handle(m.Connect(self.name, ranks, nonce))
+            rank.handle(m.Connect(self.name, ranks, nonce, anew))
 
     async def _beat(self) -> None:
         while not self.lost:

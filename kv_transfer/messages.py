@@ -31,6 +31,7 @@ class Connect:
     peer: str
     ranks: Sequence[PeerRank]
     nonce: str
+    anew: bool = False  # the connections that are there did not serve
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,7 @@ class HandoffSender:
         self._links: dict[str, LinkToDecode] = {}
         self._live: dict[bytes, OutgoingHandoff] = {}
         self._epochs: dict[str, int] = {}  # of decode workers, as they said last
+        self.reached: set[str] = set()  # by NIXL: decode workers
         self.mail = DrainedMail(self._link, lambda decode: self._epochs.get(decode.worker_id, 0))
         self._loop = asyncio.get_running_loop()
         self.handoffs = 0

@@ -152,6 +152,8 @@ class SenderRank:
             match self._inbox.popleft():
                 case m.Connect() as message:
                     self._connect(message)
+                case m.OpenTransfer() as message:
+                    self._mend(message.peer)
                 case m.Disconnect() as message:
                     self._leaving.add(message.peer)
                 case m.Granted() as message:
@@ -171,6 +173,8 @@ class SenderRank:
             for peer in message.ranks:
                 if not peer.agent_name:
                     continue
+                if message.anew and not self._writing_to(peer.agent_name):
+                    self._endpoint.forget(peer.agent_name)
                 self._endpoint.connect(peer.agent_name, peer.metadata)
                 if message.nonce:
                     self._endpoint.notify(peer.agent_name, PROBE_PREFIX + message.nonce.encode())
@@ -178,20 +182,39 @@ class SenderRank:
             self.on_event(m.ProbeFailed(message.peer, str(error)))
         self._probing_until = time.monotonic() + PROBE_SECONDS
 
+    def _mend(self, name: str) -> None:
+        """A connection may break while the link holds: what was to be written failed, the next hand-off need not."""
+        for peer in self._peers.get(name, {}).values():
+            if self._endpoint is not None and peer.agent_name and not self._writing_to(peer.agent_name):
+                try:
+                    self._endpoint.connect(peer.agent_name, peer.metadata)
+                except TransportError as error:
+                    log.warning("%s", error)
+
     def _let_go(self) -> bool:
-        """Forgets peers whose link is lost. Never while a write to one is pending: forgetting it would turn the
-        handle into an error at once, and the bytes would land all the same, after we had said Drained."""
-        busy = {t.opened.peer for t in self._transfers.values() if t.writing}
-        gone = self._leaving - busy
+        """Disconnects peers whose link is lost: of the agents that no other link needs, as one under a worker's
+        new epoch does. Never while a write is pending: its handle could be an error at once, and the bytes would
+        land all the same, after we had said Drained."""
+        gone = {name for name in self._leaving if not self._writing(name)}
         for name in gone:
             self._leaving.discard(name)
-            for peer in self._peers.pop(name, {}).values():
-                if self._endpoint is not None and peer.agent_name:
+            left = {peer.agent_name for peer in self._peers.pop(name, {}).values() if peer.agent_name}
+            for agent_name in left - {agent for link in self._peers for agent in self._agents(link)}:
+                if self._endpoint is not None:
                     try:
-                        self._endpoint.disconnect(peer.agent_name)
+                        self._endpoint.disconnect(agent_name)
                     except TransportError as error:
                         log.info("%s", error)
         return bool(gone)
+
+    def _writing(self, name: str) -> bool:
+        return any(t.writing for t in self._transfers.values() if t.opened.peer == name)
+
+    def _writing_to(self, agent_name: str) -> bool:
+        return any(self._writing(name) for name in self._peers if agent_name in self._agents(name))
+
+    def _agents(self, name: str) -> set[str]:
+        return {peer.agent_name for peer in self._peers.get(name, {}).values()}
 
     def _advance(self, transfer: Transfer) -> bool:
         worked = self._poll_writes(transfer)

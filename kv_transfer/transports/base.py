@@ -24,9 +24,17 @@ class Endpoint(Protocol):
 
     def register(self, memory: Tensor) -> None: ...
 
-    def connect(self, agent_name: str, metadata: bytes) -> None: ...
+    def connect(self, agent_name: str, metadata: bytes) -> None:
+        """May be repeated, with more memory, too. A connection that is known to have broken is made anew. Raises
+        TransportError."""
 
-    def disconnect(self, agent_name: str) -> None: ...
+    def disconnect(self, agent_name: str) -> None:
+        """Nothing is written to it until the next `connect`; what the pair holds may be kept until then. Never
+        while a write to it is pending."""
+
+    def forget(self, agent_name: str) -> None:
+        """What the pair holds is given up: the next `connect` begins from nothing. Never while a write to it is
+        pending: it would be an error at once, and its bytes would land all the same."""
 
     def write(
         self, agent_name: str, source: Tensor, address: int, device: int, notification: bytes

@@ -4,6 +4,7 @@ rate, so it is off and our own threads poll; UCX needs `tcp` in its list even on
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -12,28 +13,44 @@ from cluster.errors import TransportError
 from kv_transfer.transports.base import PendingWrite
 
 _STATES = {"DONE": "done", "PROC": "pending"}
+MAX_IDLE_PEERS = 1024  # of one agent: kept although no link leads to them
 
 
 class NixlWrite:
-    def __init__(self, agent: Any, handle: Any, state: str):
+    def __init__(self, agent: Any, handle: Any, state: str, on_error: Callable[[], None]):
+        """`on_error` is called when NIXL says that the pair's connection has broken."""
         self._agent = agent
         self._handle = handle
         self._state = _STATES.get(state, "error")
+        self._on_error = on_error
 
     def poll(self) -> str:
         if self._state == "pending":
             try:
                 self._state = _STATES.get(self._agent.check_xfer_state(self._handle), "error")
-            except Exception:  # NIXL raises its own types; whichever it is, the handle is terminal
+            except Exception as error:  # whichever it is, the handle is terminal
                 self._state = "error"
+                if is_disconnect(error):
+                    self._on_error()
         if self._state != "pending" and self._handle is not None:
             self._agent.release_xfer_handle(self._handle)
             self._handle = None
         return self._state
 
 
+def is_disconnect(error: Exception) -> bool:
+    """NIXL's exceptions are its compiled module's own, of which there is one for each CUDA version."""
+    return type(error).__name__ == "nixlRemoteDisconnectError"
+
+
 class NixlEndpoint:
-    """One agent. Raises TransportError where NIXL is missing or does not start."""
+    """One agent. Raises TransportError where NIXL is missing or does not start.
+
+    A peer stays known to the agent when its link is lost. `remove_remote_agent` closes the UCX endpoint, but UCX
+    keeps the sockets of one that the peer had connected back on (`ucp_ep_disconnected`) until the agent ends: each
+    time a pair was lost and found it would cost both sides a socket, or a queue pair. A peer whose process ends
+    breaks its connections, and UCX frees those by itself.
+    """
 
     def __init__(self, name: str):
         os.environ.setdefault("UCX_LOG_LEVEL", "error")
@@ -48,6 +65,8 @@ class NixlEndpoint:
         self.name = name
         self._registered: list[Any] = []
         self._peers: dict[str, bytes] = {}  # their metadata
+        self._idle: dict[str, None] = {}  # disconnected and kept, the longest first
+        self._broken: set[str] = set()
 
     @property
     def metadata(self) -> bytes:
@@ -57,6 +76,9 @@ class NixlEndpoint:
         self._registered.append(self._agent.register_memory([memory]))
 
     def connect(self, agent_name: str, metadata: bytes) -> None:
+        self._idle.pop(agent_name, None)
+        if agent_name in self._broken:
+            self.forget(agent_name)
         if self._peers.get(agent_name) == metadata:
             return
         try:  # a known agent with more memory is simply added again
@@ -68,8 +90,17 @@ class NixlEndpoint:
         self._peers[agent_name] = metadata
 
     def disconnect(self, agent_name: str) -> None:
-        if agent_name in self._peers:
-            del self._peers[agent_name]
+        if agent_name in self._broken:
+            self.forget(agent_name)
+        elif agent_name in self._peers:
+            self._idle[agent_name] = None
+            while len(self._idle) > MAX_IDLE_PEERS:
+                self.forget(next(iter(self._idle)))
+
+    def forget(self, agent_name: str) -> None:
+        self._idle.pop(agent_name, None)
+        self._broken.discard(agent_name)
+        if self._peers.pop(agent_name, None) is not None:
             try:
                 self._agent.remove_remote_agent(agent_name)
             except Exception as error:
@@ -86,15 +117,21 @@ class NixlEndpoint:
             )
             remote = agent.get_xfer_descs([(address, source.numel(), device)], kind)
             handle = agent.initialize_xfer("WRITE", local, remote, agent_name, notification)
-            return NixlWrite(agent, handle, agent.transfer(handle))
+            return NixlWrite(agent, handle, agent.transfer(handle), lambda: self._broken.add(agent_name))
         except Exception as error:
+            self._note(agent_name, error)
             raise TransportError(f"NIXL write to {agent_name}: {error}") from error
 
     def notify(self, agent_name: str, message: bytes) -> None:
         try:
             self._agent.send_notif(agent_name, message)
         except Exception as error:
+            self._note(agent_name, error)
             raise TransportError(f"NIXL notification to {agent_name}: {error}") from error
+
+    def _note(self, agent_name: str, error: Exception) -> None:
+        if is_disconnect(error):
+            self._broken.add(agent_name)
 
     def notifications(self) -> list[bytes]:
         return [message for messages in self._agent.get_new_notifs().values() for message in messages]
@@ -104,4 +141,4 @@ class NixlEndpoint:
             self._agent.deregister_memory(registered)
         self._registered.clear()
         for peer in list(self._peers):
-            self.disconnect(peer)
+            self.forget(peer)

@@ -19,15 +19,20 @@ async def leaks(target: Target) -> list[str]:
     found: list[str] = []
 
     async def check() -> str:
-        found[:] = [
-            *await _workers(target),
-            *await asyncio.to_thread(_reservations, target.redis_url),
-            *_processes(target),
-        ]
+        found[:] = await look(target)
         return "; ".join(found)
 
     wrong = await poll(check, QUIET_SECONDS)
     return [wrong] if wrong and not found else found
+
+
+async def look(target: Target) -> list[str]:
+    """Everything that is wrong now. Raises httpx.HTTPError, OSError, ValueError where it can't be seen."""
+    return [
+        *await _workers(target),
+        *await asyncio.to_thread(_reservations, target.redis_url),
+        *_processes(target),
+    ]
 
 
 async def _workers(target: Target) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -60,12 +61,24 @@ async def test_a_worker_that_rejoined_hears_under_its_new_epoch():
     await until(lambda: worker.heard == [b"one", b"two"])
 
 
-async def test_nothing_is_kept_for_one_that_is_gone(monkeypatch):
+async def test_nothing_is_kept_for_one_that_is_gone(monkeypatch, caplog):
     monkeypatch.setattr(drained_mail, "TRIES", 3)
     worker = Worker(epoch=8)
     mail = DrainedMail(worker.open, lambda decode: 0)  # it never says under which epoch it lives
-    mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
-    await until(lambda: worker.opened == 3)
-    await asyncio.sleep(0.1)
+    with caplog.at_level(logging.INFO, logger=drained_mail.__name__):
+        mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
+        await until(lambda: worker.opened == 3 and len(caplog.messages) == 2)
+    began, ended = caplog.messages  # however many tries there were
+    assert "another epoch" in began
+    assert "gone" in ended
     mail.hand_over("d", worker)
     assert worker.heard == []
+
+
+async def test_one_that_was_late_to_hear_is_named_twice(caplog):
+    worker = Worker(epoch=8)
+    mail = DrainedMail(worker.open, lambda decode: worker.known)
+    with caplog.at_level(logging.INFO, logger=drained_mail.__name__):
+        mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
+        await until(lambda: worker.heard == [b"one"] and len(caplog.messages) == 2)
+    assert "has heard" in caplog.messages[1]

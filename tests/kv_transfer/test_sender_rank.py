@@ -30,13 +30,18 @@ class HeldEndpoint:
     metadata: bytes = b""
     writes: dict[str, list[HeldWrite]] = field(default_factory=dict)  # by agent
     connected: set[str] = field(default_factory=set)
+    connects: list[str] = field(default_factory=list)
 
     def register(self, memory: Tensor) -> None: ...
 
     def connect(self, agent_name: str, metadata: bytes) -> None:
         self.connected.add(agent_name)
+        self.connects.append(agent_name)
 
     def disconnect(self, agent_name: str) -> None:
+        self.connected.discard(agent_name)
+
+    def forget(self, agent_name: str) -> None:
         self.connected.discard(agent_name)
 
     def write(
@@ -63,6 +68,11 @@ class Rank:
     def open(self, transfer: bytes, peer: str, tokens: int) -> None:
         """Everything is computed and every slot granted."""
         self.rank.handle(m.Connect(peer, [m.PeerRank(0, f"agent-{peer}", b"")], ""))
+        self.compute(transfer, peer, tokens)
+        for part in range(self.parts(transfer)):
+            self.rank.handle(m.Granted(transfer, 0, part, part, 1, 4096 * part, 0, 1.0))
+
+    def compute(self, transfer: bytes, peer: str, tokens: int) -> None:
         self.rank.handle(
             m.OpenTransfer(
                 transfer, transfer.hex(), peer, "nixl", [Flow(0, 0, 0, HEADS)], 0, tokens, SLOT_BYTES, 1, 2
@@ -72,8 +82,6 @@ class Rank:
             self.rank.layer_computed(transfer.hex(), layer, 0, tokens, range(-(-tokens // PAGE)))
         wait(lambda: any(self.of(m.AllGathered, transfer)), "all cut")
         wait(lambda: len(self.of(m.SlotWanted, transfer)) == self.parts(transfer), "slots asked for")
-        for part in range(self.parts(transfer)):
-            self.rank.handle(m.Granted(transfer, 0, part, part, 1, 4096 * part, 0, 1.0))
 
     def of(self, kind: type, transfer: bytes) -> list[object]:
         return [e for e in self.events if isinstance(e, kind) and e.transfer_id == transfer]
@@ -141,6 +149,36 @@ def test_a_new_link_keeps_the_peer(sending):
     wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
     time.sleep(0.05)
     assert "agent-back" in sending.endpoint.connected
+
+
+def test_an_agent_that_a_later_epochs_link_uses_stays(sending):
+    sending.open(A, "d@1", 8)
+    wait(lambda: sending.written("d@1") == sending.parts(A), "all posted")
+    sending.rank.handle(m.Disconnect("d@1"))
+    sending.rank.handle(m.Connect("d@2", [m.PeerRank(0, "agent-d@1", b"")], ""))
+    sending.rank.handle(m.CloseTransfer(A))
+    for write in sending.endpoint.writes["agent-d@1"]:
+        write.state = "done"
+    wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
+    wait(lambda: "d@1" not in sending.rank._peers, "the first link is let go")
+    assert "agent-d@1" in sending.endpoint.connected
+    sending.rank.handle(m.Disconnect("d@2"))
+    wait(lambda: "agent-d@1" not in sending.endpoint.connected, "and so is the second")
+
+
+def test_a_hand_off_begins_with_a_whole_connection_unless_a_write_is_pending(sending):
+    """`connect` makes one anew that has broken, and that must not happen under a write."""
+    sending.open(A, "peer", 8)
+    wait(lambda: sending.written("peer") == sending.parts(A), "all posted")
+    before = len(sending.endpoint.connects)
+    sending.compute(B, "peer", 8)
+    assert len(sending.endpoint.connects) == before
+    for write in sending.endpoint.writes["agent-peer"]:
+        write.state = "error"
+    sending.rank.handle(m.CloseTransfer(A))
+    wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
+    sending.compute(b"c" * 16, "peer", 8)
+    assert len(sending.endpoint.connects) == before + 1
 
 
 def test_a_stuck_peer_does_not_starve_another(sending):
