@@ -38,9 +38,9 @@ CHANGES = "image.tag=next,ray.joinWorkers=false"
 VALUES = (
     "--values",
     str(DEMO),
-    # Streams are short here; nobody waits for a load balancer to notice.
+    # Connections are young here, so that a router need not wait long for its clients to come by another one.
     "--set",
-    "router.drainDelaySeconds=2,tests.loadSeconds=5",
+    "router.maxConnectionSeconds=3,router.drainDelaySeconds=5,tests.loadSeconds=5",
 )
 
 
@@ -145,7 +145,7 @@ async def test_an_upgrade_under_load_loses_nothing(release: Release) -> None:
     async def upgrade() -> None:
         await asyncio.to_thread(release.helm.upgrade, *VALUES, "--set", CHANGES, seconds=UPGRADE_SECONDS)
 
-    outcome, span = await ask_during(release.grpc, USERS, LEAST_IN_FLIGHT, upgrade())
+    outcome, span = await ask_during(release.door, USERS, LEAST_IN_FLIGHT, upgrade())
     print(
         f"{outcome.overlapping(*span)} requests in {span[1] - span[0]:.0f} s, {outcome.reconnects} reconnects"
     )
@@ -174,7 +174,7 @@ async def test_a_killed_decode_pod_recovers_and_its_streams_go_on(release: Relea
         )
         wait_for(lambda: len(release.workers()) == 3, 30, "three workers are registered")
 
-    outcome, _ = await ask_during(release.grpc, USERS, 1, asyncio.to_thread(kill_and_wait))
+    outcome, _ = await ask_during(release.door, USERS, 1, asyncio.to_thread(kill_and_wait))
     assert outcome.failures == []
     assert outcome.wrong(MODEL) == []
     assert len({worker["id"] for worker in release.workers()} - workers) == 1
