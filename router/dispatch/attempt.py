@@ -80,6 +80,7 @@ class Attempt:
         self.events: Mailbox[Event] = Mailbox(MAX_EVENTS)
         self._decode_lost = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._first_call: Any = None
 
     @property
     def trip_seconds(self) -> float | None:
@@ -96,43 +97,48 @@ class Attempt:
         return self.placed.prefill is None
 
     def start(self) -> None:
-        decode = self.channels.decode(self.placed.decode.address)
-        if self.is_local:
+        """The call that the first token comes from is made at once, and its bytes leave while D's call is made."""
+        admission_deadline_ms = int(self.admission_seconds * 1000)
+        decode = self.placed.decode
+        stub = self.channels.decode(decode.address)
+        if self.placed.prefill is None:
             run = decode_pb2.DecodeRunRequest(
                 wire_version=WIRE_VERSION,
                 transfer_id=self.transfer_id,
                 request_id=self.request_id,
-                worker_epoch=self.placed.decode.epoch,
+                worker_epoch=decode.epoch,
                 spec=self.spec,
-                admission_deadline_ms=int(self.admission_seconds * 1000),
+                admission_deadline_ms=admission_deadline_ms,
             )
-            self._read(Source.DECODE, self.placed.decode, lambda: decode.Run(run))
+            self._first_call = local = stub.Run(run)
+            self._read(Source.DECODE, decode, lambda: local)
             return
-        assert self.placed.prefill is not None, "is_local says so"
+        self._first_call = remote = self._run(self.placed.prefill, admission_deadline_ms)
+        self._read(Source.PREFILL, self.placed.prefill, lambda: remote)
         attach = decode_pb2.AttachRequest(
             wire_version=WIRE_VERSION,
             transfer_id=self.transfer_id,
             request_id=self.request_id,
-            worker_epoch=self.placed.decode.epoch,
+            worker_epoch=decode.epoch,
             from_position=self.from_position,
-            admission_deadline_ms=int(self.admission_seconds * 1000),
+            admission_deadline_ms=admission_deadline_ms,
         )
-        prefill_run = prefill_pb2.PrefillRunRequest(
+        self._read(Source.DECODE, decode, lambda: stub.Attach(attach))
+
+    def _run(self, prefill: WorkerInfo, admission_deadline_ms: int) -> Any:
+        decode = self.placed.decode
+        request = prefill_pb2.PrefillRunRequest(
             wire_version=WIRE_VERSION,
             transfer_id=self.transfer_id,
             request_id=self.request_id,
-            worker_epoch=self.placed.prefill.epoch,
+            worker_epoch=prefill.epoch,
             spec=self.spec,
             decode=common_pb2.WorkerRef(
-                worker_id=self.placed.decode.worker_id,
-                epoch=self.placed.decode.epoch,
-                address=self.placed.decode.address,
+                worker_id=decode.worker_id, epoch=decode.epoch, address=decode.address
             ),
-            admission_deadline_ms=int(self.admission_seconds * 1000),
+            admission_deadline_ms=admission_deadline_ms,
         )
-        prefill = self.channels.prefill(self.placed.prefill.address)
-        self._read(Source.DECODE, self.placed.decode, lambda: decode.Attach(attach))
-        self._read(Source.PREFILL, self.placed.prefill, lambda: prefill.Run(prefill_run))
+        return self.channels.prefill(prefill.address).Run(request)
 
     def _read(self, source: Source, worker: WorkerInfo, call: Callable[[], Any]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(self._stream(source, worker, call)))
@@ -225,6 +231,8 @@ class Attempt:
         """Cancels at both workers what has not ended; returns when they have answered or are out of reach."""
         for task in self._tasks:
             task.cancel()
+        if self._first_call is not None:
+            self._first_call.cancel()  # a task that had not begun has not done it
         cancels: list[Awaitable[Any]] = []
         if Source.DECODE not in self.finished:
             stub = self.channels.decode(self.placed.decode.address)

@@ -5,7 +5,6 @@ Without it, a page behind a load balancer would show another router's half of th
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 from importlib import resources
@@ -49,8 +48,7 @@ class Exchange:
     async def _ask(self, report: bytes) -> dict[str, Told] | None:
         arguments = (self._router_id, report, int(FORGET_SECONDS * 1000))
         try:
-            async with asyncio.timeout(CALL_SECONDS):
-                answer = await self._call(self._keys, arguments)
+            answer = await self._call(self._keys, arguments, CALL_SECONDS)
         except (redis.RedisError, TimeoutError, OSError) as error:
             if not self._down:
                 log.warning("other routers' figures are out of reach: %s", error or "too slow")

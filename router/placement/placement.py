@@ -63,7 +63,7 @@ class Placement:
         self._rng = rng or random.Random()
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
         self._place = ScriptCall(config.redis_url, script_source())
-        self._settle = self._client.register_script(settle_source())
+        self._settle = ScriptCall(config.redis_url, settle_source())
         tag = f"{{{config.namespace}}}:"
         self._load_key, self._routers_key, self._calls_key = tag + "load", tag + "routers", tag + "calls"
         self._charges_key = tag + "chg:" + config.router_id
@@ -104,6 +104,7 @@ class Placement:
         self._charges.clear()
         await self._settle_once()
         await self._place.close()
+        await self._settle.close()
         await self._client.aclose()
 
     @property
@@ -141,8 +142,7 @@ class Placement:
             if time.monotonic() < self._down_until:
                 break
             try:
-                async with asyncio.timeout(SCRIPT_SECONDS * 2):
-                    placed = await self._ask(request, candidates)
+                placed = await self._ask(request, candidates)
             except (redis.RedisError, TimeoutError, OSError) as error:
                 self.errors["place"] += 1
                 log.warning("placing without Redis: %s", error)
@@ -195,6 +195,7 @@ class Placement:
         answer = await self._place(
             self._script_keys,
             [*self._arguments(request, candidates.model_id), *candidates.arguments],
+            2 * SCRIPT_SECONDS,
         )
         self.seconds.observe(time.monotonic() - began)
         if int(answer[0]) == _TOO_LATE:
@@ -321,8 +322,9 @@ class Placement:
         pairs = [part for field, amount in table.items() if amount for part in (field, amount)]
         try:
             await self._settle(
-                keys=[self._load_key, self._routers_key, self._charges_key],
-                args=[self._config.router_id, int(LEASE_SECONDS * 1000), *pairs],
+                [self._load_key, self._routers_key, self._charges_key],
+                [self._config.router_id, int(LEASE_SECONDS * 1000), *pairs],
+                SCRIPT_SECONDS,
             )
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors["settle"] += 1

@@ -1,9 +1,14 @@
-"""One script, called over kept connections with nothing between: a general client's layers cost as much as the call."""
+"""One script, called over one kept connection with nothing between: a general client's layers, a connection of its own
+for each call, and a task's deadline around it cost as much as the call.
+
+Calls need not wait for each other's answers: Redis answers a connection in the order in which it was asked.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,61 +17,124 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-MAX_IDLE = 64
 Argument = bytes | str | int | float
+_MORE = object()
 
 
 class ScriptCall:
-    """Every call must stand under a deadline of the caller's: a connection that is cut off by it is closed."""
-
     def __init__(self, url: str, script: str):
-        # Deadlines of its own would start a task for every command.
+        # Deadlines of its own would start a task for every command of the handshake.
         self._pool = redis.asyncio.ConnectionPool.from_url(url, socket_timeout=None)
         self._script = script
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-        self._idle: list[Any] = []
+        self._line: _Line | None = None
+        self._opening = asyncio.Lock()
 
-    async def __call__(self, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        """The script's answer. Raises redis.RedisError or OSError."""
+    async def __call__(self, keys: Sequence[str], arguments: Sequence[Argument], seconds: float) -> Any:
+        """The script's answer. Raises redis.RedisError, OSError, or TimeoutError after `seconds`."""
         rest = (len(keys), *keys, *arguments)
         packed = hiredis.pack_command(("EVALSHA", self._sha, *rest))  # type: ignore[arg-type]
-        connection = self._idle.pop() if self._idle else None
-        if connection is not None:
+        line = self._line
+        if line is not None and line.open:
             try:
-                return await self._ask(connection, packed)
+                return await line.ask(packed, seconds)
             except NoScriptError:
                 pass
-            except redis.ConnectionError:  # Redis was restarted: the other ones are gone as well
-                await self._forget()
-        connection = self._pool.make_connection()  # type: ignore[no-untyped-call]
-        await connection.connect()
+            except redis.ConnectionError:  # Redis was restarted
+                pass
+        async with asyncio.timeout(seconds):
+            line = await self._open()
         try:
-            return await self._ask(connection, packed)
+            return await line.ask(packed, seconds)
         except NoScriptError:  # a new Redis, or one that has taken over
-            connection = self._idle.pop()
             whole = hiredis.pack_command(("EVAL", self._script, *rest))  # type: ignore[arg-type]
-            return await self._ask(connection, whole)
+            return await line.ask(whole, seconds)
 
-    async def _ask(self, connection: Any, packed: bytes) -> Any:
-        sound = False
-        try:
-            await connection.send_packed_command(packed, check_health=False)
-            answer = await connection.read_response(timeout=math.inf)
-            sound = True
-            return answer
-        except redis.ResponseError:
-            sound = True
-            raise
-        finally:
-            if sound and len(self._idle) < MAX_IDLE:
-                self._idle.append(connection)
-            else:
-                await connection.disconnect(nowait=True)
-
-    async def _forget(self) -> None:
-        while self._idle:
-            await self._idle.pop().disconnect(nowait=True)
+    async def _open(self) -> _Line:
+        async with self._opening:
+            if self._line is None or not self._line.open:
+                self._line = await _Line.to_redis(self._pool)
+            return self._line
 
     async def close(self) -> None:
-        await self._forget()
+        if self._line is not None:
+            self._line.close()
         await self._pool.aclose()
+
+
+class _Line(asyncio.Protocol):
+    """A connection to Redis. One whose answer is late is not asked again: it may hang for ever."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        self._writer = writer  # kept: it closes its connection when it is dropped
+        self._transport = writer.transport
+        self._loop = asyncio.get_running_loop()
+        self._reader = hiredis.Reader(replyError=_error, notEnoughData=_MORE)
+        self._asked: deque[asyncio.Future[Any]] = deque()
+        self.open = True
+
+    @classmethod
+    async def to_redis(cls, pool: redis.asyncio.ConnectionPool) -> _Line:
+        """Address, TLS, user and database are the client's business; what follows its handshake is ours."""
+        connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
+        try:
+            await connection.connect()
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        writer, connection._writer = connection._writer, None
+        line = cls(writer)
+        writer.transport.set_protocol(line)
+        return line
+
+    async def ask(self, packed: bytes, seconds: float) -> Any:
+        answer = self._loop.create_future()
+        self._asked.append(answer)
+        self._transport.write(packed)
+        deadline = self._loop.call_later(seconds, self._late, answer)
+        try:
+            return await answer
+        finally:
+            deadline.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        while (said := self._reader.gets()) is not _MORE:
+            if isinstance(said, hiredis.PushNotification):
+                continue
+            answer = self._asked.popleft()
+            if answer.done():  # too late, or nobody wants it any more
+                continue
+            if isinstance(said, redis.RedisError):
+                answer.set_exception(said)
+            else:
+                answer.set_result(said)
+        self._close_if_idle()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.open = False
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_exception(redis.ConnectionError(f"the connection was lost: {error or 'closed'}"))
+        self._asked.clear()
+
+    def _late(self, answer: asyncio.Future[Any]) -> None:
+        if answer.done():
+            return
+        answer.set_exception(TimeoutError("Redis did not answer in time"))
+        self.open = False
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        """Those who still wait on it may yet be answered."""
+        if not self.open and all(answer.done() for answer in self._asked):
+            self.close()
+
+    def close(self) -> None:
+        self.open = False
+        self._transport.close()
+
+
+def _error(text: str) -> redis.RedisError:
+    code, _, rest = text.partition(" ")
+    return NoScriptError(rest) if code == "NOSCRIPT" else redis.ResponseError(text)

@@ -15,7 +15,6 @@ If A lives after all, it pays only for tokens that its client did not take along
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
@@ -159,9 +158,8 @@ class Quota:
             return None
         began = time.monotonic()
         try:
-            async with asyncio.timeout(CALL_SECONDS):
-                keys = [self._prefix + charge.tenant, self._records + charge.claim.name]
-                answer = await script(keys, arguments)
+            keys = [self._prefix + charge.tenant, self._records + charge.claim.name]
+            answer = await script(keys, arguments, CALL_SECONDS)
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             self._down_until = time.monotonic() + RETRY_SECONDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import uvloop
 
 from router.dispatch.mailbox import Mailbox
 
@@ -69,3 +70,23 @@ async def test_a_burst_is_paced_but_neither_its_first_nor_its_end():
     box.add(3)
     box.end()
     assert await box.take() == [3]
+
+
+def test_waiting_for_the_pace_does_not_keep_the_loop_busy(monkeypatch):
+    """uvloop's clock ticks in milliseconds: what rounding leaves of a pace must not be asked for, over and over."""
+    sleeps, pieces, sleep = 0, 100, asyncio.sleep
+
+    async def counted(seconds: float) -> None:
+        nonlocal sleeps
+        sleeps += 1
+        await sleep(seconds)
+
+    async def read() -> None:
+        box: Mailbox[int] = Mailbox(8, pace_seconds=0.001)
+        for number in range(pieces):
+            box.add(number)
+            assert await box.take() == [number]
+
+    monkeypatch.setattr("router.dispatch.mailbox.asyncio.sleep", counted)
+    uvloop.run(read())
+    assert sleeps <= 2 * pieces

@@ -125,13 +125,13 @@ async def test_charges_return_to_zero(router, redis_url, namespace):
     requests = [request([i] * 300) for i in range(6)]
     for one in requests:
         await placement.place(one)
-    for one in requests:
-        placement.release(one.transfer_id)
 
     async def load() -> dict:
         return await placement._client.hgetall(f"{{{namespace}}}:load")
 
     assert any(int(v) for v in (await load()).values())
+    for one in requests:
+        placement.release(one.transfer_id)
     deadline = time.monotonic() + 5
     while any(int(v) for v in (await load()).values()):
         assert time.monotonic() < deadline
