@@ -25,8 +25,8 @@ from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import run_cluster, wait_for
 from tests.end_to_end.test_drain import registry
 from tests.end_to_end.test_handover import PROCESS
-from tests.security.conftest import NAME
 from tests.exactness import judge
+from tests.security.conftest import NAME
 from tests.security.routers import run_router, stub_workers
 from wire import decode_pb2, decode_pb2_grpc
 

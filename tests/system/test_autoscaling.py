@@ -97,7 +97,9 @@ def _explains_itself(port: int) -> None:
         lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
     names = {name.partition("{")[0] for name in lines}
     assert {f"baton_autoscaling_{name}" for name in SHOWN} <= names
-    changes = {direction: _sum(lines, f'changes_total{{direction="{direction}"') for direction in ("up", "down")}
+    changes = {
+        direction: _sum(lines, f'changes_total{{direction="{direction}"') for direction in ("up", "down")
+    }
     assert changes["up"] == changes["down"] >= 1  # both pools are back to their least
     assert _sum(lines, "decisions_total{") >= 2 * changes["up"]
     assert _sum(lines, "gpu_budget") == POLICY["gpu_budget"]

@@ -110,9 +110,7 @@ async def _user(ask: Ask, user: int, users: int, outcome: Outcome, done: asyncio
 @contextlib.asynccontextmanager
 async def _batons_client(host: str, outcome: Outcome) -> AsyncIterator[Ask]:
     """A broken stream goes on at another router of the same address."""
-    async with AsyncClient(
-        (f"{host}:50051",), timeout_seconds=REQUEST_SECONDS, max_reconnects=8
-    ) as client:
+    async with AsyncClient((f"{host}:50051",), timeout_seconds=REQUEST_SECONDS, max_reconnects=8) as client:
 
         async def ask(token_ids: list[int]) -> list[int]:
             answer = await client.generate(token_ids, **OPTIONS)
