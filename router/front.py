@@ -36,7 +36,9 @@ class Front:
         self.in_flight = 0
         self.leaving = False  # not ready any more: nobody should send new requests
         self.closed = False  # and those that still come are refused,
-        self._last_words: frozenset[str] = frozenset()  # but on these connections, whose clients know nothing of it
+        self._last_words: frozenset[str] = (
+            frozenset()
+        )  # but on these connections, whose clients know nothing of it
         self.requests = 0
         self.live = Live(services, metrics, self._own_state)
 

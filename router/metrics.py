@@ -26,6 +26,7 @@ _STAGES = (
     "placement",
     "prefill_queue",
     "prefill",
+    "router_trip",
     "handoff_exposed",
     "decode_queue",
     "first_step",

@@ -481,6 +481,7 @@ class Timings(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     PLACEMENT_CALLS_FIELD_NUMBER: _builtins.int
     FIRST_STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    ROUTER_TRIP_SECONDS_FIELD_NUMBER: _builtins.int
     router_queue_seconds: _builtins.float
     placement_seconds: _builtins.float
     prefill_queue_seconds: _builtins.float
@@ -498,6 +499,8 @@ class Timings(_message.Message):
     placement_calls: _builtins.int
     first_step_seconds: _builtins.float
     """of decode_seconds: the first step after the hand-off"""
+    router_trip_seconds: _builtins.float
+    """what the first token took beyond its worker's own time: there and back"""
     def __init__(
         self,
         *,
@@ -517,10 +520,11 @@ class Timings(_message.Message):
         attempts: _builtins.int = ...,
         placement_calls: _builtins.int = ...,
         first_step_seconds: _builtins.float = ...,
+        router_trip_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_queue_seconds", b"decode_queue_seconds", "decode_seconds", b"decode_seconds", "decode_worker", b"decode_worker", "first_step_seconds", b"first_step_seconds", "handoff_exposed_seconds", b"handoff_exposed_seconds", "kv_bytes_shipped", b"kv_bytes_shipped", "not_shipped_tokens", b"not_shipped_tokens", "placement_calls", b"placement_calls", "placement_seconds", b"placement_seconds", "prefill_queue_seconds", b"prefill_queue_seconds", "prefill_seconds", b"prefill_seconds", "prefill_worker", b"prefill_worker", "router_queue_seconds", b"router_queue_seconds", "total_seconds", b"total_seconds", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_queue_seconds", b"decode_queue_seconds", "decode_seconds", b"decode_seconds", "decode_worker", b"decode_worker", "first_step_seconds", b"first_step_seconds", "handoff_exposed_seconds", b"handoff_exposed_seconds", "kv_bytes_shipped", b"kv_bytes_shipped", "not_shipped_tokens", b"not_shipped_tokens", "placement_calls", b"placement_calls", "placement_seconds", b"placement_seconds", "prefill_queue_seconds", b"prefill_queue_seconds", "prefill_seconds", b"prefill_seconds", "prefill_worker", b"prefill_worker", "router_queue_seconds", b"router_queue_seconds", "router_trip_seconds", b"router_trip_seconds", "total_seconds", b"total_seconds", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -82,6 +82,8 @@ class Timings:
     handoff_exposed_seconds: float = 0.0
     decode_queue_seconds: float = 0.0
     decode_seconds: float = 0.0
+    first_step_seconds: float = 0.0  # of decode_seconds
+    router_trip_seconds: float = 0.0  # the first token's way beyond its worker's own time
     total_seconds: float = 0.0
     kv_bytes_shipped: int = 0
     not_shipped_tokens: int = 0

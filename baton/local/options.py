@@ -122,7 +122,9 @@ class UpOptions:
     @property
     def policy(self) -> ServeAutoscalingConfig | None:
         """Raises ConfigError."""
-        return None if self.autoscaling is None else settings.load(ServeAutoscalingConfig, {}, self.autoscaling)
+        return (
+            None if self.autoscaling is None else settings.load(ServeAutoscalingConfig, {}, self.autoscaling)
+        )
 
     @property
     def ray_cpus(self) -> int:

@@ -294,8 +294,11 @@ class RequestLife:
             request_trace.failed(attempt.span, retry.reason)
             raise
         finally:
+            trip = attempt.trip_seconds
+            if trip is not None:
+                self.truth.trip_seconds = trip
             if self._trace is not None:
-                self._trace.attempt_over(attempt.span, attempt.started, attempt.trip_seconds)
+                self._trace.attempt_over(attempt.span, attempt.started, trip)
             self._services.placement.release(attempt.transfer_id)
             if not attempt.has_ended:
                 self._services.clean_up(attempt.close())

@@ -19,6 +19,7 @@ class Truth:
     attempts: int = 0
     placement_calls: int = 0
     placement_seconds: float = 0.0
+    trip_seconds: float = 0.0  # of the attempt that brought the latest first token
     prefill: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
     decode: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
     first_cached: int | None = None
@@ -58,6 +59,7 @@ class Truth:
             handoff_exposed_seconds=p.handoff_exposed_seconds,
             decode_queue_seconds=d.decode_queue_seconds,
             first_step_seconds=d.first_step_seconds,
+            router_trip_seconds=self.trip_seconds,
             decode_seconds=d.decode_seconds,
             total_seconds=total_seconds,
             kv_bytes_shipped=self.bytes_shipped,

@@ -4,8 +4,8 @@ baton.request
  ├─ baton.router      from its arrival until it is placed: parsing, tokens, validation, its tenant's quota
  ├─ baton.placement   one per attempt
  └─ baton.attempt     one per attempt; the workers' spans hang on it
-     └─ baton.router.trip   what the first token took beyond the worker's own time, shown at the attempt's
-                            beginning: half of it lies at the end, but clocks of two machines are not compared
+     └─ baton.router  what the first token took beyond the worker's own time: the trip there and back. Shown at the
+                      attempt's beginning: half of it lies at the end, but clocks of two machines are not compared
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RequestTrace:
         """Opens the attempt's span, and tells `spec`, which goes to the workers, of it."""
         context = self._root.context
         if not self._placed:
-            self._tracing.record(context, "baton.router", self._received, began)
+            self._tracing.record(context, "baton.router", self._received, began, {"baton.part": "intake"})
         self._placed += 1
         facts: dict[str, str | int] = {
             "baton.prefill_worker": placed.prefill.worker_id if placed.prefill is not None else "",
@@ -74,7 +74,8 @@ class RequestTrace:
         if span is None:
             return
         if trip_seconds is not None:
-            self._tracing.record(span.context, "baton.router.trip", started, started + trip_seconds)
+            part = {"baton.part": "trip"}
+            self._tracing.record(span.context, "baton.router", started, started + trip_seconds, part)
         span.end()
 
     def finish(self, result: str, outcome: Outcome, first_token_seconds: float | None) -> None:

@@ -146,13 +146,16 @@ def pair(
     """Two routers before the same workers."""
     config: dict[str, Any] = {
         **SETTINGS,
-        **{"model": str(checkpoint("llama")), "redis_url": redis_url, "namespace": namespace},
+        "model": str(checkpoint("llama")), "redis_url": redis_url, "namespace": namespace,
         "secret": secrets.token_hex(16),
     }
     tls = None
     if request.param == "tls":
         make_certs(tmp_path, [], 30)
-        config |= {"door_tls_cert": str(tmp_path / "router.pem"), "door_tls_key": str(tmp_path / "router.key")}
+        config |= {
+            "door_tls_cert": str(tmp_path / "router.pem"),
+            "door_tls_key": str(tmp_path / "router.key"),
+        }
         tls = ClientTls(tmp_path / "ca.pem")
     with (
         stub_workers(redis_url, namespace),

@@ -18,10 +18,15 @@ from baton.client import AsyncClient, Client, ClientTls
 from baton.local.certs import make_certs
 from baton.local.local_tls import LocalTls
 from cluster.errors import ConfigError, UnavailableError
+from cluster.membership.leaving import request_drain
+from cluster.membership.reader import read_workers
 from cluster.tls import ClientTls as Files
 from cluster.tls import DoorContext, Identity, Peers, make_identity
+from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import run_cluster, wait_for
+from tests.end_to_end.test_drain import registry
 from tests.end_to_end.test_handover import PROCESS
+from tests.exactness import judge
 from tests.security.conftest import NAME
 from tests.security.routers import run_router, stub_workers
 from wire import decode_pb2, decode_pb2_grpc, prefill_pb2
@@ -320,7 +325,8 @@ def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_p
     shutil.copytree(certs / "ours", live)
     if transport == "grpc":
         monkeypatch.setenv("BATON_TRANSFER__TRANSPORT", "grpc")
-    flags = ["--certs", str(live), "--require-client-certs", *PROCESS]
+    monkeypatch.setenv("BATON_DRAIN_MIGRATE_SECONDS", "0")
+    flags = ["--certs", str(live), "--require-client-certs", *PROCESS, "--decode", "2"]
     with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
         with Client(cluster.grpc, tls=client_tls(live)) as client:
             said = client.generate("a baton is handed over", max_tokens=8, temperature=0)
@@ -344,6 +350,23 @@ def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_p
         with Client(cluster.grpc, tls=client_tls(live)) as client:
             for _ in range(3):
                 assert len(client.generate("again and again", max_tokens=4).choices[0].token_ids) == 4
+            _leaves_while_it_streams(cluster, checkpoint("llama"), client)
+
+
+def _leaves_while_it_streams(cluster, model, client):
+    """A decode worker under mutual TLS: its stream goes on elsewhere, over connections made for it."""
+    prompt = prompt_ids(60, seed=9)
+    stream = client.stream(prompt, max_tokens=900, temperature=0, ignore_eos=True)
+    next(stream)
+    leaving = next(worker for worker in stream.worker_ids if worker.startswith("decode"))
+    assert request_drain(*registry(cluster), leaving)
+    list(stream)
+    tokens = list(stream.completion().token_ids)
+    assert len(tokens) == 900
+    assert not judge(model, prompt, tokens).wrong
+    wait_for(
+        lambda: leaving not in {one.worker_id for one in read_workers(*registry(cluster))}, 30, "it has left"
+    )
 
 
 def door_lets_in(door: DoorContext, directory: Path, version: ssl.TLSVersion, session=None):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from baton.client import Client
+from baton.local.ports import free_ports
 from tests.checkpoints import prompt_ids
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import Cluster, run_cluster, wait_for
@@ -29,6 +31,10 @@ RAY = ("--pool", "ray", "--dtype", "float32", "--local-prefill", "fallback", "--
 pytestmark = pytest.mark.system
 NEW = 24
 ROLES = ("prefill", "decode")
+SHOWN = (
+    *("desired_replicas", "current_replicas", "needed_replicas", "decisions_total", "changes_total"),
+    *("gpus_asked", "gpu_budget", "leader"),
+)
 
 
 class Load:
@@ -78,9 +84,30 @@ def live(cluster: Cluster, role: str) -> list[str]:
 @pytest.mark.timeout(480)
 def test_pools_grow_under_load_and_shrink_after_it(checkpoint: Checkpoint, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
-    policy.write_text(json.dumps(POLICY))
+    port = free_ports(1)[0]
+    policy.write_text(json.dumps({**POLICY, "metrics_port": port}))
     with run_cluster(tmp_path / "up", checkpoint("llama"), *RAY, "--autoscaling", str(policy)) as cluster:
         _grow_and_shrink(cluster)
+        _explains_itself(port)
+
+
+def _explains_itself(port: int) -> None:
+    """Serve's controller shows what it decided, as `baton autoscale` does."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+    names = {name.partition("{")[0] for name in lines}
+    assert {f"baton_autoscaling_{name}" for name in SHOWN} <= names
+    changes = {
+        direction: _sum(lines, f'changes_total{{direction="{direction}"') for direction in ("up", "down")
+    }
+    assert changes["up"] == changes["down"] >= 1  # both pools are back to their least
+    assert _sum(lines, "decisions_total{") >= 2 * changes["up"]
+    assert _sum(lines, "gpu_budget") == POLICY["gpu_budget"]
+
+
+def _sum(lines: dict[str, str], beginning: str) -> float:
+    own = [value for name, value in lines.items() if name.startswith(f"baton_autoscaling_{beginning}")]
+    return sum(map(float, own))
 
 
 def _grow_and_shrink(cluster: Cluster) -> None:

@@ -63,7 +63,10 @@ def test_ray_sizes_the_pools_where_it_places_them(renderer: Renderer) -> None:
     by_operator = renderer.render(VALUE_SETS["autoscaling by the operator's Ray"])
     (service,) = by_operator.of("RayService")
     elsewhere = renderer.render(VALUE_SETS["autoscaling on somebody else's Ray"])
-    told = [service["spec"]["serveConfigV2"], elsewhere.named("ConfigMap", "t-baton-serve")["data"]["serve.yaml"]]
+    told = [
+        service["spec"]["serveConfigV2"],
+        elsewhere.named("ConfigMap", "t-baton-serve")["data"]["serve.yaml"],
+    ]
     policies = []
     for text in told:
         (application,) = yaml.safe_load(text)["applications"]

@@ -32,15 +32,13 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 MODEL = ROOT / "demo" / "model"
 INSTALL_SECONDS, UPGRADE_SECONDS = 200, 240
 USERS, LEAST_IN_FLIGHT = 12, 200
-# Everything rolls but Redis. The nodes of Ray beside the workers go: Ray gives a node 30 s to start, whatever else a
-# small machine has to do, and the workers do not need them.
-CHANGES = "image.tag=next,ray.joinWorkers=false"
+CHANGES = "image.tag=next"  # everything rolls but Redis
 VALUES = (
     "--values",
     str(DEMO),
-    # Streams are short here; nobody waits for a load balancer to notice.
+    # Connections are young here, so that a router need not wait long for its clients to come by another one.
     "--set",
-    "router.drainDelaySeconds=2,tests.loadSeconds=5",
+    "router.maxConnectionSeconds=3,router.drainDelaySeconds=5,tests.loadSeconds=5",
 )
 
 
@@ -145,7 +143,7 @@ async def test_an_upgrade_under_load_loses_nothing(release: Release) -> None:
     async def upgrade() -> None:
         await asyncio.to_thread(release.helm.upgrade, *VALUES, "--set", CHANGES, seconds=UPGRADE_SECONDS)
 
-    outcome, span = await ask_during(release.grpc, USERS, LEAST_IN_FLIGHT, upgrade())
+    outcome, span = await ask_during(release.door, USERS, LEAST_IN_FLIGHT, upgrade())
     print(
         f"{outcome.overlapping(*span)} requests in {span[1] - span[0]:.0f} s, {outcome.reconnects} reconnects"
     )
@@ -174,7 +172,7 @@ async def test_a_killed_decode_pod_recovers_and_its_streams_go_on(release: Relea
         )
         wait_for(lambda: len(release.workers()) == 3, 30, "three workers are registered")
 
-    outcome, _ = await ask_during(release.grpc, USERS, 1, asyncio.to_thread(kill_and_wait))
+    outcome, _ = await ask_during(release.door, USERS, 1, asyncio.to_thread(kill_and_wait))
     assert outcome.failures == []
     assert outcome.wrong(MODEL) == []
     assert len({worker["id"] for worker in release.workers()} - workers) == 1

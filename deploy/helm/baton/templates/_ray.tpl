@@ -6,6 +6,10 @@
   valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" .Values.ray.tokenSecret) | nindent 4 }}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_DISABLE_IMPORT_WARNING, value: "1"}
+{{- /* While the head is replaced, nodes wait for it (its state is in Redis) and do not end: the first by seconds, the second
+       by looks, two seconds apart, of a node that starts. */}}
+- {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: "600"}
+- {name: RAY_NUM_REDIS_GET_RETRIES, value: "150"}
 {{- end -}}
 
 {{- /* Where Ray keeps its cluster's state. */ -}}
