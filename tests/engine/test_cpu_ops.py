@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.rotary import tables
-from engine.ops.team import Team
+from engine.ops.team import KernelTeam
 from engine.ops.torch_ops import TorchOps
 
 HEADS, KV, DIM, PAGE, LAYERS, BLOCKS = 6, 2, 16, 16, 3, 12
@@ -22,7 +22,7 @@ def make(kind: str, dtype: torch.dtype, threads: int) -> tuple[LayerOps, Tensor]
     shape = OpsShape(HEADS, KV, DIM, 1e-5)
     cos, sin = tables(1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM), 256)
     ops = (
-        TorchOps(shape, cos, sin, cache) if kind == "torch" else CpuOps(shape, cos, sin, cache, Team(threads))
+        TorchOps(shape, cos, sin, cache) if kind == "torch" else CpuOps(shape, cos, sin, cache, KernelTeam(threads, dtype, DIM))
     )
     ops.begin(torch.arange(100, 100 + TOKENS), torch.randperm(BLOCKS * PAGE, generator=seeded())[:TOKENS])
     return ops, cache
