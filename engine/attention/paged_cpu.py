@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionShape
-from engine.attention.sdpa import SdpaBackend
+from engine.attention.sdpa import Piece, SdpaBackend
 from engine.ops import cpu_jobs as jobs
+from engine.ops import cpu_kernels as kernels
 from engine.ops.team import KernelTeam, bits_of
 from engine.plan import PlanItem
+
 
 class PagedCpuBackend(SdpaBackend):
     name = "cpu"
@@ -20,6 +22,7 @@ class PagedCpuBackend(SdpaBackend):
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: KernelTeam):
         super().__init__(shape, kv_cache, team)
         self._kernels = team
+        self._kind = kernels.kind_of(kv_cache.dtype)
         self._rows = self._ends = self._tables = torch.empty(0, dtype=torch.int64)
 
     def begin(self, items: Sequence[PlanItem]) -> None:
@@ -42,3 +45,9 @@ class PagedCpuBackend(SdpaBackend):
             s.page_size, s.windows[layer], bits_of(self._scale),
         )  # fmt: skip
         self._kernels.run(jobs.ATTEND, len(self._rows), at)
+
+    def _weights(self, scores: Tensor, piece: Piece) -> Tensor:
+        """In place, and of hidden keys nothing is computed (torch's softmax and mask: twice the time)."""
+        rows = piece.rows.stop - piece.rows.start
+        kernels.soften_rows(self._kind, scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window)
+        return scores

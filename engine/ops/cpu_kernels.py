@@ -359,3 +359,35 @@ def _soften(weights, heads, begin, end):
             row[i] *= share
         whole[:begin] = F(0.0)
         whole[end:] = F(0.0)
+
+
+# --- attention over prompts -----------------------------------------------------------------------------------
+
+
+@compiled
+def soften_rows(kind, scores, count, keys, rows, offset, window):
+    """Softmax in place over what each of `count` rows of `keys` scores may see. Rows repeat for each head of a group:
+    row i is `rows` apart from the next head's, its own key is number offset + i % rows."""
+    values = _at(scores, kind)
+    whole = np.empty(keys, np.float32)
+    for row in range(count):
+        end = min(offset + row % rows + 1, keys)
+        begin = max(0, end - window) if window else 0
+        at = row * keys + begin
+        line = whole[begin:end]
+        top = _load(values, at)
+        for i in range(line.shape[0]):
+            value = _load(values, at + i)
+            top = value if value > top else top
+        total = F(0.0)
+        for i in range(line.shape[0]):
+            value = _exp(_load(values, at + i) - top)
+            line[i] = value
+            total += value
+        share = F(1.0) / total
+        for i in range(line.shape[0]):
+            _store(values, at + i, line[i] * share)
+        for i in range(row * keys, at):
+            _store(values, i, F(0.0))
+        for i in range(at + line.shape[0], (row + 1) * keys):
+            _store(values, i, F(0.0))

@@ -76,9 +76,7 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
         if not instruction_there():  # compiled all the same, never called
             return context.get_dummy_value()
         _, x, x_stride, weights, pairs, bias, out, out_stride, columns = args
-        product = _declare(
-            builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, _SUMS, _WEIGHTS, _WEIGHTS
-        )
+        product = _declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, _SUMS, _WEIGHTS, _WEIGHTS)
         prefetch = _declare(
             builder, "llvm.prefetch.p0", ir.VoidType(), ir.IntType(8).as_pointer(), _I32, _I32, _I32
         )
@@ -93,7 +91,11 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
         sources = [x]
         for _ in range(count - 1):
             sources.append(builder.add(sources[-1], x_stride))
-        entry, loop, done = builder.block, builder.append_basic_block("pair"), builder.append_basic_block("done")
+        entry, loop, done = (
+            builder.block,
+            builder.append_basic_block("pair"),
+            builder.append_basic_block("done"),
+        )
         builder.branch(loop)
         builder.position_at_end(loop)
         pair = builder.phi(_I64)
@@ -107,10 +109,10 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
         offset = builder.mul(pair, ir.Constant(_I64, 4))
         for source, own in zip(sources, sums):
             word = load(_I32, after(source, offset), 2)
-            lane = builder.insert_element(ir.Constant(ir.VectorType(_I32, 16), ir.Undefined), word, ir.Constant(_I32, 0))
-            spread = builder.shuffle_vector(
-                lane, lane, ir.Constant(ir.VectorType(_I32, 16), [0] * 16)
+            lane = builder.insert_element(
+                ir.Constant(ir.VectorType(_I32, 16), ir.Undefined), word, ir.Constant(_I32, 0)
             )
+            spread = builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(_I32, 16), [0] * 16))
             both = builder.bitcast(spread, _WEIGHTS)
             for half in (0, 1):
                 total = builder.call(product, [own[half], both, halves[half]])
@@ -139,7 +141,8 @@ def _store_rows(builder, sums, out, out_stride, columns):
     lane = builder.insert_element(ir.Constant(lanes, ir.Undefined), width, ir.Constant(_I32, 0))
     widths = builder.shuffle_vector(lane, lane, ir.Constant(lanes, [0] * 16))
     masks = [
-        builder.icmp_signed("<", ir.Constant(lanes, [16 * half + i for i in range(16)]), widths) for half in (0, 1)
+        builder.icmp_signed("<", ir.Constant(lanes, [16 * half + i for i in range(16)]), widths)
+        for half in (0, 1)
     ]
     for own in sums:
         for half in (0, 1):
@@ -148,32 +151,230 @@ def _store_rows(builder, sums, out, out_stride, columns):
         out = builder.add(out, out_stride)
 
 
-@njit(inline='always')
+@njit(inline="always")
 def _tile_of(count, x, xs, w, pairs, b, out, outs, columns):
     if count == 1:
-        _tile((0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile((0,), x, xs, w, pairs, b, out, outs, columns)
     elif count == 2:
-        _tile((0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
     elif count == 3:
-        _tile((0, 0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
     elif count == 4:
-        _tile((0, 0, 0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
     elif count == 5:
-        _tile((0, 0, 0, 0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
     elif count == 6:
-        _tile((0, 0, 0, 0, 0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
     elif count == 7:
-        _tile((0, 0, 0, 0, 0, 0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
     elif count == 8:
-        _tile((0, 0, 0, 0, 0, 0, 0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
     elif count == 9:
-        _tile((0, 0, 0, 0, 0, 0, 0, 0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
     elif count == 10:
-        _tile((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
     elif count == 11:
-        _tile((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
     elif count == 12:
-        _tile((0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ), x, xs, w, pairs, b, out, outs, columns)
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
 
 
 @compiled
@@ -187,4 +388,14 @@ def multiply(x, rows, inputs, panels, bias, out, outputs, first, last):
         for tile in range(tiles):
             begin = rows * tile // tiles
             count = rows * (tile + 1) // tiles - begin
-            _tile_of(count, x + begin * inputs * 2, inputs * 2, weights, inputs // 2, b, to + begin * outputs * 2, outputs * 2, columns)
+            _tile_of(
+                count,
+                x + begin * inputs * 2,
+                inputs * 2,
+                weights,
+                inputs // 2,
+                b,
+                to + begin * outputs * 2,
+                outputs * 2,
+                columns,
+            )

@@ -71,7 +71,9 @@ class KernelTeam(Team):
         assert self._helpers is not None, "only they share"
         self._serving = [one for one in self._serving if not one.done()]
         for _ in range(self.threads - 1 - len(self._serving)):
-            self._serving.append(self._helpers.submit(self._take, self._kind, self._dim8, self._job, PATIENCE))
+            self._serving.append(
+                self._helpers.submit(self._take, self._kind, self._dim8, self._job, PATIENCE)
+            )
 
     def split_torch(self, count: int, work: Callable[[int, int], None]) -> None:
         self._row[self._stop] = 1
