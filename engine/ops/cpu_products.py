@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding
-import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -107,7 +106,7 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
             line = builder.inttoptr(after(at, _AHEAD_BYTES + 64 * half), ir.IntType(8).as_pointer())
             builder.call(prefetch, [line, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
         offset = builder.mul(pair, ir.Constant(_I64, 4))
-        for source, own in zip(sources, sums):
+        for source, own in zip(sources, sums, strict=True):
             word = load(_I32, after(source, offset), 2)
             lane = builder.insert_element(
                 ir.Constant(ir.VectorType(_I32, 16), ir.Undefined), word, ir.Constant(_I32, 0)
