@@ -12,12 +12,13 @@ from cluster.errors import ConfigError
 from engine import kv_cache
 from engine.attention import registry
 from engine.attention.base import AttentionShape
+from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
 from engine.model.config import ModelConfig, inverse_frequencies
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.rotary import tables
-from engine.ops.team import Team
+from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup
 from engine.runner import ModelRunner
@@ -63,7 +64,10 @@ def load_runner(config: EngineConfig, group: TpGroup | None = None) -> ModelRunn
         device = torch.device("cuda", group.rank % torch.cuda.device_count())
     else:
         torch.set_num_threads(resolved.threads)
-    decoder = Decoder(model, Checkpoint(config.model, dtype, device), group)
+    team: Team = Team(resolved.threads if device.type == "cpu" else 1)
+    if resolved.attention_backend == "cpu":
+        team = KernelTeam(resolved.threads, dtype, model.head_dim)
+    decoder = Decoder(model, Checkpoint(config.model, dtype, device), group, _linear_of(dtype, team))
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
     cache = kv_cache.allocate(
         resolved.kv_memory_bytes, block, resolved.max_model_len, resolved.page_size, dtype, device
@@ -71,7 +75,6 @@ def load_runner(config: EngineConfig, group: TpGroup | None = None) -> ModelRunn
     shape = AttentionShape(
         decoder.num_heads, decoder.num_kv_heads, model.head_dim, resolved.page_size, model.windows
     )
-    team = Team(resolved.threads if device.type == "cpu" else 1)
     ops = _make_ops(model, decoder, cache, resolved, team)
     attention = registry.make(resolved.attention_backend, shape, cache, team)
     _give_back_freed_memory()
@@ -84,11 +87,28 @@ def _make_ops(
     """The CPU's kernels serve both ends of a product, or neither: the backend says which."""
     shape = OpsShape(decoder.num_heads, decoder.num_kv_heads, model.head_dim, model.norm_eps)
     cos, sin = tables(inverse_frequencies(model), config.max_model_len)
-    if config.attention_backend == "cpu":
+    if isinstance(team, KernelTeam):
         from engine.ops.cpu_ops import CpuOps
 
         return CpuOps(shape, cos, sin, cache, team)
     return TorchOps(shape, cos, sin, cache)
+
+
+def _linear_of(dtype: torch.dtype, team: Team) -> MakeLinear:
+    """Our own product where this CPU has its instruction; then no operation of torch is worth a second thread."""
+    if dtype is not torch.bfloat16 or not isinstance(team, KernelTeam):
+        return TorchLinear
+    from engine.ops import cpu_products
+
+    if not cpu_products.supported():
+        return TorchLinear
+    torch.set_num_threads(1)
+
+    def make(weight: Tensor, bias: Tensor | None) -> Linear:
+        fits = weight.shape[1] % 2 == 0
+        return PanelLinear(weight, bias, team) if fits else TorchLinear(weight, bias)
+
+    return make
 
 
 def _give_back_freed_memory() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cluster.errors import ConfigError
 from engine.attention.base import AttentionBackend, AttentionShape
-from engine.ops.team import Team
+from engine.ops.team import KernelTeam, Team
 
 NAMES = ("cpu", "sdpa", "varlen", "flash")
 
@@ -44,6 +44,7 @@ def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> Atte
     if name == "cpu":
         from engine.attention.paged_cpu import PagedCpuBackend
 
+        assert isinstance(team, KernelTeam), "build.py makes it for this backend"
         return PagedCpuBackend(shape, kv_cache, team)
     if name == "sdpa":
         from engine.attention.sdpa import SdpaBackend

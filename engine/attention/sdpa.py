@@ -36,13 +36,13 @@ class _Span:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """A block of queries and the keys that they may see."""
 
     rows: slice
     keys: slice
-    masked: int  # from this key of `keys` on the mask applies
-    mask: Tensor
+    offset: int  # the first row's position among `keys`
+    window: int
 
 
 class SdpaBackend:
@@ -169,19 +169,24 @@ class SdpaBackend:
                 for piece in pieces:
                     block = queries[head, :, piece.rows].reshape(-1, s.head_dim)
                     scores = torch.mm(block, keys[head, piece.keys].t())
-                    scores[:, piece.masked :] += piece.mask
-                    product = torch.mm(torch.softmax(scores, -1), values[head, piece.keys])
+                    product = torch.mm(self._weights(scores, piece), values[head, piece.keys])
                     mixed[piece.rows, head] = product.view(self._group, -1, s.head_dim).transpose(0, 1)
 
         self._team.split_torch(s.num_kv_heads, heads)
 
-    def _piece(self, row: int, stop: int, begin: int, window: int) -> _Piece:
+    @staticmethod
+    def _piece(row: int, stop: int, begin: int, window: int) -> Piece:
         first, last = begin + row, begin + stop
         low = max(0, first - window + 1) if window else 0
+        return Piece(slice(row, stop), slice(low, last), first - low, window)
+
+    def _weights(self, scores: Tensor, piece: Piece) -> Tensor:
+        """Softmax over the keys that each row of [group · rows, keys] may see; scores may be overwritten."""
         # Without a window only the last square of keys has something to hide.
-        masked = low if window else first
-        mask = self._mask(stop - row, last - masked, first - masked, window)
-        return _Piece(slice(row, stop), slice(low, last), masked - low, mask)
+        masked = 0 if piece.window else piece.offset
+        rows = piece.rows.stop - piece.rows.start
+        scores[:, masked:] += self._mask(rows, scores.shape[1] - masked, piece.offset - masked, piece.window)
+        return torch.softmax(scores, -1)
 
     def _mask(self, rows: int, keys: int, offset: int, window: int) -> Tensor:
         """0 where row i (at position offset + i of the keys) may look, -inf elsewhere. [group · rows, keys]"""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from engine.ops.team import KernelTeam
+
+Linear = Callable[[Tensor], Tensor]  # y = x Wᵀ + b; x [tokens, in]
+MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # of weight and bias
 
 # Rows the packed layout is tuned for. Measured: one layout serves 1 to 2,048 rows equally well.
 _PACK_ROWS = 16
@@ -24,8 +30,8 @@ def _can_pack() -> bool:
     return True
 
 
-class Linear:
-    """y = x Wᵀ + b; x [tokens, in]. bf16 on a CPU is prepacked (2× in decode) and the original given up."""
+class TorchLinear:
+    """bf16 on a CPU is prepacked (2× in decode) and the original given up."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool | None = None):
         self.out_features, self.in_features = weight.shape
@@ -40,4 +46,26 @@ class Linear:
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return out
+
+
+class PanelLinear:
+    """bf16 on a CPU with AVX512-BF16: our own kernel (engine/ops/cpu_products), on the team's threads."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, team: KernelTeam):
+        from engine.ops import cpu_jobs, cpu_products
+
+        self._run, self._code = team.run, cpu_jobs.MULTIPLY
+        self._outputs, self._inputs = weight.shape
+        self._panels = cpu_products.pack(weight)
+        self._bias = torch.zeros(len(self._panels) * cpu_products.PANEL)
+        if bias is not None:
+            self._bias[: self._outputs] = bias
+        self._at = (self._inputs, self._panels.data_ptr(), self._bias.data_ptr())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        out = x.new_empty(rows, self._outputs)
+        at = (x.data_ptr(), rows, *self._at, out.data_ptr(), self._outputs)
+        self._run(self._code, len(self._panels), at)
         return out

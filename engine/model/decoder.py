@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, MakeLinear
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps
@@ -41,6 +41,7 @@ class Decoder:
         config: ModelConfig,
         checkpoint: Checkpoint,
         group: TpGroup,
+        linear: MakeLinear,
     ):
         c = self.config = config
         self._group = group
@@ -64,10 +65,10 @@ class Decoder:
         head = self._embedding
         if not c.tie_embeddings:
             head = checkpoint.get("lm_head.weight", c.vocab_size, c.hidden_size, rows=self._vocab)
-        self._head = Linear(head)
-        self.layers = [self._layer(checkpoint, index) for index in range(c.num_layers)]
+        self._head = linear(head, None)
+        self.layers = [self._layer(checkpoint, index, linear) for index in range(c.num_layers)]
 
-    def _layer(self, checkpoint: Checkpoint, index: int) -> Layer:
+    def _layer(self, checkpoint: Checkpoint, index: int, linear: MakeLinear) -> Layer:
         c, get, p = self.config, checkpoint.get, f"model.layers.{index}."
         rank, dim, hidden, inner = self._group.rank, c.head_dim, c.hidden_size, c.intermediate_size
         q_rows = slice(rank * self.num_heads * dim, (rank + 1) * self.num_heads * dim)
@@ -91,14 +92,14 @@ class Decoder:
             )
         return Layer(
             input_norm=get(p + "input_layernorm.weight", hidden),
-            qkv=Linear(qkv, qkv_bias),
-            output=Linear(get(a + "o_proj.weight", hidden, q_all, columns=q_rows)),
+            qkv=linear(qkv, qkv_bias),
+            output=linear(get(a + "o_proj.weight", hidden, q_all, columns=q_rows), None),
             output_bias=get(a + "o_proj.bias", hidden) if c.output_bias else None,
             q_norm=get(a + "q_norm.weight", dim) if c.qk_norm else None,
             k_norm=get(a + "k_norm.weight", dim) if c.qk_norm else None,
             post_norm=get(p + "post_attention_layernorm.weight", hidden),
-            gate_up=Linear(gate_up, gate_up_bias),
-            down=Linear(get(m + "down_proj.weight", hidden, inner, columns=mine)),
+            gate_up=linear(gate_up, gate_up_bias),
+            down=linear(get(m + "down_proj.weight", hidden, inner, columns=mine), None),
             down_bias=get(m + "down_proj.bias", hidden) if c.mlp_bias else None,
         )
 

@@ -23,9 +23,14 @@ _LOG2E, _LN2_HIGH, _LN2_LOW = F(1.44269504088896341), F(0.693359375), F(-2.12194
 _EXP = tuple(F(c) for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 0.166666655, 0.5))
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
+def compiled(function: Callable[..., Any]) -> Any:
     """Kept on disk where something is writable: the first start compiles for seconds, later ones load."""
-    options: dict[str, Any] = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "nogil": True}
+    # Divisions that may raise are branches, and no loop with one is made of vectors.
+    options: dict[str, Any] = {
+        "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+        "nogil": True,
+        "error_model": "numpy",
+    }
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no place for a cache: a read-only file system
@@ -40,7 +45,7 @@ def kind_of(dtype: torch.dtype) -> int | float:
 
 
 @intrinsic
-def _as_f32(typing, bits):
+def as_f32(typing, bits):
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], ir.FloatType())
 
@@ -67,7 +72,7 @@ def _at(typing, address, kind):
 
 
 @intrinsic
-def _integers(typing, address):
+def integers(typing, address):
     """A pointer to int64."""
 
     def codegen(context, builder, signature, args):
@@ -106,7 +111,7 @@ def _size(kind): ...
 @overload(_load, inline="always")
 def _load_of(pointer, index):
     if pointer.dtype is types.uint16:
-        return lambda pointer, index: _as_f32(np.uint32(pointer[index]) << np.uint32(16))
+        return lambda pointer, index: as_f32(np.uint32(pointer[index]) << np.uint32(16))
     return lambda pointer, index: pointer[index]
 
 
@@ -133,11 +138,22 @@ def _size_of(kind):
     return lambda kind: size
 
 
+@intrinsic
+def _two_to(typing, exponent):
+    def codegen(context, builder, signature, args):
+        word = ir.IntType(32)
+        biased = builder.add(args[0], ir.Constant(word, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
 @njit(inline="always")
 def _exp(x):
-    """e^x, x ≤ 0, to the last bit or two (Cephes' expf)."""
-    x = max(x, F(-87.0))
-    n = np.floor(x * _LOG2E + F(0.5))
+    """e^x, x ≤ 0, to the last bit or two (Cephes' expf). No call of floor, no wide integer: it fills vectors."""
+    x = x if x > F(-87.0) else F(-87.0)
+    whole = np.int32(x * _LOG2E - F(0.5))  # truncated towards zero: the nearest, as x is not positive
+    n = F(whole)
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     y = _EXP[0]
     y = y * r + _EXP[1]
@@ -146,13 +162,13 @@ def _exp(x):
     y = y * r + _EXP[4]
     y = y * r + _EXP[5]
     y = y * r * r + r + F(1.0)
-    return y * _as_f32(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+    return y * _two_to(whole)
 
 
 # --- between the products ---------------------------------------------------------------------------------
 
 
-@_compiled
+@compiled
 def add_norm(kind, x, delta, weight, out, first, last, width, eps):
     """x += delta (where there is one: not 0), out = RMS norm of x. Rows [first, last) of `width`."""
     xs, ds, ws, ys = _at(x, kind), _at(delta, kind), _at(weight, kind), _at(out, kind)
@@ -170,7 +186,7 @@ def add_norm(kind, x, delta, weight, out, first, last, width, eps):
             _store(ys, base + i, _load(xs, base + i) * scale * _load(ws, i))
 
 
-@_compiled
+@compiled
 def silu_mul(kind, gate_up, out, first, last, width):
     """out = silu(gate) · up; gate_up rows are [gate | up], `width` each."""
     both, ys = _at(gate_up, kind), _at(out, kind)
@@ -184,7 +200,7 @@ def silu_mul(kind, gate_up, out, first, last, width):
             _store(ys, row * width + i, gate * top / (F(1.0) + small) * _load(both, base + width + i))
 
 
-@_compiled
+@compiled
 def rotate_and_keep(
     kind, qkv, first, last, heads, kv, dim8,
     cosine, sine, positions, slots, cache, layer, block_stride, page,
@@ -198,7 +214,7 @@ def rotate_and_keep(
     dim, half = 8 * len(dim8), 4 * len(dim8)
     rows, kept = _at(qkv, kind), _at(cache, kind)
     cos, sin = _at(cosine, 0.0), _at(sine, 0.0)
-    where, places = _integers(positions), _integers(slots)
+    where, places = integers(positions), integers(slots)
     for row in range(first, last):
         base = row * (heads + 2 * kv) * dim
         angle = where[row] * half
@@ -239,7 +255,7 @@ def _ask_for(address, size):
         _prefetch(address + line)
 
 
-@_compiled
+@compiled
 def _scores(keys, coming, size, kv, group, page, dim8, q, out):
     """out[head, token] = q[head] · key[token] for one block; meanwhile the block at `coming` is asked for."""
     dim = 8 * len(dim8)
@@ -262,7 +278,7 @@ def _scores(keys, coming, size, kv, group, page, dim8, q, out):
                 out[head * group + group - 1, token] = one
 
 
-@_compiled
+@compiled
 def _mix(values, coming, size, kv, group, page, dim8, p, acc):
     """acc[head] += p[head, token] · value[token] for one block; four tokens at a time spare the sums' way to memory."""
     dim = 8 * len(dim8)
@@ -281,7 +297,7 @@ def _mix(values, coming, size, kv, group, page, dim8, p, acc):
                     )
 
 
-@_compiled
+@compiled
 def attend_tokens(
     kind, q, q_stride, out, rows, tables, width, ends, first, last,
     cache, layer, block_stride, kv, group, page, dim8, window, scale,
@@ -294,7 +310,7 @@ def attend_tokens(
     dim, heads = 8 * len(dim8), kv * group
     size = _size(kind)
     queries, mixed = _at(q, kind), _at(out, kind)
-    row_of, table, end_of = _integers(rows), _integers(tables), _integers(ends)
+    row_of, table, end_of = integers(rows), integers(tables), integers(ends)
     values = kv * page * dim
     scaled = np.empty((heads, dim), np.float32)
     acc = np.empty((heads, dim), np.float32)
@@ -325,22 +341,53 @@ def attend_tokens(
                 _store(mixed, (row * heads + head) * dim + i, acc[head, i])
 
 
-@_compiled
+@compiled
 def _soften(weights, heads, begin, end):
     """Softmax over tokens [begin, end); the others, which fill up the blocks, get no weight."""
     for head in range(heads):
-        row = weights[head]
-        top = row[begin]
-        for i in range(begin, end):
-            top = max(top, row[i])
+        whole = weights[head]
+        row = whole[begin:end]
+        top = row[0]
+        for i in range(row.shape[0]):
+            top = row[i] if row[i] > top else top
         total = F(0.0)
-        for i in range(begin, end):
+        for i in range(row.shape[0]):
             row[i] = _exp(row[i] - top)
             total += row[i]
         share = F(1.0) / total
-        for i in range(begin, end):
+        for i in range(row.shape[0]):
             row[i] *= share
-        for i in range(begin):
-            row[i] = F(0.0)
-        for i in range(end, row.shape[0]):
-            row[i] = F(0.0)
+        whole[:begin] = F(0.0)
+        whole[end:] = F(0.0)
+
+
+# --- attention over prompts -----------------------------------------------------------------------------------
+
+
+@compiled
+def soften_rows(kind, scores, count, keys, rows, offset, window):
+    """Softmax in place over what each of `count` rows of `keys` scores may see. Rows repeat for each head of a group:
+    row i is `rows` apart from the next head's, its own key is number offset + i % rows."""
+    values = _at(scores, kind)
+    whole = np.empty(keys, np.float32)
+    for row in range(count):
+        end = min(offset + row % rows + 1, keys)
+        begin = max(0, end - window) if window else 0
+        at = row * keys + begin
+        line = whole[begin:end]
+        top = _load(values, at)
+        for i in range(line.shape[0]):
+            value = _load(values, at + i)
+            top = value if value > top else top
+        total = F(0.0)
+        for i in range(line.shape[0]):
+            value = _exp(_load(values, at + i) - top)
+            line[i] = value
+            total += value
+        share = F(1.0) / total
+        for i in range(line.shape[0]):
+            _store(values, at + i, line[i] * share)
+        for i in range(row * keys, at):
+            _store(values, i, F(0.0))
+        for i in range(at + line.shape[0], (row + 1) * keys):
+            _store(values, i, F(0.0))

@@ -1,19 +1,23 @@
-"""The threads that share one piece of work. Kernels and torch's products release the interpreter's lock, so Python
-threads do."""
+"""The threads that share one piece of work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import torch
 
-# Below this many pieces the others' waking (about 30 µs) costs more than they spare.
-WORTH_SHARING = 64
+# Of one job: few enough to cost nothing, and the last one is short to wait for.
+MOST_SHARES = 16
+# Looks for work before a helper goes to sleep, about 0.2 ms: it is awake throughout a step and asleep between steps.
+PATIENCE = 8192
 
 
 class Team:
-    """The caller and `threads - 1` helpers."""
+    """The caller and `threads - 1` helpers. Python threads do: kernels and torch's products release the lock."""
 
     def __init__(self, threads: int):
         self.threads = threads
@@ -21,29 +25,68 @@ class Team:
         if threads > 1:
             self._helpers = ThreadPoolExecutor(threads - 1, "engine-helper", _one_thread)
 
-    def split(self, count: int, work: Callable[[int, int], None], *, worth: bool | None = None) -> None:
-        """Calls work(first, last) so that [0, count) is covered; returns when all is done."""
-        worth = count >= WORTH_SHARING if worth is None else worth
-        if self._helpers is None or not worth or count < self.threads:
-            work(0, count)
-            return
-        borders = [count * i // self.threads for i in range(self.threads + 1)]
-        others = [self._helpers.submit(work, borders[i], borders[i + 1]) for i in range(1, self.threads)]
-        work(borders[0], borders[1])
-        for other in others:
-            other.result()
-
     def split_torch(self, count: int, work: Callable[[int, int], None]) -> None:
-        """The same for work made of torch operations: each thread then runs its own alone. Many small products
-        on one thread each are faster than each of them on all (1.6 times, measured on attention)."""
-        if self._helpers is None:
+        """Calls work(first, last), made of torch operations, so that [0, count) is covered. Many small products on one
+        thread each are faster than each of them on all (1.6 times, measured on attention)."""
+        if self._helpers is None or count < self.threads:
             work(0, count)
             return
+        before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            self.split(count, torch.inference_mode()(work), worth=True)  # the mode is a thread's own
+            part = torch.inference_mode()(work)  # the mode is a thread's own
+            borders = [count * i // self.threads for i in range(self.threads + 1)]
+            others = [self._helpers.submit(part, borders[i], borders[i + 1]) for i in range(1, self.threads)]
+            part(borders[0], borders[1])
+            for other in others:
+                other.result()
         finally:
-            torch.set_num_threads(self.threads)
+            torch.set_num_threads(before)
+
+
+class KernelTeam(Team):
+    """Shares the CPU's kernels as well (engine/ops/cpu_jobs.py). Only one thread may lead."""
+
+    def __init__(self, threads: int, dtype: torch.dtype, head_dim: int):
+        super().__init__(threads)
+        from engine.ops import cpu_jobs
+        from engine.ops.cpu_kernels import kind_of
+
+        self._take = cpu_jobs.take
+        self._kind, self._dim8 = kind_of(dtype), (0,) * (head_dim // 8)
+        self._row = np.zeros(cpu_jobs.SIZE, np.int64)
+        self._job = self._row.ctypes.data
+        self._begin, self._stop = cpu_jobs.CODE * 8, cpu_jobs.STOP
+        self._serving: list[Future[Any]] = []
+
+    def run(self, code: int, total: int, arguments: Sequence[int]) -> None:
+        """Runs a job over the items [0, total); returns when all of it is done."""
+        shares = 1 if self._helpers is None else min(total, MOST_SHARES)
+        struct.pack_into(f"{3 + len(arguments)}q", self._row, self._begin, code, total, shares, *arguments)
+        if shares > 1:
+            self._wake()
+        self._take(self._kind, self._dim8, self._job, 0)
+
+    def _wake(self) -> None:
+        assert self._helpers is not None, "only they share"
+        self._serving = [one for one in self._serving if not one.done()]
+        for _ in range(self.threads - 1 - len(self._serving)):
+            self._serving.append(
+                self._helpers.submit(self._take, self._kind, self._dim8, self._job, PATIENCE)
+            )
+
+    def split_torch(self, count: int, work: Callable[[int, int], None]) -> None:
+        self._row[self._stop] = 1
+        for one in self._serving:
+            one.result()
+        self._row[self._stop] = 0
+        super().split_torch(count, work)
+
+
+def bits_of(value: float) -> int:
+    """A float as a job's argument."""
+    (bits,) = struct.unpack("i", struct.pack("f", value))
+    return int(bits)
 
 
 def _one_thread() -> None:

@@ -12,7 +12,7 @@ from engine.attention.base import AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import VarlenBackend, flash_varlen
-from engine.ops.team import Team
+from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem
 
 HEADS, KV, DIM, PAGE, LAYERS = 4, 2, 8, 16, 2
@@ -67,8 +67,8 @@ def test_cpu_and_cuda_backends_mean_the_same(window):
     backends = [
         VarlenBackend(shape, cache, reference),
         SdpaBackend(shape, cache, Team(1)),
-        PagedCpuBackend(shape, cache, Team(1)),
-        PagedCpuBackend(shape, cache, Team(2)),
+        PagedCpuBackend(shape, cache, KernelTeam(1, torch.float32, DIM)),
+        PagedCpuBackend(shape, cache, KernelTeam(2, torch.float32, DIM)),
     ]
     outputs = []
     for backend in backends:

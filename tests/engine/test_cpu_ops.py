@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.layers.linear import PanelLinear
+from engine.ops import cpu_products
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.cpu_ops import CpuOps
 from engine.ops.rotary import tables
-from engine.ops.team import Team
+from engine.ops.team import KernelTeam
 from engine.ops.torch_ops import TorchOps
 
 HEADS, KV, DIM, PAGE, LAYERS, BLOCKS = 6, 2, 16, 16, 3, 12
@@ -22,7 +24,9 @@ def make(kind: str, dtype: torch.dtype, threads: int) -> tuple[LayerOps, Tensor]
     shape = OpsShape(HEADS, KV, DIM, 1e-5)
     cos, sin = tables(1.0 / 100.0 ** (torch.arange(0, DIM, 2) / DIM), 256)
     ops = (
-        TorchOps(shape, cos, sin, cache) if kind == "torch" else CpuOps(shape, cos, sin, cache, Team(threads))
+        TorchOps(shape, cos, sin, cache)
+        if kind == "torch"
+        else CpuOps(shape, cos, sin, cache, KernelTeam(threads, dtype, DIM))
     )
     ops.begin(torch.arange(100, 100 + TOKENS), torch.randperm(BLOCKS * PAGE, generator=seeded())[:TOKENS])
     return ops, cache
@@ -61,3 +65,18 @@ def test_the_gate_survives_extreme_values():
     gate = torch.tensor([[-1e4, -90.0, -1e-8, 0.0, 1e-8, 90.0, 1e4, -3.0] + [1.0] * 8])
     expected = torch.nn.functional.silu(gate[:, :8])
     torch.testing.assert_close(ops.gate(gate), expected, atol=1e-30, rtol=1e-6)
+
+
+@pytest.mark.skipif(not cpu_products.instruction_there(), reason="this CPU has no AVX512-BF16")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_by_panels(threads):
+    """Every size of a tile, several of them, and outputs that do not fill a panel."""
+    team = KernelTeam(threads, torch.bfloat16, DIM)
+    weight, bias = random(75, WIDTH, dtype=torch.bfloat16), random(75, dtype=torch.bfloat16)
+    linear, plain = PanelLinear(weight, bias, team), PanelLinear(weight, None, team)
+    x = random(40, WIDTH, dtype=torch.bfloat16)
+    exact = x.double() @ weight.double().T
+    for rows in (*range(1, 14), 40):
+        torch.testing.assert_close(linear(x[:rows]).double(), exact[:rows] + bias, atol=1e-3, rtol=8e-3)
+    alone = torch.cat([plain(x[row : row + 1]) for row in range(40)])
+    torch.testing.assert_close(plain(x), alone, atol=0, rtol=0)  # whatever rows are beside it

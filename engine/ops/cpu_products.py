@@ -1,0 +1,400 @@
+"""Products with bf16 weights by the CPU's own instruction for them (AVX512-BF16), compiled by numba.
+
+A weight [outputs, inputs] lies in panels of 32 outputs: [panel][pair of inputs][output][2], each panel one stream of
+memory. A tile multiplies up to 12 rows with one panel: 24 sums stay in registers, two vectors of weights are read for
+24 products. In decode every weight is then read once, by the row, from memory, and the products hide behind the
+reading; in a prompt the panel stays in the second-level cache while the rows go by. A row's sums are taken in the
+same order whatever rows are beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.ops.cpu_kernels import compiled
+
+PANEL = 32
+MOST_ROWS = 12
+_AHEAD_BYTES = 4096  # of the stream of weights: no hardware prefetcher goes beyond a page
+_PAIR_BYTES = PANEL * 2 * 2
+_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+_SUMS = ir.VectorType(_F32, 16)
+
+
+def supported() -> bool:
+    """This CPU has the instruction. One with AMX has better ones, which oneDNN uses."""
+    return instruction_there() and not llvmlite.binding.get_host_cpu_features().get("amx-bf16")
+
+
+def instruction_there() -> bool:
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
+
+
+def pack(weight: Tensor) -> Tensor:
+    """bf16 [outputs, inputs], inputs even → its panels."""
+    outputs, inputs = weight.shape
+    padded = F.pad(weight, (0, 0, 0, -outputs % PANEL))
+    return padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+
+
+class _BFloat(ir.types._BaseFloatType):
+    """llvmlite has no name for it."""
+
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def format_constant(self, value: Any) -> str:
+        return str(value)
+
+
+_BFloat._create_instance()
+_WEIGHTS, _ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
+
+
+def _declare(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
+    known = builder.module.globals.get(name)
+    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+@intrinsic
+def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, columns):
+    """out[rows, columns ≤ 32] = x · panel + bias; addresses, strides in bytes. `rows` is a tuple of that length."""
+    count = rows.count
+
+    def codegen(context, builder, signature, args):
+        if not instruction_there():  # compiled all the same, never called
+            return context.get_dummy_value()
+        _, x, x_stride, weights, pairs, bias, out, out_stride, columns = args
+        product = _declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, _SUMS, _WEIGHTS, _WEIGHTS)
+        prefetch = _declare(
+            builder, "llvm.prefetch.p0", ir.VoidType(), ir.IntType(8).as_pointer(), _I32, _I32, _I32
+        )
+
+        def load(kind, address, align):
+            return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+        def after(address, offset):
+            return builder.add(address, offset if isinstance(offset, ir.Value) else ir.Constant(_I64, offset))
+
+        starts = [load(_SUMS, after(bias, 64 * half), 4) for half in (0, 1)]
+        sources = [x]
+        for _ in range(count - 1):
+            sources.append(builder.add(sources[-1], x_stride))
+        entry, loop, done = (
+            builder.block,
+            builder.append_basic_block("pair"),
+            builder.append_basic_block("done"),
+        )
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        pair = builder.phi(_I64)
+        pair.add_incoming(ir.Constant(_I64, 0), entry)
+        sums = [[builder.phi(_SUMS) for _ in (0, 1)] for _ in range(count)]
+        at = builder.add(weights, builder.mul(pair, ir.Constant(_I64, _PAIR_BYTES)))
+        halves = [load(_WEIGHTS, after(at, 64 * half), 4) for half in (0, 1)]
+        for half in (0, 1):
+            line = builder.inttoptr(after(at, _AHEAD_BYTES + 64 * half), ir.IntType(8).as_pointer())
+            builder.call(prefetch, [line, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
+        offset = builder.mul(pair, ir.Constant(_I64, 4))
+        for source, own in zip(sources, sums, strict=True):
+            word = load(_I32, after(source, offset), 2)
+            lane = builder.insert_element(
+                ir.Constant(ir.VectorType(_I32, 16), ir.Undefined), word, ir.Constant(_I32, 0)
+            )
+            spread = builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(_I32, 16), [0] * 16))
+            both = builder.bitcast(spread, _WEIGHTS)
+            for half in (0, 1):
+                total = builder.call(product, [own[half], both, halves[half]])
+                own[half].add_incoming(starts[half], entry)
+                own[half].add_incoming(total, loop)
+                own[half] = total
+        following = builder.add(pair, ir.Constant(_I64, 1))
+        pair.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_signed("<", following, pairs), loop, done)
+        builder.position_at_end(done)
+        _store_rows(builder, sums, out, out_stride, columns)
+        return context.get_dummy_value()
+
+    address = types.int64
+    return types.void(rows, *([address] * 8)), codegen
+
+
+def _store_rows(builder, sums, out, out_stride, columns):
+    """Rounds to bf16; columns beyond the matrix are not written."""
+    lanes = ir.VectorType(_I32, 16)
+    bits = ir.VectorType(ir.IntType(1), 16)
+    rounding = _declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _ROUNDED, _SUMS)
+    pointer = _ROUNDED.as_pointer()
+    store = _declare(builder, "llvm.masked.store.v16bf16.p0", ir.VoidType(), _ROUNDED, pointer, _I32, bits)
+    width = builder.trunc(columns, _I32)
+    lane = builder.insert_element(ir.Constant(lanes, ir.Undefined), width, ir.Constant(_I32, 0))
+    widths = builder.shuffle_vector(lane, lane, ir.Constant(lanes, [0] * 16))
+    masks = [
+        builder.icmp_signed("<", ir.Constant(lanes, [16 * half + i for i in range(16)]), widths)
+        for half in (0, 1)
+    ]
+    for own in sums:
+        for half in (0, 1):
+            to = builder.inttoptr(builder.add(out, ir.Constant(_I64, 32 * half)), pointer)
+            builder.call(store, [builder.call(rounding, [own[half]]), to, ir.Constant(_I32, 2), masks[half]])
+        out = builder.add(out, out_stride)
+
+
+@njit(inline="always")
+def _tile_of(count, x, xs, w, pairs, b, out, outs, columns):
+    if count == 1:
+        _tile((0,), x, xs, w, pairs, b, out, outs, columns)
+    elif count == 2:
+        _tile(
+            (
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+    elif count == 3:
+        _tile(
+            (
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+    elif count == 4:
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+    elif count == 5:
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+    elif count == 6:
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+    elif count == 7:
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+    elif count == 8:
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+    elif count == 9:
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+    elif count == 10:
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+    elif count == 11:
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+    elif count == 12:
+        _tile(
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+            ),
+            x,
+            xs,
+            w,
+            pairs,
+            b,
+            out,
+            outs,
+            columns,
+        )
+
+
+@compiled
+def multiply(x, rows, inputs, panels, bias, out, outputs, first, last):
+    """out[rows, outputs] = x[rows, inputs] · Wᵀ + bias, for panels [first, last)."""
+    tiles = (rows + 11) // 12
+    for panel in range(first, last):
+        weights = panels + panel * inputs * 64
+        columns = min(outputs - panel * 32, 32)
+        b, to = bias + panel * 128, out + panel * 64
+        for tile in range(tiles):
+            begin = rows * tile // tiles
+            count = rows * (tile + 1) // tiles - begin
+            _tile_of(
+                count,
+                x + begin * inputs * 2,
+                inputs * 2,
+                weights,
+                inputs // 2,
+                b,
+                to + begin * outputs * 2,
+                outputs * 2,
+                columns,
+            )
