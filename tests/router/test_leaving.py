@@ -146,7 +146,9 @@ def pair(
     """Two routers before the same workers."""
     config: dict[str, Any] = {
         **SETTINGS,
-        "model": str(checkpoint("llama")), "redis_url": redis_url, "namespace": namespace,
+        "model": str(checkpoint("llama")),
+        "redis_url": redis_url,
+        "namespace": namespace,
         "secret": secrets.token_hex(16),
     }
     tls = None
