@@ -1,74 +1,79 @@
-"""The workers as one Ray Serve application: two deployments, each replica a whole worker.
+"""The workers as one Ray Serve application: two deployments, each replica keeps a whole worker (baton/keeping).
 
-Ray manages processes and nothing else: a replica opens its own gRPC port and registers itself, tokens and KV
+Ray manages processes and nothing else: a worker opens its own gRPC port and registers itself, tokens and KV
 never pass through Ray. Serve does not see the workers' ports, so a replica's ongoing requests are 0 to it.
 """
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvloop
-
 from baton import scaled_pools
 from baton.autoscaling.config import ServeAutoscalingConfig
 from baton.autoscaling.serve_policy import deployment_name
+from baton.keeping import places
+from baton.keeping.keeper import Keeper
 from cluster import settings
 from cluster.config import Role, WorkerConfig
 
+log = logging.getLogger(__name__)
 # Baton fences a worker at 5 s; Serve restarts it later, so a fenced worker may rejoin until then.
 HEALTH_CHECK_PERIOD_SECONDS = 10.0
 HEALTH_CHECK_TIMEOUT_SECONDS = 30.0
+START_SECONDS = 600.0
 APPLICATION = "baton"
 
 
 class Replica:
-    """One worker on a loop and thread of its own, so that Serve's loop never delays a token."""
+    """Keeps one worker, which is a process of its own: it outlives this one and Ray's others, and is taken over
+    by the replica that Serve starts in this one's place."""
 
     def __init__(self, config: Mapping[str, Any], environment: Mapping[str, str], other_pool: Any = None):
         os.environ.update(environment)
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="worker", daemon=True)
-        self._thread.start()
-        from baton.workers import start_worker  # torch is imported in the replica, not by who deploys it
-
         # What differs from node to node (its address, its secrets' files) stands in that node's environment.
         resolved = settings.load(WorkerConfig, {}, values=config)
-        self._worker = self._on_loop(start_worker(resolved), 600.0)
         self._drain_seconds = resolved.drain_seconds
-        asyncio.run_coroutine_threadsafe(self._leave_when_told(), self._loop)
+        if resolved.engine.nodes > 1:
+            os.environ["RAY_ADDRESS"] = _ray_address()  # the worker's own ranks are placed by the same Ray
+        self._stopping = False
+        self._keeper = Keeper.take_over_or_start(places.directory(), config, environment)
+        self._keeper.wait_serving(START_SECONDS)
+        threading.Thread(target=self._follow, name="follow", daemon=True).start()
 
-    def _on_loop(self, coroutine: Any, seconds: float) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
-
-    async def _leave_when_told(self) -> None:
-        """`baton drain`: Serve starts a replica whose process ends again at once. On a node that goes away it must
-        not, so there it stays, without a worker, until the node is gone."""
-        then = await self._worker.wait_drain_wanted()
-        await self._worker.stop()
-        if then == "exit":
-            os._exit(
-                0
-            )  # from a thread that is not Ray's there is no gentler way, and nothing is left to lose
+    def _follow(self) -> None:
+        """Serve starts a replica whose process ends again at once: one that was killed, or drained by `baton drain`. On
+        a node that goes away it must not, so there the replica stays, without a worker, until the node is gone."""
+        left, failed = self._keeper.wait_ended()
+        if self._keeper.left_for_good or self._stopping:
+            return
+        log.error("the worker has ended: %s", left or failed or "killed")
+        # From a thread that is not Ray's there is no gentler way, and nothing is left to lose.
+        os._exit(0 if left else 1)
 
     def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
-        if not self._worker.healthy():
-            raise RuntimeError("the engine has stopped or hangs")
+        if not self._keeper.healthy() and not self._keeper.left_for_good:
+            raise RuntimeError("the worker's engine has stopped or hangs, or its process is silent")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the policy reads: the numbers that this worker publishes in Redis too."""
-        return {name: float(n) for name, n in self._worker.status().items() if isinstance(n, int | float)}
+        return {name: float(n) for name, n in self._keeper.status().items() if isinstance(n, int | float)}
 
     def __del__(self) -> None:
-        worker = getattr(self, "_worker", None)
-        if worker is not None:
-            self._on_loop(worker.stop(), self._drain_seconds + 5.0)
+        if (keeper := getattr(self, "_keeper", None)) is not None:
+            self._stopping = True
+            keeper.stop(self._drain_seconds + 5.0)
+
+
+def _ray_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 @dataclass(frozen=True)

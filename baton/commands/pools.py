@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from cluster import settings
 from cluster.config import Role, WorkerConfig
 from cluster.errors import ConfigError, SetupError
 
+RAY_SECONDS = 60.0
+RETRY_SECONDS = 0.5
 ROLES: tuple[Role, ...] = ("decode", "prefill")
 
 
-def run_pools(config: Path, address: str, ready_file: Path | None) -> None:
+def run_pools(config: Path, address: str, ready_file: Path | None, deployed: bool = False) -> None:
     """`config` is JSON: {"environment": {…}, "prefill": [worker, …], "decode": [worker, …]}, and
     "autoscaling": {…} (baton/autoscaling/config.py) where the pools are to be sized by load."""
     stop = threading.Event()
@@ -35,10 +38,11 @@ def run_pools(config: Path, address: str, ready_file: Path | None) -> None:
         role: [settings.load(WorkerConfig, {}, values=one) for one in described.get(role, [])]
         for role in ROLES
     }
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    _connect(address, stop)
     try:
-        pools.deploy(workers, described.get("environment", {}), _autoscaling(described))
-        say("pools are deployed")
+        if not deployed:
+            pools.deploy(workers, described.get("environment", {}), _autoscaling(described))
+            say("pools are deployed")
         write_ready(ready_file, {"pid": os.getpid()})
         stop.wait()
     except RuntimeError as error:
@@ -46,6 +50,20 @@ def run_pools(config: Path, address: str, ready_file: Path | None) -> None:
     finally:
         pools.shutdown()
         ray.shutdown()
+
+
+def _connect(address: str, stop: threading.Event) -> None:
+    """Ray may be starting: it is waited for. Raises SetupError."""
+    import ray
+
+    deadline = time.monotonic() + RAY_SECONDS
+    while True:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if stop.wait(RETRY_SECONDS) or time.monotonic() > deadline:
+                raise SetupError(f"no Ray at {address}: {error}", field="address") from error
 
 
 def _autoscaling(described: dict[str, Any]) -> ServeAutoscalingConfig | None:

@@ -112,12 +112,15 @@ def router(
 def pools(
     config: Annotated[Path, typer.Option(help="JSON: {prefill: [worker…], decode: [worker…]}.")],
     address: Annotated[str, typer.Option(help="Ray cluster, host:port.")] = "auto",
+    deployed: Annotated[
+        bool, typer.Option("--deployed", help="They run there already: only stay, and end them in the end.")
+    ] = False,
     ready_file: ReadyFile = None,
 ) -> None:
     """Deploy both pools on a Ray cluster as one Serve application, and stay until told to stop."""
     from baton.commands.pools import run_pools
 
-    run_pools(config, address, ready_file)
+    run_pools(config, address, ready_file, deployed)
 
 
 def given(**flags: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Starts, watches and stops everything that `baton up` promises.
 
 Redis ─► routers + workers (side by side) ─► all registered, routers ready ─► state file
-run:   what dies is started again: a router at its old address, a worker under a new id (its end is a fact then)
+run:   what dies is started again: a router at its old address, a worker under a new id (its end is a fact then); Ray
+       as a whole, while its workers go on
 stop:  routers ─► workers (and Ray) ─► Redis          only what was started here
 """
 
@@ -20,10 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from baton.keeping import places
 from baton.local import children, ray_head
 from baton.local.children import Child
 from baton.local.exit_notices import ExitNotices
 from baton.local.options import UpOptions
+from baton.local.ray_pools import RayPools
 from baton.local.state import ClusterState, RedisState, RouterState, WorkerState
 from baton.local.supervisor import Supervisor
 from cluster.config import Role, RouterConfig
@@ -52,7 +55,7 @@ class LocalCluster:
         self._redis_url = options.redis_url
         self._namespace = options.namespace or f"baton-{secrets.token_hex(4)}"
         self._secret = secrets.token_hex(16)
-        self._ray: ray_head.RayHead | None = None
+        self._ray: RayPools | None = None
         self._routers = Supervisor()
         self._workers = Supervisor()
         self._servers = Supervisor()  # Redis
@@ -82,6 +85,8 @@ class LocalCluster:
     def watch(self) -> list[str]:
         """Starts again what has died; returns what people should know. The state file follows."""
         said = [*self._servers.check(), *self._routers.check(), *self._workers.check()]
+        if self._ray is not None:
+            said += self._ray.check()
         self._notices.send({one.id: one.address for one in self._ready_workers("decode")})
         if self._options.pool == "process" and self._written is not None:
             routers = [RouterState(**facts) for facts in self._ready(self._routers)]
@@ -122,7 +127,7 @@ class LocalCluster:
         children.stop_all(self._routers.children, STOP_SECONDS)
         children.stop_all(self._workers.children, STOP_SECONDS)
         if self._ray is not None:
-            self._ray.stop()
+            self._ray.stop(STOP_SECONDS)
         if self._redis is not None:
             self._redis.stop()
         if self._options.state_file is not None:
@@ -130,7 +135,7 @@ class LocalCluster:
         shutil.rmtree(self._dir, ignore_errors=True)
 
     def _all_children(self) -> list[Child]:
-        ray = [self._ray.child] if self._ray is not None else []
+        ray = self._ray.children if self._ray is not None else []
         return [*self._routers.children, *self._workers.children, *ray]
 
     def _start_redis(self) -> None:
@@ -197,26 +202,20 @@ class LocalCluster:
 
     def _start_ray_pools(self) -> None:
         self._progress("starting Ray")
-        options = self._options
-        policy = options.policy
-        push = policy.interval_seconds / 2 if policy is not None else 0.0
-        self._ray = ray_head.start(options.ray_cpus + 1, self._logs, self._dir / "ray", push_seconds=push)
-        self._progress("deploying the pools")
+        options, policy = self._options, self._options.policy
+        kept = self._dir / "workers"
         described: dict[str, Any] = {
             **{str(role): configs for role, configs in self._worker_configs().items()},
-            "environment": options.worker_environment(),
+            "environment": {**options.worker_environment(), places.DIRECTORY_VARIABLE: str(kept)},
         }
         if policy is not None:
             described["autoscaling"] = policy.model_dump(mode="json")
-        path = self._write_config("pools", described)
-        command = children.baton_command(
-            "pools",
-            "--config",
-            str(path),
-            "--address",
-            self._ray.address,
+        push = policy.interval_seconds / 2 if policy is not None else 0.0
+        launch = partial(
+            ray_head.launch, options.ray_cpus + 1, self._logs, self._dir / "ray", push_seconds=push
         )
-        self._workers.add(children.start("pools", command, self._logs, self._ray.env))
+        self._ray = RayPools(self._write_config("pools", described), self._logs, kept, launch)
+        self._ray.start()
 
     def _write_config(self, name: str, config: dict[str, Any]) -> Path:
         path = self._dir / f"{name}.json"

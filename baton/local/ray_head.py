@@ -19,7 +19,7 @@ from baton.local import children
 from baton.local.ports import free_ports
 from cluster.errors import SetupError
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 STOP_SECONDS = 30.0
 _PORT_FLAGS = (
     "--port",
@@ -51,8 +51,21 @@ def start(
     resources: Mapping[str, float] = MappingProxyType({}),
     push_seconds: float = 0.0,
 ) -> RayHead:
-    """Starts a head with `num_cpus` logical CPUs, and further resources by their names; returns once it accepts
-    connections. Serve's replicas send their numbers every `push_seconds` (0: Serve's own 10 s)."""
+    """As `launch`; returns once it accepts connections. Raises SetupError."""
+    head = launch(num_cpus, logs, temp_dir, resources, push_seconds)
+    wait_until_started(head)
+    return head
+
+
+def launch(
+    num_cpus: int,
+    logs: Path,
+    temp_dir: Path,
+    resources: Mapping[str, float] = MappingProxyType({}),
+    push_seconds: float = 0.0,
+) -> RayHead:
+    """Starts a head with `num_cpus` logical CPUs, and further resources by their names. Serve's replicas send their
+    numbers every `push_seconds` (0: Serve's own 10 s). It ends as a whole when one of Ray's processes dies."""
     ports = free_ports(len(_PORT_FLAGS))
     env = {
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -74,12 +87,11 @@ def start(
         "--disable-usage-stats",
         f"--temp-dir={temp_dir}",
     ]
-    head = RayHead(children.start("ray", command, logs, env), f"127.0.0.1:{ports[0]}", env)
-    _wait_until_started(head)
-    return head
+    return RayHead(children.start("ray", command, logs, env), f"127.0.0.1:{ports[0]}", env)
 
 
-def _wait_until_started(head: RayHead) -> None:
+def wait_until_started(head: RayHead) -> None:
+    """Raises SetupError."""
     deadline = time.monotonic() + START_SECONDS
     while "Ray runtime started" not in head.child.tail(200):
         children.check_alive([head.child])

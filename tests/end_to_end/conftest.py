@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench import cluster
@@ -33,6 +34,13 @@ def wait_for(check: Callable[[], Any], seconds: float, what: str) -> Any:
             problem = error
         time.sleep(0.02)
     raise AssertionError(f"not within {seconds} s: {what}") from problem
+
+
+def gone(pid: int) -> bool:
+    """Also if nobody reaps it: not every machine's init does."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 @contextlib.contextmanager

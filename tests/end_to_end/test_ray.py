@@ -1,4 +1,5 @@
-"""The pools on a real Ray cluster: replicas serve, a killed one is replaced, and nothing is left behind."""
+"""The pools on a real Ray cluster: replicas serve, a killed one is replaced, requests go on without Ray itself, and
+nothing is left behind."""
 
 from __future__ import annotations
 
@@ -7,26 +8,59 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from baton.client import Client
 from bench.cluster import Cluster
 from cluster.membership.leaving import request_drain
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import wait_for
+from tests.end_to_end.conftest import gone, run_cluster, wait_for
+from tests.end_to_end.ray_processes import Streams, kill_ray, ray_pids, wait_whole
 from tests.end_to_end.test_handover import NEW, assert_all_free, assert_reference
 
 RAY = ("--pool", "ray", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 
 
-def test_a_killed_replica_comes_back_and_requests_go_on(checkpoint, start_cluster):
+@pytest.fixture(scope="module")
+def ray_cluster(checkpoint, tmp_path_factory):
+    """One for all tests here; its workers end with it, though they are no children of anything."""
     model = checkpoint("llama")
-    cluster = start_cluster(model, *RAY)
+    with run_cluster(tmp_path_factory.mktemp("ray"), model, *RAY) as cluster:
+        yield model, cluster
+        left = [w["status"]["pid"] for w in cluster.workers() if w["lease"] == "live"]
+    assert left and all(gone(pid) for pid in left)
+
+
+@pytest.mark.timeout(400)
+def test_requests_go_on_while_ray_starts_anew_and_replaces_replicas_again(ray_cluster):
+    model, cluster = ray_cluster
+    before = live(cluster)
+    streams = Streams(cluster)
+    streams.wait_for_more(1)
+    killed = [*kill_ray(cluster, "gcs_server"), *ray_pids(cluster, "raylet")]
+    wait_for(lambda: not set(ray_pids(cluster, "")) & set(killed), 60.0, "all of the old Ray is gone")
+    streams.wait_for_more(2)
+    streams.stop(model)
+    wait_whole(cluster, "gcs_server", killed)
+    assert live(cluster) == before, "the workers went on, and nobody started others"
+
+    os.kill(before["prefill"]["pid"], signal.SIGKILL)
+    wait_for(lambda: replaced_but(cluster, before["prefill"]["id"]), 90.0, "a new prefill replica")
+    with Client(cluster.grpc) as client:
+        again = client.generate(prompt_ids(90, seed=3), max_tokens=8, temperature=0, ignore_eos=True)
+    assert again.timings.kv_bytes_shipped > 0
+    assert_all_free(cluster)
+
+
+def test_a_killed_replica_comes_back_and_requests_go_on(ray_cluster):
+    model, cluster = ray_cluster
     prompt = prompt_ids(70)
     with Client(cluster.grpc) as client:
         first = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
         assert_reference(model, prompt, first.token_ids)
         assert first.timings.transport == "nixl"
 
-        old = cluster.state["prefill"][0]
+        old = live(cluster)["prefill"]
         os.kill(old["pid"], signal.SIGKILL)
         # Nobody prefills remotely now: the decode worker does, and no request fails.
         meanwhile = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
@@ -45,6 +79,12 @@ def test_a_killed_replica_comes_back_and_requests_go_on(checkpoint, start_cluste
         again = client.generate(prompt_ids(90, seed=5), max_tokens=8, temperature=0, ignore_eos=True)
         assert again.timings.kv_bytes_shipped > 0
     assert_all_free(cluster)
+
+
+def live(cluster: Cluster) -> dict[str, dict[str, int | str]]:
+    """By role: there is one of each."""
+    there = [w for w in cluster.workers() if w["lease"] == "live"]
+    return {w["role"]: {"id": w["id"], "pid": w["status"]["pid"]} for w in there}
 
 
 def replaced_but(cluster: Cluster, worker_id: str) -> bool:

@@ -1,0 +1,151 @@
+"""The replica's side: takes over a worker that nobody keeps, or starts one, and follows it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.keeping import places
+from baton.keeping.places import Place
+from cluster.errors import SetupError
+
+log = logging.getLogger(__name__)
+LAUNCH_SECONDS = 60.0
+# An unkept worker that says nothing for so long hangs, or still loads its model: it is ended, and another one started.
+GREETING_SECONDS = 10.0
+SILENT_SECONDS = 20.0  # of a worker that serves; it speaks twice a second
+
+
+class Keeper:
+    """Of one worker. Its thread reads what the worker says."""
+
+    def __init__(self, place: Place, lock: int, connection: socket.socket):
+        self._place = place
+        self._lock = lock
+        self._connection = connection
+        self._pid = places.pid_of(connection)
+        self._heard = threading.Condition()
+        self._last: dict[str, Any] = {}
+        self._last_at = time.monotonic()
+        self._failed = ""
+        self._left: str | None = None
+        self._ended = False
+        with contextlib.suppress(OSError):  # it has just ended: the thread will see
+            connection.sendall(b"keep\n")
+        threading.Thread(target=self._listen, name="keeper", daemon=True).start()
+
+    @classmethod
+    def take_over_or_start(
+        cls, where: Path, config: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> Keeper:
+        """Raises SetupError. The worker may still be loading: see `wait_serving`."""
+        key = places.key_of(config, environment)
+        return cls._take_over(where, key) or cls._start(Place.new(where, key), config)
+
+    @classmethod
+    def _take_over(cls, where: Path, key: str) -> Keeper | None:
+        for place in places.places(where, key):
+            if (lock := place.lock()) is None:
+                continue
+            if (connection := place.connect()) is not None:
+                keeper = cls(place, lock, connection)
+                if keeper._wait(GREETING_SECONDS) and keeper.healthy():
+                    log.warning("took over %s (pid %d)", keeper._last["worker"], keeper._pid)
+                    return keeper
+                keeper._kill()
+            else:
+                place.clear()
+                os.close(lock)
+        return None
+
+    @classmethod
+    def _start(cls, place: Place, config: Mapping[str, Any]) -> Keeper:
+        lock = place.lock()
+        assert lock is not None, "nobody else knows of a new place"
+        command = [sys.executable, "-m", "baton.keeping.worker_process", str(place.door)]
+        said = json.dumps(dict(config)).encode()
+        launched = subprocess.run(command, check=False, input=said, timeout=LAUNCH_SECONDS)
+        connection = place.connect() if launched.returncode == 0 else None
+        if connection is None:
+            raise SetupError(f"the worker's process did not start (exit code {launched.returncode})")
+        return cls(place, lock, connection)
+
+    def wait_serving(self, seconds: float) -> None:
+        """Raises SetupError if it cannot start, or not in time."""
+        if not self._wait(seconds):
+            self._kill()
+            raise SetupError(self._failed or f"the worker did not start within {seconds:.0f} s, or ended")
+
+    def healthy(self) -> bool:
+        """False for a worker that has fallen silent too: a stopped process says nothing."""
+        silent = time.monotonic() - self._last_at > SILENT_SECONDS
+        return bool(self._last.get("healthy")) and not silent and not self._ended
+
+    @property
+    def left_for_good(self) -> bool:
+        """It was drained because this node goes away: there is to be no successor here."""
+        return self._left == "stay"
+
+    def status(self) -> dict[str, Any]:
+        return dict(self._last.get("status", {}))
+
+    def wait_ended(self) -> tuple[str | None, str]:
+        """What it left for (`baton drain`), and what it failed of, if it said so."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._ended)
+        return self._left, self._failed
+
+    def stop(self, seconds: float) -> None:
+        """It leaves the cluster, and is killed if that takes longer."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._connection.sendall(b"stop\n")
+        with self._heard:
+            self._heard.wait_for(lambda: self._ended, seconds)
+        self._kill()
+
+    def drop(self) -> None:
+        """It goes on, for whoever takes it over."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def _kill(self) -> None:
+        if not self._ended:  # its number may be another's by then
+            places.kill(self._pid)
+        self._place.clear()
+        self.drop()
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether it has said anything but that it failed."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._last or self._ended, seconds)
+            return bool(self._last) and not self._ended
+
+    def _listen(self) -> None:
+        cut_off = contextlib.suppress(OSError, ValueError)  # it was killed in the middle of a line
+        with cut_off, self._connection, self._connection.makefile("rb") as lines:
+            for line in lines:
+                self._take(json.loads(line))
+        with self._heard:
+            self._ended = True
+            self._heard.notify_all()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        with self._heard:
+            self._failed = message.get("failed", self._failed)
+            self._left = message.get("left", self._left)
+            if "worker" in message:
+                self._last, self._last_at = message, time.monotonic()
+            self._heard.notify_all()

@@ -1,0 +1,80 @@
+"""Ray's head and the process that deploys the pools on it; both start anew when any of Ray's own processes dies.
+
+ray exits ──► its pools process is ended ──► ray, pools again ──► new replicas take over the workers that go on meanwhile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from baton.keeping import places
+from baton.local import children, ray_head
+from baton.local.children import Child
+from baton.local.ray_head import RayHead
+from baton.local.supervisor import Supervisor
+
+KILL_SECONDS = 0.1
+
+
+class RayPools:
+    """`described` is the file that `baton pools` reads. `launch` starts a head, whose log the caller looks after."""
+
+    def __init__(self, described: Path, logs: Path, workers: Path, launch: Callable[[], RayHead]):
+        self._described = described
+        self._logs = logs
+        self._workers = workers
+        self._launch = launch
+        self._deployed = described.with_suffix(".ready")
+        self._head: RayHead | None = None
+        self._ray = Supervisor()
+        self._pools = Supervisor()
+        places.write_owner(workers)
+
+    def start(self) -> None:
+        """Returns when Ray accepts connections; the workers come later. Raises SetupError."""
+        head = self._launch()
+        self._ray.add(head.child, self._start_again, self._ray_exited)
+        self._head = head
+        ray_head.wait_until_started(head)
+        self._deploy(head)
+
+    def check(self) -> list[str]:
+        """Starts again what has died; see Supervisor."""
+        return [*self._ray.check(), *self._pools.check()]
+
+    @property
+    def children(self) -> list[Child]:
+        return [*self._ray.children, *self._pools.children]
+
+    def stop(self, seconds: float) -> None:
+        ray_lives = all(child.exit_code() is None for child in self._ray.children)
+        # It ends Serve, and with it the replicas and their workers; without Ray it would wait for what never comes.
+        children.stop_all(self._pools.children, seconds if ray_lives else KILL_SECONDS)
+        if self._head is not None:
+            self._head.stop()
+        places.end_all(self._workers, seconds)
+
+    def _ray_exited(self, child: Child) -> None:
+        for one in self._pools.children:
+            one.stop(KILL_SECONDS)
+        self._pools = Supervisor()
+
+    def _start_again(self) -> Child:
+        """Does not wait for Ray: who calls watches routers too. `baton pools` waits."""
+        self._head = self._launch()
+        self._deploy(self._head)
+        return self._head.child
+
+    def _deploy(self, head: RayHead) -> None:
+        self._deployed.unlink(missing_ok=True)
+        start = partial(self._start_pools, head)
+        self._pools.add(start(), start)
+
+    def _start_pools(self, head: RayHead) -> Child:
+        command = children.baton_command("pools", "--config", str(self._described), "--address", head.address)
+        command += ["--ready-file", str(self._deployed)]
+        if self._deployed.exists():  # only this process has died: deploying again would replace every worker
+            command.append("--deployed")
+        return children.start("pools", command, self._logs, head.env)

@@ -1,0 +1,127 @@
+"""A worker outlives its keeper, is taken over by the next one with the same settings, and never stays for nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from baton.keeping import keeper as keeping
+from baton.keeping import places
+from baton.keeping.keeper import Keeper
+from cluster.errors import SetupError
+from tests.conftest import Checkpoint
+from tests.end_to_end.conftest import gone, wait_for
+
+START_SECONDS = 120.0
+KEEP = """
+import json, sys
+from pathlib import Path
+from baton.keeping.keeper import Keeper
+
+keeper = Keeper.take_over_or_start(Path(sys.argv[1]), json.loads(sys.argv[2]), {})
+keeper.wait_serving(120.0)
+print(keeper.status()["pid"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def where() -> Iterator[Path]:
+    """A short path: sockets lie there. No worker stays."""
+    path = Path(tempfile.mkdtemp(prefix="kept-"))
+    yield path
+    places.end_all(path, 30.0)
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def config(checkpoint: Checkpoint, redis_url: str, namespace: str) -> dict[str, Any]:
+    engine = {"model": str(checkpoint("llama")), "device": "cpu", "kv_memory_bytes": 16 << 20}
+    return {"role": "decode", "redis_url": redis_url, "namespace": namespace, "engine": engine}
+
+
+def keep(where: Path, config: dict[str, Any]) -> Keeper:
+    keeper = Keeper.take_over_or_start(where, config, {})
+    keeper.wait_serving(START_SECONDS)
+    return keeper
+
+
+@pytest.mark.timeout(300)
+def test_it_is_taken_over_and_leaves_with_the_clusters_owner(where: Path, config: dict[str, Any]) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    started = psutil.Process(owner.pid).create_time()
+    (where / "owner").write_text(json.dumps({"pid": owner.pid, "started": started}))
+    replica = subprocess.Popen(
+        [sys.executable, "-c", KEEP, str(where), json.dumps(config)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert replica.stdout is not None
+        worker = int(replica.stdout.readline())
+        (place,) = places.places(where)
+        assert place.lock() is None, "one that is kept can't be taken"
+        os.kill(replica.pid, signal.SIGKILL)
+        replica.wait(30)
+
+        second = keep(where, config)
+        assert second.status()["pid"] == worker
+        second.drop()
+        assert list(places.places(where, places.key_of({**config, "port": 1}, {}))) == [], "other settings"
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait(30)
+        wait_for(lambda: gone(worker), 60.0, "nobody is left for it to wait for")
+        assert [file.name for file in where.iterdir()] == ["owner"]
+    finally:
+        for process in (replica, owner):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.timeout(300)
+def test_one_that_hangs_is_replaced_and_one_that_is_stopped_leaves_nothing(
+    where: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = keep(where, config)
+    hangs = first.status()["pid"]
+    first.drop()
+    os.kill(hangs, signal.SIGSTOP)
+    monkeypatch.setattr(keeping, "GREETING_SECONDS", 0.5)  # it says nothing ever again
+    second = keep(where, config)
+    assert gone(hangs)
+    worker = second.status()["pid"]
+    assert worker != hangs and second.healthy()
+    second.stop(60.0)
+    assert second.wait_ended() == (None, "")
+    wait_for(lambda: gone(worker), 30.0, "the stopped worker's end")
+    assert list(where.iterdir()) == []
+
+
+@pytest.mark.timeout(200)
+def test_one_that_cannot_start_says_why(where: Path, config: dict[str, Any]) -> None:
+    config["engine"]["model"] = "/nowhere"
+    with pytest.raises(SetupError, match="/nowhere"):
+        keep(where, config)
+    assert list(where.iterdir()) == []
+
+
+def test_a_directory_that_others_may_write_to_is_refused(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(places.DIRECTORY_VARIABLE, str(where))
+    assert places.directory() == where
+    where.chmod(0o770)
+    with pytest.raises(PermissionError):
+        places.directory()
