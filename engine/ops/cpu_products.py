@@ -44,7 +44,7 @@ def pack(weight: Tensor) -> Tensor:
     return padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
 
 
-class _BFloat(ir.types._BaseFloatType):
+class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
     """llvmlite has no name for it."""
 
     null = "0.0"
