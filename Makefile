@@ -7,6 +7,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# More flags for pytest: make test MORE="-k drain"
+MORE ?=
 
 # One compute thread, passive waiting: worker processes that busy-wait on shared cores slow each other 40 times.
 export OMP_NUM_THREADS := 1
@@ -23,7 +25,7 @@ demo: $(STAMP)  ## Start a cluster, watch text stream from it, see the load gene
 	@$(BIN)/python -m demo.run
 
 test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, real Ray)
-	$(BIN)/python -m pytest -q -m "not system and not gpu" --durations 15
+	$(BIN)/python -m pytest -q -m "not system and not gpu" --durations 15 $(MORE)
 
 check: $(STAMP)  ## Lint, types, floors, generated files
 	$(BIN)/ruff check .
@@ -34,7 +36,7 @@ check: $(STAMP)  ## Lint, types, floors, generated files
 	@$(BIN)/python deploy/helm/generate.py --check
 
 test-system: $(STAMP)  ## Tests that need Debian or npm packages (Helm); fails on any skip
-	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system
+	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system $(MORE)
 
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto
 

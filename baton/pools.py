@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from baton import scaled_pools
-from baton.autoscaling.config import AutoscalingConfig
+from baton.autoscaling.config import ServeAutoscalingConfig
 from baton.autoscaling.serve_policy import deployment_name
 from cluster import settings
 from cluster.config import Role, WorkerConfig
@@ -84,7 +84,7 @@ class Pool:
 def deploy(
     pools: Mapping[Role, list[WorkerConfig]],
     environment: Mapping[str, str],
-    autoscaling: AutoscalingConfig | None = None,
+    autoscaling: ServeAutoscalingConfig | None = None,
 ) -> None:
     """Deploys the pools on the Ray cluster this process is connected to; returns when they run.
 
@@ -104,7 +104,7 @@ def deploy(
 def application(
     pools: Mapping[Role, Pool],
     environment: Mapping[str, str],
-    autoscaling: AutoscalingConfig | None = None,
+    autoscaling: ServeAutoscalingConfig | None = None,
 ) -> Any:
     """One Serve application, so that one policy can scale both pools. Serve wants one deployment at its root: the
     later pool is bound to the earlier one, which only keeps its handle."""
@@ -115,7 +115,7 @@ def application(
     return bound
 
 
-def _size(role: Role, replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str, Any]:
+def _size(role: Role, replicas: int, autoscaling: ServeAutoscalingConfig | None) -> dict[str, Any]:
     if autoscaling is None:
         return {"num_replicas": replicas}
     limits = autoscaling.pool(role)
@@ -132,7 +132,7 @@ def _size(role: Role, replicas: int, autoscaling: AutoscalingConfig | None) -> d
     }
 
 
-def _deployment(role: Role, pool: Pool, autoscaling: AutoscalingConfig | None) -> Any:
+def _deployment(role: Role, pool: Pool, autoscaling: ServeAutoscalingConfig | None) -> Any:
     from ray import serve
 
     return serve.deployment(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from baton.autoscaling.config import AutoscalingConfig
+from baton.autoscaling.config import ServeAutoscalingConfig
 from cluster.config import Role, WorkerConfig
 from cluster.errors import SetupError
 
@@ -29,7 +29,7 @@ def deploy(
     name: str,
     pools: Mapping[Role, Pool],
     environment: Mapping[str, str],
-    autoscaling: AutoscalingConfig,
+    autoscaling: ServeAutoscalingConfig,
 ) -> None:
     """Returns when the application runs. Raises SetupError."""
     from ray.serve._private.api import _get_global_client  # type: ignore[attr-defined]
@@ -84,5 +84,5 @@ def build(arguments: dict[str, str]) -> Any:
         for role, one in described["pools"].items()
     }
     return application(
-        pools, described["environment"], AutoscalingConfig.model_validate(described["autoscaling"])
+        pools, described["environment"], ServeAutoscalingConfig.model_validate(described["autoscaling"])
     )

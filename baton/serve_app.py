@@ -1,6 +1,8 @@
 """The pools as a Serve application that a configuration file names: for KubeRay, and for a Ray cluster that exists.
 
-`import_path: baton.serve_app:build`; `args` holds a PoolDescription a role. The code must be on Ray's nodes.
+`import_path: baton.serve_app:build`; `args` holds a PoolDescription a role. The code must be on Ray's nodes. Where the
+pools are to be sized by load, `args.autoscaling` bounds them and the application's `autoscaling_policy` names
+baton/autoscaling/serve_policy.py with the same settings.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from baton.autoscaling.config import ServeAutoscalingConfig
 from baton.pools import Pool, application
 from cluster import settings
 from cluster.config import Frozen, Role, WorkerConfig
@@ -30,6 +33,7 @@ class AppArguments(Frozen):
     prefill: PoolDescription
     decode: PoolDescription
     environment: dict[str, str] = Field(default_factory=dict, description="of every worker")
+    autoscaling: ServeAutoscalingConfig | None = None
 
 
 def build(arguments: dict[str, Any]) -> Any:
@@ -40,8 +44,10 @@ def build(arguments: dict[str, Any]) -> Any:
         first = error.errors(include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{where}: {first['msg']}", field=where) from None
-    pools = {role: _pool(getattr(described, role)) for role in ROLES if getattr(described, role).replicas}
-    return application(pools, described.environment)
+    scaled = described.autoscaling is not None
+    wanted = {role: getattr(described, role) for role in ROLES}
+    pools = {role: _pool(one) for role, one in wanted.items() if scaled or one.replicas}
+    return application(pools, described.environment, described.autoscaling)
 
 
 def _pool(described: PoolDescription) -> Pool:

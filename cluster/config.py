@@ -193,7 +193,13 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
         0.0,
         ge=0,
         description="how long after SIGTERM it still takes requests, already not ready: load balancers need a moment "
-        "to notice",
+        "to notice, and clients to come by another connection (max_connection_seconds)",
+    )
+    max_connection_seconds: float = Field(
+        0.0,
+        ge=0,
+        description="gRPC connections so old (a tenth more or less) are told to come anew; what runs on them finishes. "
+        "Behind a load balancer clients then move to other routers by themselves; 0 = they stay",
     )
     router_id: str = Field(default_factory=lambda: f"router-{secrets.token_hex(4)}")
     host: str = "127.0.0.1"

@@ -6,18 +6,22 @@ from pathlib import Path
 from typing import Any
 
 
-def open_api(kubeconfig: Path | None) -> Any:
+def open_api(kubeconfig: Path | None, context: str = "", *, as_user: bool = False) -> Any:
     """A kubernetes.client.ApiClient, by a kubeconfig or by the pod's service account; a failed call is repeated once.
 
-    Raises kubernetes.config.ConfigException where there is neither.
+    `as_user`: without a kubeconfig the user's usual one goes before the pod's service account.
+    Raises kubernetes.config.ConfigException where there is neither, OSError where the file can't be read.
     """
     from kubernetes import client
     from kubernetes import config as kubernetes_config
 
     settings: Any = client.Configuration()
-    if kubeconfig is not None:
+    if kubeconfig is not None or context:
+        file = str(kubeconfig) if kubeconfig is not None else None
         load = kubernetes_config.load_kube_config
-        load(str(kubeconfig), client_configuration=settings)  # type: ignore[no-untyped-call]
+        load(file, context or None, client_configuration=settings)  # type: ignore[no-untyped-call]
+    elif as_user:
+        kubernetes_config.load_config(client_configuration=settings)  # type: ignore[no-untyped-call]
     else:
         kubernetes_config.load_incluster_config(settings)  # type: ignore[no-untyped-call]
     settings.retries = 1

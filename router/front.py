@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from cluster.auth.key_file import ApiKeys
@@ -35,7 +35,8 @@ class Front:
         self._connections = Places("connection")
         self.in_flight = 0
         self.leaving = False  # not ready any more: nobody should send new requests
-        self.closed = False  # and those that still come are refused
+        self.closed = False  # and those that still come are refused,
+        self._last_words: frozenset[str] = frozenset()  # but on these connections, whose clients know nothing of it
         self.requests = 0
         self.live = Live(services, metrics, self._own_state)
 
@@ -67,11 +68,13 @@ class Front:
         """From now on probes say no; requests that come are still taken."""
         self.leaving = True
 
-    def refuse_new(self) -> None:
+    def refuse_new(self, but: Collection[str] = ()) -> None:
+        """`but`: connections whose clients had no chance yet to hear that this router leaves."""
         self.leaving = self.closed = True
+        self._last_words = frozenset(but)
 
     def _take(self, places: contextlib.ExitStack, caller: Caller, connection: str) -> None:
-        if self.closed:
+        if self.closed and connection not in self._last_words:
             raise DrainingError("this router is leaving; ask another one", retry_after_seconds=1.0)
         limit = self.config.max_concurrent_requests
         if self.in_flight >= limit:

@@ -42,6 +42,7 @@ from wire import inference_pb2
 GRACE_SECONDS = 5.0
 EXTRA_STREAMS = 64
 LOOK_SECONDS = 0.02
+QUIET_SECONDS = 0.5
 STALL_SECONDS = 30.0  # without a turn of the loop for so long, a router is dead
 SEND_BUFFER_BYTES = 256 << 10
 
@@ -49,6 +50,13 @@ SEND_BUFFER_BYTES = 256 << 10
 def _max_streams(config: RouterConfig) -> int:
     own = config.max_concurrent_requests_per_connection or config.max_concurrent_requests
     return own + EXTRA_STREAMS
+
+
+def _connection_age(config: RouterConfig) -> list[tuple[str, int]]:
+    """The one way to send a client elsewhere without a request lost: GOAWAY first, and the connection ends once its
+    streams have. A server that stops says GOAWAY too, but ends what crosses with it."""
+    age = int(config.max_connection_seconds * 1000)
+    return [("grpc.max_connection_age_ms", age)] if age else []
 
 
 class Router:
@@ -96,6 +104,7 @@ class Router:
                 # server would answer "too many pings" and hang up.
                 ("grpc.http2.min_ping_interval_without_data_ms", 1000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                *_connection_age(config),
             ],
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -220,15 +229,28 @@ class Router:
             self._door_context.refresh()
 
     async def drain(self) -> None:
-        """Not ready at once; after a moment for load balancers to notice nothing new is taken; returns when what runs
-        has finished, or the drain limit is over. Probes are answered all the while."""
+        """Not ready at once; after a moment for load balancers to notice, nothing new is taken but what comes on open
+        HTTP connections. Returns when all has finished, or the drain limit is over."""
         self.front.leave()
         await self._health.enter_graceful_shutdown()
         await asyncio.sleep(self._config.drain_delay_seconds)
-        self.front.refuse_new()
+        self.front.refuse_new(but=self._http_connections())
         deadline = time.monotonic() + self._config.drain_seconds
-        while self.front.in_flight and time.monotonic() < deadline:
+        stopping = asyncio.create_task(self._grpc.stop(self._config.drain_seconds))
+        quiet = 0.0
+        while (self.front.in_flight or quiet < self._quiet_seconds()) and time.monotonic() < deadline:
+            quiet = 0.0 if self.front.in_flight else quiet + LOOK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
+        stopping.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+
+    def _http_connections(self) -> list[str]:
+        open_ones = self._http.server_state.connections
+        return [f"{one.client[0]}:{one.client[1]}" for one in open_ones if one.client]  # type: ignore[union-attr]
+
+    def _quiet_seconds(self) -> float:
+        """Who has just read the end of an answer may send its next request at once."""
+        return QUIET_SECONDS if self._http.server_state.connections else 0.0
 
     async def close(self) -> None:
         """Drains, then listens no more and ends what is left."""

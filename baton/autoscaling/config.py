@@ -77,3 +77,10 @@ class AutoscalingConfig(Frozen):
 
     def pool(self, role: Role) -> PoolLimits:
         return self.prefill if role == "prefill" else self.decode
+
+
+class ServeAutoscalingConfig(AutoscalingConfig):
+    """The policy in Ray Serve's controller, and where that shows what it decides."""
+
+    metrics_host: str = Field("127.0.0.1", description="address of /metrics, on the controller's node")
+    metrics_port: int = Field(0, ge=0, le=65535, description="0 = any: the controller's log names it")

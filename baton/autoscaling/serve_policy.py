@@ -11,10 +11,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from baton.autoscaling.config import ROLES, AutoscalingConfig
+from baton.autoscaling.config import ROLES, ServeAutoscalingConfig
 from baton.autoscaling.explained import Explained
 from baton.autoscaling.observation import Observation, PoolObservation, sample
 from baton.autoscaling.policy import decide
+from baton.autoscaling.serve_metrics import ServeMetrics
 from baton.autoscaling.state import PolicyState
 from cluster.config import Role
 
@@ -30,10 +31,12 @@ class PoolsPolicy:
     """Made once by Serve's controller, with `config` as JSON. If that starts anew, targets are read from Serve."""
 
     def __init__(self, config: Mapping[str, Any]):
-        self._config = AutoscalingConfig.model_validate(config)
+        self._config = ServeAutoscalingConfig.model_validate(config)
         self._state = PolicyState()
         # Where Serve's own decisions are logged: in the controller's file.
-        self._explained = Explained(logging.getLogger("ray.serve"))
+        log = logging.getLogger("ray.serve")
+        self._explained = Explained(log)
+        self._metrics = ServeMetrics(self._config, log)
         self._next = time.monotonic()
 
     def __call__(self, contexts: Mapping[Any, Any]) -> tuple[Decisions, States]:
@@ -45,6 +48,7 @@ class PoolsPolicy:
         prefill, decode = (_observe(by_name[deployment_name(role)][1]) for role in ROLES)
         decision = decide(self._config, self._state, Observation(prefill, decode), time.monotonic())
         self._explained.say(decision)
+        self._metrics.count(decision)
         return {by_name[deployment_name(one.role)][0]: one.target for one in decision.pools}, kept
 
 

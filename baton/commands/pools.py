@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from baton.autoscaling.config import AutoscalingConfig
+from baton.autoscaling.config import ServeAutoscalingConfig
 from baton.commands.output import say
 from baton.commands.serve import write_ready
 from cluster import settings
@@ -48,10 +48,10 @@ def run_pools(config: Path, address: str, ready_file: Path | None) -> None:
         ray.shutdown()
 
 
-def _autoscaling(described: dict[str, Any]) -> AutoscalingConfig | None:
+def _autoscaling(described: dict[str, Any]) -> ServeAutoscalingConfig | None:
     """Raises ConfigError."""
     given = described.get("autoscaling")
-    return None if given is None else settings.load(AutoscalingConfig, given)
+    return None if given is None else settings.load(ServeAutoscalingConfig, given)
 
 
 def _read(config: Path) -> dict[str, Any]:

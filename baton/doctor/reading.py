@@ -13,6 +13,7 @@ from kubernetes import config as kubernetes_config
 
 from baton.doctor.facts import Facts, Node, Permission, StorageClass, Taint
 from cluster.errors import ConfigError, UnavailableError
+from cluster.kubernetes_api import open_api
 
 T = TypeVar("T")
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
@@ -37,21 +38,13 @@ NEEDED = (
 @contextmanager
 def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
     """An API client: the named kubeconfig, else the usual one, else the pod's service account. Raises ConfigError."""
-    settings = client.Configuration()
     try:
-        if kubeconfig is not None or context:
-            file = str(kubeconfig) if kubeconfig is not None else None
-            kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call]
-                file, context or None, client_configuration=settings
-            )
-        else:
-            kubernetes_config.load_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+        opened = open_api(kubeconfig, context, as_user=True)
     except (kubernetes_config.ConfigException, OSError) as error:
         raise ConfigError(
             f"no way to a cluster: {error}; name one with --kubeconfig", field="kubeconfig"
         ) from error
-    settings.retries = 1
-    with client.ApiClient(settings) as api:
+    with opened as api:
         yield api
 
 

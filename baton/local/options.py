@@ -11,7 +11,7 @@ from typing import Any, Literal
 import psutil
 from pydantic import ValidationError
 
-from baton.autoscaling.config import AutoscalingConfig
+from baton.autoscaling.config import ServeAutoscalingConfig
 from baton.local.local_tls import LocalTls
 from cluster import settings
 from cluster.config import (
@@ -120,9 +120,9 @@ class UpOptions:
         return 0 if self.aggregated else self.prefill
 
     @property
-    def policy(self) -> AutoscalingConfig | None:
+    def policy(self) -> ServeAutoscalingConfig | None:
         """Raises ConfigError."""
-        return None if self.autoscaling is None else settings.load(AutoscalingConfig, {}, self.autoscaling)
+        return None if self.autoscaling is None else settings.load(ServeAutoscalingConfig, {}, self.autoscaling)
 
     @property
     def ray_cpus(self) -> int:

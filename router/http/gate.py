@@ -6,7 +6,7 @@ Refusals are made from the head alone: the body has not been read, let alone par
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.auth.keys import ANYONE, Caller
 from cluster.errors import BatonError, ForbiddenError, UnauthenticatedError
@@ -29,6 +29,8 @@ class Gate:
         self._open = OPEN | PATHS if front.config.ui else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._front.leaving:
+            send = _goodbye(send)
         if scope["type"] == "http" and self._front.keys.on and scope["path"] not in self._open:
             try:
                 scope[_CALLER] = self._check(scope)
@@ -49,6 +51,18 @@ class Gate:
         if scope["path"] in ADMIN and not caller.admin:
             raise ForbiddenError(f"{scope['path']}: needs a key with admin: true", field="authorization")
         return caller
+
+
+def _goodbye(send: Send) -> Send:
+    """This answer is its connection's last: the client comes anew, and a load balancer takes it elsewhere."""
+
+    async def last(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            others = [pair for pair in message.get("headers", ()) if pair[0] != b"connection"]
+            message = {**message, "headers": [*others, (b"connection", b"close")]}
+        await send(message)
+
+    return last
 
 
 def caller_of(request: Request) -> Caller:

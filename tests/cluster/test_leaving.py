@@ -18,7 +18,7 @@ from cluster.membership.types import Then, WorkerInfo
 Register = Callable[..., tuple[Registration, list[Then]]]
 
 
-def eventually(check: Callable[[], object], seconds: float = 10.0) -> None:
+def eventually(check: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < deadline, "not in time"

@@ -256,7 +256,7 @@ def test_malformed_protobuf_is_an_invalid_argument(cluster):
     with grpc.insecure_channel(cluster.grpc) as channel:
         call = channel.unary_stream("/baton.v1.Inference/Generate")
         with pytest.raises(grpc.RpcError) as caught:
-            list(call(b"\xff\xff\xff", timeout=10))
+            list(call(b"\xff\xff\xff", timeout=60))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -264,7 +264,7 @@ def test_an_oversized_grpc_message_is_resource_exhausted(cluster):
     with grpc.insecure_channel(cluster.grpc) as channel:
         call = channel.unary_stream("/baton.v1.Inference/Generate")
         with pytest.raises(grpc.RpcError) as caught:
-            list(call(bytes(9 << 20), timeout=20))
+            list(call(bytes(9 << 20), timeout=60))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -272,7 +272,7 @@ def test_reflection_lists_the_services(cluster):
     with grpc.insecure_channel(cluster.grpc) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        (answer,) = stub.ServerReflectionInfo(ask, timeout=10)
+        (answer,) = stub.ServerReflectionInfo(ask, timeout=60)
     names = {service.name for service in answer.list_services_response.service}
     assert {"baton.v1.Inference", "grpc.health.v1.Health"} <= names
 

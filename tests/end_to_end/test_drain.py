@@ -88,7 +88,7 @@ def assert_exact(model: Path, prompt: list[int], tokens: Any, count: int) -> Non
 
 
 def assert_left(cluster: Cluster, worker_id: str) -> None:
-    wait_for(lambda: worker_id not in {w["id"] for w in cluster.workers()}, 10.0, "it has left")
+    wait_for(lambda: worker_id not in {w["id"] for w in cluster.workers()}, 60.0, "it has left")
 
 
 @contextlib.asynccontextmanager
@@ -115,7 +115,7 @@ async def stopped_midway(running: Running) -> AsyncIterator[tuple[Struck, list[A
     order = Order(f"stop-{secrets.token_hex(3)}", "decode.tokens", "stop", at=200)
     give_orders(running.orders, [order])
     async with streaming(running.cluster) as streams:
-        struck = await asyncio.to_thread(wait_for, lambda: carried_out(running.orders, order), 30.0, "a stop")
+        struck = await asyncio.to_thread(wait_for, lambda: carried_out(running.orders, order), 60.0, "a stop")
         try:
             yield struck, streams
         finally:
@@ -197,7 +197,7 @@ def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
             try:
                 # As the preStop hook of its pod does it.
                 assert drain(cluster, "--self", "--ready-file", str(tmp_path / "router.json")).returncode == 0
-                status, why = wait_for(lambda: refused(facts), 5.0, "not ready")
+                status, why = wait_for(lambda: refused(facts), 60.0, "not ready")
                 assert status == 503 and why == ["draining: this router leaves"]
                 assert probe(facts, "live")[0] == 200
                 assert ask(facts, model.name) == (503, "1")
@@ -229,7 +229,7 @@ def router_beside(
     try:
         wait_for(ready_file.exists, 60.0, "the router listens")
         facts = json.loads(ready_file.read_text())
-        wait_for(lambda: probe(facts, "ready")[0] == 200, 20.0, "ready")
+        wait_for(lambda: probe(facts, "ready")[0] == 200, 60.0, "ready")
         yield process, facts
     finally:
         if process.poll() is None:
@@ -239,7 +239,7 @@ def router_beside(
 
 def probe(facts: dict[str, Any], name: str) -> tuple[int, list[str]]:
     try:
-        with urllib.request.urlopen(f"{facts['http']}/{name}", timeout=5) as answer:
+        with urllib.request.urlopen(f"{facts['http']}/{name}", timeout=60) as answer:
             return answer.status, json.load(answer)["why"]
     except urllib.error.HTTPError as error:
         with error:
@@ -257,7 +257,7 @@ def ask(facts: dict[str, Any], model: str) -> tuple[int, str | None]:
     url = f"{facts['http']}/v1/completions"
     request = urllib.request.Request(url, body, {"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, None
     except urllib.error.HTTPError as error:
         with error:

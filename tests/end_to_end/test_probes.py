@@ -90,7 +90,7 @@ def test_a_worker_that_is_told_to_leave_while_it_loads_ends_at_once(environment:
 
 def probe(port: int, name: str) -> tuple[int, dict[str, Any]]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:

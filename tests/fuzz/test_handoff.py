@@ -86,7 +86,7 @@ def conversation(pair: Pair, transfer_id: bytes) -> list[To]:
 def say(channel: grpc.Channel, peer: str, messages: list[bytes], tally: Tally, kind: str) -> None:
     failure: grpc.RpcError | None = None
     try:
-        for reply in channel.stream_stream(PATH)(iter(messages), timeout=20):
+        for reply in channel.stream_stream(PATH)(iter(messages), timeout=60):
             handoff_pb2.DecodeToPrefill.FromString(reply)
     except grpc.RpcError as error:
         failure = error
@@ -94,7 +94,7 @@ def say(channel: grpc.Channel, peer: str, messages: list[bytes], tally: Tally, k
         assert failure.code() in TYPED, failure
         assert error_from_rpc(failure).field, failure
     gone = decode_pb2.PeerExitedRequest(worker_id=peer).SerializeToString()
-    channel.unary_unary("/baton.v1.Decode/PeerExited")(gone, timeout=20)
+    channel.unary_unary("/baton.v1.Decode/PeerExited")(gone, timeout=60)
     tally.count(kind, ANSWERED if failure is None else REFUSED)
 
 

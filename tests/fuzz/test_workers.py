@@ -67,7 +67,7 @@ def call(channels: dict[str, grpc.Channel], method: str, raw: bytes, tally: Tall
                 if event.end.HasField("error"):
                     outcome = REFUSED
         else:
-            channel.unary_unary(path)(raw, timeout=20)
+            channel.unary_unary(path)(raw, timeout=60)
     except grpc.RpcError as error:
         failure = error
     if failure is not None and failure.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -173,7 +173,7 @@ class Prefill:
         return handoff
 
     async def finish(self, handoff: OutgoingHandoff, tokens: int) -> HandoffReport:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await handoff.finish(
                 [common_pb2.Token(position=tokens, token_id=1)], common_pb2.WorkReport()
             )
@@ -224,7 +224,7 @@ def assert_same(prefill: Prefill, decode: Decode, tokens: int) -> None:
     assert torch.equal(sent[held:], here[held:])
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"

@@ -38,7 +38,7 @@ def _short_pauses(monkeypatch):
 
 
 async def until(check) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not check():
             await asyncio.sleep(0.005)
 

@@ -86,7 +86,7 @@ class Rank:
         return len(self.endpoint.writes.get(f"agent-{peer}", []))
 
 
-def wait(condition, what: str, seconds: float = 5.0) -> None:
+def wait(condition, what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what

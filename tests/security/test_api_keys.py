@@ -114,7 +114,7 @@ def test_a_broken_file_keeps_the_keys_it_had(tmp_path):
 def test_http_asks_for_a_key_in_openais_form(router, keys):
     key = keys.add("acme")
     url = f"{router.http}/v1/completions"
-    wait_for(lambda: httpx.post(url, json=BODY, headers=bearer(key)).status_code == 200, 10, "key known")
+    wait_for(lambda: httpx.post(url, json=BODY, headers=bearer(key)).status_code == 200, 60, "key known")
     for headers in ({}, bearer("x"), bearer(key + "x"), {"authorization": key}):
         answer = httpx.post(url, json=BODY, headers=headers)
         assert answer.status_code == 401
@@ -133,12 +133,12 @@ def test_openais_client_understands(router, keys):
     with wrong, pytest.raises(openai.AuthenticationError):
         wrong.models.list()
     with openai.OpenAI(base_url=f"{router.http}/v1", api_key=key, max_retries=8) as client:
-        wait_for(lambda: client.models.list().data, 10, "key known")
+        wait_for(lambda: client.models.list().data, 60, "key known")
         assert client.completions.create(**BODY).usage.completion_tokens == 3
 
 
 def test_a_refusal_does_not_wait_for_the_body(router):
-    with socket.create_connection(router.address, timeout=10) as sock:
+    with socket.create_connection(router.address, timeout=60) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n{")
         sock.settimeout(5)
         assert sock.recv(4096).startswith(b"HTTP/1.1 401")
@@ -150,7 +150,7 @@ def test_health_is_open_and_the_clusters_inside_is_the_admins(router, keys):
         assert httpx.get(router.http + path).status_code == 200
     for path in ("/metrics", "/v1/cluster"):
         url = router.http + path
-        wait_for(lambda url=url: httpx.get(url, headers=bearer(admin)).status_code == 200, 10, "key known")
+        wait_for(lambda url=url: httpx.get(url, headers=bearer(admin)).status_code == 200, 60, "key known")
         answer = httpx.get(url, headers=bearer(tenant))
         assert answer.status_code == 403
         assert answer.json()["error"]["code"] == "insufficient_permissions"
@@ -167,7 +167,7 @@ def test_grpc_asks_for_a_key(router, keys):
                 client.models()
             )
 
-    wait_for(speak, 10, "key known")
+    wait_for(speak, 60, "key known")
     for wrong in ("", "x", key + "x"):
         with Client(router.grpc, api_key=wrong) as client:
             for call in (lambda c=client: c.generate("abc"), client.models, lambda c=client: c.tokenize("a")):
@@ -175,14 +175,14 @@ def test_grpc_asks_for_a_key(router, keys):
                     call()
     with grpc.insecure_channel(router.grpc) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == 1
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=60).status == 1
         reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         with pytest.raises(grpc.RpcError) as caught:
-            list(reflection.ServerReflectionInfo(ask, timeout=5))
+            list(reflection.ServerReflectionInfo(ask, timeout=60))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary("/no.such/Method")(b"", timeout=5)
+            channel.unary_unary("/no.such/Method")(b"", timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -190,10 +190,10 @@ def test_a_revoked_or_expired_key_ends_without_a_restart(router, keys):
     url = f"{router.http}/v1/models"
     for change in ({"revoked": True}, {"expires_at": "2001-01-01T00:00:00Z"}):
         key = keys.add("acme")
-        wait_for(lambda key=key: httpx.get(url, headers=bearer(key)).status_code == 200, 10, "key known")
+        wait_for(lambda key=key: httpx.get(url, headers=bearer(key)).status_code == 200, 60, "key known")
         keys.entries[-1] |= change
         keys.write()
-        wait_for(lambda key=key: httpx.get(url, headers=bearer(key)).status_code == 401, 10, "key refused")
+        wait_for(lambda key=key: httpx.get(url, headers=bearer(key)).status_code == 401, 60, "key refused")
 
 
 @pytest.mark.parametrize("change", [{"revoked": True}, {"expires_at": "2001-01-01T00:00:00Z"}, None], ids=str)
@@ -201,7 +201,7 @@ def test_grpc_refuses_a_key_that_has_ended_too(change, router, keys):
     """Revoked, expired, or taken out of the file; with the same words as one that never was."""
     key = keys.add("acme")
     with Client(router.grpc, api_key=key) as client:
-        wait_for(client.models, 10, "key known")
+        wait_for(client.models, 60, "key known")
         if change is None:
             keys.entries.pop()
         else:
@@ -215,7 +215,7 @@ def test_grpc_refuses_a_key_that_has_ended_too(change, router, keys):
                 return error.message
             return ""
 
-        said = wait_for(refused, 10, "key refused")
+        said = wait_for(refused, 60, "key refused")
         with pytest.raises(UnauthenticatedError):
             client.generate("abc", max_tokens=1)
     with (

@@ -68,7 +68,7 @@ def all_free(crowd) -> None:
         status = decode_status(crowd)
         return not status["blocks_held"] and not status["attempts"] and not status["handoffs_live"]
 
-    wait_for(free, 10, "blocks are free")
+    wait_for(free, 60, "blocks are free")
 
 
 def test_a_tenant_has_a_number_of_requests_and_others_do_not_feel_it(crowd):
@@ -94,7 +94,7 @@ def test_a_tenant_has_a_number_of_requests_and_others_do_not_feel_it(crowd):
         )
         assert other.status_code == 200
     with Client(cluster.grpc, api_key=named["one"]) as client:
-        wait_for(lambda: client.generate("abc", max_tokens=1), 5, "places are given back")
+        wait_for(lambda: client.generate("abc", max_tokens=1), 60, "places are given back")
 
 
 def test_a_connection_has_a_number_of_requests(crowd):
@@ -197,7 +197,7 @@ def test_a_decode_worker_pauses_what_nobody_reads(crowd, checkpoint):
     with grpc.insecure_channel(cluster.state["decode"][0]["address"], options=SMALL_WINDOW) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).Run(request, timeout=60)
         next(call)
-        wait_for(lambda: made() > 256, 20, "it decodes ahead")
+        wait_for(lambda: made() > 256, 60, "it decodes ahead")
         seen: list[int] = []
 
         def stands() -> bool:
@@ -205,7 +205,7 @@ def test_a_decode_worker_pauses_what_nobody_reads(crowd, checkpoint):
             time.sleep(0.6)
             return len(seen) > 2 and seen[-1] == seen[-2] == seen[-3]
 
-        wait_for(stands, 20, "it pauses")
+        wait_for(stands, 60, "it pauses")
         assert seen[-1] < 900
         tokens = [event.token for event in call if event.WhichOneof("event") == "token"]
     assert len(tokens) == 899, "and goes on once it is read"

@@ -33,7 +33,7 @@ def test_load_with_a_key_over_tls(protocol, checkpoint, redis_server, tmp_path):
     }
     with stub_workers(redis_server.url, namespace), run_router(tmp_path / "router", config) as router:
         context = ClientTls(ca).context()
-        wait_for(lambda: httpx.get(f"{router.http}/ready", verify=context).status_code == 200, 30, "ready")
+        wait_for(lambda: httpx.get(f"{router.http}/ready", verify=context).status_code == 200, 60, "ready")
         target = router.http if protocol == "http" else router.grpc
         report = tmp_path / "report.json"
         arguments = [

@@ -58,7 +58,7 @@ def test_a_router_places_with_it_and_says_nothing_of_the_password(guarded, check
         "namespace": namespace,
     }
     with stub_workers(guarded, namespace), run_router(tmp_path, config) as router:
-        wait_for(lambda: httpx.get(f"{router.http}/ready").status_code == 200, 30, "ready")
+        wait_for(lambda: httpx.get(f"{router.http}/ready").status_code == 200, 60, "ready")
         with Client(router.grpc) as client:
             said = client.generate("abc", max_tokens=3, explain=True)
         assert said.explanation is not None

@@ -70,7 +70,7 @@ def wait_for_key(router: Router, key: str) -> None:
         headers = {"authorization": f"Bearer {key}"}
         return bool(httpx.get(f"{router.http}/v1/models", headers=headers).status_code == 200)
 
-    wait_for(known, 20, "the key is known")
+    wait_for(known, 60, "the key is known")
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["in its answer", "before its first token"])

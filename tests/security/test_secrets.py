@@ -110,7 +110,7 @@ def _endpoints(cluster: Any, admin: str) -> dict[str, str]:
             address = worker["metrics"]
             shown[f"metrics of {worker['id']}"] = httpx.get(f"http://{address}/metrics").text
             with grpc.insecure_channel(worker["address"]) as channel, contextlib.suppress(grpc.RpcError):
-                channel.unary_unary("/baton.v1.Decode/Nothing")(b"", timeout=5)
+                channel.unary_unary("/baton.v1.Decode/Nothing")(b"", timeout=60)
     return shown
 
 

@@ -50,7 +50,7 @@ def run_server(directory: Path, *options: str) -> Iterator[Path]:
             env=environment,
         )
         try:
-            wait_for(lambda: "Ready to accept" in log.read_text(), 10, "redis-server is ready")
+            wait_for(lambda: "Ready to accept" in log.read_text(), 60, "redis-server is ready")
             yield log
         finally:
             process.terminate()

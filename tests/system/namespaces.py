@@ -20,7 +20,7 @@ SUBNET = "10.213.77"
 
 
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True, timeout=20)
+    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True, timeout=60)
 
 
 def may_make_namespaces() -> bool:

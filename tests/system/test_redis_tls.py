@@ -59,7 +59,7 @@ def test_a_router_and_workers_over_it(secured, checkpoint, tmp_path):
     namespace = f"test-{secrets.token_hex(4)}"
     config = {"model": str(checkpoint("llama")), "redis_url": secured, "namespace": namespace}
     with stub_workers(secured, namespace), run_router(tmp_path, config) as router:
-        wait_for(lambda: httpx.get(f"{router.http}/ready").status_code == 200, 30, "ready")
+        wait_for(lambda: httpx.get(f"{router.http}/ready").status_code == 200, 60, "ready")
         with Client(router.grpc) as client:
             said = client.generate("abc", max_tokens=3, explain=True)
         assert json.loads(said.explanation)[0]["from_redis"] is True

@@ -29,7 +29,7 @@ async def test_a_reader_gets_every_token_once_and_then_the_end():
         log.add(token(position))
         await asyncio.sleep(0)
     log.end(done())
-    events = await asyncio.wait_for(reading, 5)
+    events = await asyncio.wait_for(reading, 60)
     assert positions(events) == [0, 1, 2, 3, 4]
     assert events[-1].end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
     assert log.end_taken
@@ -47,13 +47,13 @@ async def test_a_second_reader_starts_at_its_position_and_ends_the_first():
     assert rest == []
     log.add(token(3))
     log.end(done())
-    assert positions(await asyncio.wait_for(second, 5)) == [2, 3]
+    assert positions(await asyncio.wait_for(second, 60)) == [2, 3]
 
 
 async def test_silence_is_filled_with_beats_that_carry_the_step():
     log = AttemptLog(lambda: 41)
     reader = log.read()
-    event = await asyncio.wait_for(anext(reader), 5)
+    event = await asyncio.wait_for(anext(reader), 60)
     assert event.beat.engine_step == 41
     await reader.aclose()
     assert not log.has_reader
@@ -64,7 +64,7 @@ async def test_a_hung_engine_sends_no_beat():
     reading = asyncio.create_task(read_all(log))
     await asyncio.sleep(0.8)  # longer than a beat
     log.end(done())
-    events = await asyncio.wait_for(reading, 5)
+    events = await asyncio.wait_for(reading, 60)
     assert [event.WhichOneof("event") for event in events] == ["end"]
 
 

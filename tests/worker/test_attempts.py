@@ -33,7 +33,7 @@ def attempts(cancelled):
 
 
 async def gone(attempts):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(attempts):
             await asyncio.sleep(0.01)
 

@@ -79,7 +79,7 @@ def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
         assert hosts
         worker.terminate()
         assert worker.wait(60) == 0, log.read_text()
-        wait_for(lambda: not any(psutil.pid_exists(pid) for pid in hosts), 30, "the ranks are gone")
+        wait_for(lambda: not any(psutil.pid_exists(pid) for pid in hosts), 60, "the ranks are gone")
     finally:
         worker.kill()
         worker.wait(10)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pydoc import locate
 from typing import Any
 
 import pytest
 import yaml
 
-from baton.autoscaling.config import AutoscalingConfig
+from baton.autoscaling.config import AutoscalingConfig, ServeAutoscalingConfig
+from baton.autoscaling.serve_policy import PoolsPolicy
 from baton.serve_app import AppArguments
 from cluster.config import RouterConfig, WorkerConfig
 from tests.system.helm.rendering import Rendered, Renderer, ValueSet
@@ -26,7 +28,7 @@ def test_routers_and_workers_accept_theirs(name: str, renderer: Renderer) -> Non
     rendered = renderer.render(VALUE_SETS[name])
     router = RouterConfig.model_validate(_file(rendered, "t-baton-router", "router.yaml"))
     assert router.namespace == "serving-t"
-    if name == "external":
+    if any(one["metadata"]["name"] == "t-baton-serve" for one in rendered.of("ConfigMap")):
         described = _file(rendered, "t-baton-serve", "serve.yaml")["applications"][0]["args"]
         pools = AppArguments.model_validate(described)
         workers = [WorkerConfig.model_validate(pool.config) for pool in (pools.prefill, pools.decode)]
@@ -54,6 +56,28 @@ def test_the_operator_gets_the_same_application(renderer: Renderer) -> None:
         assert pool.replicas == groups[role]["replicas"] == groups[role]["maxReplicas"]
         assert f'\\"{role}\\": 1' in groups[role]["rayStartParams"]["resources"]
         assert pool.config == _file(rendered, f"t-baton-{role}", "worker.yaml")
+
+
+def test_ray_sizes_the_pools_where_it_places_them(renderer: Renderer) -> None:
+    """One policy in every mode, by the same values."""
+    by_operator = renderer.render(VALUE_SETS["autoscaling by the operator's Ray"])
+    (service,) = by_operator.of("RayService")
+    elsewhere = renderer.render(VALUE_SETS["autoscaling on somebody else's Ray"])
+    told = [service["spec"]["serveConfigV2"], elsewhere.named("ConfigMap", "t-baton-serve")["data"]["serve.yaml"]]
+    policies = []
+    for text in told:
+        (application,) = yaml.safe_load(text)["applications"]
+        pools, policy = AppArguments.model_validate(application["args"]), application["autoscaling_policy"]
+        assert locate(policy["policy_function"].replace(":", ".")) is PoolsPolicy
+        policies.append(ServeAutoscalingConfig.model_validate(policy["policy_kwargs"]["config"]))
+        assert pools.autoscaling == policies[-1]
+    assert [policy.scale_down_seconds for policy in policies] == [1800.0, 600.0]
+    cluster = service["spec"]["rayClusterConfig"]
+    assert cluster["enableInTreeAutoscaling"] is True
+    for group in cluster["workerGroupSpecs"]:
+        limits = policies[0].pool(group["groupName"])
+        assert (group["minReplicas"], group["maxReplicas"]) == (limits.min_replicas, limits.max_replicas)
+    assert not [one for one in elsewhere.of("Deployment") if "autoscaler" in one["metadata"]["name"]]
 
 
 def test_the_autoscaler_accepts_its_own(renderer: Renderer) -> None:

@@ -25,6 +25,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "prefill.rdma": {"prefill": {"rdma": {"resourceName": "rdma/hca"}}},
     "decode.rdma": {"decode": {"rdma": {"resourceName": "rdma/hca"}}},
     "ray.kuberay": {"ray": {"mode": "kuberay"}},
+    "ray.kuberay.idleSeconds": {"ray": {"mode": "kuberay"}, "autoscaling": {"enabled": True}},
     "ray.external": {"ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}}},
     "ray.gcsFaultTolerance.passwordSecret.key": {
         "ray": {"gcsFaultTolerance": {"passwordSecret": {"name": "x"}}}
@@ -75,6 +76,7 @@ ANOTHER: dict[str, Any] = {
     "imagePullSecrets": ["pull"],
     "dnsNames": ["example.com"],
     "apiServerPorts": [16443],
+    "runbookBase": "https://git.example/runbooks",
     "resources": {"requests": {"cpu": "7"}},
     "nodeResources": {"requests": {"cpu": "7"}},
     "config": {"max_queued": 7},

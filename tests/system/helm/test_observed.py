@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import yaml
 
-from tests.system.helm.rendering import CHART, Renderer
+from tests.system.helm.rendering import CHART, ROOT, Rendered, Renderer, ValueSet
 from tests.system.helm.value_sets import VALUE_SETS
 
 pytestmark = pytest.mark.system
@@ -24,6 +25,26 @@ def test_every_file_is_there_unchanged(renderer: Renderer) -> None:
         config = rendered.named("ConfigMap", f"t-baton-dashboard-{file.stem}")
         assert json.loads(config["data"][file.name]) == json.loads(file.read_text())
         assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_alerts_lead_to_the_runbooks_of_whoever_installs_it(renderer: Renderer) -> None:
+    """Nowhere, before somebody says where they are: no address is made up."""
+    base = "https://git.example/baton/docs/runbooks"
+    rules = {"enabled": True, "runbookBase": f"{base}/"}
+    rendered = renderer.render(ValueSet(values={"observability": {"rules": rules}}))
+    for alert in _alerts(rendered):
+        assert alert["annotations"]["runbook_url"] == f"{base}/{alert['alert']}.md"
+    assert "home" not in yaml.safe_load((CHART / "Chart.yaml").read_text())
+    for alert in _alerts(renderer.render(VALUE_SETS["everything observed"])):
+        assert "runbook_url" not in alert["annotations"]
+        assert (ROOT / alert["annotations"]["runbook"]).exists()
+
+
+def _alerts(rendered: Rendered) -> list[dict[str, Any]]:
+    groups = [group for one in rendered.of("PrometheusRule") for group in one["spec"]["groups"]]
+    found = [rule for group in groups for rule in group["rules"]]
+    assert found
+    return found
 
 
 def test_monitors_find_the_ports_that_serve_metrics(renderer: Renderer) -> None:

@@ -59,6 +59,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "router.drainDelaySeconds + router.drainSeconds = 90 is not below",
         "raise the grace period",
     ),
+    "connections that outlive their router's delay": (
+        {"router": {"drainDelaySeconds": 22}},
+        "router.drainDelaySeconds = 22 is not above 1.1 × router.maxConnectionSeconds = 20",
+        "raise the delay or lower the age",
+    ),
     "autoscaling and a fixed number": (
         {"autoscaling": {"enabled": True}, "prefill": {"replicas": 3}},
         "autoscaling.enabled and prefill.replicas = 3 fight",
@@ -88,14 +93,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"autoscaling": {"enabled": True, "gpuBudget": 1}},
         "autoscaling.gpuBudget = 1, and the smallest pools need 2",
         "raise it, or lower minReplicas",
-    ),
-    "autoscaling on somebody else's Ray": (
-        {
-            "autoscaling": {"enabled": True},
-            "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
-        },
-        "autoscaling.enabled has no StatefulSets to size in ray.mode external",
-        "turn it off and set prefill.replicas and decode.replicas, or set ray.mode to embedded",
     ),
     "autoscaling of wide workers": (
         {"autoscaling": {"enabled": True}, "decode": {"gpus": 8, "nodes": 2, "tensorParallel": 16}},

@@ -24,6 +24,15 @@ MORE: dict[str, ValueSet] = {
     "autoscaling": ValueSet(
         values={"autoscaling": {"enabled": True}, "router": {"autoscaling": {"enabled": True}}}
     ),
+    "autoscaling by the operator's Ray": ValueSet(
+        values={"autoscaling": {"enabled": True}, "ray": {"mode": "kuberay"}}, apis=KUBERAY
+    ),
+    "autoscaling on somebody else's Ray": ValueSet(
+        values={
+            "autoscaling": {"enabled": True, "config": {"scale_down_seconds": 600}},
+            "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray.ray:8265"}},
+        }
+    ),
     "own certificates": ValueSet(
         values={
             "tls": {

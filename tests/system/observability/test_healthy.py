@@ -33,7 +33,7 @@ def test_rules_are_valid_and_each_alert_has_a_runbook() -> None:
     assert {path.stem for path in RUNBOOKS.glob("*.md")} == set(names)
     for rule in alerts():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert rule["annotations"]["runbook_url"].endswith(f"/docs/runbooks/{rule['alert']}.md")
+        assert rule["annotations"]["runbook"] == f"docs/runbooks/{rule['alert']}.md"
         runbook = (RUNBOOKS / f"{rule['alert']}.md").read_text()
         assert runbook.startswith(f"# {rule['alert']}\n")
         assert all(heading in runbook for heading in ("## What it means", "## How to look", "## What to do"))

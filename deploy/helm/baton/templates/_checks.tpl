@@ -94,9 +94,6 @@
 {{- define "baton.checkScaling" -}}
 {{- $scaling := .Values.autoscaling -}}
 {{- if $scaling.enabled }}
-{{- if ne .Values.ray.mode "embedded" }}
-{{- fail (printf "autoscaling.enabled has no StatefulSets to size in ray.mode %s: turn it off and set prefill.replicas and decode.replicas, or set ray.mode to embedded" .Values.ray.mode) }}
-{{- end }}
 {{- if and (eq (int $scaling.prefill.minReplicas) 0) (not $scaling.scaleToZero) }}
 {{- fail "autoscaling.prefill.minReplicas is 0: set autoscaling.scaleToZero, or at least 1" }}
 {{- end }}
@@ -150,6 +147,11 @@
 {{- $drain := add (int $router.drainDelaySeconds) (int $router.drainSeconds) | int }}
 {{- if ge $drain (int $router.terminationGracePeriodSeconds) }}
 {{- fail (printf "router.drainDelaySeconds + router.drainSeconds = %d is not below router.terminationGracePeriodSeconds = %d: Kubernetes would kill the router while it drains; raise the grace period or drain for a shorter time" $drain (int $router.terminationGracePeriodSeconds)) }}
+{{- end }}
+{{- if le (float64 $router.drainDelaySeconds) (mulf 1.1 $router.maxConnectionSeconds) }}
+{{- if gt (int $router.maxConnectionSeconds) 0 }}
+{{- fail (printf "router.drainDelaySeconds = %d is not above 1.1 × router.maxConnectionSeconds = %d: connections of a router that leaves would not all have been told to come anew; raise the delay or lower the age" (int $router.drainDelaySeconds) (int $router.maxConnectionSeconds)) }}
+{{- end }}
 {{- end }}
 {{- if and (not .Values.autoscaling.enabled) (eq (include "baton.replicas" .Values.prefill) "0") (eq $router.localPrefill "never") }}
 {{- fail "prefill.replicas is 0 and router.localPrefill is never: nobody could prefill; set localPrefill to fallback or auto, or add a replica" }}

@@ -19,7 +19,8 @@ tls_ca: /etc/baton/tls/ca.crt
     "served_model_name" (include "baton.servedName" .) "max_model_len" (int .Values.model.maxModelLen)
     "page_size" (int .Values.model.pageSize) "local_prefill" $router.localPrefill
     "share_prefixes_across_tenants" $router.sharePrefixesAcrossTenants "drain_seconds" (int $router.drainSeconds)
-    "drain_delay_seconds" (int $router.drainDelaySeconds) -}}
+    "drain_delay_seconds" (int $router.drainDelaySeconds)
+    "max_connection_seconds" (int $router.maxConnectionSeconds) -}}
 {{- if $router.listenAddress }}{{- $_ := set $config "host" $router.listenAddress }}{{- end }}
 {{- if include "baton.apiKeysOn" . }}{{- $_ := set $config "api_keys_file" (printf "/etc/baton/keys/%s" .Values.apiKeys.key) }}{{- end }}
 {{- $config = merge $config (include "baton.tlsFields" . | fromYaml) -}}
@@ -128,14 +129,21 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- end -}}
 
 {{- /* `baton autoscale`. */ -}}
+{{- /* The policy of both pools: of `baton autoscale`, or inside Ray Serve. */ -}}
 {{- define "baton.autoscalerConfig" -}}
 {{- $scaling := .Values.autoscaling -}}
 {{- $config := dict
-    "namespace" (include "baton.namespaceKey" .) "metrics_port" (int $scaling.metricsPort)
-    "kubernetes_namespace" .Release.Namespace "gpu_budget" (int $scaling.gpuBudget)
+    "metrics_port" (int $scaling.metricsPort) "gpu_budget" (int $scaling.gpuBudget)
     "ttft_objective_seconds" $scaling.ttftSeconds "itl_objective_seconds" $scaling.itlSeconds
-    "scale_to_zero" $scaling.scaleToZero
-    "stateful_sets" (dict "prefill" (printf "%s-prefill" (include "baton.base" .)) "decode" (printf "%s-decode" (include "baton.base" .))) -}}
+    "scale_to_zero" $scaling.scaleToZero -}}
+{{- if eq .Values.ray.mode "embedded" }}
+{{- $base := include "baton.base" . }}
+{{- $_ := set $config "namespace" (include "baton.namespaceKey" .) }}
+{{- $_ := set $config "kubernetes_namespace" .Release.Namespace }}
+{{- $_ := set $config "stateful_sets" (dict "prefill" (printf "%s-prefill" $base) "decode" (printf "%s-decode" $base)) }}
+{{- else }}
+{{- $_ := set $config "metrics_host" "0.0.0.0" }}
+{{- end }}
 {{- range $role := list "prefill" "decode" }}
 {{- $pool := index $.Values $role }}
 {{- $bounds := index $scaling $role }}

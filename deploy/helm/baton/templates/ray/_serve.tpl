@@ -24,4 +24,13 @@ applications:
     args:
       prefill: {{- include "baton.servePool" (dict "root" . "role" "prefill") | nindent 8 }}
       decode: {{- include "baton.servePool" (dict "root" . "role" "decode") | nindent 8 }}
+      {{- if .Values.autoscaling.enabled }}
+      autoscaling: {{- include "baton.autoscalerConfig" . | nindent 8 }}
+      {{- end }}
+    {{- if .Values.autoscaling.enabled }}
+    autoscaling_policy:
+      policy_function: baton.autoscaling.serve_policy:PoolsPolicy
+      policy_kwargs:
+        config: {{- include "baton.autoscalerConfig" . | nindent 10 }}
+    {{- end }}
 {{- end -}}

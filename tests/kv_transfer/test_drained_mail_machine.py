@@ -1,0 +1,149 @@
+"""Drained messages on their way to decode workers that come, go, hang and live under other epochs: each is said once, to
+whom it was meant for, while its worker can be reached at all; nothing is kept of one that is gone for good."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from cluster.errors import PeerLostError, StaleEpochError
+from kv_transfer.drained_mail import TRIES, TRY_SECONDS, DrainedMail
+from tests.virtual_time import VirtualLoop
+from wire import common_pb2
+
+WORKERS = st.sampled_from(["d0", "d1"])
+
+
+@dataclass(eq=False)
+class Worker:
+    """As P sees it: whether it answers, and how."""
+
+    worker_id: str
+    epoch: int = 1
+    known: int = 0  # the epoch P has heard
+    answers: str = "yes"  # | "no" | "never"
+    heard: list[bytes] = field(default_factory=list)
+
+    def say_drained(self, transfer_id: bytes) -> None:
+        assert self.answers == "yes", "said to one that is not there"
+        self.heard.append(transfer_id)
+
+
+class DrainedMailMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualLoop()
+        self.workers = {name: Worker(name) for name in ("d0", "d1")}
+        self.kept: dict[str, list[tuple[bytes, float]]] = {"d0": [], "d1": []}  # (what, when)
+        self.away_since: dict[str, float | None] = {"d0": None, "d1": None}
+        self.forgotten: dict[str, set[bytes]] = {"d0": set(), "d1": set()}
+        self.number = 0
+
+    @initialize()
+    def build(self) -> None:
+        async def make() -> DrainedMail:
+            return DrainedMail(self.open, lambda ref: self.workers[ref.worker_id].known)
+
+        self.mail = self.loop.run(make())
+
+    async def open(self, decode: common_pb2.WorkerRef) -> Worker:
+        worker = self.workers[decode.worker_id]
+        if worker.answers == "never":
+            await asyncio.Event().wait()
+        if worker.answers == "no":
+            raise PeerLostError("gone")
+        worker.known = worker.epoch
+        if decode.epoch != worker.epoch:
+            raise StaleEpochError("another epoch", field="decode_epoch")
+        return worker
+
+    def inside(self, function: Any, *arguments: Any) -> None:
+        async def call() -> None:
+            function(*arguments)
+
+        self.loop.run(call())
+        self.loop.settle(4)
+
+    @rule(name=WORKERS, stale=st.integers(0, 2), count=st.integers(1, 3))
+    def is_drained(self, name: str, stale: int, count: int) -> None:
+        """The hand-off was with an earlier life, perhaps."""
+        worker = self.workers[name]
+        ref = common_pb2.WorkerRef(worker_id=name, epoch=max(1, worker.epoch - stale), address="a")
+        for _ in range(count):
+            self.number += 1
+            transfer_id = self.number.to_bytes(16, "big")
+            self.kept[name].append((transfer_id, self.loop.time()))
+            self.inside(self.mail.keep, ref, transfer_id)
+
+    @rule(name=WORKERS, answers=st.sampled_from(["yes", "yes", "no", "never"]))
+    def changes(self, name: str, answers: str) -> None:
+        self.workers[name].answers = answers
+        self.away_since[name] = None if answers == "yes" else self.away_since[name] or self.loop.time()
+
+    @rule(name=WORKERS)
+    def lives_again(self, name: str) -> None:
+        self.workers[name].epoch += 1
+
+    @rule(name=WORKERS)
+    def another_hand_off_opens_a_stream(self, name: str) -> None:
+        """Also while the mail is on its way by itself."""
+        worker = self.workers[name]
+        if worker.answers == "yes":
+            worker.known = worker.epoch
+            self.inside(self.mail.hand_over, name, worker)
+            assert self.missing(name) <= self.forgotten[name], "the stream is up, and it has not heard"
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 10.0, 3.0 * TRIES * TRY_SECONDS]))
+    def time_passes(self, seconds: float) -> None:
+        self.loop.pass_time(seconds)
+        for name, since in self.away_since.items():
+            away = self.loop.time() - since if since is not None else 0.0
+            if since is None and seconds >= 10.0:
+                # A try takes a second, the pause behind it another; a new epoch costs one more.
+                assert self.missing(name) <= self.forgotten[name], "it can be reached, and has not heard"
+            if away > TRIES * TRY_SECONDS - 1e-6:
+                self.forgotten[name] |= self.missing(name)
+            if seconds > 2.5 * TRIES * TRY_SECONDS:
+                assert name not in self.mail._delivering and not self.mail._waiting.get(name), "kept for ever"
+
+    def missing(self, name: str) -> set[bytes]:
+        return {transfer for transfer, _ in self.kept[name]} - set(self.workers[name].heard)
+
+    @invariant()
+    def each_is_said_once_and_to_the_right_one(self) -> None:
+        for name, worker in self.workers.items():
+            said = [transfer for transfer, _ in self.kept[name] if transfer in set(worker.heard)]
+            assert worker.heard == said, "twice, out of order, or another's"
+
+    @invariant()
+    def what_is_not_said_is_on_its_way(self) -> None:
+        if not hasattr(self, "mail"):
+            return
+        for name in self.workers:
+            waiting = set(self.mail._waiting.get(name, ()))
+            assert waiting <= self.missing(name)
+            assert self.missing(name) - self.forgotten[name] <= waiting | self.given_up(name)
+            if waiting:
+                assert name in self.mail._delivering, "nobody delivers it"
+
+    def given_up(self, name: str) -> set[bytes]:
+        """What may be forgotten: its worker has not answered for as long as one tries."""
+        since = self.away_since[name]
+        away = since is not None and self.loop.time() - since > TRIES * TRY_SECONDS - 1e-6
+        return self.missing(name) if away else set()
+
+    def teardown(self) -> None:
+        for name in self.workers:
+            self.changes(name, "yes")
+        if hasattr(self, "mail"):
+            self.time_passes(3.0 * TRIES * TRY_SECONDS)
+        self.loop.close()
+
+
+DrainedMailMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestDrainedMail = DrainedMailMachine.TestCase
