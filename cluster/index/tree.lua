@@ -53,24 +53,27 @@ local function sweep(key, fields, now, owners, budget)
   return budget - looks
 end
 
--- slot -> leading blocks of `chain` it covers, slots without an owner among them. Walks on while some worker covers a
--- whole run. expire_at: false where an insert of the same chain follows.
+-- Slot (a number) -> leading blocks of `chain` it covers, slots without an owner among them. Walks on while some worker
+-- covers a whole run. expire_at: false where an insert of the same chain follows; that is spared the labels read here,
+-- the second answer.
 local function match(prefix, chain, now, expire_at, owners, budget)
-  local cover = {}
+  local cover, labels = {}, {}
   local total = #chain / KEY
   local pos = 0
+  local held_of, number = struct.unpack, tonumber  -- the loop runs for every worker that holds a common prefix
   while pos < total do
     local key = node_key(chain, pos)
     local label = redis.call('GET', prefix .. 'n:' .. key)
     if not label then break end
+    labels[key] = label
     local run = #label / KEY
     local m = shared(label, chain, pos)
     local onward = false
     local fields = redis.call('HGETALL', prefix .. 'w:' .. key)
     for i = 1, #fields, 2 do
-      local slot = fields[i]
-      if (pos == 0 or cover[slot] == pos) and slot ~= 'c' then
-        local have, predicted, until_ms = struct.unpack(PACK, fields[i + 1])
+      local slot = number(fields[i])  -- nil: the mark of a node with children
+      if slot and (pos == 0 or cover[slot] == pos) then
+        local have, predicted, until_ms = held_of(PACK, fields[i + 1])
         if predicted > have and until_ms > now then have = predicted end
         if have > m then have = m end
         cover[slot] = pos + have
@@ -82,7 +85,7 @@ local function match(prefix, chain, now, expire_at, owners, budget)
     if m < run or not onward then break end
     pos = pos + run
   end
-  return cover
+  return cover, labels
 end
 
 -- Sets what each of `slots` holds of one node. kind: 'predicted' (a placement, until until_ms), 'whole' (a report that
@@ -95,15 +98,19 @@ local function mark(prefix, key, slots, held, kind, until_ms)
     local raw = known[i]
     local c, p, u = 0, 0, 0
     if raw then c, p, u = struct.unpack(PACK, raw) end
+    local says = true
     if kind == 'predicted' then
-      if u == 0 or held >= p then p, u = held, until_ms end
+      says = c < held and (u == 0 or held >= p)  -- of what is confirmed a prediction says nothing
+      if says then p, u = held, until_ms end
     elseif kind == 'whole' then
       if held > c then c = held end
     else
       -- A worker's own word ends a prediction that promised more.
       c, p, u = held, 0, 0
     end
-    if c > 0 or p > 0 then
+    if not says then
+      -- nothing to write
+    elseif c > 0 or p > 0 then
       fresh[#fresh + 1] = slots[i]
       fresh[#fresh + 1] = struct.pack(PACK, c, p, u)
     elseif raw then
@@ -139,8 +146,9 @@ local function split(prefix, key, label, m, expire_at)
 end
 
 -- Of `chain`, each of `slots` holds the first `held` blocks. Sets it in the nodes of the path; a report that is cut
--- also clears the slots below the cut. Only as much of the chain as is held creates nodes.
-local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at)
+-- also clears the slots below the cut. Only as much of the chain as is held creates nodes. labels: of nodes that this
+-- script has read and not changed since.
+local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at, labels)
   local total = #chain / KEY
   local kind = 'predicted'
   if confirmed then kind = held < total and 'cut' or 'whole' end
@@ -148,7 +156,7 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
   local last = nil
   while pos < total do
     local key = node_key(chain, pos)
-    local label = redis.call('GET', prefix .. 'n:' .. key)
+    local label = labels and labels[key] or redis.call('GET', prefix .. 'n:' .. key)
     if not label then
       if held <= pos then return end
       local rest = string.sub(chain, pos * KEY + 1, held * KEY)

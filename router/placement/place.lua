@@ -27,6 +27,7 @@ local bandwidths, places = numbers('d', ARGV[12], 8), numbers('I4', ARGV[26], 4)
 local LOADS = 26
 local BEST = 8
 local TIE = 1.05
+local SWEPT = 4  -- slots of dead workers looked for in a call; a hot node is visited often
 local call = redis.call
 
 call('INCR', KEYS[4])
@@ -45,10 +46,7 @@ if dead then
 end
 
 -- Recording walks the same nodes again, and further: it sets when they expire.
-local cover = {}
-for slot, blocks in pairs(match(prefix, chain, now, not records and now + ttl, KEYS[1], 16)) do
-  cover[tonumber(slot)] = blocks
-end
+local cover, labels = match(prefix, chain, now, not records and now + ttl, KEYS[1], SWEPT)
 
 -- What waits at prefill workers, what lives at decode workers (and waits, where they prefill): one call.
 local may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and np == 0)
@@ -61,10 +59,11 @@ local ship_rate = token_bytes / math.max(unpack(bandwidths))  -- at its best: wh
 local score, place_of, run = {}, {}, 1
 local function best(first, last)
   local chosen, size, by_place, bound = {}, 0, {}, math.huge
+  local score, place_of = score, place_of  -- Lua reads a function's own locals faster than its surroundings'
   local i = first
   while i <= last do
-    local place, top, top_score = runs[run], i, math.huge
-    for at = i, runs[run + 1] do
+    local place, run_end, top, top_score = runs[run], runs[run + 1], i, math.huge
+    for at = i, run_end do
       local s = score[at]
       place_of[at] = place
       if s < top_score then top, top_score = at, s end
@@ -80,14 +79,15 @@ local function best(first, last)
       end
     end
     by_place[place] = top
-    i, run = runs[run + 1] + 1, run + 2
+    i, run = run_end + 1, run + 2
   end
   local among = {}
   for k = 1, size do among[chosen[k]] = true end
   return chosen, among, by_place
 end
 
-local hits, wait = {}, {}
+local hits, wait = {}, {}  -- hits: of those that hold something
+local function hit(i) return hits[i] or 0 end
 local cold = prefill_seconds(L)
 for i = 1, np do
   local load = loads[i]
@@ -96,28 +96,29 @@ for i = 1, np do
   local blocks = cover[slots[i]]
   wait[i] = seconds
   if blocks then
-    local hit = math.min(blocks * page, L - 1)
-    hits[i], score[i] = hit, seconds + prefill_seconds(L - hit)
+    local held = math.min(blocks * page, L - 1)
+    hits[i], score[i] = held, seconds + prefill_seconds(L - held)
   else
-    hits[i], score[i] = 0, seconds + cold
+    score[i] = seconds + cold
   end
 end
 local living = {}
-local longest = np + 1
+local longest, longest_hit = np + 1, 0
 local cold_ship, need = L * ship_rate, L + out
 for i = np + 1, count do
-  local load = tonumber(loads[i] or 0)
+  local load = loads[i]
+  load = load and load + 0 or 0  -- a number without a call
   if load < 0 then load = 0 end
   local penalty, lack = per_token * load, need + load - capacities[i - np]
   if lack > 0 then penalty = penalty + 1 + lack / math.max(1, capacities[i - np]) end
   living[i], wait[i] = load, penalty
   local blocks = cover[slots[i]]
   if blocks then
-    local hit = math.min(blocks * page, L - 1)
-    hits[i], score[i] = hit, penalty + (L - hit) * ship_rate
-    if hit > hits[longest] then longest = i end
+    local held = math.min(blocks * page, L - 1)
+    hits[i], score[i] = held, penalty + (L - held) * ship_rate
+    if held > longest_hit then longest, longest_hit = i, held end
   else
-    hits[i], score[i] = 0, penalty + cold_ship
+    score[i] = penalty + cold_ship
   end
 end
 
@@ -143,16 +144,24 @@ local function level(p, d)
   if places[a + 2] > 0 and places[a + 2] == places[b + 2] then return 3 end
   return places[a + 3] > 0 and places[a + 3] == places[b + 3] and 4 or 5
 end
-local function pair(p, d)
-  local compute = prefill_seconds(L - hits[p])
-  local seconds = wait[p] + compute + wait[d]
-  if seconds > cheapest * TIE then return end  -- whatever the hand-off adds
-  local ship = (L - hits[d]) * token_bytes / bandwidths[level(p, d)] - 0.9 * compute
+-- ready: seconds until p has computed it, `compute` of them its own.
+local function join(p, d, ready, compute)
+  local ship = (L - hit(d)) * token_bytes / bandwidths[level(p, d)] - 0.9 * compute
   if ship < 0 then ship = 0 end
-  consider(p, d, seconds + ship, ship)
+  consider(p, d, ready + wait[d] + ship, ship)
+end
+local function pair(p, d)
+  local compute = prefill_seconds(L - hit(p))
+  local ready = wait[p] + compute
+  if ready + wait[d] <= cheapest * TIE then join(p, d, ready, compute) end
 end
 for i = 1, #ps do
-  for k = 1, #ds do pair(ps[i], ds[k]) end
+  local p = ps[i]
+  local compute = prefill_seconds(L - hit(p))
+  local ready = wait[p] + compute
+  for k = 1, #ds do  -- beyond the tie already, most of them: whatever the hand-off adds
+    if ready + wait[ds[k]] <= cheapest * TIE then join(p, ds[k], ready, compute) end
+  end
 end
 -- Those beside one of them, and a place's own best two, may win by lying together.
 for i = 1, #ps do
@@ -173,7 +182,7 @@ if may_local then
     local queue = tonumber(loads[count + d - np] or 0)
     -- Its own running batch waits for the chunks: prefill here costs those streams too.
     local slow = living[d] > 0 and 2 or 1
-    consider(0, d, math.max(0, queue) / rate + slow * prefill_seconds(L - hits[d]) + wait[d], 0)
+    consider(0, d, math.max(0, queue) / rate + slow * prefill_seconds(L - hit(d)) + wait[d], 0)
   end
 end
 if choices == 0 then return {-2} end
@@ -181,7 +190,7 @@ if choices == 0 then return {-2} end
 -- What lies within 5 % of the cheapest is a tie. Of equal times the one with most of the prompt cached costs the
 -- cluster least; chance decides the rest.
 local reuse, equal = -1, 0
-local function reused(c) return (cp[c] > 0 and hits[cp[c]] or 0) + hits[cd[c]] end
+local function reused(c) return (cp[c] > 0 and hit(cp[c]) or 0) + hit(cd[c]) end
 local tied = {}
 for c = 1, choices do
   if cost[c] <= cheapest * TIE then
@@ -197,18 +206,23 @@ local pick = tied[1 + math.floor(random * equal)]
 local p, d = cp[pick], cd[pick]
 
 -- The view of the router that asks may be a moment old: who was told to leave is placed on no more from then on.
-local function gone(i)
-  local name = string.sub(ARGV[LOADS + i], 3)
-  local id = string.match(name, '^(.*)@')
-  return call('HGET', KEYS[1], string.format('%d', slots[i])) ~= name or call('HEXISTS', KEYS[6], id) == 1
+local winners = p > 0 and {d, p} or {d}
+local names, ids, winner_slots = {}, {}, {}
+for k = 1, #winners do
+  names[k] = string.sub(ARGV[LOADS + winners[k]], 3)
+  ids[k] = string.match(names[k], '^(.*)@')
+  winner_slots[k] = string.format('%d', slots[winners[k]])
 end
-if gone(d) or (p > 0 and gone(p)) then
-  call('DECR', KEYS[4])
-  return {-4}
+local owners, leaving = call('HMGET', KEYS[1], unpack(winner_slots)), call('HMGET', KEYS[6], unpack(ids))
+for k = 1, #winners do
+  if owners[k] ~= names[k] or leaving[k] then
+    call('DECR', KEYS[4])
+    return {-4}
+  end
 end
 
 local at = p > 0 and p or d  -- who prefills
-local u = L - hits[at]
+local u = L - hit(at)
 local compute = prefill_seconds(u)
 local pending = p > 0 and ARGV[LOADS + p] or ARGV[LOADS + count + d - np]
 -- What waits there before this request: lower classes wait behind it. Their share is counted in fields of their own.
@@ -235,12 +249,10 @@ if urgency ~= 'normal' then charge(urgency .. ':' .. pending, u) end
 charge(ARGV[LOADS + d], L + out)
 
 if records then
-  local winners = {string.format('%d', slots[d])}
-  if p > 0 then winners[2] = string.format('%d', slots[p]) end
-  insert(prefix, chain, winners, #chain / 8, false, now + predict, now + ttl)
+  insert(prefix, chain, winner_slots, #chain / 8, false, now + predict, now + ttl, labels)
 end
 
 return {
-  p, d, hits[at], hits[d], u, tostring(cost[pick]), tostring(waits), tostring(compute),
+  p, d, hit(at), hit(d), u, tostring(cost[pick]), tostring(waits), tostring(compute),
   tostring(shipping[pick]), tostring(wait[d]), tostring(first),
 }

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
 
-# A short text costs less to encode (about 50 µs) than the trip to another thread; all others leave the loop free.
+# A thread and the way back cost a request 0.2 to 0.3 ms. So much text is encoded in about 0.4 ms, no longer than a
+# request's other work holds the loop; all others leave it free.
 INLINE_CHARACTERS = 2048
 
 

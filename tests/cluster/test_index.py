@@ -18,7 +18,7 @@ SALT = make_salt("m")
 _PROBE = """
 local cover = match(ARGV[1], ARGV[2], now_ms(), now_ms() + 60000, KEYS[1], 0)
 local out = {}
-for slot, blocks in pairs(cover) do out[#out + 1] = slot; out[#out + 1] = blocks end
+for slot, blocks in pairs(cover) do out[#out + 1] = tostring(slot); out[#out + 1] = blocks end
 return out
 """
 _PREDICT = """
