@@ -150,230 +150,36 @@ def _store_rows(builder, sums, out, out_stride, columns):
         out = builder.add(out, out_stride)
 
 
+# Of a tile: the length of a tuple is part of its type, so each has a form of its own.
+_SIZES = tuple((0,) * rows for rows in range(MOST_ROWS + 1))
+
+
 @njit(inline="always")
 def _tile_of(count, x, xs, w, pairs, b, out, outs, columns):
     if count == 1:
-        _tile((0,), x, xs, w, pairs, b, out, outs, columns)
+        _tile(_SIZES[1], x, xs, w, pairs, b, out, outs, columns)
     elif count == 2:
-        _tile(
-            (
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[2], x, xs, w, pairs, b, out, outs, columns)
     elif count == 3:
-        _tile(
-            (
-                0,
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[3], x, xs, w, pairs, b, out, outs, columns)
     elif count == 4:
-        _tile(
-            (
-                0,
-                0,
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[4], x, xs, w, pairs, b, out, outs, columns)
     elif count == 5:
-        _tile(
-            (
-                0,
-                0,
-                0,
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[5], x, xs, w, pairs, b, out, outs, columns)
     elif count == 6:
-        _tile(
-            (
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[6], x, xs, w, pairs, b, out, outs, columns)
     elif count == 7:
-        _tile(
-            (
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[7], x, xs, w, pairs, b, out, outs, columns)
     elif count == 8:
-        _tile(
-            (
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[8], x, xs, w, pairs, b, out, outs, columns)
     elif count == 9:
-        _tile(
-            (
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[9], x, xs, w, pairs, b, out, outs, columns)
     elif count == 10:
-        _tile(
-            (
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[10], x, xs, w, pairs, b, out, outs, columns)
     elif count == 11:
-        _tile(
-            (
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[11], x, xs, w, pairs, b, out, outs, columns)
     elif count == 12:
-        _tile(
-            (
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-                0,
-            ),
-            x,
-            xs,
-            w,
-            pairs,
-            b,
-            out,
-            outs,
-            columns,
-        )
+        _tile(_SIZES[12], x, xs, w, pairs, b, out, outs, columns)
 
 
 @compiled

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 
 # Of one job: few enough to cost nothing, and the last one is short to wait for.
@@ -54,8 +54,8 @@ class KernelTeam(Team):
 
         self._take = cpu_jobs.take
         self._kind, self._dim8 = kind_of(dtype), (0,) * (head_dim // 8)
-        self._row = np.zeros(cpu_jobs.SIZE, np.int64)
-        self._job = self._row.ctypes.data
+        self._row = (ctypes.c_int64 * cpu_jobs.SIZE)()
+        self._job = ctypes.addressof(self._row)
         self._begin, self._stop = cpu_jobs.CODE * 8, cpu_jobs.STOP
         self._serving: list[Future[Any]] = []
 
