@@ -62,7 +62,7 @@ class KernelTeam(Team):
     def run(self, code: int, total: int, arguments: Sequence[int]) -> None:
         """Runs a job over the items [0, total); returns when all of it is done."""
         shares = 1 if self._helpers is None else min(total, MOST_SHARES)
-        struct.pack_into(f"{3 + len(arguments)}q", self._row.data, self._begin, code, total, shares, *arguments)
+        struct.pack_into(f"{3 + len(arguments)}q", self._row, self._begin, code, total, shares, *arguments)
         if shares > 1:
             self._wake()
         self._take(self._kind, self._dim8, self._job, 0)
