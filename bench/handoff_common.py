@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bench.checkpoint import SHAPE
 from cluster.config import TransferConfig
+from engine.kv_cache import allocate
 from wire import common_pb2
 
 PAGE_SIZE = 16
@@ -17,9 +18,10 @@ CONFIG = TransferConfig(transport="nixl")
 
 
 def kv_cache(blocks: int) -> Tensor:
-    """[block, layer, K|V, kv_head, token, head_dim], written once so that no page faults are measured."""
-    shape = (blocks, SHAPE.layers, 2, SHAPE.kv_heads, PAGE_SIZE, SHAPE.head_dim)
-    return torch.ones(shape, dtype=torch.bfloat16)
+    """An engine's: [block, layer, K|V, kv_head, token, head_dim]. Written once so that no page faults are measured."""
+    block = (SHAPE.layers, 2, SHAPE.kv_heads, PAGE_SIZE, SHAPE.head_dim)
+    size = blocks * PAGE_SIZE * SHAPE.kv_bytes_per_token
+    return allocate(size, block, PAGE_SIZE, PAGE_SIZE, torch.bfloat16, torch.device("cpu")).fill_(1)
 
 
 def layout() -> common_pb2.KvLayout:

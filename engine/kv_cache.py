@@ -6,6 +6,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from cluster import huge_pages
 from cluster.errors import ConfigError
 
 # Of the memory that is free, when no size is named: other processes live here too.
@@ -42,4 +43,7 @@ def allocate(
             f"{needed * block_bytes} bytes: {needed * block_bytes - pool_bytes} more, or a smaller max_model_len",
             field="kv_memory",
         )
-    return torch.zeros((blocks, *block_shape), dtype=dtype, device=device)
+    shape = (blocks, *block_shape)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(huge_pages.zeroed(blocks * block_bytes), dtype=dtype).view(shape)

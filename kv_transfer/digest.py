@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import xxhash
 from torch import Tensor
@@ -29,15 +31,24 @@ class Digests:
         return self._kind if xxhash.xxh3_64_intdigest(name) < self._below else NONE
 
 
-def digest(data: Tensor, kind: str) -> bytes:
-    """`data`: contiguous uint8."""
+def digest(pieces: Sequence[Tensor], kind: str) -> bytes:
+    """Of the bytes of all pieces, one after the other; each is contiguous uint8."""
     if kind == NONE:
         return b""
     if kind == XXH3_128:
-        return xxhash.xxh3_128_digest(data.numpy().data)
+        return _xxh3(pieces)
     if kind == SUM64:
-        return _sum64(data)
+        return _sum64(pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces)))
     raise ValueError(f"unknown digest kind {kind!r}")
+
+
+def _xxh3(pieces: Sequence[Tensor]) -> bytes:
+    if len(pieces) == 1:
+        return xxhash.xxh3_128_digest(pieces[0].numpy().data)
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(piece.numpy().data)
+    return state.digest()
 
 
 def _sum64(data: Tensor) -> bytes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kv_transfer.rows import HostPart, spans
@@ -74,6 +75,24 @@ def gather(
         return
     for inside_cache, inside_part in _pairs(cache, part, block_ids, layers, heads, tokens):
         inside_part.copy_(inside_cache)
+
+
+def pieces(
+    cache: Tensor,
+    block_ids: Sequence[int],
+    layers: range,
+    heads: range,
+    tokens: range,
+    least_bytes: int,
+) -> list[Tensor] | None:
+    """The part without a copy: the cache's own bytes (uint8) in the order of the wire. None where they lie in pieces
+    shorter than `least_bytes`, or not in main memory. Raises IndexError for a block that does not exist."""
+    host = HostPart.of(cache, cache, block_ids, layers, heads, tokens)
+    found = host.pieces(least_bytes) if host else None
+    if found is None:
+        return None
+    flat = cache.view(-1).view(torch.uint8)
+    return [flat[piece] for piece in found]
 
 
 def scatter(

@@ -208,6 +208,13 @@ class PartLanded:
 
 
 @dataclass(frozen=True)
+class PartsLanded:
+    """In the order of landing. Together, because every event interrupts the leader's event loop."""
+
+    parts: Sequence[PartLanded]
+
+
+@dataclass(frozen=True)
 class ProbeArrived:
     rank: int
     nonce: str

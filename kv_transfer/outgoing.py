@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from kv_transfer import messages as m
 from kv_transfer.geometry import Flow
 from kv_transfer.memory import Chunk
@@ -35,6 +37,7 @@ class Part:
     grant: m.Granted | None = None
     posted: bool = False  # under its present grant
     grants: set[tuple[int, int]] = field(default_factory=set)  # (slot, generation) of every one it ever had
+    pieces: list[Tensor] | None = None  # of the cache, written from there; None = by way of staging
     chunk: Chunk | None = None  # of staging, from its first grant until it is verified
     digest: bytes = b""
     digest_kind: str = ""
@@ -64,15 +67,14 @@ class Cutting:
     def jobs(
         self, flow: Flow, slot_bytes: int, layers: range, tokens: range, blocks: Sequence[int]
     ) -> Iterator[Job]:
-        """Every job fits one slot: cut first by layers, then by whole blocks of tokens. `blocks` are the whole
-        request's."""
+        """Every job fits one slot: cut by whole blocks of tokens, and by layers only where one block of all of them
+        does not fit: so it is copied in the longest rows. `blocks` are the whole request's."""
         page = self.page_size
         limit = min(slot_bytes, self.max_part_bytes)
-        per_layer = self.bytes([flow], 1, len(tokens))
-        layer_step = max(1, limit // per_layer)
+        layer_step = min(len(layers), max(1, limit // self.bytes([flow], 1, min(page, len(tokens)))))
         token_step = len(tokens) + page  # one part
-        if per_layer > limit:
-            token_step = max(1, limit // self.bytes([flow], 1, page)) * page
+        if self.bytes([flow], layer_step, len(tokens)) > limit:
+            token_step = max(1, limit // self.bytes([flow], layer_step, page)) * page
         for first in range(layers.start, layers.stop, layer_step):
             some = range(first, min(first + layer_step, layers.stop))
             begin = tokens.start
@@ -132,7 +134,8 @@ class Transfer:
         return any(part.write is not None for part in self.parts.values())
 
     def cut(self) -> bool:
-        """Turns noted layers into jobs: as soon as there are `part_bytes` of them, or the step's last layer."""
+        """Turns noted layers into jobs: as soon as there are `part_bytes` of them, or the step's last layer. All that
+        are there are cut together: the more layers, the longer the rows."""
         worked = False
         while self.computed:
             self._cut_one(*self.computed.popleft())
@@ -150,7 +153,7 @@ class Transfer:
         self._layers.append(layer)
         last = layer == self.cutting.num_layers - 1
         size = self.cutting.bytes(self.opened.flows, len(self._layers), len(self._tokens))
-        if last or size >= self.cutting.part_bytes:
+        if last or (size >= self.cutting.part_bytes and not self.computed):
             layers = range(self._layers[0], layer + 1)
             self._layers = []
             if self._tokens:

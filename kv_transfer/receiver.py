@@ -243,8 +243,9 @@ class HandoffReceiver:
 
     def _dispatch(self, event: Any) -> None:
         match event:
-            case m.PartLanded():
-                self._landed(event)
+            case m.PartsLanded():
+                for part in event.parts:
+                    self._landed(part)
             case m.ProbeArrived():
                 owner = event.nonce.rsplit(":", 1)[0]
                 for link in self._peers.values():

@@ -35,6 +35,8 @@ SLOW_POLL_SECONDS = 2e-3
 IDLE_POLL_SECONDS = 0.25  # an unpolled side completes nothing for its peer over TCP
 LINGER_SECONDS = 1.0
 SETTLE_SECONDS = 0.02  # hundreds of polls: far more than a socket's buffer takes
+PARTS_TOGETHER = 4  # reported to the leader
+REPORT_SECONDS = 0.0005  # at most so long after the last of them, if no further one comes
 PROBE_PREFIX = b"probe:"
 
 
@@ -74,6 +76,8 @@ class ReceiverRank:
         self._expected: dict[int, m.Expect] = {}
         self._settling: deque[tuple[float, bytes]] = deque()  # until when, and what to confirm then
         self._inbox: deque[Any] = deque()
+        self._unreported: list[m.PartLanded] = []
+        self._arrived: deque[bytes] = deque()  # notifications
         self._wake = threading.Condition()
         self._closing = False
         self.dropped: Counter[str] = Counter()
@@ -120,12 +124,14 @@ class ReceiverRank:
             if worked:
                 last_useful = now
                 continue
+            if now - last_useful > REPORT_SECONDS:
+                self._report()
             self._pause(now - last_useful)
         if self._endpoint is not None:
             self._endpoint.close()
 
     def _pause(self, quiet_seconds: float) -> None:
-        if self._settling:
+        if self._settling or self._unreported:
             pause = FAST_POLL_SECONDS
         elif self._expected:
             pause = FAST_POLL_SECONDS if quiet_seconds < 0.05 else SLOW_POLL_SECONDS
@@ -161,15 +167,17 @@ class ReceiverRank:
     def _poll(self) -> bool:
         if self._endpoint is None:
             return False
-        arrived = self._endpoint.notifications()
-        for message in arrived:
+        self._arrived += self._endpoint.notifications()
+        worked = bool(self._arrived)
+        while self._arrived:
+            message = self._arrived.popleft()
             if message.startswith(PROBE_PREFIX):
                 self.on_event(
                     m.ProbeArrived(self.rank, message[len(PROBE_PREFIX) :].decode(errors="replace"))
                 )
             else:
                 self._part(message)
-        return bool(arrived)
+        return worked
 
     def _land(self, message: m.Land) -> None:
         header = handoff_pb2.PartHeader.FromString(message.header)
@@ -231,13 +239,27 @@ class ReceiverRank:
             error=error,
         )
         strike = self._at_scattered(header.transfer_id)
-        self.on_event(landed)
+        self._unreported.append(landed)
         if strike is not None and strike.act is Act.TWICE:
-            self.on_event(landed)
+            self._unreported.append(landed)
+        self._report_some(header.transfer_id)
+
+    def _report_some(self, transfer_id: bytes) -> None:
+        """Some parts at a time, unless nothing more of this hand-off can come before the leader knows of them."""
+        oldest = self._unreported[0]
+        more = sum(expected.transfer_id == transfer_id for expected in self._expected.values())
+        if more < 2 or oldest.error or len(self._unreported) >= PARTS_TOGETHER:
+            self._report()
+
+    def _report(self) -> None:
+        if self._unreported:
+            parts, self._unreported = tuple(self._unreported), []
+            self.on_event(m.PartsLanded(parts))
 
     def _forget(self, transfer_id: bytes) -> None:
         for slot in [s for s, e in self._expected.items() if e.transfer_id == transfer_id]:
             del self._expected[slot]
+        self._report()
         # We scatter on this thread only: nothing of it is running now.
         self.on_event(m.Confirmed(self.rank, transfer_id))
 
@@ -260,9 +282,12 @@ class ReceiverRank:
         data = self._slots[header.slot][:size]
         self.before_verify(data)
         if header.digest_kind not in KINDS or (
-            self._verify and digest(data, header.digest_kind) != header.digest
+            self._verify and digest([data], header.digest_kind) != header.digest
         ):
             return "digest"
+        if self._endpoint is not None:
+            # The write after this one is complete for our peer, and its notification on its way, only once we poll.
+            self._arrived += self._endpoint.notifications()
         blocks = expected.block_ids[tokens.start // page : -(-tokens.stop // page)]
         scatter(cache, data.view(cache.dtype), blocks, layers, heads, tokens)
         return ""

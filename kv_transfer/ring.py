@@ -10,9 +10,10 @@ the sender says that every handle of the transfer is terminal, or its parent say
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Self, TypeVar
 
 from cluster.state_machine import StateMachine
 
@@ -28,6 +29,7 @@ class SlotState(Enum):
 
 
 S = SlotState
+K = TypeVar("K", bound=Hashable)
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
     S.FREE: frozenset({S.GRANTED}),
     S.GRANTED: frozenset({S.LANDED, S.QUARANTINED}),
@@ -60,26 +62,58 @@ class Slot:
 
 
 class _Shares:
-    """Who holds how many slots: counted once, then kept while claims are served."""
+    """Who holds how many slots, and how many of them in doubt. A claim is counted from its grant until its slot is
+    free."""
 
-    def __init__(self, slots: list[Slot]):
-        held = [(slot.claim, slot.machine.state) for slot in slots if slot.claim is not None]
-        self._transfers = Counter(claim.transfer_id for claim, _ in held)
-        self._peers = Counter(claim.peer for claim, _ in held)
-        self._doubtful = {claim.peer for claim, state in held if state is S.QUARANTINED}
-        self._of_transfer = max(1, len(slots) // 4)
-        self._of_peer = max(1, len(slots) // 2)
+    def __init__(self) -> None:
+        self._transfers: Counter[bytes] = Counter()
+        self._peers: Counter[str] = Counter()
+        self._doubtful: Counter[str] = Counter()  # by peer
 
-    def allow(self, claim: Claim) -> bool:
+    @classmethod
+    def of(cls, slots: Sequence[Slot]) -> Self:
+        """Counted anew."""
+        shares = cls()
+        for slot in slots:
+            if slot.claim is not None:
+                shares.add(slot.claim)
+                if slot.machine.state is S.QUARANTINED:
+                    shares.doubt(slot.claim)
+        return shares
+
+    def allow(self, claim: Claim, slots: int) -> bool:
         return (
-            claim.peer not in self._doubtful
-            and self._transfers[claim.transfer_id] < self._of_transfer
-            and self._peers[claim.peer] < self._of_peer
+            not self._doubtful[claim.peer]
+            and self._transfers[claim.transfer_id] < max(1, slots // 4)
+            and self._peers[claim.peer] < max(1, slots // 2)
         )
 
     def add(self, claim: Claim) -> None:
         self._transfers[claim.transfer_id] += 1
         self._peers[claim.peer] += 1
+
+    def doubt(self, claim: Claim) -> None:
+        self._doubtful[claim.peer] += 1
+
+    def remove(self, claim: Claim, *, doubtful: bool) -> None:
+        _less(self._transfers, claim.transfer_id)
+        _less(self._peers, claim.peer)
+        if doubtful:
+            _less(self._doubtful, claim.peer)
+
+    def same_as(self, other: _Shares) -> bool:
+        return (self._transfers, self._peers, self._doubtful) == (
+            other._transfers,
+            other._peers,
+            other._doubtful,
+        )
+
+
+def _less(counter: Counter[K], key: K) -> None:
+    """Names of hand-offs and peers that hold nothing are not kept."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
 
 
 class Ring:
@@ -90,8 +124,10 @@ class Ring:
 
     def __init__(self, addresses: list[int], on_grant: Callable[[Claim, Slot], None]):
         self.slots = [Slot(index, address) for index, address in enumerate(addresses)]
-        self._free: deque[int] = deque(range(len(self.slots)))
+        # The slot freed last is granted first: its bytes are still in the processor's cache.
+        self._free = list(reversed(range(len(self.slots))))
         self._waiting: deque[Claim] = deque()
+        self._shares = _Shares()
         self._on_grant = on_grant
 
     def ask(self, claim: Claim) -> None:
@@ -128,7 +164,7 @@ class Ring:
             and slot.machine.state is not S.QUARANTINED
         ]
         for slot in doubtful:
-            slot.machine.to(S.QUARANTINED)
+            self._doubt(slot)
         self._grant()
         return doubtful
 
@@ -137,7 +173,7 @@ class Ring:
         self._waiting.clear()
         for slot in self.slots:
             if slot.machine.state not in (S.FREE, S.QUARANTINED):
-                slot.machine.to(S.QUARANTINED)
+                self._doubt(slot)
 
     def in_doubt(self, mine: Callable[[Claim], bool]) -> bool:
         return any(
@@ -177,8 +213,16 @@ class Ring:
             if slot.machine.state is S.QUARANTINED and slot.claim is not None and mine(slot.claim):
                 self._release(slot)
 
+    def _doubt(self, slot: Slot) -> None:
+        assert slot.claim is not None, "a slot that is not free has one"
+        slot.machine.to(S.QUARANTINED)
+        self._shares.doubt(slot.claim)
+
     def _release(self, slot: Slot) -> None:
+        assert slot.claim is not None, "a slot that is not free has one"
+        doubtful = slot.machine.state is S.QUARANTINED
         slot.machine.to(S.FREE)
+        self._shares.remove(slot.claim, doubtful=doubtful)
         slot.claim = None
         self._free.append(slot.index)
         self._grant()
@@ -187,18 +231,17 @@ class Ring:
         """Serves waiting claims in order; one that is over its share lets the next pass."""
         if not self._waiting or not self._free:
             return
-        shares = _Shares(self.slots)
         passed: deque[Claim] = deque()
         while self._waiting and self._free:
             claim = self._waiting.popleft()
-            if not shares.allow(claim):
+            if not self._shares.allow(claim, len(self.slots)):
                 passed.append(claim)
                 continue
-            slot = self.slots[self._free.popleft()]
+            slot = self.slots[self._free.pop()]
             slot.generation += 1
             slot.claim = claim
             slot.machine.to(S.GRANTED)
-            shares.add(claim)
+            self._shares.add(claim)
             self._on_grant(claim, slot)
         self._waiting.extendleft(reversed(passed))
 
@@ -206,5 +249,6 @@ class Ring:
         free = self.count(S.FREE)
         assert free == len(self._free) == len(set(self._free)), "the free list is not the free slots"
         assert all((slot.claim is None) == (slot.machine.state is S.FREE) for slot in self.slots)
+        assert self._shares.same_as(_Shares.of(self.slots)), "the shares are not what the slots hold"
         held = sum(self.count(state) for state in (S.GRANTED, S.LANDED, S.VERIFIED))
         assert free + held + self.count(S.QUARANTINED) == len(self.slots)

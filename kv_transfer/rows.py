@@ -83,6 +83,21 @@ class HostPart:
         for inside_cache, inside_part in self._pairs():
             np.copyto(inside_part, inside_cache)
 
+    def pieces(self, least_bytes: int) -> list[slice] | None:
+        """The part as bytes of the cache, in the part's order, in contiguous pieces; None if one of them were shorter
+        than that."""
+        row = len(self.layers) * self._layer_bytes
+        if self._cut or not self._whole or row < least_bytes:
+            return None
+        num_layers = self.cache_shape[1]
+        found = []
+        for span in spans(self.block_ids, self.tokens.start, self.tokens.stop, self._page):
+            joined = span.blocks if len(self.layers) == num_layers else 1  # blocks that touch each other
+            for block in range(span.block, span.block + span.blocks, joined):
+                first = (block * num_layers + self.layers.start) * self._layer_bytes
+                found.append(slice(first, first + joined * row))
+        return found
+
     def scatter(self) -> None:
         if self._scattered:
             self.cache.view(self._row)[self._index()] = self.part.view(self._row)
@@ -115,8 +130,12 @@ class HostPart:
     @property
     def _scattered(self) -> bool:
         """Many runs of blocks, none of them cut: the part too is a table of rows."""
-        cut = self.tokens.start % self._page or self.tokens.stop % self._page
-        return not cut and int(np.count_nonzero(np.diff(self.block_ids) != 1)) >= FEW_RUNS
+        return not self._cut and int(np.count_nonzero(np.diff(self.block_ids) != 1)) >= FEW_RUNS
+
+    @property
+    def _cut(self) -> bool:
+        """A block at one of its ends is not whole."""
+        return bool(self.tokens.start % self._page or self.tokens.stop % self._page)
 
     def _index(self) -> NDArray[np.intp]:
         """The cache's rows in the part's order."""

@@ -23,9 +23,9 @@ from cluster.errors import TransportError
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
 from kv_transfer.digest import Digests, digest
-from kv_transfer.geometry import gather
+from kv_transfer.geometry import gather, pieces
 from kv_transfer.memory import Staging
-from kv_transfer.outgoing import Cutting, Part, Transfer
+from kv_transfer.outgoing import Cutting, Job, Part, Transfer
 from kv_transfer.receiver_rank import PROBE_PREFIX
 from kv_transfer.transports.base import Endpoint
 from wire import handoff_pb2
@@ -36,6 +36,7 @@ FAST_POLL_SECONDS = 30e-6
 IDLE_POLL_SECONDS = 0.25
 PROBE_SECONDS = 3.0
 MAX_PARTS_AHEAD = 32  # of one hand-off: asked for, and not yet verified
+MIN_PIECE_BYTES = 64 << 10  # shorter ones are faster copied together first than written one by one
 
 
 class SenderRank:
@@ -60,6 +61,8 @@ class SenderRank:
         self._staging = Staging(max(config.staging_bytes, 2 * config.slot_bytes), kv_cache.device)
         if endpoint is not None:
             endpoint.register(self._staging.buffer)
+            if kv_cache.device.type == "cpu":
+                endpoint.register(kv_cache)
         self._digests = Digests(kv_cache.device, config.digests, config.digest_sample_share)
         self._at_granted = faults.point(Point.SENDER_GRANTED)
         self._at_written = faults.point(Point.SENDER_WRITTEN)
@@ -222,6 +225,7 @@ class SenderRank:
             return self._finish_closing(transfer) or worked
         worked |= transfer.cut()
         for part in transfer.ask(MAX_PARTS_AHEAD):
+            part.pieces = self._pieces(transfer.opened, part.job)
             self._want_slot(transfer, part)
         if transfer.all_cut and not transfer.announced:
             self._announce(transfer)
@@ -230,12 +234,13 @@ class SenderRank:
     def _send_next(self, transfer: Transfer) -> bool:
         """Gathers and posts one granted part; between two of them we look what has arrived."""
         for part in transfer.parts.values():
-            if part.posted or part.grant is None or part.chunk is not None:
+            if part.posted or part.grant is None or part.chunk is not None or part.write is not None:
                 continue
-            if self._gather(transfer, part):
+            data = self._source(transfer, part)
+            if data is not None:
                 strike = self._at_granted(transfer.opened.transfer_id)
                 if strike is None or strike.act is not Act.DROP:
-                    self._post(transfer, part, part.grant)
+                    self._post(transfer, part, part.grant, data)
                 else:
                     part.posted = True  # it believes so, and nothing ever lands
                 return True
@@ -252,21 +257,42 @@ class SenderRank:
                 own += transfer.staged_bytes
         return not own or 2 * (own + size) <= self._staging.free_bytes + own
 
-    def _gather(self, transfer: Transfer, part: Part) -> bool:
-        """False while staging has no room for it."""
+    def _source(self, transfer: Transfer, part: Part) -> list[Tensor] | None:
+        """What is written; None while staging has no room."""
+        opened = transfer.opened
+        data = part.pieces or self._gather(opened.peer, part)
+        if data is not None:
+            target = part.job.flow.target_rank
+            part.digest_kind = self._digests.kind_of(opened.transfer_id, self.rank, target, part.index)
+            part.digest = digest(data, part.digest_kind)
+            for other in transfer.parts.values():  # the notification of the write before this one leaves now
+                if other.write is not None:
+                    other.write.poll()
+        return data
+
+    def _own_heads(self, job: Job) -> range:
+        return range(job.flow.head_begin - self._heads[0], job.flow.head_end - self._heads[0])
+
+    def _pieces(self, opened: m.OpenTransfer, job: Job) -> list[Tensor] | None:
+        """The part where it lies, if that is in large pieces: no copy. The engine keeps the blocks until D has them;
+        when a hand-off ends early they may get other contents while a write still reads them, and what then lands
+        lies in a quarantined slot that nobody reads."""
+        if opened.transport != "nixl":
+            return None
+        heads = self._own_heads(job)
+        return pieces(self._cache, job.block_ids, job.layers, heads, job.tokens, MIN_PIECE_BYTES)
+
+    def _gather(self, peer: str, part: Part) -> list[Tensor] | None:
+        """A copy in staging."""
         job, cache = part.job, self._cache
-        if not self._within_share(transfer.opened.peer, job.bytes):
-            return False
+        if not self._within_share(peer, job.bytes):
+            return None
         part.chunk = self._staging.take(job.bytes)
         if part.chunk is None:
-            return False
+            return None
         data = self._staging.view(part.chunk, job.bytes)
-        heads = range(job.flow.head_begin - self._heads[0], job.flow.head_end - self._heads[0])
-        gather(cache, data.view(cache.dtype), job.block_ids, job.layers, heads, job.tokens)
-        transfer_id = transfer.opened.transfer_id
-        part.digest_kind = self._digests.kind_of(transfer_id, self.rank, job.flow.target_rank, part.index)
-        part.digest = digest(data, part.digest_kind)
-        return True
+        gather(cache, data.view(cache.dtype), job.block_ids, job.layers, self._own_heads(job), job.tokens)
+        return [data]
 
     def _want_slot(self, transfer: Transfer, part: Part) -> None:
         target = part.job.flow.target_rank
@@ -290,14 +316,13 @@ class SenderRank:
         part.grants.add(name)
         part.grant, part.posted = grant, False
 
-    def _post(self, transfer: Transfer, part: Part, grant: m.Granted) -> None:
-        assert part.chunk is not None, "gathered before it is posted"
+    def _post(self, transfer: Transfer, part: Part, grant: m.Granted, data: list[Tensor]) -> None:
         part.posted = True
         header = self._header(transfer, part, grant).SerializeToString()
-        data = self._staging.view(part.chunk, part.job.bytes)
         opened = transfer.opened
         if opened.transport == "grpc" or self._endpoint is None:
-            self.on_event(m.PartBytes(opened.transfer_id, header, data.cpu().numpy().tobytes()))
+            (whole,) = data
+            self.on_event(m.PartBytes(opened.transfer_id, header, whole.cpu().numpy().tobytes()))
             self._at_written(opened.transfer_id)
             return
         peers = {} if opened.peer in self._leaving else self._peers.get(opened.peer, {})

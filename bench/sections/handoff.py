@@ -128,7 +128,7 @@ def _raw(hello: dict[str, Any], repeats: int) -> list[float]:
         began = time.perf_counter()
         for offset in range(0, RAW_BYTES, RAW_PART_BYTES):
             part = memory[offset : offset + RAW_PART_BYTES]
-            write = endpoint.write(hello["agent"], part, hello["raw"] + offset, 0, b"part")
+            write = endpoint.write(hello["agent"], [part], hello["raw"] + offset, 0, b"part")
             while write.poll() == "pending":
                 time.sleep(20e-6)
         rates.append(RAW_BYTES / (time.perf_counter() - began))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -37,10 +38,10 @@ class Endpoint(Protocol):
         pending: it would be an error at once, and its bytes would land all the same."""
 
     def write(
-        self, agent_name: str, source: Tensor, address: int, device: int, notification: bytes
+        self, agent_name: str, pieces: Sequence[Tensor], address: int, device: int, notification: bytes
     ) -> PendingWrite:
-        """Starts copying `source` (contiguous uint8, registered) to the peer's address; the peer gets the
-        notification after the bytes. Raises TransportError."""
+        """Starts copying `pieces` (contiguous uint8, registered), one after the other, to the peer's address; the
+        peer gets the notification after the bytes. Raises TransportError."""
 
     def notify(self, agent_name: str, message: bytes) -> None: ...
 

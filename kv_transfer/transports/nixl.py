@@ -4,7 +4,7 @@ rate, so it is off and our own threads poll; UCX needs `tcp` in its list even on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -107,15 +107,17 @@ class NixlEndpoint:
                 raise TransportError(f"NIXL cannot forget {agent_name}: {error}") from error
 
     def write(
-        self, agent_name: str, source: Tensor, address: int, device: int, notification: bytes
+        self, agent_name: str, pieces: Sequence[Tensor], address: int, device: int, notification: bytes
     ) -> PendingWrite:
         agent = self._agent
-        kind = "DRAM" if source.device.type == "cpu" else "VRAM"
+        kind = "DRAM" if pieces[0].device.type == "cpu" else "VRAM"
+        ours, theirs = [], []
+        for piece in pieces:
+            ours.append((piece.data_ptr(), piece.numel(), piece.device.index or 0))
+            theirs.append((address, piece.numel(), device))
+            address += piece.numel()
         try:
-            local = agent.get_xfer_descs(
-                [(source.data_ptr(), source.numel(), source.device.index or 0)], kind
-            )
-            remote = agent.get_xfer_descs([(address, source.numel(), device)], kind)
+            local, remote = agent.get_xfer_descs(ours, kind), agent.get_xfer_descs(theirs, kind)
             handle = agent.initialize_xfer("WRITE", local, remote, agent_name, notification)
             return NixlWrite(agent, handle, agent.transfer(handle), lambda: self._broken.add(agent_name))
         except Exception as error:

@@ -195,21 +195,20 @@ class DecodeMachine(RuleBasedStateMachine):
             del self.world.rank.writers[grant.slot]
             if slot.machine.state is SlotState.GRANTED and not error:
                 self.landed.setdefault(grant.transfer_id, set()).add(grant.part)
-        self.world.rank.on_event(
-            m.PartLanded(
-                rank=0,
-                slot=grant.slot,
-                generation=grant.generation,
-                transfer_id=grant.transfer_id,
-                source_rank=0,
-                part=grant.part,
-                layers=(grant.part, grant.part + 1),
-                tokens=(0, len(prompt_of(grant.transfer_id))),
-                heads=1,
-                bytes=64,
-                error=error,
-            )
+        landed = m.PartLanded(
+            rank=0,
+            slot=grant.slot,
+            generation=grant.generation,
+            transfer_id=grant.transfer_id,
+            source_rank=0,
+            part=grant.part,
+            layers=(grant.part, grant.part + 1),
+            tokens=(0, len(prompt_of(grant.transfer_id))),
+            heads=1,
+            bytes=64,
+            error=error,
         )
+        self.world.rank.on_event(m.PartsLanded((landed,)))
         self.settle()
 
     @rule(data=st.data())

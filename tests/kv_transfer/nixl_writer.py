@@ -22,7 +22,7 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         command = json.loads(line)
-        write = endpoint.write(hello["agent"], source[: command["bytes"]], command["address"], 0, b"done")
+        write = endpoint.write(hello["agent"], [source[: command["bytes"]]], command["address"], 0, b"done")
         if command.get("release"):
             # What a "cancel" would do: let the handle go while the transfer may be in progress.
             write._agent.release_xfer_handle(write._handle)

@@ -147,7 +147,7 @@ async def test_what_is_stale_is_dropped_and_counted(transport):
         assert not slot.any(), "a stale part has written into another's slot"
         say(header(expected))
         await until(lambda: bool(dropped("stale") and landed), "the good one")
-        assert landed[0].error == ""
+        assert landed[0].parts[0].error == ""
         say(header(expected))
         await until(lambda: dropped("stale") == len(WRONG) + 1, "the repeated one dropped")
         assert len(landed) == 1

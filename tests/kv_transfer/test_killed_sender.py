@@ -99,7 +99,7 @@ async def test_the_ring_grows_and_peers_write_into_its_new_memory(transport):
             for _ in range(3):
                 await prefill.send(decode.ref, TOKENS)
                 assert_same(prefill, decode, TOKENS)
-            assert all(slot.generation for slot in ring.slots[SLOTS:]), "no part went through the new slots"
+            assert any(slot.generation for slot in ring.slots[SLOTS:]), "no part went through the new slots"
             await decode.receiver.process_exited(DOOMED)
             await until(lambda: decode.all_free, "every slot free")
 

@@ -45,7 +45,7 @@ class HeldEndpoint:
         self.connected.discard(agent_name)
 
     def write(
-        self, agent_name: str, source: Tensor, address: int, device: int, notification: bytes
+        self, agent_name: str, pieces: list[Tensor], address: int, device: int, notification: bytes
     ) -> HeldWrite:
         assert agent_name in self.connected
         self.writes.setdefault(agent_name, []).append(HeldWrite())
