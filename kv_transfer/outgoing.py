@@ -15,6 +15,7 @@ from kv_transfer import messages as m
 from kv_transfer.geometry import Flow
 from kv_transfer.memory import Chunk
 from kv_transfer.transports.base import PendingWrite
+from wire import handoff_pb2
 
 
 @dataclass(frozen=True)
@@ -181,3 +182,27 @@ class Transfer:
     @property
     def staged_bytes(self) -> int:
         return sum(part.chunk.size for part in self.parts.values() if part.chunk is not None)
+
+
+def part_header(opened: m.OpenTransfer, part: Part, grant: m.Granted) -> handoff_pb2.PartHeader:
+    """What travels with the bytes; D believes nothing of it that its own records contradict."""
+    job = part.job
+    return handoff_pb2.PartHeader(
+        transfer_id=opened.transfer_id,
+        prefill_epoch=opened.prefill_epoch,
+        decode_epoch=opened.decode_epoch,
+        generation=grant.generation,
+        slot=grant.slot,
+        source_rank=job.flow.source_rank,
+        target_rank=job.flow.target_rank,
+        part=part.index,
+        layer_begin=job.layers.start,
+        layer_end=job.layers.stop,
+        token_begin=job.tokens.start,
+        token_end=job.tokens.stop,
+        head_begin=job.flow.head_begin,
+        head_end=job.flow.head_end,
+        bytes=job.bytes,
+        digest_kind=part.digest_kind,
+        digest=part.digest,
+    )

@@ -1,7 +1,8 @@
-"""One rank's end at the prefill worker: notes computed layers, gathers them into staging, posts the writes.
+"""One rank's end at the prefill worker: notes computed layers and posts the writes of their parts.
 
 engine thread:  layer_computed ──note──► jobs
-our thread:     parts ─(slots asked)─► granted ─gather─► staging ─► written ─(verified)─► staging is free again
+our thread:     parts ─(slots asked)─► granted ─┬─ in large pieces: as they lie in the cache ────┬─► written ─► verified
+                                                └─ else gathered into staging, free when verified ┘
 
 Slots are asked for many parts ahead, and staging is taken only for parts that have one: so the two sides meet once a
 part (its result and a further grant travel together), and a peer that grants nothing holds nothing of ours.
@@ -25,10 +26,9 @@ from kv_transfer import messages as m
 from kv_transfer.digest import Digests, digest
 from kv_transfer.geometry import gather, pieces
 from kv_transfer.memory import Staging
-from kv_transfer.outgoing import Cutting, Job, Part, Transfer
+from kv_transfer.outgoing import Cutting, Job, Part, Transfer, part_header
 from kv_transfer.receiver_rank import PROBE_PREFIX
 from kv_transfer.transports.base import Endpoint
-from wire import handoff_pb2
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +86,8 @@ class SenderRank:
 
     @property
     def hello(self) -> m.PeerRank:
-        if self._endpoint is None:
-            return m.PeerRank(self.rank, "", b"")
-        return m.PeerRank(self.rank, self._endpoint.name, self._endpoint.metadata)
+        """Without metadata: we write to peers, and the keys to our own memory are for nobody."""
+        return m.PeerRank(self.rank, "" if self._endpoint is None else self._endpoint.name, b"")
 
     @property
     def staging_used_bytes(self) -> int:
@@ -318,7 +317,7 @@ class SenderRank:
 
     def _post(self, transfer: Transfer, part: Part, grant: m.Granted, data: list[Tensor]) -> None:
         part.posted = True
-        header = self._header(transfer, part, grant).SerializeToString()
+        header = part_header(transfer.opened, part, grant).SerializeToString()
         opened = transfer.opened
         if opened.transport == "grpc" or self._endpoint is None:
             (whole,) = data
@@ -334,28 +333,6 @@ class SenderRank:
             self._at_written(opened.transfer_id)
         except TransportError as error:
             self.on_event(m.TransferFailed(opened.transfer_id, str(error)))
-
-    def _header(self, transfer: Transfer, part: Part, grant: m.Granted) -> handoff_pb2.PartHeader:
-        opened = transfer.opened
-        return handoff_pb2.PartHeader(
-            transfer_id=opened.transfer_id,
-            prefill_epoch=opened.prefill_epoch,
-            decode_epoch=opened.decode_epoch,
-            generation=grant.generation,
-            slot=grant.slot,
-            source_rank=self.rank,
-            target_rank=grant.target_rank,
-            part=part.index,
-            layer_begin=part.job.layers.start,
-            layer_end=part.job.layers.stop,
-            token_begin=part.job.tokens.start,
-            token_end=part.job.tokens.stop,
-            head_begin=part.job.flow.head_begin,
-            head_end=part.job.flow.head_end,
-            bytes=part.job.bytes,
-            digest_kind=part.digest_kind,
-            digest=part.digest,
-        )
 
     def _poll_writes(self, transfer: Transfer) -> bool:
         """Staging is free again once the part is verified and its handle terminal."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cluster.errors import BatonError, DigestMismatchError, InternalError
-from kv_transfer import landing
+from kv_transfer import geometry, landing, sender_rank
 from kv_transfer import messages as m
 from tests.kv_transfer.pair import (
     DECODE_EPOCH,
@@ -86,6 +86,31 @@ async def test_a_part_corrupted_twice_ends_the_attempt_and_is_never_scattered(tr
         decode.ranks[0].before_verify = lambda data: None
         await prefill.send(decode.ref, TOKENS)
         assert_same(prefill, decode, TOKENS)
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+async def test_whole_blocks_are_written_as_they_lie(monkeypatch, tensor_parallel):
+    """And a cut one from a copy; a part that arrived corrupted is read once more from where it lies."""
+    copied: list[range] = []
+
+    def gather(cache, data, block_ids, layers, heads, tokens) -> None:
+        copied.append(tokens)
+        geometry.gather(cache, data, block_ids, layers, heads, tokens)
+
+    monkeypatch.setattr(sender_rank, "MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr(sender_rank, "gather", gather)
+    side = config("nixl")
+    async with (
+        decode_side(side, tensor_parallel) as decode,
+        prefill_side(side, tensor_parallel) as prefill,
+    ):
+        decode.ranks[0].before_verify = flip(1)
+        await prefill.send(decode.ref, TOKENS // PAGE * PAGE)
+        assert_same(prefill, decode, TOKENS // PAGE * PAGE)
+        assert not copied and prefill.sender.resends == 1
+        await prefill.send(decode.ref, TOKENS)
+        assert_same(prefill, decode, TOKENS)
+        assert copied and all(tokens.start % PAGE or tokens.stop % PAGE for tokens in copied)
 
 
 def header(expected: m.Expect, **wrong: object) -> handoff_pb2.PartHeader:
