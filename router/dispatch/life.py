@@ -294,11 +294,9 @@ class RequestLife:
             request_trace.failed(attempt.span, retry.reason)
             raise
         finally:
-            trip = attempt.trip_seconds
-            if trip is not None:
-                self.truth.trip_seconds = trip
+            self.truth.trip_seconds = attempt.trip_seconds or self.truth.trip_seconds
             if self._trace is not None:
-                self._trace.attempt_over(attempt.span, attempt.started, trip)
+                self._trace.attempt_over(attempt.span, attempt.started, attempt.trip_seconds)
             self._services.placement.release(attempt.transfer_id)
             if not attempt.has_ended:
                 self._services.clean_up(attempt.close())
