@@ -87,7 +87,7 @@ def test_a_pair_that_parts_and_meets_again_needs_no_more_sockets(pair):
         pair.writer.disconnect(pair.target.name)
         pair.connect()
         assert pair.arrives()
-    assert sockets() == before
+    assert sockets() <= before  # fewer: those of tests before this one go when they like
 
 
 def test_what_broke_unnoticed_is_made_anew(pair):
