@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,18 @@ def _start(
 def test_a_partition_costs_a_pause_and_no_token(lost, hosts):
     with Client(hosts.grpc) as client:  # every pair has met
         for seed in range(4):
-            answer = client.generate(prompt_ids(60, seed=seed), max_tokens=4, temperature=0, ignore_eos=True)
-            assert answer.timings.transport == "nixl"
+            wait_for(
+                partial(_ships, client, seed), 60, "the router uses the prefill worker, and NIXL reaches on"
+            )
     longest = asyncio.run(_streams_through(lost, hosts))
     print(f"longest silence {longest:.2f} s")
     wait_for(hosts.whole, 60, "every worker is back and holds nothing")
+
+
+def _ships(client: Client, seed: int) -> bool:
+    answer = client.generate(prompt_ids(60, seed=seed), max_tokens=4, temperature=0, ignore_eos=True)
+    assert answer.timings is not None
+    return answer.timings.transport == "nixl"
 
 
 async def _streams_through(lost: list[tuple[str, str]], hosts: Hosts) -> float:
