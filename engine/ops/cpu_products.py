@@ -185,7 +185,7 @@ def _tile_of(count, x, xs, w, pairs, b, out, outs, columns):
 @compiled
 def multiply(x, rows, inputs, panels, bias, out, outputs, first, last):
     """out[rows, outputs] = x[rows, inputs] · Wᵀ + bias, for panels [first, last)."""
-    tiles = (rows + 11) // 12
+    tiles = (rows + MOST_ROWS - 1) // MOST_ROWS
     for panel in range(first, last):
         weights = panels + panel * inputs * 64
         columns = min(outputs - panel * 32, 32)

@@ -14,15 +14,9 @@ from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import Then, WorkerInfo
+from tests.end_to_end.conftest import wait_for
 
 Register = Callable[..., tuple[Registration, list[Then]]]
-
-
-def eventually(check: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -35,7 +29,7 @@ def register(redis_url: str, namespace: str) -> Iterator[Register]:
         info = WorkerInfo(worker_id, epoch, 0, "decode", "m", "127.0.0.1:1", "", b"", "", "h", 4096, 100)
         registration = Registration(redis_url, namespace, info, on_drain=heard.append)
         registration.start()
-        eventually(lambda: registration.slot)
+        wait_for(lambda: registration.slot, 60, "it has a slot")
         made.append(registration)
         return registration, heard
 
@@ -55,7 +49,7 @@ def test_a_worker_hears_it_and_everybody_sees_it(register: Register, redis_url: 
     assert state(redis_url, namespace) == "ready"
     assert request_drain(redis_url, namespace, "decode-0", "stay")
     assert state(redis_url, namespace) == "draining"  # before the worker itself knows
-    eventually(lambda: heard)
+    wait_for(lambda: heard, 60, "it has heard")
     assert heard[0] == "stay"
     assert not request_drain(redis_url, namespace, "decode-0")
     assert registration.slot == slot  # its prefixes are still where they were
@@ -98,5 +92,5 @@ def test_a_redis_that_was_emptied_is_told_again(register: Register, redis_url: s
     client = redis.Redis.from_url(redis_url)
     client.delete(*client.keys(f"{{{namespace}}}:*"))
     client.close()
-    eventually(lambda: read_workers(redis_url, namespace))
+    wait_for(lambda: read_workers(redis_url, namespace), 60, "it is registered")
     assert state(redis_url, namespace) == "draining"

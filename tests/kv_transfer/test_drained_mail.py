@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from cluster.errors import StaleEpochError
 from kv_transfer import drained_mail
 from kv_transfer.drained_mail import DrainedMail
+from tests.kv_transfer.pair import until
 from wire import common_pb2
 
 
@@ -38,19 +38,13 @@ def _short_pauses(monkeypatch):
     monkeypatch.setattr(drained_mail, "TRY_SECONDS", 0.02)
 
 
-async def until(check) -> None:
-    async with asyncio.timeout(60):
-        while not check():
-            await asyncio.sleep(0.005)
-
-
 async def test_a_stream_that_is_up_takes_it_at_once():
     worker = Worker(epoch=7)
     mail = DrainedMail(worker.open, lambda decode: worker.known)
     mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
-    await until(lambda: worker.heard == [b"one"])
+    await until(lambda: worker.heard == [b"one"], "it has heard")
     mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"two")
-    await until(lambda: worker.heard == [b"one", b"two"])
+    await until(lambda: worker.heard == [b"one", b"two"], "it has heard")
 
 
 async def test_a_worker_that_rejoined_hears_under_its_new_epoch():
@@ -58,7 +52,7 @@ async def test_a_worker_that_rejoined_hears_under_its_new_epoch():
     mail = DrainedMail(worker.open, lambda decode: worker.known)
     mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
     mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"two")
-    await until(lambda: worker.heard == [b"one", b"two"])
+    await until(lambda: worker.heard == [b"one", b"two"], "it has heard")
 
 
 async def test_nothing_is_kept_for_one_that_is_gone(monkeypatch, caplog):
@@ -67,7 +61,7 @@ async def test_nothing_is_kept_for_one_that_is_gone(monkeypatch, caplog):
     mail = DrainedMail(worker.open, lambda decode: 0)  # it never says under which epoch it lives
     with caplog.at_level(logging.INFO, logger=drained_mail.__name__):
         mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
-        await until(lambda: worker.opened == 3 and len(caplog.messages) == 2)
+        await until(lambda: worker.opened == 3 and len(caplog.messages) == 2, "tried, and said so")
     began, ended = caplog.messages  # however many tries there were
     assert "another epoch" in began
     assert "gone" in ended
@@ -80,5 +74,5 @@ async def test_one_that_was_late_to_hear_is_named_twice(caplog):
     mail = DrainedMail(worker.open, lambda decode: worker.known)
     with caplog.at_level(logging.INFO, logger=drained_mail.__name__):
         mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
-        await until(lambda: worker.heard == [b"one"] and len(caplog.messages) == 2)
+        await until(lambda: worker.heard == [b"one"] and len(caplog.messages) == 2, "heard, and said so")
     assert "has heard" in caplog.messages[1]

@@ -13,6 +13,7 @@ from torch import Tensor
 from kv_transfer import messages as m
 from kv_transfer.geometry import Flow
 from kv_transfer.sender_rank import SenderRank
+from tests.end_to_end.conftest import wait_for
 from tests.kv_transfer.pair import BLOCKS, DIM, HEADS, LAYERS, PAGE, SLOT_BYTES, config
 
 
@@ -80,8 +81,8 @@ class Rank:
         )
         for layer in range(LAYERS):
             self.rank.layer_computed(transfer.hex(), layer, 0, tokens, range(-(-tokens // PAGE)))
-        wait(lambda: any(self.of(m.AllGathered, transfer)), "all cut")
-        wait(lambda: len(self.of(m.SlotWanted, transfer)) == self.parts(transfer), "slots asked for")
+        wait_for(lambda: any(self.of(m.AllGathered, transfer)), 60, "all cut")
+        wait_for(lambda: len(self.of(m.SlotWanted, transfer)) == self.parts(transfer), 60, "slots asked for")
 
     def of(self, kind: type, transfer: bytes) -> list[object]:
         return [e for e in self.events if isinstance(e, kind) and e.transfer_id == transfer]
@@ -92,13 +93,6 @@ class Rank:
 
     def written(self, peer: str) -> int:
         return len(self.endpoint.writes.get(f"agent-{peer}", []))
-
-
-def wait(condition, what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -123,7 +117,7 @@ A, B = b"a" * 16, b"b" * 16
 def test_a_peer_is_not_forgotten_while_a_write_to_it_is_pending(sending):
     """Forgetting it would make the handle an error at once, and Drained a lie: the bytes land all the same."""
     sending.open(A, "stuck", 8)
-    wait(lambda: sending.written("stuck") == sending.parts(A), "all posted")
+    wait_for(lambda: sending.written("stuck") == sending.parts(A), 60, "all posted")
     sending.rank.handle(m.Disconnect("stuck"))
     sending.rank.handle(m.CloseTransfer(A))
     held = sending.endpoint.writes["agent-stuck"]
@@ -133,50 +127,50 @@ def test_a_peer_is_not_forgotten_while_a_write_to_it_is_pending(sending):
     assert "agent-stuck" in sending.endpoint.connected
     assert not sending.of(m.TransferDrained, A)
     held[0].state = "done"
-    wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
-    wait(lambda: "agent-stuck" not in sending.endpoint.connected, "forgotten at last")
+    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
+    wait_for(lambda: "agent-stuck" not in sending.endpoint.connected, 60, "forgotten at last")
     assert not sending.rank.staging_used_bytes
 
 
 def test_a_new_link_keeps_the_peer(sending):
     sending.open(A, "back", 8)
-    wait(lambda: sending.written("back") == sending.parts(A), "all posted")
+    wait_for(lambda: sending.written("back") == sending.parts(A), 60, "all posted")
     sending.rank.handle(m.Disconnect("back"))
     sending.rank.handle(m.Connect("back", [m.PeerRank(0, "agent-back", b"")], ""))
     sending.rank.handle(m.CloseTransfer(A))
     for write in sending.endpoint.writes["agent-back"]:
         write.state = "done"
-    wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
+    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
     time.sleep(0.05)
     assert "agent-back" in sending.endpoint.connected
 
 
 def test_an_agent_that_a_later_epochs_link_uses_stays(sending):
     sending.open(A, "d@1", 8)
-    wait(lambda: sending.written("d@1") == sending.parts(A), "all posted")
+    wait_for(lambda: sending.written("d@1") == sending.parts(A), 60, "all posted")
     sending.rank.handle(m.Disconnect("d@1"))
     sending.rank.handle(m.Connect("d@2", [m.PeerRank(0, "agent-d@1", b"")], ""))
     sending.rank.handle(m.CloseTransfer(A))
     for write in sending.endpoint.writes["agent-d@1"]:
         write.state = "done"
-    wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
-    wait(lambda: "d@1" not in sending.rank._peers, "the first link is let go")
+    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
+    wait_for(lambda: "d@1" not in sending.rank._peers, 60, "the first link is let go")
     assert "agent-d@1" in sending.endpoint.connected
     sending.rank.handle(m.Disconnect("d@2"))
-    wait(lambda: "agent-d@1" not in sending.endpoint.connected, "and so is the second")
+    wait_for(lambda: "agent-d@1" not in sending.endpoint.connected, 60, "and so is the second")
 
 
 def test_a_hand_off_begins_with_a_whole_connection_unless_a_write_is_pending(sending):
     """`connect` makes one anew that has broken, and that must not happen under a write."""
     sending.open(A, "peer", 8)
-    wait(lambda: sending.written("peer") == sending.parts(A), "all posted")
+    wait_for(lambda: sending.written("peer") == sending.parts(A), 60, "all posted")
     before = len(sending.endpoint.connects)
     sending.compute(B, "peer", 8)
     assert len(sending.endpoint.connects) == before
     for write in sending.endpoint.writes["agent-peer"]:
         write.state = "error"
     sending.rank.handle(m.CloseTransfer(A))
-    wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
+    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
     sending.compute(b"c" * 16, "peer", 8)
     assert len(sending.endpoint.connects) == before + 1
 
@@ -185,7 +179,7 @@ def test_a_stuck_peer_does_not_starve_another(sending):
     """It holds at most half of the staging, and while its ended hand-off is not drained it gets no more."""
     sending.open(A, "stuck", 4 * BLOCKS)
     half = config("nixl").staging_bytes // 2
-    wait(lambda: sending.rank.staging_used_bytes >= half - 2 * SLOT_BYTES, "its share")
+    wait_for(lambda: sending.rank.staging_used_bytes >= half - 2 * SLOT_BYTES, 60, "its share")
     posted = sending.written("stuck")
     time.sleep(0.05)
     assert sending.written("stuck") == posted < sending.parts(A)
@@ -193,15 +187,15 @@ def test_a_stuck_peer_does_not_starve_another(sending):
     sending.rank.handle(m.CloseTransfer(A))
     sending.open(B, "well", 4 * BLOCKS)
     for part in range(sending.parts(B)):
-        wait(lambda part=part: sending.written("well") > part, "posted to the other")
+        wait_for(lambda part=part: sending.written("well") > part, 60, "posted to the other")
         sending.endpoint.writes["agent-well"][part].state = "done"
         sending.rank.handle(m.PartAnswered(B, 0, part, True))
     sending.rank.handle(m.CloseTransfer(B))
-    wait(lambda: bool(sending.of(m.TransferDrained, B)), "the other is through")
+    wait_for(lambda: bool(sending.of(m.TransferDrained, B)), 60, "the other is through")
     assert not sending.of(m.TransferDrained, A)
     for write in sending.endpoint.writes["agent-stuck"]:
         write.state = "error"  # counts as terminal
-    wait(lambda: bool(sending.of(m.TransferDrained, A)), "drained")
+    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
     assert not sending.rank.staging_used_bytes
 
 
@@ -210,8 +204,8 @@ def test_more_corrupted_parts_than_staging_holds(sending):
     sending.open(A, "peer", 4 * BLOCKS)
     count = sending.parts(A)
     for part in range(count):
-        wait(lambda part=part: sending.written("peer") > part, "posted")
+        wait_for(lambda part=part: sending.written("peer") > part, 60, "posted")
         sending.endpoint.writes["agent-peer"][part].state = "done"
         sending.rank.handle(m.PartAnswered(A, 0, part, False))
-    wait(lambda: len(sending.of(m.SlotWanted, A)) == 2 * count, "asked for again")
-    wait(lambda: not sending.rank.staging_used_bytes, "staging free")
+    wait_for(lambda: len(sending.of(m.SlotWanted, A)) == 2 * count, 60, "asked for again")
+    wait_for(lambda: not sending.rank.staging_used_bytes, 60, "staging free")
