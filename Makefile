@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-system chaos soak cancels fuzz proto chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
+.PHONY: help demo test check test-system chaos soak cancels fuzz explore proto chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,11 @@ chaos: $(STAMP)  ## Random faults on a cluster under load, every token checked: 
 CASES ?= 20000
 fuzz: $(STAMP)  ## Nonsense against every port, and spoiled model directories: CASES=20000 SEED=1; prints the table
 	$(BIN)/python -m tests.fuzz --fresh --cases $(CASES) --seed $(SEED)
+
+ROUNDS ?= 10
+explore: $(STAMP)  ## Property tests and state machines with new random events each round: ROUNDS=10
+	@for round in $$(seq $(ROUNDS)); do echo "round $$round of $(ROUNDS)"; \
+		BATON_EXPLORE=1 $(BIN)/python -m pytest -q --no-header -m "not system" -k "(hypothesis or machine) and not fuzz" tests $(MORE) || exit 1; done
 
 MINUTES ?= 60
 soak: $(STAMP)  ## Load with cancels and faults for a while; memory, descriptors and accounts must stay flat

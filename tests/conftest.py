@@ -15,9 +15,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
+from hypothesis import settings
 
 from cluster.redis.embedded import EmbeddedRedis
 from tests.checkpoints import make_checkpoint
+
+# `make test` draws the same examples every time, so that it says of a change what it said before it was committed;
+# `make explore` draws new ones, and keeps what failed.
+settings.register_profile("same", derandomize=True, database=None, deadline=None, print_blob=True)
+settings.register_profile("new", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile("new" if os.environ.get("BATON_EXPLORE") else "same")
 
 Checkpoint = Callable[[str], Path]
 

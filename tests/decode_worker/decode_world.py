@@ -77,9 +77,8 @@ class Core:
     """What the role asks of its worker."""
 
     def __init__(self) -> None:
-        self.engine = Engine(
-            FakeRunner(24, max_batch_tokens=64), FakeRunner(24, max_batch_tokens=64).config, secret=SECRET
-        )
+        self.runner = FakeRunner(24, max_batch_tokens=64)
+        self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
         self.worker_id = "d"
         self.page_size = PAGE
         self.spec_limits = SpecLimits("m", VOCAB, 8)
@@ -162,6 +161,12 @@ class DecodeWorld:
         task = asyncio.get_running_loop().create_task(coroutine)
         self.tasks.append(task)
         return task
+
+    def fill_cache(self, engine_id: str, prompt: list[int]) -> None:
+        """What the parts have brought, once all of them have: behind the prefix that was there."""
+        engine = self.core.engine
+        held = engine.cached_tokens(engine_id)
+        self.core.runner.store(engine.block_ids(engine_id), held, prompt[held:])
 
     def connect(self, name: str, prefill_epoch: int, decode_epoch: int) -> Stream:
         stream = Stream(f"{name}@{prefill_epoch:x}")

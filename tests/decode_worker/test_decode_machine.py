@@ -79,6 +79,7 @@ class DecodeMachine(RuleBasedStateMachine):
             transfer_id = bytes.fromhex(engine_id)
             assert transfer_id not in self.promised_dead, "committed after the arbiter had said ABORTED"
             assert self.landed.get(transfer_id) == set(range(LAYERS)), "committed without all of its parts"
+            self.world.fill_cache(engine_id, prompt_of(transfer_id))
             commit(engine_id, first)
 
         self.world.core.engine.commit = checked  # type: ignore[method-assign]

@@ -74,12 +74,13 @@ def test_a_steady_load_is_served_and_nothing_swings(load: float) -> None:
 
 @FEW
 @given(low=st.floats(0.5, 8), more=st.floats(1.0, 2.0))
-def test_more_load_never_gets_less(low: float, more: float) -> None:
+def test_more_load_never_gets_less_than_less_needs(low: float, more: float) -> None:
+    """Not than less load has: a backlog at the start may have got it a replica that hysteresis keeps."""
     quiet, busy = FluidCluster(make_config()), FluidCluster(make_config())
     quiet.run(HOUR, low)
     busy.run(HOUR, low * more)
     for role in ROLES:
-        assert busy.targets[role] >= quiet.targets[role]
+        assert busy.targets[role] >= quiet.history[-1].pool(role).needed
 
 
 @FEW
