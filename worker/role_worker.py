@@ -29,6 +29,7 @@ class RoleWorker:
         self._leaving = role
         self._attempts = attempts
         self._side = side
+        self._draining: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         core.on_fenced = self._fenced
 
@@ -81,6 +82,12 @@ class RoleWorker:
         await self._core.stop()
 
     async def drain(self) -> None:
+        """Once too: whoever asks later, by another way, joins in; the limits count from the first."""
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        await asyncio.shield(self._draining)
+
+    async def _drain(self) -> None:
         core = self._core
         await core.start_draining()
         await drain(
