@@ -39,6 +39,7 @@ class DecodeWorker(RoleWorker):
         self._receiver.on_exhausted = self._exhausted
         core.on_output = self._role.on_output
         core.status = self._status
+        core.books = [self._role.admission.check_integrity, self._receiver.check_integrity]
         core.collectors = readings.collectors(self._role, self._receiver)
         service = DecodeService(core, self._role, self._receiver)
         core.server.add(lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server))

@@ -363,15 +363,17 @@ class Engine:
             yield ChainReport(chain, len(chain))
 
     def stats(self) -> EngineStats:
-        everyone = [s for family in self._requests.values() for s in family]
+        """Any thread; the list of families is made in one go, so that a step may change them meanwhile."""
+        everyone = [s for family in list(self._requests.values()) for s in family]
+        running = list(self._scheduler.running)
         return EngineStats(
             steps=self.steps,
-            running=len(self._scheduler.running),
+            running=len(running),
             waiting=len(self._scheduler.waiting),
             waiting_for_kv=sum(s.state is S.WAITING_FOR_KV for s in everyone),
-            waiting_prefill_tokens=sum(s.missing for s in self._scheduler.waiting)
-            + sum(s.missing for s in self._scheduler.running if s.missing > 1),
-            resident_tokens=sum(s.num_computed for s in self._scheduler.running),
+            waiting_prefill_tokens=sum(s.missing for s in list(self._scheduler.waiting))
+            + sum(s.missing for s in running if s.missing > 1),
+            resident_tokens=sum(s.num_computed for s in running),
             blocks_total=self._pool.total,
             blocks_free=self._pool.free,
             blocks_held=self._pool.total - self._pool.free,
@@ -386,6 +388,6 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        self._pool.check_integrity()
-        if not self._requests:
-            assert self._pool.free == self._pool.total, "blocks are held and nobody has them"
+        """Between two steps: every reference on a block is some sequence's."""
+        everyone = [s for family in self._requests.values() for s in family]
+        self._pool.check_integrity(Counter(block for s in everyone for block in s.blocks))

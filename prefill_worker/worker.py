@@ -29,6 +29,7 @@ class PrefillWorker(RoleWorker):
         super().__init__(core, self._role, self._role.attempts, self._sender)
         core.on_output = self._role.on_output
         core.status = self._status
+        core.books = [self._role.admission.check_integrity]
         core.collectors = readings.collectors(self._role, self._sender)
         service = PrefillService(self._role)
         core.server.add(lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server))

@@ -38,6 +38,7 @@ from worker.build import make_model_id
 from worker.engine_host import EngineHost
 from worker.health import Health, Phase
 from worker.ranks import Ranks, open_ranks
+from worker.self_check import SelfCheck
 from worker.server import WorkerServer
 from worker.validate import SpecLimits
 
@@ -84,12 +85,17 @@ class WorkerCore:
         self.on_fenced: Callable[[], Awaitable[None]] = _nothing
         self.status: Callable[[], dict[str, Any]] = dict
         self.collectors: list[Collector] = []  # of the role
+        self.books: list[
+            Callable[[], None]
+        ] = []  # of the role: each raises AssertionError if it does not add up
         self.loop_lag = LoopLag()
         self.fenced = 0
         self.tracing = open_tracing(config, f"baton-{config.role}", config.worker_id)
         self._registration: Registration | None = None
         self._reporter: ChainReporter | None = None
         self._ticking: asyncio.Task[None] | None = None
+        self._self_check: SelfCheck | None = None
+        self._checking: asyncio.Task[None] | None = None
         self.follow_ups = FollowUps()
         self.engine = Engine(
             runner, runner.config, secret=config.secret.encode(), on_chain=self._chain_changed
@@ -177,6 +183,9 @@ class WorkerCore:
         await self.server.start()
         self._ticking = self._loop.create_task(self.health.tick())
         self.loop_lag.start()
+        if self.config.fault_orders is not None:
+            self._self_check = SelfCheck(self.host, self.books)
+            self._checking = self._loop.create_task(self._self_check.run())
         self._registry.add([*readings.collectors(self), *self.collectors])
         if self.config.redis_url:
             self._register()
@@ -285,6 +294,7 @@ class WorkerCore:
             "prompt_tokens_asked": seen,
             "prefix_hit_ratio": stats.prompt_tokens_cached / max(1, seen),
             **self.status(),
+            **(self._self_check.status() if self._self_check is not None else {}),
         }
 
     def _chain_changed(self, chain: ChainReport) -> None:
@@ -323,8 +333,9 @@ class WorkerCore:
         await self.server.stop(grace_seconds)
         self.loop_lag.stop()
         await self.follow_ups.wait(grace_seconds)
-        if self._ticking is not None:
-            self._ticking.cancel()
+        for task in (self._ticking, self._checking):
+            if task is not None:
+                task.cancel()
         await asyncio.to_thread(self._exporter.close)
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
 import redis
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 BATCH_CHAINS = 64
 BATCH_SECONDS = 0.02
 RETRY_SECONDS = 0.25
+RESYNC_RETRY_SECONDS = 2.0
 MAX_WAITING_CHAINS = 10_000
 
 Chain = tuple[list[bytes], int]  # hashes from the root, held
@@ -47,10 +48,11 @@ class ChainReporter:
         self._registration = registration
         self._all_chains = all_chains
         self._waiting: OrderedDict[bytes, Chain] = OrderedDict()
+        self._unsaid: deque[list[Chain]] = deque()  # batches, of which the first has this number:
+        self._sequence = 1
         self._wake = threading.Condition()
         self._stopping = False
         self._slot = 0
-        self._sequence = 1
         self._dropped = False  # the queue ran over: only a resync makes the index true again
         self._thread = threading.Thread(target=self._run, name="chain-reporter", daemon=True)
 
@@ -72,7 +74,7 @@ class ChainReporter:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + sum(len(batch) for batch in list(self._unsaid))
 
     def stop(self) -> None:
         with self._wake:
@@ -92,6 +94,9 @@ class ChainReporter:
             except redis.RedisError as error:
                 log.debug("reports wait for Redis: %s", error)
                 self._pause(RETRY_SECONDS)
+            except Exception as error:  # the engine was too busy to say what it holds, or is no more
+                log.warning("reports of cached prefixes wait: %r", error)
+                self._pause(RESYNC_RETRY_SECONDS)
             else:
                 self._pause(BATCH_SECONDS)
 
@@ -100,7 +105,7 @@ class ChainReporter:
             if not self._waiting and not self._stopping:
                 self._wake.wait(RETRY_SECONDS)
             return self._registration.slot != 0 and (
-                bool(self._waiting) or self._slot != self._registration.slot or self._dropped
+                bool(self._waiting or self._unsaid) or self._slot != self._registration.slot or self._dropped
             )
 
     def _pause(self, seconds: float) -> None:
@@ -114,28 +119,25 @@ class ChainReporter:
             self._dropped = False
         if self._slot == self._registration.slot:
             return
-        self._slot = self._registration.slot
-        self._sequence = 1
-        chains = list(self._all_chains())
-        for begin in range(0, len(chains), BATCH_CHAINS):
-            self._send(chains[begin : begin + BATCH_CHAINS])
+        slot, chains = self._registration.slot, list(self._all_chains())
+        self._unsaid = deque(chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS))
+        self._slot, self._sequence = slot, 1
 
     def _send_batch(self) -> None:
-        with self._wake:
-            batch = [self._waiting.popitem(last=False) for _ in range(min(BATCH_CHAINS, len(self._waiting)))]
-        try:
-            self._send([chain for _, chain in batch])
-        except redis.RedisError:
+        """The oldest that Redis has not acknowledged. If an answer was lost, the same batch goes out under the same
+        number: the index would take another one under it for a repetition."""
+        if not self._unsaid:
             with self._wake:
-                for key, chain in reversed(batch):
-                    if key not in self._waiting:
-                        self._waiting[key] = chain
-                        self._waiting.move_to_end(key, last=False)
-            raise
+                count = min(BATCH_CHAINS, len(self._waiting))
+                batch = [self._waiting.popitem(last=False)[1] for _ in range(count)]
+            if not batch:
+                return
+            self._unsaid.append(batch)
+        if self._send(self._unsaid[0]):
+            self._unsaid.popleft()
 
-    def _send(self, chains: list[Chain]) -> None:
-        if not chains:
-            return
+    def _send(self, chains: list[Chain]) -> bool:
+        """False: everything has to be said again, under a new slot."""
         arguments: list[bytes | str | int] = [
             self._prefix,
             self._slot,
@@ -148,7 +150,6 @@ class ChainReporter:
         answer = self._script(keys=self._keys, args=arguments)
         if answer == b"ok":
             self._sequence += 1
-        elif answer == b"register":
-            self._registration.register_again()
-        else:  # batches were lost: say everything again, under a new slot
-            self._registration.register_again()
+            return True
+        self._registration.register_again()  # it is not known, or batches were lost
+        return False

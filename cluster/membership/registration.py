@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import redis
 
-from cluster.errors import BatonError
 from cluster.membership import keys, scripts
 from cluster.membership.types import LEASE_DEAD_SECONDS, RENEW_SECONDS, Then, WorkerInfo
 from cluster.redis.connect import connect
@@ -124,7 +123,7 @@ class Registration:
             return True
         try:
             epoch = self._rejoin()
-        except (BatonError, TimeoutError) as error:
+        except Exception as error:  # the thread goes on, or the lease would never be renewed
             log.warning("fenced, and not able to rejoin yet: %r", error)
             return False
         log.warning("fenced: it was silent for longer than a lease; rejoining under a new epoch")
@@ -139,6 +138,11 @@ class Registration:
             self.errors += 1
             if not self._unreachable:
                 log.warning("Redis is out of reach, going on without it: %s", error)
+            self._unreachable = True
+        except Exception:  # without a lease the worker would be given up, whatever it was
+            self.errors += 1
+            if not self._unreachable:
+                log.exception("the registration could not be renewed; it is tried again")
             self._unreachable = True
         else:
             if self._unreachable:

@@ -9,7 +9,7 @@ free + held = total, always.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cluster.errors import BlocksExhaustedError
 
@@ -114,8 +114,12 @@ class BlockPool:
             del self._parent[block_hash]
             self._on_evicted(chain, len(chain) - 1)
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, references: Mapping[int, int]) -> None:
+        """`references`: how many holders each block has, counted by those who hold."""
         held = sum(count > 0 for count in self._refs)
         assert held + len(self._free) == self.total, f"{held} held + {len(self._free)} free != {self.total}"
         assert all(self._refs[block] == 0 for block in self._free), "a free block has references"
+        for block, count in enumerate(self._refs):
+            owners = references.get(block, 0)
+            assert count == owners, f"block {block} has {count} references, and {owners} holders"
         assert all(self._hash_of[block] == h for h, block in self._block_of.items()), "hash table broken"

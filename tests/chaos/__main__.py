@@ -1,7 +1,7 @@
 """`make chaos FAULTS=1000 SEED=1`: random faults on a real cluster under load, and the table of what they did.
 
 Goes on where the last run with this seed stopped. Exit code 1: a token was lost, doubled or wrong, a client saw an
-error, something leaked, or a recovery took longer than its bound.
+error, something leaked, a recovery took longer than its bound, or a long run met a point or a row too seldom.
 """
 
 from __future__ import annotations
@@ -17,16 +17,30 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster.faults.points import Point
 from tests.chaos.campaign import Campaign
 from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
 from tests.chaos.faults import Striker
-from tests.chaos.results import Result, append, matrix_table, percentile, point_table, read, table
-from tests.chaos.rows import ROWS, draw_fault
+from tests.chaos.results import (
+    Result,
+    append,
+    matrix_table,
+    percentile,
+    point_hits,
+    point_table,
+    read,
+    row_hits,
+    table,
+)
+from tests.chaos.rows import MATRIX, ROWS, draw_fault
 from tests.chaos.workload import Workload
 from tests.checkpoints import make_checkpoint
 
 OUT = Path("out/chaos")
+PLACEMENT_BACK_SECONDS = 2.0
+LONG_RUN = 1000  # faults, of all kinds: from then on every row and point must have been hit this often
+LEAST_HITS = 30
 console = Console(width=170, highlight=False)
 
 
@@ -112,7 +126,8 @@ def line(result: Result, faults: int) -> str:
         f"{result.number + 1}/{faults} {result.fault}{_where(result)}{held}: {result.in_flight} in flight, "
         f"{result.hit} hit, recovery {result.recovery:.2f} s, whole after {result.whole_again:.1f} s, reclaimed after "
         f"{result.quiet:.1f} s, "
-        f"{result.requests} requests, {result.tokens} tokens, near-ties {result.near_ties}"
+        + (f"placement back {result.placement_back:.2f} s after Redis, " if result.placement_back else "")
+        + f"{result.requests} requests, {result.tokens} tokens, near-ties {result.near_ties}"
     )
     if result.lost or result.doubled or result.wrong:
         text += f" [red]lost {result.lost} doubled {result.doubled} wrong {result.wrong}[/red]"
@@ -134,7 +149,18 @@ def verdict(results: list[Result]) -> list[str]:
         recoveries = [one.recovery for one in results if one.fault == name]
         if row.bound_seconds is not None and percentile(recoveries, 0.99) > row.bound_seconds:
             problems.append(f"{name}: recovery p99 {percentile(recoveries, 0.99):.2f} s")
-    return problems
+        back = percentile([one.placement_back for one in results if one.fault == name], 0.99)
+        if back > PLACEMENT_BACK_SECONDS:
+            problems.append(f"{name}: placement back p99 {back:.2f} s after Redis")
+    return problems + (too_few(results) if len(results) >= LONG_RUN else [])
+
+
+def too_few(results: list[Result]) -> list[str]:
+    """What a long run should have met more often."""
+    rows = row_hits(results)
+    points = {point: counts.total() for point, counts in point_hits(results).items()}
+    expected = {**{name: rows[name] for name in MATRIX}, **{one.value: points[one.value] for one in Point}}
+    return [f"{name}: hit {count} times only" for name, count in expected.items() if count < LEAST_HITS]
 
 
 if __name__ == "__main__":

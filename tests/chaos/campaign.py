@@ -62,11 +62,11 @@ class Campaign:
         if missing:
             raise RuntimeError(f"before fault {fault.number}: {missing}")
         preempted = await self._target.total("preemptions")
-        workload.finished.clear()
         workload.resume()
         struck = await self._striker.strike(fault)
-        if struck is None:
+        if struck is None:  # what ended meanwhile is judged with what follows
             return False
+        back = asyncio.create_task(self._placement_back(fault))
         await asyncio.sleep(SETTLE_SECONDS)
         # What has to start again gets the processors; the streams that run go on meanwhile.
         workload.pause()
@@ -91,8 +91,13 @@ class Campaign:
             if stream.verdict is not None and stream.verdict.wrong:
                 self._keep(fault, stream)
         preempted = max(0, await self._target.total("preemptions") - preempted)
-        self._on_result(self._result(fault, struck, streams, fresh, (whole_again, quiet), preempted))
+        seconds = (whole_again, quiet, await back)
+        workload.finished.clear()
+        self._on_result(self._result(fault, struck, streams, fresh, seconds, preempted))
         return True
+
+    async def _placement_back(self, fault: Fault) -> float:
+        return await self._target.placement_back() if fault.row.role == "redis" else 0.0
 
     def _keep(self, fault: Fault, stream: Stream) -> None:
         """What is needed to look at a wrong token again."""
@@ -106,7 +111,7 @@ class Campaign:
         struck: Struck,
         streams: list[Stream],
         leaks: list[str],
-        seconds: tuple[float, float],
+        seconds: tuple[float, float, float],
         preempted: int,
     ) -> Result:
         baton = [stream for stream in streams if stream.kind == "baton"]
@@ -139,6 +144,7 @@ class Campaign:
             recovery=max((s.longest_silence(struck.began, until) for s in baton), default=0.0),
             whole_again=seconds[0],
             quiet=seconds[1],
+            placement_back=seconds[2],
             leaks=leaks,
         )
 

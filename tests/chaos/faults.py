@@ -19,6 +19,7 @@ from tests.network.run_proxy import RunningProxy
 
 IN_FLIGHT_SECONDS = 20.0
 CROWD = 14
+WITHDRAWN_SECONDS = 0.5  # by then every process has seen that there is no order any more
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class Striker:
             done = await self._carried_out(name, deadline)
         finally:
             orders.give_orders(self._orders, [])
+        if done is None:  # it may have been carried out while it was withdrawn
+            await asyncio.sleep(WITHDRAWN_SECONDS)
+            done = self._struck(name)
         if done is None or not done.whose:
             return None
         in_flight = len(self._workload.live)
@@ -81,11 +85,13 @@ class Striker:
 
     async def _carried_out(self, name: str, deadline: float) -> orders.Struck | None:
         while asyncio.get_running_loop().time() < deadline:
-            for one in orders.read_struck(self._orders):
-                if one.id == name:
-                    return one
+            if (done := self._struck(name)) is not None:
+                return done
             await asyncio.sleep(0.005)
         return None
+
+    def _struck(self, name: str) -> orders.Struck | None:
+        return next((one for one in orders.read_struck(self._orders) if one.id == name), None)
 
     # --- by signal ---------------------------------------------------------------------------------------
 

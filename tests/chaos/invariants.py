@@ -53,11 +53,12 @@ async def _workers(target: Target) -> list[str]:
 
 def _worker(status: dict[str, Any]) -> list[str]:
     found = []
-    held, free, total = status["blocks_held"], status["blocks_free"], status["blocks_total"]
-    if held + free != total:
-        found.append(f"{held} blocks held + {free} free of {total}")
-    if held:
-        found.append(f"{held} blocks held")
+    if status["self_check_wrong"]:
+        found.append(status["self_check_wrong"])
+    if not status["self_checks"]:
+        found.append("its books have not been looked at")
+    if status["blocks_held"]:
+        found.append(f"{status['blocks_held']} blocks held")
     for name in ("attempts", "handoffs_live", "running", "waiting", "waiting_for_kv"):
         if status[name]:
             found.append(f"{name} = {status[name]}")
@@ -68,14 +69,14 @@ def _worker(status: dict[str, Any]) -> list[str]:
 
 
 def _reservations(url: str) -> list[str]:
-    """Load that routers charged: with no request there is none."""
+    """Load that routers charged, in all and by router: with no request there is none."""
     client = redis.Redis.from_url(url, socket_timeout=2.0, decode_responses=True)
     try:
         found = []
-        for key in client.keys("{*}:load"):
+        for key in (*client.keys("{*}:load"), *client.keys("{*}:chg:*")):
             charged = {field: int(amount) for field, amount in client.hgetall(key).items() if int(amount)}
             if charged:
-                found.append(f"charged in Redis: {charged}")
+                found.append(f"charged in Redis, {key}: {charged}")
         return found
     except redis.RedisError as error:
         return [f"Redis: {error}"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from cluster.faults.points import Point
+from cluster.faults.points import MESSAGES, Point
 from tests.chaos.rows import MATRIX, ROWS, SHORT
 
 
@@ -39,6 +39,7 @@ class Result:
     point: str = ""  # where in the code; "" = any moment
     way: str = ""  # of a cut
     preempted: int = 0  # sequences pushed out of a batch meanwhile
+    placement_back: float = 0.0  # from Redis's first answer until every router placed by it again
 
 
 def append(path: Path, result: Result) -> None:
@@ -89,8 +90,9 @@ def table(results: Iterable[Result]) -> Table:
     return shown
 
 
-def matrix_table(results: Iterable[Result]) -> Table:
+def row_hits(results: Iterable[Result]) -> Counter[str]:
     """How often each row of the hand-off's fault matrix was hit; one of too few blocks only if it led to that."""
+    results = list(results)
     hits: Counter[str] = Counter()
     for one in results:
         row = ROWS.get(one.fault)
@@ -98,6 +100,11 @@ def matrix_table(results: Iterable[Result]) -> Table:
             hits[row.matrix] += 1
     # Any fault may leave a decode worker short of blocks.
     hits[SHORT] += sum(bool(one.preempted) for one in results if one.fault != "crowd")
+    return hits
+
+
+def matrix_table(results: Iterable[Result]) -> Table:
+    hits = row_hits(results)
     shown = _table("rows of the fault matrix", ("row", "hit"))
     for name in MATRIX:
         shown.add_row(name, str(hits[name]))
@@ -106,18 +113,24 @@ def matrix_table(results: Iterable[Result]) -> Table:
 
 def point_table(results: Iterable[Result]) -> Table:
     """How often each named point was hit, with a request at it, and what was done there."""
+    shown = _table("points", ("point", "hit", "how"))
+    for at, counts in point_hits(results).items():
+        how = ", ".join(f"{act} {count}" for act, count in counts.most_common())
+        shown.add_row(at, str(counts.total()), how)
+    return shown
+
+
+def point_hits(results: Iterable[Result]) -> dict[str, Counter[str]]:
+    """By point, kind of message, direction of a cut, and what was done there; those never hit too."""
     acts: dict[str, Counter[str]] = {point.value: Counter() for point in Point}
+    acts |= {f"message.{kind}": Counter() for kind in MESSAGES}
     for one in results:
         if one.fault not in ROWS:
             continue
         act = ROWS[one.fault].act
         at = f"network, {one.way}" if act == "cut" else one.point or "any moment"
         acts.setdefault(at, Counter())[one.fault if act == "cut" else act] += 1
-    shown = _table("points", ("point", "hit", "how"))
-    for at, counts in acts.items():
-        how = ", ".join(f"{act} {count}" for act, count in counts.most_common())
-        shown.add_row(at, str(counts.total()), how)
-    return shown
+    return acts
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

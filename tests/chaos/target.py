@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import psutil
+import redis
 
 ROLES = ("prefill", "decode")
 WHOLE_SECONDS = 60.0
@@ -64,6 +66,22 @@ class Target:
     async def whole(self, seconds: float = WHOLE_SECONDS) -> str:
         """Waits until every router sees every worker alive. Returns what is missing, or ""."""
         return await poll(self._missing, seconds)
+
+    async def placement_back(self, seconds: float = WHOLE_SECONDS) -> float:
+        """From the moment at which Redis answers again until every router places by it, and sees every worker."""
+        loop = asyncio.get_running_loop()
+        silent = await poll(lambda: asyncio.to_thread(self._redis_silent), seconds, 0.02)
+        answers = loop.time()
+        missing = silent or await poll(self._missing, seconds, 0.05)
+        return seconds if missing else loop.time() - answers
+
+    def _redis_silent(self) -> str:
+        with contextlib.closing(redis.Redis.from_url(self.redis_url, socket_timeout=0.2)) as client:
+            try:
+                client.ping()
+            except redis.RedisError as error:
+                return f"Redis: {error}"
+        return ""
 
     async def _missing(self) -> str:
         state = self.state()

@@ -1,23 +1,46 @@
-"""A router dies in the middle of an answer: the client goes on at another one, and nobody can tell from the text."""
+"""A router dies in the middle of answers: Baton's client goes on at another one, and nobody can tell from the text. A
+plain client's answer ends there; the workers take back what they held for it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
 
 from baton.client import Client
+from bench.cluster import Cluster
+from cluster.errors import BatonError
 from engine.request import SamplingParams
 from tests.checkpoints import prompt_ids
+from tests.end_to_end.conftest import run_cluster, wait_for
 from tests.exactness import judge
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 NEW = 900
 KILL_AFTER = 3  # pieces; tokens that came together make one
+PLAIN_STREAMS = 6
+RECLAIM_SECONDS = 3.0
 
 
-def test_a_killed_router_loses_no_token_and_repeats_none(checkpoint, start_cluster):
-    model = checkpoint("llama")
-    cluster = start_cluster(model, *FLAGS, "--routers", "2")
+@pytest.fixture(scope="module")
+def cluster(checkpoint, tmp_path_factory) -> Iterator[Cluster]:
+    directory = tmp_path_factory.mktemp("two-routers")
+    with run_cluster(directory, checkpoint("llama"), *FLAGS, "--routers", "2") as running:
+        yield running
+
+
+def held(http: str) -> list[int]:
+    """KV blocks by worker, as a router sees them: half a second old at most."""
+    workers = httpx.get(f"{http}/v1/cluster").json()["workers"]
+    return [worker["status"]["blocks_held"] for worker in workers]
+
+
+def test_a_killed_router_loses_no_token_and_repeats_none(checkpoint, cluster):
     prompt = prompt_ids(70, seed=4)
     with Client(cluster.routers) as client:
         # No seed is given: the client has to carry on with the one that the dead router drew.
@@ -29,6 +52,33 @@ def test_a_killed_router_loses_no_token_and_repeats_none(checkpoint, start_clust
     assert answer.reconnects == 1
     assert answer.text == "".join(chunk.text for chunk in chunks)
     assert answer.usage.completion_tokens == len(answer.token_ids) == NEW
-    found = judge(model, prompt, list(answer.token_ids), SamplingParams(temperature=1.0, seed=answer.seed))
+    found = judge(
+        checkpoint("llama"), prompt, list(answer.token_ids), SamplingParams(temperature=1.0, seed=answer.seed)
+    )
     assert found.checked == NEW and not found.wrong
     assert len(found.near_ties) <= 3  # the reference is undecided at about one token in a hundred thousand
+
+
+def test_workers_take_back_what_a_killed_router_had_asked_for(cluster):
+    """Nobody else goes on with these: their clients know only the dead one."""
+    other, victim = cluster.state["router"]
+    wait_for(lambda: not any(held(other["http"])), 60.0, "the other one is there again, and nothing is held")
+
+    def ask(number: int) -> str:
+        with Client([victim["grpc"]]) as client:
+            stream = client.stream(prompt_ids(40, seed=number), max_tokens=NEW, ignore_eos=True)
+            try:
+                return "done" if list(stream) else "nothing came"
+            except BatonError:
+                return "broken"
+
+    with ThreadPoolExecutor(PLAIN_STREAMS) as pool:
+        asked = [pool.submit(ask, number) for number in range(PLAIN_STREAMS)]
+        wait_for(lambda: any(held(other["http"])), 60.0, "its requests hold blocks")
+        killed = time.monotonic()
+        os.kill(victim["pid"], signal.SIGKILL)
+        wait_for(lambda: not any(held(other["http"])), 60.0, "nothing is held")
+        seconds = time.monotonic() - killed
+        ended = [one.result(timeout=120.0) for one in asked]
+    assert "broken" in ended, "they had all ended before"
+    assert seconds <= RECLAIM_SECONDS

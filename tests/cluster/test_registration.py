@@ -1,0 +1,34 @@
+"""A worker that serves keeps its lease, whatever goes wrong while it says how it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.membership import registration as module
+from cluster.membership.reader import read_workers
+from cluster.membership.registration import Registration
+from cluster.membership.types import WorkerInfo
+from tests.end_to_end.conftest import wait_for
+
+
+def test_a_status_that_cannot_be_told_ends_nothing(redis_url, namespace, monkeypatch, caplog):
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
+    failures = [RuntimeError("changed while it was read")] * 3
+    told: list[dict[str, Any]] = []
+
+    def status() -> dict[str, Any]:
+        if told and failures:
+            raise failures.pop()
+        told.append({"steps": len(told)})
+        return told[-1]
+
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    registration = Registration(redis_url, namespace, info, status=status)
+    registration.start()
+    try:
+        wait_for(lambda: len(told) > 3, 60.0, "it says how it is again")
+        (worker,) = read_workers(redis_url, namespace)
+        assert worker.lease == "live" and not failures
+    finally:
+        registration.stop()
+    assert sum("could not be renewed" in record.message for record in caplog.records) == 1, "said once"

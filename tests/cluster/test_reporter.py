@@ -1,0 +1,127 @@
+"""What a worker reports arrives in the index, whichever call fails on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from cluster.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
+from cluster.index import reporter as module
+from cluster.index import scripts
+from cluster.index.reporter import Chain, ChainReporter
+from cluster.membership import keys
+from cluster.membership.registration import Registration
+from cluster.membership.types import WorkerInfo
+from cluster.redis.connect import connect
+from tests.end_to_end.conftest import wait_for
+
+SECONDS = 60.0
+_PROBE = """
+local cover, most = match(ARGV[1], ARGV[2], now_ms(), now_ms() + 60000, KEYS[1], 0), 0
+for slot, blocks in pairs(cover) do if slot == tonumber(ARGV[3]) or slot == ARGV[3] then most = blocks end end
+return most
+"""
+
+
+def chain(number: int) -> Chain:
+    hashes = hash_blocks(pack_tokens([number] * 40), 4, secret=b"s", salt=make_salt("m"))
+    return hashes, len(hashes)
+
+
+class Worker:
+    """Registered, with a reporter whose calls fail as they are told: an entry a call, None = it works."""
+
+    def __init__(self, url: str, namespace: str, held: Callable[[], list[Chain]]):
+        info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+        self.registration = Registration(url, namespace, info)
+        self.reporter = ChainReporter(url, namespace, "m", self.registration, held)
+        self.failures: list[str | None] = []
+        self._client = connect(url)
+        self._probe = self._client.register_script(scripts.tree() + _PROBE)
+        self._owners, self._prefix = keys.slot_owners(namespace), scripts.prefix(namespace, "m")
+        script = self.reporter._script
+
+        def call(**arguments: Any) -> Any:
+            failure = self.failures.pop(0) if self.failures else None
+            if failure == "before":
+                raise redis.ConnectionError("cut before it arrived")
+            answer = script(**arguments)
+            if failure == "after":
+                raise redis.TimeoutError("the answer was lost")
+            return answer
+
+        self.reporter._script = call  # type: ignore[assignment]
+
+    def start(self) -> None:
+        self.registration.start()
+        wait_for(lambda: self.registration.slot, SECONDS, "registered")
+        self.reporter.start()
+
+    def in_index(self, numbers: range) -> bool:
+        for number in numbers:
+            hashes, held = chain(number)
+            args = [self._prefix, index_keys(hashes), self.registration.slot]
+            if int(self._probe(keys=[self._owners], args=args)) != held:
+                return False
+        return True
+
+    def close(self) -> None:
+        self.reporter.stop()
+        self.registration.stop()
+        self._client.close()
+
+
+@pytest.fixture
+def make(redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(module, "RESYNC_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(module, "BATCH_CHAINS", 4)
+    made: list[Worker] = []
+
+    def one(held: Callable[[], list[Chain]] = list) -> Worker:
+        made.append(Worker(redis_url, namespace, held))
+        return made[-1]
+
+    yield one
+    for worker in made:
+        worker.close()
+
+
+@pytest.mark.parametrize("failure", ["before", "after"])
+def test_a_whole_cache_is_reported_though_redis_fails_in_the_middle(make: Any, failure: str) -> None:
+    worker = make(lambda: [chain(number) for number in range(12)])
+    worker.failures = [None, failure, failure]
+    worker.start()
+    wait_for(lambda: worker.in_index(range(12)), SECONDS, "all of it is in the index")
+    assert not worker.failures and worker.reporter.waiting == 0
+
+
+def test_a_lost_answer_does_not_take_later_reports_along(make: Any) -> None:
+    """The index takes a number once: what comes meanwhile must not go out under the lost one's."""
+    worker = make()
+    worker.start()
+    wait_for(lambda: worker.reporter._slot, SECONDS, "the empty cache is reported")
+    worker.failures = ["after", "before", "before"]
+    worker.reporter.report(*chain(0))
+    wait_for(lambda: len(worker.failures) < 3, SECONDS, "the first call")
+    worker.reporter.report(*chain(1))
+    wait_for(lambda: worker.in_index(range(2)), SECONDS, "both are in the index")
+
+
+def test_an_engine_that_does_not_answer_is_asked_again(make: Any) -> None:
+    answers: list[Any] = [TimeoutError("a long step"), [chain(0)]]
+
+    def held() -> list[Chain]:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    worker = make(held)
+    worker.start()
+    wait_for(lambda: worker.in_index(range(1)), SECONDS, "it is in the index")
+    worker.reporter.report(*chain(1))
+    wait_for(lambda: worker.in_index(range(2)), SECONDS, "and so is what came later")

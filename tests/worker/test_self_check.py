@@ -1,0 +1,55 @@
+"""A worker under test finds out by itself that its books are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine.engine import Engine
+from tests.engine.fake_model import FakeRunner
+from worker import self_check
+from worker.engine_host import EngineHost
+from worker.self_check import SelfCheck
+
+
+@pytest.fixture
+async def host(monkeypatch):
+    monkeypatch.setattr(self_check, "LOOK_SECONDS", 0.001)
+    runner = FakeRunner(8, max_batch_tokens=64)
+    engine = Engine(runner, runner.config, secret=b"s")
+    made = EngineHost(
+        engine, on_output=lambda output: None, on_failure=lambda error: None, step_stall_seconds=5.0
+    )
+    made.start()
+    yield made
+    await made.stop()
+
+
+async def looked(check: SelfCheck, often: int) -> None:
+    while check.looks < often:
+        await asyncio.sleep(0.001)
+
+
+async def test_books_that_add_up(host):
+    check = SelfCheck(host, [lambda: None])
+    running = asyncio.create_task(check.run())
+    await asyncio.wait_for(looked(check, 3), 60.0)
+    running.cancel()
+    assert check.wrong == ""
+
+
+async def test_a_block_that_nobody_owns(host):
+    check = SelfCheck(host, [])
+    await host.call(lambda engine: engine._pool.take(1))
+    await asyncio.wait_for(check.run(), 60.0)
+    assert "1 references, and 0 holders" in check.wrong
+
+
+async def test_an_account_of_the_role(host):
+    def wrong() -> None:
+        raise AssertionError("a slot is lost")
+
+    check = SelfCheck(host, [wrong])
+    await asyncio.wait_for(check.run(), 60.0)
+    assert check.status() == {"self_checks": 1, "self_check_wrong": "a slot is lost"}
