@@ -33,6 +33,7 @@ from baton.commands.serve import (
     write_ready,
 )
 from baton.commands.sizes import parse_bytes
+from baton.exits import end_surely
 from cluster import settings
 from cluster.config import Role, WorkerConfig
 from cluster.telemetry import logs
@@ -124,6 +125,13 @@ def _end_at_once(*_: object) -> None:
 
 
 async def _run(config: WorkerConfig, ready_file: Path | None) -> None:
+    try:
+        await _serve(config, ready_file)
+    finally:
+        end_surely()
+
+
+async def _serve(config: WorkerConfig, ready_file: Path | None) -> None:
     from baton.workers import start_worker
 
     logs.configure(config.worker_id)

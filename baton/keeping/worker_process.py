@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.exits import end_surely
 from baton.keeping.places import Place, owner_gone
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def main(path: Path) -> None:
     # What differs from node to node (its address, its secrets' files) stands in that node's environment.
     config = settings.load(WorkerConfig, {}, values=values)
     logs.configure(config.worker_id)
-    uvloop.run(_run(config, path, listening))
+    uvloop.run(_until_it_ends(config, path, listening))
 
 
 def _leave_family(listening: socket.socket) -> None:
@@ -108,6 +109,13 @@ class KeeperDoor:
         if (gone := owner_gone(self._directory)) is not None:
             return gone or time.monotonic() - self._alone_since > OWNED_SECONDS
         return time.monotonic() - self._alone_since > KEEPERLESS_SECONDS
+
+
+async def _until_it_ends(config: WorkerConfig, path: Path, listening: socket.socket) -> None:
+    try:
+        await _run(config, path, listening)
+    finally:
+        end_surely()
 
 
 async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> None:
