@@ -300,6 +300,7 @@ def test_health_ready_models_and_metrics(http):
     metrics = http.get("/metrics").text
     assert 'baton_requests_total{outcome="ok"}' in metrics
     assert "baton_time_to_first_token_seconds_count" in metrics
+    assert 'baton_placement_cost_seconds_count{term="handoff"}' in metrics
 
 
 def test_a_plain_grpc_client_and_its_deadline(cluster):
