@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from router.completion import Completion, Delta, Outcome
+from router.tokens.pieces import TextOffsets
 from router.tokens.tokenizer import ModelText
 from wire import common_pb2, inference_pb2
 
@@ -129,13 +130,16 @@ class ChatShape(Shape):
         }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.text.token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        pieces = self.text.pieces
+        shown = {"token": pieces.text_of(token_id), "logprob": logprob}
+        return {**shown, "bytes": list(pieces.bytes_of(token_id))}
 
 
+@dataclass(frozen=True)
 class CompletionShape(Shape):
     object_name = "text_completion"
     chunk_name = "text_completion"
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, over all chunks of its stream
 
     def choice(self, index: int, answer: Answer, prompt: Sequence[int]) -> dict[str, Any]:
         return self._shown(index, "".join(answer.text), answer.tokens, answer.finish)
@@ -149,27 +153,28 @@ class CompletionShape(Shape):
         shown = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(tokens),
+            "logprobs": self._logprobs(index, tokens),
             "finish_reason": finish,
         }
         if self.token_ids:
             shown["token_ids"] = [token.token_id for token in tokens]
         return shown
 
-    def _logprobs(self, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
         if not self.completion.sampling.logprobs:
             return None
-        texts = [self.text.token_text(token.token_id) for token in tokens]
-        offsets, at = [], 0
-        for text in texts:
-            offsets.append(at)
-            at += len(text)
+        offsets = self.offsets.setdefault(index, TextOffsets(self.text.pieces))
         return {
-            "tokens": texts,
+            "tokens": [self._name(token.token_id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                {self.text.token_text(top.token_id): top.logprob for top in token.top_logprobs}
-                for token in tokens
+                {self._name(top.token_id): top.logprob for top in token.top_logprobs} for token in tokens
             ],
-            "text_offset": offsets,
+            "text_offset": [offsets.next(token.token_id) for token in tokens],
         }
+
+    def _name(self, token_id: int) -> str:
+        """OpenAI marks the tokens of this endpoint that are no whole characters: there is no field for bytes."""
+        pieces = self.text.pieces
+        text = pieces.text_of(token_id)
+        return text if text.encode() == pieces.bytes_of(token_id) else f"bytes:{text}"

@@ -19,7 +19,7 @@ from cluster.membership import keys
 from cluster.membership.reader import Members
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect_async
-from cluster.telemetry.histogram import CALL_SECONDS, Histogram
+from cluster.telemetry.histogram import CALL_SECONDS, STAGE_SECONDS, Histogram
 from cluster.topology import LEVELS
 from router.placement.calibration import Calibration
 from router.placement.candidates import Candidates
@@ -84,6 +84,7 @@ class Placement:
         self._task: asyncio.Task[None] | None = None
         self.calls = 0
         self.seconds = Histogram(CALL_SECONDS)  # of the script, as a request waits for it
+        self.cost_terms = {name: Histogram(STAGE_SECONDS) for name in _TERMS}  # of the chosen pairs
         self.decided: Counter[tuple[str, ...]] = Counter(
             dict.fromkeys(_DECISIONS, 0)
         )  # by who prefills, and who decided
@@ -206,6 +207,8 @@ class Placement:
         p = workers[p_index - 1] if p_index else None
         d = workers[d_index - 1]
         terms = {name: float(value) for name, value in zip(_TERMS, answer[5:], strict=True)}
+        for name, value in terms.items():
+            self.cost_terms[name].observe(value)
         self._charge(request, p, d, uncached)
         return Placed(p, d, hit, decode_hit, True, terms)
 

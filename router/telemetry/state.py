@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
-from cluster.telemetry.histogram import Histogram, HistogramFamily, shown
+from cluster.telemetry.histogram import STAGE_SECONDS, Histogram, HistogramFamily, shown
 from cluster.telemetry.readings import Reading, Readings, counter, gauge
 from cluster.topology import LEVELS
 
@@ -27,8 +27,17 @@ def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
     )
     calls.adopt(services.placement.seconds, "place")
     calls.adopt(services.quota.seconds, "quota")
+    costs = HistogramFamily(
+        "baton_placement_cost_seconds",
+        "As the cost model expected it of the workers it chose, by term",
+        STAGE_SECONDS,
+        ["term"],
+    )
+    for term, histogram in services.placement.cost_terms.items():
+        costs.adopt(histogram, term)
     return [
         calls,
+        costs,
         shown("baton_inter_token_latency_seconds", "Between tokens", services.inter_token_seconds),
         shown("baton_event_loop_lag_seconds", "How late the event loop runs its timers", loop_lag),
         Readings([*_cluster(services), *_placement(services), *_redis(services)]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 
 import grpc
@@ -70,20 +71,6 @@ def test_completions_with_choices_logprobs_and_token_prompts(client):
     assert [choice.index for choice in several.choices] == [0, 1]
 
 
-def test_chat_logprobs(client):
-    answer = client.chat.completions.create(
-        model=NAME,
-        messages=[{"role": "user", "content": "x"}],
-        max_tokens=3,
-        logprobs=True,
-        top_logprobs=2,
-        temperature=0,
-    )
-    content = answer.choices[0].logprobs.content
-    assert len(content) == 3
-    assert all(len(one.top_logprobs) == 2 for one in content)
-
-
 def test_a_stop_string_ends_the_answer_before_itself(client):
     free = client.completions.create(model=NAME, prompt="abc", max_tokens=24, temperature=0).choices[0].text
     stop = free[4:6]
@@ -94,28 +81,107 @@ def test_a_stop_string_ends_the_answer_before_itself(client):
     assert cut.finish_reason == "stop"
 
 
-def test_vllms_extra_fields(client):
-    extra = {
-        "top_k": 5,
-        "min_p": 0.01,
-        "repetition_penalty": 1.1,
-        "min_tokens": 2,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    answer = client.completions.create(model=NAME, prompt="abc", max_tokens=5, seed=3, extra_body=extra)
-    assert len(answer.choices[0].model_extra["token_ids"]) == 5
+def ids_of(choice) -> list[int]:
+    return choice.model_extra["token_ids"]
 
 
-def test_the_async_client(cluster):
-    async def talk() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{cluster.http}/v1", api_key="-") as made:
-            stream = await made.completions.create(
-                model=NAME, prompt="abc", max_tokens=5, temperature=0, stream=True
-            )
-            return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+@pytest.fixture
+def tokens(client):
+    """Tokens and the reason they ended, of a prompt that is too short to be in the prefix cache; greedy."""
 
-    assert asyncio.run(talk())
+    def say(**asked):
+        standard = {"max_tokens": 8, "temperature": 0, **asked}
+        extra = {"return_token_ids": True, **standard.pop("extra_body", {})}
+        answer = client.completions.create(model=NAME, prompt="abc", extra_body=extra, **standard)
+        return ids_of(answer.choices[0]), answer.choices[0].finish_reason
+
+    return say
+
+
+@pytest.mark.parametrize("field", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}])
+def test_fields_that_leave_only_the_best_token(field, tokens):
+    free = tokens(temperature=20.0, seed=1)
+    assert tokens(temperature=20.0, seed=1, extra_body=field) == tokens() != free
+
+
+def test_penalties_change_what_comes(tokens):
+    once, _ = tokens(max_tokens=24, extra_body={"repetition_penalty": 100.0})
+    often, _ = tokens(max_tokens=24)
+    assert len(set(once)) > len(set(often))
+    favoured = {"logit_bias": {"7": 100, "8": 99}}
+    assert set(tokens(**favoured)[0]) == {7}
+    assert set(tokens(**favoured, frequency_penalty=2.0)[0]) == {7, 8}
+    assert tokens(**favoured, presence_penalty=2.0)[0][:2] == [7, 8]
+
+
+def test_what_ends_an_answer_and_what_delays_that(tokens):
+    stop = {"stop_token_ids": [7]}
+    assert tokens(logit_bias={"7": 100}, extra_body=stop) == ([7], "stop")
+    ids, finish = tokens(logit_bias={"7": 100}, extra_body={**stop, "min_tokens": 4})
+    assert (len(ids), ids[-1], finish) == (4, 7, "stop") and 7 not in ids[:-1]
+    assert tokens(logit_bias={"2": 100}) == ([2], "stop")
+    assert tokens(logit_bias={"2": 100}, extra_body={"ignore_eos": True}) == ([2] * 8, "length")
+
+
+def test_a_seed_repeats_its_answer_and_another_does_not(tokens):
+    first, again, other = (tokens(temperature=1.0, seed=seed, max_tokens=24) for seed in (3, 3, 4))
+    assert first == again != other
+
+
+def whole_of(chunks) -> dict[int, dict]:
+    """What the chunks of a stream say of each choice, put together."""
+    said: dict[int, dict] = {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        one = said.setdefault(choice.index, {"text": "", "logprobs": [], "finish_reason": None})
+        one["text"] += choice.delta.content or "" if hasattr(choice, "delta") else choice.text
+        one["logprobs"].append(choice.logprobs)
+        assert one["finish_reason"] is None
+        one["finish_reason"] = choice.finish_reason
+    return said
+
+
+SAMPLED = {"model": NAME, "temperature": 1.0, "seed": 11, "n": 2}
+
+
+def test_streamed_choices_with_logprobs_and_a_stop_are_the_whole_answers(client):
+    ask = {**SAMPLED, "prompt": "abc", "max_tokens": 16, "logprobs": 2}
+    free = client.completions.create(**ask).choices
+    assert free[0].text != free[1].text
+    ask["stop"] = next(one for one in free[0].text[3:] if one.isascii() and one not in free[0].text[:3])
+    whole = client.completions.create(**ask).choices
+    streamed = whole_of(client.completions.create(**ask, stream=True))
+    assert set(streamed) == {0, 1}
+    assert whole[0].finish_reason == "stop" and ask["stop"] not in whole[0].text
+    for choice in whole:
+        parts = streamed[choice.index]
+        assert (parts["text"], parts["finish_reason"]) == (choice.text, choice.finish_reason)
+        for name in ("tokens", "text_offset"):
+            joined = [one for part in parts["logprobs"] for one in getattr(part, name)]
+            assert joined == getattr(choice.logprobs, name)
+
+
+def test_the_async_client_chats_in_several_choices(cluster):
+    ask = {**SAMPLED, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
+    ask |= {"logprobs": True, "top_logprobs": 2, "extra_body": {"ignore_eos": True}}
+
+    async def talk():
+        async with openai.AsyncOpenAI(base_url=f"{cluster.http}/v1", api_key="-", max_retries=0) as made:
+            whole = await made.chat.completions.create(**ask)
+            stream = await made.chat.completions.create(**ask, stream=True)
+            plain = await made.completions.create(model=NAME, prompt="abc", max_tokens=5, stream=True)
+            return whole, whole_of([chunk async for chunk in stream]), [chunk async for chunk in plain]
+
+    whole, streamed, plain = asyncio.run(talk())
+    assert whole_of(plain)[0]["text"]
+    assert [choice.index for choice in whole.choices] == sorted(streamed) == [0, 1]
+    for choice in whole.choices:
+        parts = streamed[choice.index]
+        assert (parts["text"], parts["finish_reason"]) == (choice.message.content, choice.finish_reason)
+        joined = [one for part in parts["logprobs"] for one in part.content]
+        assert [one.token for one in joined] == [one.token for one in choice.logprobs.content]
+        assert [len(one.top_logprobs) for one in joined] == [2] * 12
+        said = b"".join(bytes(one.bytes) for one in joined)
+        assert said.decode(errors="replace") == choice.message.content
 
 
 def test_harmless_fields_pass_and_the_request_id_comes_back(http):
@@ -173,6 +239,20 @@ BAD: list[tuple[str, dict, str]] = [
 ]
 
 
+@pytest.fixture
+def untouched(cluster):
+    """No worker hears of what the test asks: nothing of it is placed."""
+
+    def calls():
+        placement = cluster.view()["placement"]
+        return placement["calls"], placement["calls_here"]
+
+    before = calls()
+    yield
+    assert calls() == before
+
+
+@pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(("path", "body", "field"), BAD)
 def test_bad_input_is_400_and_names_the_field(path, body, field, http):
     answer = http.post(f"/v1/{path}", json={"model": NAME, **body})
@@ -181,6 +261,7 @@ def test_bad_input_is_400_and_names_the_field(path, body, field, http):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": "\xff"}', b"null", b'{"temperature": NaN}']
 )
@@ -190,11 +271,13 @@ def test_malformed_json_is_400(raw, http):
     assert answer.json()["error"]["message"]
 
 
+@pytest.mark.usefixtures("untouched")
 def test_deep_nesting_is_400(http):
     nested = b'{"prompt": ' + b"[" * 500 + b"]" * 500 + b"}"
     assert http.post("/v1/completions", content=nested).status_code == 400
 
 
+@pytest.mark.usefixtures("untouched")
 def test_a_body_that_is_too_large_is_413(http):
     answer = http.post("/v1/completions", content=b" " * (9 << 20))
     assert answer.status_code == 413
@@ -217,6 +300,7 @@ def test_health_ready_models_and_metrics(http):
     metrics = http.get("/metrics").text
     assert 'baton_requests_total{outcome="ok"}' in metrics
     assert "baton_time_to_first_token_seconds_count" in metrics
+    assert 'baton_placement_cost_seconds_count{term="handoff"}' in metrics
 
 
 def test_a_plain_grpc_client_and_its_deadline(cluster):
@@ -235,12 +319,29 @@ def test_a_plain_grpc_client_and_its_deadline(cluster):
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", [*FLOATS, "logit_bias"])
+def test_numbers_that_are_none_are_refused_over_grpc(field, value, cluster):
+    with Client(cluster.grpc) as client, pytest.raises(InvalidRequestError) as caught:
+        client.generate("abc", **{field: {3: value} if field == "logit_bias" else value})
+    assert caught.value.field == field
+
+
+def test_these_are_all_the_floats_there_are():
+    options = inference_pb2.GenerateOptions.DESCRIPTOR.fields
+    assert {one.name for one in options if one.type == one.TYPE_FLOAT} == set(FLOATS)
+
+
+@pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"model": "another"}, UnknownModelError),
         ({"temperature": -1.0}, InvalidRequestError),
-        ({"temperature": float("nan")}, InvalidRequestError),
         ({"max_tokens": CONTEXT}, ContextLengthError),
         ({"top_p": 2.0}, InvalidRequestError),
     ],
@@ -252,6 +353,7 @@ def test_bad_grpc_input_has_a_typed_error(options, error, cluster):
         client.generate([VOCAB + 5])
 
 
+@pytest.mark.usefixtures("untouched")
 def test_malformed_protobuf_is_an_invalid_argument(cluster):
     with grpc.insecure_channel(cluster.grpc) as channel:
         call = channel.unary_stream("/baton.v1.Inference/Generate")
@@ -260,6 +362,7 @@ def test_malformed_protobuf_is_an_invalid_argument(cluster):
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.usefixtures("untouched")
 def test_an_oversized_grpc_message_is_resource_exhausted(cluster):
     with grpc.insecure_channel(cluster.grpc) as channel:
         call = channel.unary_stream("/baton.v1.Inference/Generate")

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from deploy.observability.boards.parts import ROUTERS, Board, Panel, Query, Row, by, quantiles, rate, total
+from deploy.observability.boards.parts import (
+    ROUTERS,
+    Board,
+    Panel,
+    Query,
+    Row,
+    by,
+    mean,
+    quantiles,
+    rate,
+    total,
+)
 
 
 def placement() -> Board:
@@ -84,6 +95,7 @@ def placement() -> Board:
                         total("baton_placement_learned_prefill_seconds_per_token", "instance", "", "max"),
                         "{{instance}}",
                     ),
+                    by("Expected cost", "s", mean("baton_placement_cost_seconds", "term"), "{{term}}"),
                     by(
                         "Hand-off bandwidth",
                         "Bps",

@@ -120,6 +120,16 @@ async def test_one_call_in_redis_per_placement(router):
     assert await placement.calls_in_redis() - before == 5
 
 
+async def test_the_terms_of_each_choice_are_kept(router):
+    placement = await router()
+    terms = [(await placement.place(request([i] * 400))).terms for i in range(3)]
+    assert terms[0]["prefill"] > 0
+    assert set(placement.cost_terms) == set(terms[0])
+    for name, histogram in placement.cost_terms.items():
+        assert histogram.count == 3
+        assert histogram.sum == pytest.approx(sum(one[name] for one in terms))
+
+
 async def test_charges_return_to_zero(router, redis_url, namespace):
     placement = await router()
     requests = [request([i] * 300) for i in range(6)]

@@ -1,0 +1,87 @@
+"""What single tokens add to a text, in bytes: a character may lie across several tokens."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _alphabet() -> dict[str, int]:
+    """How byte-level tokenizers write bytes (GPT-2's `bytes_to_unicode`): printable ones of Latin-1 as themselves,
+    the others as the characters from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _decoders(settings: Any) -> Iterator[str]:
+    """Names of the decoder's steps, a Sequence unrolled."""
+    if isinstance(settings, dict):
+        yield str(settings.get("type"))
+        for step in settings.get("decoders", ()):
+            yield from _decoders(step)
+
+
+class TokenPieces:
+    """One tokenizer's tokens as they stand within a text: where Metaspace begins a word there is a space."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b"null"
+        steps = set(_decoders(json.loads(state)))
+        self._alphabet = _alphabet() if "ByteLevel" in steps else {}
+        self._falls_back = "ByteFallback" in steps
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._known: dict[int, bytes] = {}  # by token id: no larger than the vocabulary
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Those of all tokens of a text, joined, are the text's UTF-8. b"" for an id without a token."""
+        known = self._known.get(token_id)
+        if known is None:
+            piece = self._tokenizer.id_to_token(token_id)
+            if piece is None:
+                return b""
+            known = self._known[token_id] = self._bytes(token_id, piece)
+        return known
+
+    def _bytes(self, token_id: int, piece: str) -> bytes:
+        if self._alphabet:
+            if all(character in self._alphabet for character in piece):
+                return bytes(self._alphabet[character] for character in piece)
+            return piece.encode()  # an added token: the decoder leaves it as it is
+        if self._falls_back and (byte := _FALLBACK.fullmatch(piece)):
+            return bytes.fromhex(byte[1])
+        # What it adds behind another token: the first of a text may lose its space.
+        alone = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        twice = self._tokenizer.decode([token_id, token_id], skip_special_tokens=False)
+        return str(twice[len(alone) :]).encode()
+
+    def text_of(self, token_id: int) -> str:
+        """Bytes that are no whole characters as OpenAI writes them: `\\xf0\\x9f`."""
+        return self.bytes_of(token_id).decode(errors="backslashreplace")
+
+    def in_answer(self, token_id: int) -> bytes:
+        """As `bytes_of`, but answers show no special tokens."""
+        return b"" if token_id in self._special else self.bytes_of(token_id)
+
+
+class TextOffsets:
+    """Where in an answer each token begins, in characters; one that ends a character begins where that one does."""
+
+    def __init__(self, pieces: TokenPieces):
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def next(self, token_id: int) -> int:
+        begins = self._characters
+        self._characters += len(self._decoder.decode(self._pieces.in_answer(token_id)))
+        return begins
