@@ -33,12 +33,11 @@ from tests.chaos.results import (
     row_hits,
     table,
 )
-from tests.chaos.rows import MATRIX, ROWS, draw_fault
+from tests.chaos.rows import MATRIX, PLACEMENT_BACK_SECONDS, ROWS, draw_fault
 from tests.chaos.workload import Workload
 from tests.checkpoints import make_checkpoint
 
 OUT = Path("out/chaos")
-PLACEMENT_BACK_SECONDS = 2.0
 LONG_RUN = 1000  # faults, of all kinds: from then on every row and point must have been hit this often
 LEAST_HITS = 30
 console = Console(width=170, highlight=False)

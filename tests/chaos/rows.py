@@ -10,6 +10,7 @@ from cluster.faults.points import DROPPABLE, MESSAGES, Point
 
 KILL_BOUND_SECONDS = 1.5
 STOP_BOUND_SECONDS = 6.5
+PLACEMENT_BACK_SECONDS = 2.0  # after Redis is
 ANY_MOMENT = ""  # a signal, whatever the victim is doing
 
 # The rows of the fault matrix in the hand-off's design.

@@ -12,7 +12,7 @@ from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
 from tests.chaos.faults import Striker
 from tests.chaos.results import Result
-from tests.chaos.rows import ANY_MOMENT, draw_fault
+from tests.chaos.rows import ANY_MOMENT, PLACEMENT_BACK_SECONDS, draw_fault
 from tests.chaos.workload import Workload
 
 SEED = "short"
@@ -48,6 +48,7 @@ def test_faults_lose_no_token_break_no_stream_and_leave_nothing(checkpoint, tmp_
         assert not result.errors, result
         assert not result.leaks, result
         assert result.tokens > 0, result
+        assert result.placement_back <= PLACEMENT_BACK_SECONDS, result
 
 
 async def _campaign(cluster: ChaosCluster, checker, results, evidence) -> None:
