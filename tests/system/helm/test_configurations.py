@@ -10,10 +10,11 @@ import yaml
 
 from baton.autoscaling.config import AutoscalingConfig, ServeAutoscalingConfig
 from baton.autoscaling.serve_policy import PoolsPolicy
+from baton.commands.autoscale import AutoscaleConfig
 from baton.serve_app import AppArguments
 from cluster.config import RouterConfig, WorkerConfig
 from tests.system.helm.rendering import Rendered, Renderer, ValueSet
-from tests.system.helm.value_sets import VALUE_SETS
+from tests.system.helm.value_sets import KUBERAY, VALUE_SETS
 
 pytestmark = pytest.mark.system
 
@@ -81,6 +82,39 @@ def test_ray_sizes_the_pools_where_it_places_them(renderer: Renderer) -> None:
         limits = policies[0].pool(group["groupName"])
         assert (group["minReplicas"], group["maxReplicas"]) == (limits.min_replicas, limits.max_replicas)
     assert not [one for one in elsewhere.of("Deployment") if "autoscaler" in one["metadata"]["name"]]
+
+
+@pytest.mark.parametrize("mode", ["embedded", "kuberay", "external"])
+def test_workers_that_may_load_so_long_are_awaited_so_long(mode: str, renderer: Renderer) -> None:
+    """Else the policy would give back, as late, what is still loading."""
+    external = {"dashboardUrl": "http://ray.ray:8265"}
+    values = {
+        "model": {"loadSeconds": 1800},
+        "ray": {"mode": mode, "external": external if mode == "external" else {}},
+        "autoscaling": {"enabled": True, "decode": {"startupSeconds": 90}},
+    }
+    rendered = renderer.render(ValueSet(values=values, apis=KUBERAY))
+    policies: list[AutoscalingConfig] = []
+    if mode == "embedded":
+        told = _file(rendered, "t-baton-autoscaler", "autoscale.yaml")
+        policies.append(AutoscaleConfig.model_validate(told))
+    else:
+        (application,) = _served(rendered)["applications"]
+        policies.append(ServeAutoscalingConfig.model_validate(application["args"]["autoscaling"]))
+        config = application["autoscaling_policy"]["policy_kwargs"]["config"]
+        policies.append(ServeAutoscalingConfig.model_validate(config))
+    for policy in policies:
+        assert policy.prefill.startup_seconds == 1800
+        assert policy.decode.startup_seconds == 90
+
+
+def _served(rendered: Rendered) -> dict[str, Any]:
+    """Serve's configuration, by the operator or by the deployment."""
+    services = rendered.of("RayService")
+    if not services:
+        return _file(rendered, "t-baton-serve", "serve.yaml")
+    read: dict[str, Any] = yaml.safe_load(services[0]["spec"]["serveConfigV2"])
+    return read
 
 
 def test_the_autoscaler_accepts_its_own(renderer: Renderer) -> None:

@@ -30,6 +30,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "ray.gcsFaultTolerance.passwordSecret.key": {
         "ray": {"gcsFaultTolerance": {"passwordSecret": {"name": "x"}}}
     },
+    "ray.gcsFaultTolerance.peers": {"ray": {"gcsFaultTolerance": {"address": "redis://x:6379"}}},
     "redis.persistence": {"redis": {"persistence": {"enabled": True}}},
     "externalRedis": {
         "redis": {"enabled": False},

@@ -148,6 +148,41 @@ def _meets(ports: Ports, rule: dict[str, Any], direction: str, pod: Pod) -> bool
     return known and any(other.holds(ports.first) and other.holds(ports.last) for other in _ports(rule))
 
 
+@pytest.mark.parametrize(
+    ("name", "port", "peer"),
+    [
+        ("defaults", 6379, {"app.kubernetes.io/component": ["redis"]}),
+        ("ray's state elsewhere", 6390, "192.0.2.0/24"),
+        ("redis by url", 6391, None),
+    ],
+)
+def test_rays_head_reaches_the_redis_that_keeps_its_state(
+    name: str, port: int, peer: Any, renderer: Renderer
+) -> None:
+    (head,) = [one for one in pods_of(renderer.render(VALUE_SETS[name])) if one.component == "ray-head"]
+    rendered = renderer.render(VALUE_SETS[name])
+    policy = rendered.named("NetworkPolicy", "t-baton-ray-head")
+    assert selects(policy["spec"]["podSelector"], head.labels)
+    (rule,) = policy["spec"]["egress"]
+    assert _ports(rule) == [Ports(port, port)]
+    environment = {one["name"]: one for one in head.spec["containers"][0]["env"]}
+    assert str(port) in environment["RAY_REDIS_ADDRESS"]["value"]
+    password = (
+        environment.get("RAY_REDIS_SECRET", {}).get("valueFrom", {}).get("secretKeyRef", {}).get("name")
+    )
+    if peer is None:
+        assert "to" not in rule
+        assert password == "redis-password"
+    elif isinstance(peer, str):
+        assert rule["to"] == [{"ipBlock": {"cidr": peer}}]
+        assert password is None, "the chart's own password is for nobody else's Redis"
+    else:
+        (to,) = rule["to"]
+        (expression,) = to["podSelector"]["matchExpressions"]
+        assert {expression["key"]: expression["values"]} == peer
+        assert password == "t-baton"
+
+
 def test_clients_reach_the_doors_and_nothing_else(renderer: Renderer) -> None:
     """In a cluster that names its clients, nobody outside the release has another way in than doors and metrics."""
     rendered = renderer.render(VALUE_SETS["rdma-mtls"])

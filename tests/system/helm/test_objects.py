@@ -158,6 +158,46 @@ def test_worker_containers_start_drain_and_are_probed(rendered: Rendered) -> Non
         assert worker["livenessProbe"]["httpGet"] == {"path": "/live", "port": "metrics"}
 
 
+def test_a_standing_engine_is_restarted_when_its_time_is_over_and_not_twice_as_late(
+    renderer: Renderer,
+) -> None:
+    """The worker itself waits for livenessSeconds before /live says no: the probe adds its own few tries only."""
+    rendered = renderer.render(ValueSet(values={"decode": {"livenessSeconds": 300}}))
+    (pod,) = [one for one in pods_of(rendered) if one.component == "decode"]
+    assert _worker_config(rendered, pod)["step_stall_seconds"] == 300
+    liveness = _by_name(pod)["worker"]["livenessProbe"]
+    assert liveness["failureThreshold"] > 1, "one answer that a busy machine loses must not end a worker"
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] <= 30
+
+
+def test_a_hand_off_is_tested_where_there_can_be_one_and_over_what_there_is(renderer: Renderer) -> None:
+    def tested(name: str = "", **values: Any) -> list[str] | None:
+        rendered = renderer.render(VALUE_SETS[name] if name else ValueSet(values=values))
+        jobs = {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in rendered.of("Job")}
+        assert len(jobs) >= 4
+        pod = jobs.get("t-baton-test-handoff")
+        return pod and [one for one in pod["containers"][0]["args"] if one.startswith("--transport")]
+
+    assert tested() == ["--transport=nixl"]
+    assert tested(transfer={"transport": "grpc"}) == ["--transport=grpc"]
+    assert tested(transfer={"requireTransport": "grpc"}) == ["--transport=grpc"]
+    assert tested(tests={"handoffTransport": ""}) == ["--transport="]
+    assert tested("prefill to nothing") is None
+    assert tested(prefill={"replicas": 0}) is None
+    assert tested("autoscaling") == ["--transport=nixl"]
+
+
+def test_workers_elsewhere_find_the_charts_redis(renderer: Renderer) -> None:
+    """The deployment's own address of it is what Ray's nodes get, and those may be in another namespace."""
+    values = {"ray": {"mode": "external", "external": {"dashboardUrl": "http://ray.elsewhere:8265"}}}
+    rendered = renderer.render(ValueSet(values=values))
+    (job,) = [one for one in rendered.of("Job") if one["metadata"]["name"] == "t-baton-ray-apply"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    (address,) = [one["value"] for one in container["env"] if one["name"] == "BATON_REDIS_URL"]
+    assert address == "redis://:$(REDIS_PASSWORD)@t-baton-redis.serving.svc:6379/0"
+    rendered.named("Service", "t-baton-redis")
+
+
 def _by_name(pod: Pod) -> dict[str, Any]:
     return {one["name"]: one for one in pod.containers}
 

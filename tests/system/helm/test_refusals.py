@@ -34,11 +34,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "KV of one can't be converted into the other's",
         "set model.dtype for both",
     ),
-    "block sizes differ": (
-        {"decode": {"pageSize": 32}},
-        "decode.pageSize = 32 is not model.pageSize = 16",
-        "set model.pageSize for all",
-    ),
     "no pair could start": (
         {"transfer": {"transport": "grpc", "requireTransport": "nixl"}},
         "no pair could ever start",
@@ -162,6 +157,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "nobody could prefill",
         "set localPrefill to fallback or auto, or add a replica",
     ),
+    "nobody could prefill once the pool is empty": (
+        {
+            "autoscaling": {"enabled": True, "scaleToZero": True, "prefill": {"minReplicas": 0}},
+            "router": {"localPrefill": "never"},
+        },
+        "with no prefill worker left nobody could prefill",
+        "set localPrefill to fallback or auto, or minReplicas to 1",
+    ),
+    "a hand-off tested over what nobody uses": (
+        {"transfer": {"transport": "grpc"}, "tests": {"handoffTransport": "nixl"}},
+        "tests.handoffTransport is nixl and workers may use grpc only",
+        "set tests.handoffTransport to auto",
+    ),
+    "a hand-off tested over what is refused": (
+        {"transfer": {"requireTransport": "nixl"}, "tests": {"handoffTransport": "grpc"}},
+        "tests.handoffTransport is grpc and workers may use nixl only",
+        "set tests.handoffTransport to auto",
+    ),
     "tests without a key": (
         {"apiKeys": {"existingSecret": "keys"}},
         "apiKeys are on and helm test has none",
@@ -182,16 +195,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "prefill.port and prefill.metricsPort are both 50052",
         "change one",
     ),
-    "a secret in the open": (
-        {"prefill": {"config": {"redis_url": "redis://:password@x"}}},
-        "prefill.config.redis_url would be readable in a ConfigMap",
-        "use externalRedis.urlSecret",
+    "a password in an address": (
+        {"ray": {"gcsFaultTolerance": {"address": "redis://:password@redis:6379"}}},
+        "ray.gcsFaultTolerance.address would show its password",
+        "set ray.gcsFaultTolerance.passwordSecret",
     ),
-    "a router's secret in the open": (
-        {"router": {"config": {"secret": "hash key"}}},
-        "router.config.secret would be readable in a ConfigMap",
-        "use deploymentSecret",
+    "one value where settings belong": (
+        {"prefill": {"config": {"engine": 7}}},
+        "prefill.config.engine is a mapping of settings, not one value",
+        "write its settings below it",
     ),
+    "a drain that the grace period does not know of": (
+        {"prefill": {"config": {"drain_seconds": 900}}},
+        "prefill.config.drain_seconds would go behind the chart's own settings",
+        "use prefill.drainSeconds",
+    ),
+}
+SECRETS = {
+    "secret": "deploymentSecret",
+    "redis_url": "externalRedis.urlSecret",
+    "redis_password": "externalRedis.urlSecret",
+}
+REFUSED |= {
+    f"{field} of {part} in the open": (
+        {part: {"config": {field: "pass-word"}}},
+        f"{part}.config.{field} would be readable in a ConfigMap",
+        f"use {use}",
+    )
+    for part in ("router", "prefill", "decode", "autoscaling")
+    for field, use in SECRETS.items()
 }
 
 
@@ -210,13 +242,12 @@ NEED_CERT_MANAGER: list[dict[str, Any]] = [
 ]
 
 
-def test_grpc_probes_with_tls_need_kubernetes_1_37(renderer: Renderer) -> None:
-    values = NEED_CERT_MANAGER[0]
-    old = renderer.render(ValueSet(values=values, apis=CERTS, kube="1.36.2"))
-    assert old.code != 0
-    assert "decode.probe = grpc with tls.enabled needs Kubernetes 1.37 (this is v1.36.2)" in old.error
-    assert "set decode.probe to http" in old.error
-    assert renderer.render(ValueSet(values=values, apis=CERTS, kube="1.37.0")).code == 0
+@pytest.mark.parametrize("kube", ["1.32.0", "1.37.0", "1.40.0"])
+def test_no_kubernetes_probes_a_port_that_asks_for_certificates(kube: str, renderer: Renderer) -> None:
+    rendered = renderer.render(ValueSet(values=NEED_CERT_MANAGER[0], apis=CERTS, kube=kube))
+    assert rendered.code != 0
+    assert "decode.probe = grpc with tls.enabled" in rendered.error
+    assert "set decode.probe to http" in rendered.error
 
 
 def test_clients_that_need_certificates_are_tested_with_one(renderer: Renderer) -> None:
@@ -247,7 +278,7 @@ def test_the_schema_refuses_what_is_not_a_value(values: dict[str, Any], renderer
 
 
 def test_every_check_of_the_chart_is_seen_here(renderer: Renderer) -> None:
-    checks = (CHART / "templates" / "_checks.tpl").read_text()
+    checks = "".join(file.read_text() for file in sorted((CHART / "templates").glob("_*.tpl")))
     messages = re.findall(r'fail \(?(?:printf )?"([^"]+)"', checks)
     assert len(messages) >= 30
     sets = [ValueSet(values=values) for values, _, _ in REFUSED.values()]

@@ -45,14 +45,30 @@ MORE: dict[str, ValueSet] = {
             "tests": {"tlsSecret": "test-tls"},
         }
     ),
-    "grpc probes with tls": ValueSet(
+    "a company's issuer": ValueSet(
         values={
-            "prefill": {"probe": "grpc"},
-            "decode": {"probe": "grpc"},
             "tls": {"enabled": True, "certManager": {"issuer": {"name": "company", "kind": "ClusterIssuer"}}},
         },
         apis=CERTS,
         kube="1.37.0",
+    ),
+    "grpc probes": ValueSet(values={"prefill": {"probe": "grpc"}, "decode": {"probe": "grpc"}}),
+    "ray's state elsewhere": ValueSet(
+        values={
+            "ray": {
+                "gcsFaultTolerance": {
+                    "address": "redis://ray-redis.example:6390",
+                    "peers": [{"ipBlock": {"cidr": "192.0.2.0/24"}}],
+                }
+            }
+        }
+    ),
+    "ray's state nowhere": ValueSet(values={"ray": {"gcsFaultTolerance": {"enabled": False}}}),
+    "prefill to nothing": ValueSet(
+        values={
+            "autoscaling": {"enabled": True, "scaleToZero": True, "prefill": {"minReplicas": 0}},
+            "transfer": {"transport": "grpc"},
+        }
     ),
     "redis by url": ValueSet(
         values={
@@ -65,7 +81,7 @@ MORE: dict[str, ValueSet] = {
             },
             "ray": {
                 "gcsFaultTolerance": {
-                    "address": "rediss://redis.example:6380",
+                    "address": "rediss://ray-redis.example:6391",
                     "passwordSecret": {"name": "redis-password"},
                 }
             },

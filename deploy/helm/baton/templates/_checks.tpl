@@ -5,6 +5,7 @@
 {{- include "baton.checkPool" (dict "root" $ "role" $role "pool" (index $.Values $role)) }}
 {{- end }}
 {{- include "baton.checkLayouts" . }}
+{{- include "baton.checkConfigs" . }}
 {{- include "baton.checkRedis" . }}
 {{- include "baton.checkRay" . }}
 {{- include "baton.checkScaling" . }}
@@ -40,19 +41,14 @@
 {{- if and (gt $startup 0) (lt $startup (int $values.model.loadSeconds)) }}
 {{- fail (printf "%s.startupFailures = %d kills a worker after %d s, but model.loadSeconds says it may load for %d s: raise startupFailures to %d or set it to 0" $role (int $pool.startupFailures) $startup (int $values.model.loadSeconds) (divf $values.model.loadSeconds 5 | ceil | int)) }}
 {{- end }}
-{{- if and (eq $pool.probe "grpc") $values.tls.enabled (semverCompare "<1.37.0-0" .root.Capabilities.KubeVersion.Version) }}
-{{- fail (printf "%s.probe = grpc with tls.enabled needs Kubernetes 1.37 (this is %s), before which gRPC probes speak plain text only: set %s.probe to http" $role .root.Capabilities.KubeVersion.Version $role) }}
+{{- if and (eq $pool.probe "grpc") $values.tls.enabled }}
+{{- fail (printf "%s.probe = grpc with tls.enabled: a worker's gRPC port asks for a certificate, and no version of Kubernetes lets a probe show one; set %s.probe to http" $role $role) }}
 {{- end }}
 {{- if and (gt (int $pool.nodes) 1) (ne $values.ray.mode "embedded") }}
 {{- fail (printf "%s.nodes = %d needs ray.mode embedded: set it, or give the worker one pod with all of its GPUs" $role (int $pool.nodes)) }}
 {{- end }}
 {{- if and (gt (int $pool.nodes) 1) $values.autoscaling.enabled }}
 {{- fail (printf "autoscaling.enabled can't size workers of %s.nodes = %d pods: turn it off, or set nodes to 1" $role (int $pool.nodes)) }}
-{{- end }}
-{{- range $field := list "secret" "redis_url" }}
-{{- if hasKey $pool.config $field }}
-{{- fail (printf "%s.config.%s would be readable in a ConfigMap: use %s" $role $field (ternary "deploymentSecret" "externalRedis.urlSecret" (eq $field "secret"))) }}
-{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -63,15 +59,14 @@
 {{- if ne (index $dtypes 0) (index $dtypes 1) }}
 {{- fail (printf "prefill.dtype %s and decode.dtype %s: KV of one can't be converted into the other's; set model.dtype for both" (index $dtypes 0) (index $dtypes 1)) }}
 {{- end }}
-{{- range $role := list "prefill" "decode" }}
-{{- $size := (index $.Values $role).pageSize | default $model.pageSize | int }}
-{{- if ne $size (int $model.pageSize) }}
-{{- fail (printf "%s.pageSize = %d is not model.pageSize = %d: KV blocks and prefix hashes of different sizes can't be converted; set model.pageSize for all" $role $size (int $model.pageSize)) }}
-{{- end }}
-{{- end }}
 {{- $transfer := .Values.transfer }}
 {{- if and $transfer.requireTransport (ne $transfer.transport "auto") (ne $transfer.transport $transfer.requireTransport) }}
 {{- fail (printf "transfer.requireTransport is %s and transfer.transport is %s: no pair could ever start; make them equal, or transport auto" $transfer.requireTransport $transfer.transport) }}
+{{- end }}
+{{- $tested := .Values.tests.handoffTransport }}
+{{- $used := include "baton.onlyTransport" . }}
+{{- if and .Values.tests.enabled (has $tested (list "nixl" "grpc")) $used (ne $used $tested) }}
+{{- fail (printf "tests.handoffTransport is %s and workers may use %s only: helm test could never succeed; set tests.handoffTransport to auto" $tested $used) }}
 {{- end }}
 {{- if gt (int $transfer.nixlPorts.first) (int $transfer.nixlPorts.last) }}
 {{- fail (printf "transfer.nixlPorts.first = %d is above last = %d: swap them" (int $transfer.nixlPorts.first) (int $transfer.nixlPorts.last)) }}
@@ -111,6 +106,9 @@
 {{- $ray := .Values.ray -}}
 {{- if and (ne $ray.mode "external") $ray.gcsFaultTolerance.enabled (not .Values.redis.enabled) (not $ray.gcsFaultTolerance.address) }}
 {{- fail "ray.gcsFaultTolerance has no Redis: set ray.gcsFaultTolerance.address (and passwordSecret), or turn it off" }}
+{{- end }}
+{{- if contains "@" $ray.gcsFaultTolerance.address }}
+{{- fail "ray.gcsFaultTolerance.address would show its password in the head's description: leave user and password out, and set ray.gcsFaultTolerance.passwordSecret" }}
 {{- end }}
 {{- if and (eq $ray.mode "external") (not $ray.external.dashboardUrl) }}
 {{- fail "ray.mode is external: set ray.external.dashboardUrl to that cluster's dashboard, e.g. http://ray-head.ray:8265" }}
@@ -153,6 +151,9 @@
 {{- fail (printf "router.drainDelaySeconds = %d is not above 1.1 × router.maxConnectionSeconds = %d: connections of a router that leaves would not all have been told to come anew; raise the delay or lower the age" (int $router.drainDelaySeconds) (int $router.maxConnectionSeconds)) }}
 {{- end }}
 {{- end }}
+{{- if and .Values.autoscaling.enabled (eq (int .Values.autoscaling.prefill.minReplicas) 0) (eq $router.localPrefill "never") }}
+{{- fail "autoscaling.prefill.minReplicas is 0 and router.localPrefill is never: with no prefill worker left nobody could prefill, nor would a request be seen that brings one back; set localPrefill to fallback or auto, or minReplicas to 1" }}
+{{- end }}
 {{- if and (not .Values.autoscaling.enabled) (eq (include "baton.replicas" .Values.prefill) "0") (eq $router.localPrefill "never") }}
 {{- fail "prefill.replicas is 0 and router.localPrefill is never: nobody could prefill; set localPrefill to fallback or auto, or add a replica" }}
 {{- end }}
@@ -165,10 +166,5 @@
 {{- $ports := list $router.httpPort $router.grpcPort $router.metricsPort }}
 {{- if ne (len (uniq $ports)) 3 }}
 {{- fail "router.httpPort, router.grpcPort and router.metricsPort must differ: change one" }}
-{{- end }}
-{{- range $field := list "secret" "redis_url" }}
-{{- if hasKey $router.config $field }}
-{{- fail (printf "router.config.%s would be readable in a ConfigMap: use %s" $field (ternary "deploymentSecret" "externalRedis.urlSecret" (eq $field "secret"))) }}
-{{- end }}
 {{- end }}
 {{- end -}}

@@ -43,7 +43,7 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- $engine := dict
     "model" (include "baton.modelPath" $root) "dtype" ($pool.dtype | default $model.dtype)
     "device" (ternary "cuda" "cpu" (gt (int $pool.gpus) 0))
-    "max_model_len" (int $model.maxModelLen) "page_size" (int ($pool.pageSize | default $model.pageSize))
+    "max_model_len" (int $model.maxModelLen) "page_size" (int $model.pageSize)
     "kv_memory_bytes" (int64 $pool.kvMemoryBytes) "max_batch_tokens" (int $pool.maxBatchTokens)
     "max_batch_requests" (int $pool.maxBatchRequests) "tensor_parallel" (int $pool.tensorParallel)
     "threads" (int $pool.threads) -}}
@@ -69,7 +69,7 @@ tls_ca: /etc/baton/tls/ca.crt
 - name: REDIS_PASSWORD
   valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" .Values.redis.passwordSecret) | nindent 4 }}
 - name: BATON_REDIS_URL
-  value: redis://:$(REDIS_PASSWORD)@{{ include "baton.redisHost" . }}:{{ .Values.redis.port }}/0
+  value: redis://:$(REDIS_PASSWORD)@{{ include "baton.redisAddress" . }}:{{ .Values.redis.port }}/0
 {{- else if $external.urlSecret.name }}
 - name: BATON_REDIS_URL
   valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" $external.urlSecret) | nindent 4 }}
@@ -149,7 +149,8 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- $bounds := index $scaling $role }}
 {{- $_ := set $config $role (dict
     "min_replicas" (int $bounds.minReplicas) "max_replicas" (int $bounds.maxReplicas)
-    "gpus_per_replica" (max 1 (int $pool.gpus))) }}
+    "gpus_per_replica" (max 1 (int $pool.gpus))
+    "startup_seconds" (int ($bounds.startupSeconds | default $.Values.model.loadSeconds))) }}
 {{- end }}
 {{- toYaml (mergeOverwrite $config $scaling.config) -}}
 {{- end -}}

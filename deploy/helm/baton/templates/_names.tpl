@@ -74,6 +74,11 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- end -}}
 
 {{- define "baton.redisHost" -}}{{ include "baton.base" . }}-redis{{- end -}}
+{{- /* Where our processes find the chart's Redis. The deployment of the Serve application tells it to Ray's nodes too, and a Ray of
+       somebody else's may be in another namespace, where the short name means nothing. */ -}}
+{{- define "baton.redisAddress" -}}
+{{- include "baton.redisHost" . }}{{ if eq .Values.ray.mode "external" }}.{{ .Release.Namespace }}.svc{{ end }}
+{{- end -}}
 {{- define "baton.rayHead" -}}{{ include "baton.base" . }}-ray-head{{- end -}}
 
 {{- /* "pvc", "hf" or "file". */ -}}
@@ -113,6 +118,11 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- else -}}
 {{- printf "%s-%s-tls" (include "baton.base" .root) .role -}}
 {{- end -}}
+{{- end -}}
+
+{{- /* The only transport that KV may take; empty: workers choose. */ -}}
+{{- define "baton.onlyTransport" -}}
+{{- .Values.transfer.requireTransport | default (.Values.transfer.transport | replace "auto" "") -}}
 {{- end -}}
 
 {{- /* The workers' fixed number. Takes the pool. */ -}}

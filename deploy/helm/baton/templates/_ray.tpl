@@ -21,7 +21,7 @@
 {{- $fault := .Values.ray.gcsFaultTolerance -}}
 {{- if $fault.passwordSecret.name -}}
 {{- include "baton.secretKey" (dict "root" . "reference" $fault.passwordSecret) -}}
-{{- else if .Values.redis.enabled -}}
+{{- else if and .Values.redis.enabled (not $fault.address) -}}
 {{- include "baton.secretKey" (dict "root" . "reference" .Values.redis.passwordSecret) -}}
 {{- end -}}
 {{- end -}}
@@ -71,4 +71,119 @@
   {{- with include "baton.rayContainerPorts" .root | trim }}
   ports: {{- . | nindent 4 }}
   {{- end }}
+  {{- if gt (int .pool.nodes) 1 }}
+  lifecycle:
+    preStop:
+      exec:
+        command:
+          - python3
+          - -c
+          - |
+            {{- include (ternary "baton.untilRanksLeft" "baton.untilWorkerLeft" (hasSuffix "-ranks" .resource)) . | nindent 12 }}
+  {{- end }}
+{{- end -}}
+
+{{- /* A worker that spans pods drains by the Ray nodes that it stands on, and their containers get SIGTERM when the pod does: they
+       hold it back, as long as the grace period lets them, until the worker next door no longer answers … */ -}}
+{{- define "baton.untilWorkerLeft" -}}
+import os, socket, time
+end = time.monotonic() + {{ include "baton.holdSeconds" . }}
+while time.monotonic() < end:
+    try:
+        socket.create_connection((os.environ["POD_IP"], {{ .pool.metricsPort }}), 2).close()
+    except ConnectionRefusedError:
+        break
+    except OSError:
+        pass
+    time.sleep(1)
+{{- end -}}
+
+{{- /* … or, where a rank's worker is in another pod, until no rank is left in this container (RankHost, worker/far_ranks.py). */ -}}
+{{- define "baton.untilRanksLeft" -}}
+import glob, time
+def title(file):
+    try:
+        return open(file, "rb").read()
+    except OSError:
+        return b""
+end = time.monotonic() + {{ include "baton.holdSeconds" . }}
+while time.monotonic() < end:
+    if not any(title(file).startswith(b"ray::RankHost") for file in glob.glob("/proc/[0-9]*/cmdline")):
+        break
+    time.sleep(1)
+{{- end -}}
+
+{{- define "baton.holdSeconds" -}}
+{{- max (int .pool.drainSeconds) (sub (int .pool.terminationGracePeriodSeconds) 5) -}}
+{{- end -}}
+
+{{- /* Probes of Ray's nodes where KubeRay starts them. Without probes of ours the operator writes its own: they call wget, which the
+       images lack, and ask a worker for Serve's proxy, which does not run here (proxy_location: Disabled). */ -}}
+{{- define "baton.kuberayHeadProbes" -}}
+startupProbe:
+  tcpSocket: {port: gcs-server}
+  periodSeconds: 2
+  failureThreshold: 60
+{{- /* Ready for the operator, which gives the dashboard the application. */}}
+readinessProbe:
+  tcpSocket: {port: dashboard}
+  periodSeconds: 5
+livenessProbe:
+  tcpSocket: {port: gcs-server}
+  periodSeconds: 10
+  failureThreshold: 6
+{{- end -}}
+
+{{- /* Is the raylet there? Its Unix socket says so whatever ports Ray was given. A worker's engine that hangs is Serve's to notice
+       (check_health in baton/pools.py), so liveness does not ask for more. */ -}}
+{{- define "baton.rayletThere" -}}
+import socket
+socket.socket(socket.AF_UNIX).connect("/tmp/ray/session_latest/sockets/raylet")
+{{- end -}}
+
+{{- /* And the worker, if there is one: the pod comes first and Serve places a worker in it later, or none while the pool is small. Not
+       ready until then, it would keep the operator's cluster unready and use up the disruption budget. From then on ready
+       means what it means everywhere: loaded, registered and not draining. */ -}}
+{{- define "baton.rayletReady" -}}
+{{ include "baton.rayletThere" . }}
+import http.client, os, sys
+worker = http.client.HTTPConnection(os.environ["POD_IP"], {{ .pool.metricsPort }}, timeout=5)
+try:
+    worker.request("GET", "/ready")
+except ConnectionRefusedError:
+    sys.exit(0)
+sys.exit(worker.getresponse().status != 200)
+{{- end -}}
+
+{{- /* Takes pool. */ -}}
+{{- define "baton.kuberayWorkerProbes" -}}
+startupProbe:
+  exec:
+    command:
+      - python3
+      - -c
+      - |
+        {{- include "baton.rayletThere" . | nindent 8 }}
+  periodSeconds: 5
+  timeoutSeconds: 10
+  failureThreshold: 24
+readinessProbe:
+  exec:
+    command:
+      - python3
+      - -c
+      - |
+        {{- include "baton.rayletReady" . | nindent 8 }}
+  periodSeconds: 5
+  timeoutSeconds: 10
+livenessProbe:
+  exec:
+    command:
+      - python3
+      - -c
+      - |
+        {{- include "baton.rayletThere" . | nindent 8 }}
+  periodSeconds: 10
+  timeoutSeconds: 10
+  failureThreshold: 6
 {{- end -}}

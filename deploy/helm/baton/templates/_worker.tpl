@@ -35,7 +35,9 @@
 {{- end }}
 {{- end -}}
 
-{{- /* Start-up waits as long as the model needs; readiness: registered and not draining; liveness: the engine ticks. */ -}}
+{{- /* Start-up waits as long as the model needs; readiness: registered and not draining; liveness: the engine ticks. That it
+       has stood still for livenessSeconds the worker itself tells at /live: three answers in a row are there for a
+       busy machine, not to wait for the engine a second time. */ -}}
 {{- define "baton.workerProbes" -}}
 startupProbe:
   httpGet: {path: /ready, port: metrics}
@@ -54,5 +56,5 @@ livenessProbe:
   httpGet: {path: /live, port: metrics}
   periodSeconds: 10
   timeoutSeconds: 10
-  failureThreshold: {{ divf .pool.livenessSeconds 10 | ceil }}
+  failureThreshold: 3
 {{- end -}}

@@ -70,6 +70,17 @@
 {{- end }}
 {{- end -}}
 
+{{- /* From Ray's head to where its cluster's state is: the chart's Redis, or one of its own. */ -}}
+{{- define "baton.rayRedisEgress" -}}
+{{- $fault := .Values.ray.gcsFaultTolerance -}}
+{{- if and $fault.enabled $fault.address }}
+- ports: {{- include "baton.ports" (list (include "baton.urlPort" (dict "url" $fault.address "port" 6379))) | trim | nindent 4 }}
+  {{- include "baton.anyPeer" (dict "direction" "to" "peers" $fault.peers) | nindent 2 }}
+{{- else if $fault.enabled }}
+{{- include "baton.redisEgress" . }}
+{{- end }}
+{{- end -}}
+
 {{- /* To the Hub, the API server, the trace collector, where they are used. Takes root, hub, api. */ -}}
 {{- define "baton.outsideEgress" -}}
 {{- $values := .root.Values -}}

@@ -1,0 +1,109 @@
+"""The free-form `config` maps take what the chart has no value for, and nothing else: what it writes itself is refused
+there, or its checks, ports and policies would follow one setting and the process another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from baton.commands.autoscale import AutoscaleConfig
+from cluster.config import Frozen, RouterConfig, WorkerConfig
+from tests.system.helm.rendering import CHART, Rendered, Renderer, ValueSet, pods_of
+from tests.system.helm.value_sets import VALUE_SETS
+
+pytestmark = pytest.mark.system
+SETS = ("own certificates", "own secrets", "multi-node", "autoscaling", "autoscaling on somebody else's Ray")
+CONFIGS: dict[str, type[Frozen]] = {
+    "router": RouterConfig,
+    "prefill": WorkerConfig,
+    "autoscaling": AutoscaleConfig,
+}
+# Nothing to set in their place.
+GIVEN = ("nothing: it is the pod's ", "the release's name", "the release's namespace", "the pool's own name")
+
+
+def _files(rendered: Rendered) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Whose configuration, and what the chart writes into it."""
+    for one in rendered.of("ConfigMap"):
+        data = {name: yaml.safe_load(text) for name, text in one["data"].items() if name.endswith(".yaml")}
+        if "router.yaml" in data:
+            yield "router", data["router.yaml"]
+        if "worker.yaml" in data and data["worker.yaml"]["role"] == "prefill":
+            yield "prefill", data["worker.yaml"]
+        if "autoscale.yaml" in data:
+            yield "autoscaling", data["autoscale.yaml"]
+        if "serve.yaml" in data:
+            yield "autoscaling", data["serve.yaml"]["applications"][0]["args"]["autoscaling"]
+
+
+def _environment(rendered: Rendered) -> Iterator[tuple[str, str]]:
+    """Whose, and which settings come by the environment, which goes before the file."""
+    whose = {"router": "router", "prefill": "prefill", "autoscaler": "autoscaling"}
+    for pod in pods_of(rendered):
+        if part := whose.get(pod.component):
+            for variable in pod.spec["containers"][0]["env"]:
+                field = variable["name"].removeprefix("BATON_").lower()
+                if variable["name"].startswith("BATON_") and field in CONFIGS[part].model_fields:
+                    yield part, field
+
+
+def _flat(settings: dict[str, Any]) -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, dict) and name != "stateful_sets":
+            yield from (f"{name}.{inner}" for inner in value)
+        else:
+            yield name
+
+
+def _written(renderer: Renderer) -> set[tuple[str, str]]:
+    found: set[tuple[str, str]] = set()
+    for name in SETS:
+        rendered = renderer.render(VALUE_SETS[name])
+        found |= {(part, setting) for part, settings in _files(rendered) for setting in _flat(settings)}
+        found |= set(_environment(rendered))
+    # An example puts it there, and it is no value of the chart's.
+    return found - {("autoscaling", "scale_down_seconds")}
+
+
+@pytest.mark.timeout(600)
+def test_what_the_chart_sets_is_refused_there(renderer: Renderer) -> None:
+    written = sorted(_written(renderer))
+    assert len(written) > 60
+    sets = [ValueSet(values={part: {"config": _nested(setting)}}) for part, setting in written]
+    for (part, setting), rendered in zip(written, renderer.render_all(sets), strict=True):
+        named = f"{part}.config.{setting} would "
+        assert rendered.code != 0 and named in rendered.error, (part, setting, rendered.error)
+        (instead,) = re.findall(r"would .*: use (.+)", rendered.error)
+        assert instead.startswith(GIVEN) or _is_a_value(instead), instead
+
+
+def _nested(setting: str) -> dict[str, Any]:
+    holder, _, name = setting.rpartition(".")
+    return {holder: {name: 7}} if holder else {name: 7}
+
+
+def _is_a_value(path: str) -> bool:
+    found: Any = yaml.safe_load((CHART / "values.yaml").read_text())
+    for part in path.split("."):
+        if part not in found:
+            return False
+        found = found[part]
+    return True
+
+
+def test_decode_is_held_to_the_same(renderer: Renderer) -> None:
+    rendered = renderer.render(ValueSet(values={"decode": {"config": {"engine": {"tensor_parallel": 2}}}}))
+    assert "decode.config.engine.tensor_parallel would go behind" in rendered.error
+    assert "use decode.tensorParallel" in rendered.error
+
+
+def test_addresses_on_nodes_of_somebody_else_are_not_the_charts(renderer: Renderer) -> None:
+    values = {
+        "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
+        "prefill": {"config": {"host": "0.0.0.0"}},
+    }
+    assert renderer.render(ValueSet(values=values)).code == 0

@@ -1,0 +1,168 @@
+"""Ray's nodes: probes where the operator would write its own, and how they wait for the worker that stands on them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.helm.rendering import Renderer, pods_of
+from tests.system.helm.value_sets import VALUE_SETS
+
+pytestmark = pytest.mark.system
+RAYLET = "/tmp/ray/session_latest/sockets/raylet"
+HERE = "127.0.0.1"
+
+
+def _container(renderer: Renderer, values: str, component: str, name: str) -> dict[str, Any]:
+    (pod,) = [one for one in pods_of(renderer.render(VALUE_SETS[values])) if one.component == component]
+    (found,) = [one for one in pod.spec["containers"] if one["name"] == name]
+    return dict(found)
+
+
+def _script(command: list[str], **told: str) -> str:
+    """What runs in the container, with the test's places in place of the container's."""
+    python, flag, text = command
+    assert (python, flag) == ("python3", "-c")
+    for place, other in told.items():
+        text = text.replace(
+            {"raylet": RAYLET, "proc": "/proc/"}.get(place, place.removeprefix("port")), other
+        )
+    return text
+
+
+@contextmanager
+def _running(script: str) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "POD_IP": HERE}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _exit_code(script: str) -> int:
+    with _running(script) as process:
+        return process.wait(timeout=60)
+
+
+@contextmanager
+def _answering(status: int) -> Iterator[int]:
+    """A worker's probes port that says one thing."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/ready"
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer((HERE, 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _unused() -> int:
+    with socket.create_server((HERE, 0)) as one:
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture
+def raylet(tmp_path: Path) -> Iterator[str]:
+    path = str(tmp_path / "raylet")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        yield path
+
+
+def test_the_operators_nodes_have_probes_of_ours(renderer: Renderer) -> None:
+    """One that is missing the operator writes: by wget, which no image has."""
+    for component, name in (("ray-head", "ray-head"), ("prefill", "worker"), ("decode", "worker")):
+        container = _container(renderer, "kuberay", component, name)
+        ports = {port["name"] for port in container["ports"]}
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container[kind]
+            if "tcpSocket" in probe:
+                assert probe["tcpSocket"]["port"] in ports
+            else:
+                assert probe["exec"]["command"][0] == "python3"
+                assert probe["timeoutSeconds"] >= 10  # an interpreter starts each time
+
+
+@pytest.mark.parametrize("kind", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_a_node_without_a_raylet_fails_every_probe(kind: str, renderer: Renderer, tmp_path: Path) -> None:
+    command = _container(renderer, "kuberay", "decode", "worker")[kind]["exec"]["command"]
+    assert _exit_code(_script(command, raylet=str(tmp_path / "nobody"))) != 0
+
+
+@pytest.mark.parametrize("kind", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_a_node_that_waits_for_a_worker_is_up(kind: str, renderer: Renderer, raylet: str) -> None:
+    command = _container(renderer, "kuberay", "decode", "worker")[kind]["exec"]["command"]
+    assert _exit_code(_script(command, raylet=raylet, port9401=str(_unused()))) == 0
+
+
+@pytest.mark.parametrize(("status", "ready"), [(200, True), (503, False)])
+def test_a_node_with_a_worker_is_as_ready_as_that(
+    status: int, ready: bool, renderer: Renderer, raylet: str
+) -> None:
+    command = _container(renderer, "kuberay", "decode", "worker")["readinessProbe"]["exec"]["command"]
+    with _answering(status) as port:
+        assert (_exit_code(_script(command, raylet=raylet, port9401=str(port))) == 0) is ready
+
+
+def _pre_stop(renderer: Renderer, component: str) -> list[str]:
+    command: list[str] = _container(renderer, "multi-node", component, "ray")["lifecycle"]["preStop"]["exec"][
+        "command"
+    ]
+    return command
+
+
+def test_a_wide_workers_node_stays_until_it_has_left(renderer: Renderer) -> None:
+    command = _pre_stop(renderer, "decode")
+    with ExitStack() as worker:
+        port = worker.enter_context(_answering(200))
+        with _running(_script(command, port9401=str(port))) as waiting:
+            with pytest.raises(subprocess.TimeoutExpired):
+                waiting.wait(timeout=3)
+            worker.close()
+            assert waiting.wait(timeout=30) == 0
+
+
+def test_a_node_of_ranks_stays_until_they_have_left(renderer: Renderer, tmp_path: Path) -> None:
+    for pid, title in ((7, b"ray::IDLE"), (8, b"ray::RankHost.run")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_bytes(title)
+    with _running(_script(_pre_stop(renderer, "decode-ranks"), proc=f"{tmp_path}/")) as waiting:
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(timeout=3)
+        (tmp_path / "8" / "cmdline").unlink()
+        assert waiting.wait(timeout=30) == 0
+
+
+def test_a_node_waits_within_the_grace_period(renderer: Renderer) -> None:
+    for component in ("prefill", "prefill-ranks", "decode", "decode-ranks"):
+        assert "time.monotonic() + 145\n" in _pre_stop(renderer, component)[2]  # of 150 s
+
+
+def test_nodes_beside_workers_of_one_pod_wait_for_nobody(renderer: Renderer) -> None:
+    """Such a worker does without Ray, which may go first."""
+    assert "lifecycle" not in _container(renderer, "one-gpu-node", "decode", "ray")
