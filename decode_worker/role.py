@@ -110,12 +110,12 @@ class DecodeRole:
     async def _give_back(self, attempt: DecodeAttempt) -> None:
         """What was computed so far is in the log before its end: the router goes on behind it."""
         error = DrainingError(f"{self._core.worker_id} is leaving")
-        if attempt.machine.state is DecodeState.DECODING:
+        if attempt.machine.state not in (DecodeState.DECODING, DecodeState.ENDED):
+            await self.abort(attempt.transfer_id, error)
+        if attempt.machine.state is DecodeState.DECODING:  # perhaps only since then
             engine_id = attempt.engine_id
             await self._core.host.call(lambda engine: engine.abort(engine_id))
             self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_PREEMPTED, error)
-        elif attempt.machine.state is not DecodeState.ENDED:
-            await self.abort(attempt.transfer_id, error)
 
     # --- the engine's side -----------------------------------------------------------------------------
 
