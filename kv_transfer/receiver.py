@@ -289,7 +289,9 @@ class HandoffReceiver:
             handoff.asked.discard(key)
             link.answer(part, False)
             return
-        error = errors.DigestMismatchError(f"part {part.part} arrived corrupted twice ({part.error})")
+        error: errors.BatonError = errors.DigestMismatchError(f"part {part.part} arrived corrupted twice")
+        if part.error != "digest":
+            error = errors.TransportError(f"part {part.part} could not be taken ({part.error})")
         self._spawn(self._abort(part.transfer_id, error))
 
     # --- the end of a hand-off ---------------------------------------------------------------------------
