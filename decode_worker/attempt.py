@@ -51,6 +51,7 @@ class DecodeAttempt:
     first_position: int = 0  # of the tokens that a hand-off brings
     paused: bool = False
     local: bool = False  # prefilled here
+    giving_up: asyncio.TimerHandle | None = None  # unless it is reserved by then
     entering: asyncio.Task[None] | None = None  # waits for its turn at the engine, if it is local
     inside_tokens: int = 0  # that it takes of the admission's bound, until its first token
     machine: StateMachine[DecodeState] = field(init=False)

@@ -209,6 +209,8 @@ class DecodeRole:
             return
         waits_for_its_turn = attempt.machine.state is DecodeState.EXPECTED and attempt.entering is not None
         attempt.machine.to(DecodeState.ENDED)
+        if attempt.giving_up is not None:  # the timer would keep the whole log for as long
+            attempt.giving_up.cancel()
         self.ended[outcome_name(outcome)] += 1
         if attempt.entering is not None and waits_for_its_turn:
             attempt.entering.cancel()
@@ -230,4 +232,4 @@ class DecodeRole:
             if attempt.machine.state is DecodeState.EXPECTED:
                 self._core.spawn(self.abort(attempt.transfer_id))
 
-        asyncio.get_running_loop().call_later(seconds, give_up)
+        attempt.giving_up = asyncio.get_running_loop().call_later(seconds, give_up)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -120,4 +122,20 @@ async def test_an_arbiter_that_is_asked_meanwhile_waits_for_the_engine(steps):
         pass
     assert [token.token_id for token in attempt.log.tokens] == continuation(PROMPT, 4)
     assert attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+    await close(world)
+
+
+async def test_nothing_keeps_an_attempt_that_is_forgotten():
+    """A timer that waits for its reservation would, for the whole admission deadline."""
+    world = DecodeWorld()
+    request = decode_pb2.AttachRequest(transfer_id=TRANSFER, worker_epoch=1, admission_deadline_ms=60_000)
+    log = weakref.ref(world.role.attach(request).log)
+    await world.role.abort(TRANSFER)
+    await until(lambda: world.role.attempts.get(TRANSFER) is None, "forgotten: nobody reads it")
+
+    def is_gone() -> bool:
+        gc.collect()
+        return log() is None
+
+    await until(is_gone, "its log is freed", seconds=5.0)
     await close(world)
