@@ -54,7 +54,10 @@ class TransferConfig(Frozen):
     """How KV moves between workers."""
 
     transport: Literal["auto", "nixl", "grpc"] = "auto"
-    require_transport: str = Field("", description="refuse to start a pair on any other transport")
+    require_transport: Literal["", "nixl", "grpc", "rdma"] = Field(
+        "",
+        description="refuse to start a pair on any other transport; rdma: NIXL with no TCP between hosts",
+    )
     port_range: str = Field(
         "",
         pattern=r"^(\d+-\d+)?$",
@@ -69,6 +72,11 @@ class TransferConfig(Frozen):
         "all", description="parts whose bytes are verified on arrival; of a sample, digest_sample_share"
     )
     digest_sample_share: float = Field(0.125, gt=0, le=1)
+
+    @property
+    def required(self) -> str:
+        """Which of the two transports must be used; RDMA is NIXL's affair. "" = either."""
+        return "nixl" if self.require_transport == "rdma" else self.require_transport
 
 
 class TopologyConfig(Frozen):

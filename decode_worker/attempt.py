@@ -1,8 +1,11 @@
 """One attempt, as the decode worker sees it.
 
-EXPECTED → RESERVED → DECODING → ENDED        Attach may come before Reserve; commit makes it decode
-EXPECTED → DECODING → ENDED                   Decode.Run: prefilled here, once it is its turn
+EXPECTED → RESERVED → COMMITTING → DECODING → ENDED    Attach may come before Reserve; commit makes it decode
+EXPECTED → DECODING → ENDED                            Decode.Run: prefilled here, once it is its turn
 any → ENDED
+
+COMMITTING: the engine has been asked. Until it answers nobody knows, and the arbiter says nothing: the step in progress
+may take the reserved blocks.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ if TYPE_CHECKING:
 class DecodeState(Enum):
     EXPECTED = "expected"
     RESERVED = "reserved"
+    COMMITTING = "committing"
     DECODING = "decoding"
     ENDED = "ended"
 
 
 TRANSITIONS: dict[DecodeState, frozenset[DecodeState]] = {
     DecodeState.EXPECTED: frozenset({DecodeState.RESERVED, DecodeState.DECODING, DecodeState.ENDED}),
-    DecodeState.RESERVED: frozenset({DecodeState.DECODING, DecodeState.ENDED}),
+    DecodeState.RESERVED: frozenset({DecodeState.COMMITTING, DecodeState.ENDED}),
+    DecodeState.COMMITTING: frozenset({DecodeState.DECODING, DecodeState.ENDED}),
     DecodeState.DECODING: frozenset({DecodeState.ENDED}),
 }
 
@@ -46,6 +51,7 @@ class DecodeAttempt:
     first_position: int = 0  # of the tokens that a hand-off brings
     paused: bool = False
     local: bool = False  # prefilled here
+    giving_up: asyncio.TimerHandle | None = None  # unless it is reserved by then
     entering: asyncio.Task[None] | None = None  # waits for its turn at the engine, if it is local
     inside_tokens: int = 0  # that it takes of the admission's bound, until its first token
     machine: StateMachine[DecodeState] = field(init=False)

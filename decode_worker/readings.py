@@ -19,6 +19,7 @@ _DROPPED = {
     "late_parts": "late",
     "part_digest": "digest",
     "part_geometry": "geometry",
+    "part_failed": "failed",
 }
 
 

@@ -110,12 +110,12 @@ class DecodeRole:
     async def _give_back(self, attempt: DecodeAttempt) -> None:
         """What was computed so far is in the log before its end: the router goes on behind it."""
         error = DrainingError(f"{self._core.worker_id} is leaving")
-        if attempt.machine.state is DecodeState.DECODING:
+        if attempt.machine.state not in (DecodeState.DECODING, DecodeState.ENDED):
+            await self.abort(attempt.transfer_id, error)
+        if attempt.machine.state is DecodeState.DECODING:  # perhaps only since then
             engine_id = attempt.engine_id
             await self._core.host.call(lambda engine: engine.abort(engine_id))
             self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_PREEMPTED, error)
-        elif attempt.machine.state is not DecodeState.ENDED:
-            await self.abort(attempt.transfer_id, error)
 
     # --- the engine's side -----------------------------------------------------------------------------
 
@@ -209,6 +209,8 @@ class DecodeRole:
             return
         waits_for_its_turn = attempt.machine.state is DecodeState.EXPECTED and attempt.entering is not None
         attempt.machine.to(DecodeState.ENDED)
+        if attempt.giving_up is not None:  # the timer would keep the whole log for as long
+            attempt.giving_up.cancel()
         self.ended[outcome_name(outcome)] += 1
         if attempt.entering is not None and waits_for_its_turn:
             attempt.entering.cancel()
@@ -230,4 +232,4 @@ class DecodeRole:
             if attempt.machine.state is DecodeState.EXPECTED:
                 self._core.spawn(self.abort(attempt.transfer_id))
 
-        asyncio.get_running_loop().call_later(seconds, give_up)
+        attempt.giving_up = asyncio.get_running_loop().call_later(seconds, give_up)

@@ -75,13 +75,15 @@ class Takeover:
         self._check_first(attempt, first_tokens)
         self._at_committing(transfer_id)
         first = tokens_from_wire(attempt.engine_id, first_tokens)
-        attempt.machine.to(DecodeState.DECODING)
+        attempt.machine.to(DecodeState.COMMITTING)
         attempt.entered, attempt.is_entered = time.monotonic(), True
         self._role.by_engine_id[attempt.engine_id] = attempt
         # Before the engine hears of it: its own tokens must come after these.
         for token in first_tokens:
             attempt.log.add(token)
         await self._core.host.call(lambda engine: engine.commit(attempt.engine_id, first))
+        if attempt.machine.may(DecodeState.DECODING):  # or its last token was here before this answer
+            attempt.machine.to(DecodeState.DECODING)
         self._at_committed(transfer_id)
 
     def _check(self, spec: HandoffSpec) -> None:
@@ -113,5 +115,7 @@ class Takeover:
 
     async def abort(self, transfer_id: TransferId, verified_tokens: int) -> None:
         engine_id = transfer_id.hex()
-        await self._core.host.call(lambda engine: engine.abort(engine_id, verified_tokens))
-        self._role.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, None)
+        try:
+            await self._core.host.call(lambda engine: engine.abort(engine_id, verified_tokens))
+        finally:  # an engine that has failed keeps no reader waiting
+            self._role.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, None)

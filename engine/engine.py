@@ -163,7 +163,10 @@ class Engine:
         return EngineReservation(sequence.blocks, sequence.cached_tokens)
 
     def commit(self, request_id: str, first_tokens: Seq[TokenOutput]) -> None:
-        (sequence,) = self._requests[request_id]
+        waiting = [s for s in self._requests.get(request_id, ()) if s.state is S.WAITING_FOR_KV]
+        if not waiting:  # a step has taken its blocks before this was its turn
+            raise BlocksExhaustedError(f"nothing is reserved for {request_id}", retry_after_seconds=0.05)
+        (sequence,) = waiting
         sequence.num_computed = len(sequence.tokens)
         self._register(sequence, len(sequence.tokens))
         sequence.machine.to(S.RUNNING)

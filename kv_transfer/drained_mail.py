@@ -1,7 +1,8 @@
 """Drained messages whose decode worker could not be told at once.
 
 It keeps slots in doubt, and grants us nothing, until it hears. Its doubt outlives its epochs, so messages are kept by
-worker; where no other hand-off opens a stream to it, one is opened for them.
+worker; where no other hand-off opens a stream to it, one is opened for them. That is given up after a while, the
+messages are not: a worker that was stopped, or cut off, for an hour still has the slots in doubt when it is back.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from wire import common_pb2
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 4096  # of one worker
+MAX_GIVEN_UP = 256  # workers that could not be reached; most are gone for good, and their end is a fence
 TRIES = 30
 TRY_SECONDS = 1.0
 
@@ -37,16 +39,19 @@ class DrainedMail:
         self._current_epoch = current_epoch
         self._waiting: dict[str, deque[bytes]] = {}
         self._delivering: set[str] = set()
+        self._given_up: dict[str, None] = {}  # the longest first
         self._follow_ups = FollowUps()
 
     def keep(self, decode: common_pb2.WorkerRef, transfer_id: bytes) -> None:
         self._waiting.setdefault(decode.worker_id, deque(maxlen=MAX_WAITING)).append(transfer_id)
         if decode.worker_id not in self._delivering:
+            self._given_up.pop(decode.worker_id, None)
             self._delivering.add(decode.worker_id)
             self._follow_ups.spawn(self._deliver(decode))
 
     def hand_over(self, worker_id: str, stream: Stream) -> None:
-        """The stream is up: it says what waits."""
+        """The stream is up: it says what waits, however long it has."""
+        self._given_up.pop(worker_id, None)
         for transfer_id in self._waiting.pop(worker_id, ()):
             stream.say_drained(transfer_id)
 
@@ -65,13 +70,23 @@ class DrainedMail:
                     failed = True
                     decode = self._as_it_is_now(decode)
                 await asyncio.sleep(TRY_SECONDS)
-            if left := self._waiting.pop(worker_id, None):
-                # It has been gone for so long that its own end is the fence.
-                log.info("%s was not told of %d drained transfers: it is gone", worker_id, len(left))
+            if left := self._waiting.get(worker_id):
+                log.info(
+                    "%s was not told of %d drained transfers: not until it is back", worker_id, len(left)
+                )
+                self._give_up(worker_id)
             elif failed:
                 log.info("%s has heard what is drained", worker_id)
         finally:
             self._delivering.discard(worker_id)
+
+    def _give_up(self, worker_id: str) -> None:
+        """Whoever opens the next stream to it brings the mail."""
+        self._given_up[worker_id] = None
+        while len(self._given_up) > MAX_GIVEN_UP:
+            oldest = next(iter(self._given_up))
+            del self._given_up[oldest]
+            self._waiting.pop(oldest, None)
 
     async def _try(self, decode: common_pb2.WorkerRef) -> None:
         async with asyncio.timeout(TRY_SECONDS):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.errors import BatonError, InternalError
 from cluster.state_machine import StateMachine
 from kv_transfer.base import HandoffSpec, HandoffState, Reservation
 from kv_transfer.geometry import Flow
 from kv_transfer.messages import PartLanded
 from wire import handoff_pb2
 
+log = logging.getLogger(__name__)
 H = HandoffState
 TRANSITIONS: dict[HandoffState, frozenset[HandoffState]] = {
     H.RESERVED: frozenset({H.RECEIVING, H.COMMITTED, H.ABORTED}),
@@ -46,11 +50,23 @@ class IncomingHandoff:
 
     def __post_init__(self) -> None:
         self.machine = StateMachine(H.RESERVED, TRANSITIONS, "hand-off")
+        self._commit_ended = asyncio.Event()
         # Layers verified, per flow and token: the bitmap that says what may be kept after an abort.
         self._layers: dict[tuple[int, int], NDArray[np.int32]] = {
             (flow.source_rank, flow.target_rank): np.zeros(self.spec.token_count, dtype=np.int32)
             for flow in self.flows
         }
+
+    def commit_ended(self) -> None:
+        """Well or not: the machine says."""
+        self.committing = False
+        self._commit_ended.set()
+
+    async def ends_committed(self) -> bool:
+        """Waits while the engine is asked to commit: it answers after its step, or it has failed and its worker ends."""
+        if self.committing:
+            await self._commit_ended.wait()
+        return self.machine.state is H.COMMITTED
 
     def first_asked(self, request: handoff_pb2.SlotRequest) -> bool:
         """Of one said twice the second slot would never be written to, and never be free."""
@@ -108,3 +124,11 @@ class IncomingHandoff:
             if missing.size:
                 whole = min(whole, self.reservation.held_tokens + int(missing[0]))
         return whole
+
+
+def as_baton_error(error: Exception) -> BatonError:
+    """What the peer is told; a fault of ours is logged."""
+    if isinstance(error, BatonError):
+        return error
+    log.error("a commit failed", exc_info=error)
+    return InternalError(f"{type(error).__name__}: {error}")

@@ -177,8 +177,8 @@ class PeerLink:
         has_nixl = all(endpoint.agent_name for endpoint in self._receiver.landing.endpoints())
         ours = {"auto": ["nixl", "grpc"], "nixl": ["nixl"], "grpc": ["grpc"]}[config.transport]
         usable = [name for name in offered if name in ours and (name != "nixl" or has_nixl)]
-        if config.require_transport:
-            usable = [name for name in usable if name == config.require_transport]
+        if config.required:
+            usable = [name for name in usable if name == config.required]
         if not usable:
             raise errors.TransportError(
                 f"no common transport: offered {offered}, allowed here {ours}", field="transport"

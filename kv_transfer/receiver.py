@@ -17,7 +17,7 @@ from cluster.telemetry.histogram import STAGE_SECONDS, Histogram
 from kv_transfer import messages as m
 from kv_transfer.base import DecodeEngine, HandoffSpec, HandoffState
 from kv_transfer.geometry import plan_flows
-from kv_transfer.incoming import IncomingHandoff
+from kv_transfer.incoming import IncomingHandoff, as_baton_error
 from kv_transfer.landing import Landing
 from kv_transfer.peer import PeerLink
 from kv_transfer.ranks import Rank
@@ -26,7 +26,6 @@ from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
 ASSUMED_RATE = 500e6  # bytes per second, before the first part was measured
-COMMIT_WAIT_SECONDS = 10.0
 ENOUGH_UNDER_WAY = 2  # slots granted to a hand-off: its next grant may wait for company
 
 
@@ -290,7 +289,9 @@ class HandoffReceiver:
             handoff.asked.discard(key)
             link.answer(part, False)
             return
-        error = errors.DigestMismatchError(f"part {part.part} arrived corrupted twice ({part.error})")
+        error: errors.BatonError = errors.DigestMismatchError(f"part {part.part} arrived corrupted twice")
+        if part.error != "digest":
+            error = errors.TransportError(f"part {part.part} could not be taken ({part.error})")
         self._spawn(self._abort(part.transfer_id, error))
 
     # --- the end of a hand-off ---------------------------------------------------------------------------
@@ -313,11 +314,12 @@ class HandoffReceiver:
         began = time.monotonic()
         try:
             await self._engine.commit(transfer_id, finish.first_tokens, finish.report)
-        except errors.BatonError as error:
-            handoff.committing = False
-            await self._abort(transfer_id, error)
+        except Exception as error:
+            handoff.commit_ended()
+            await self._abort(transfer_id, as_baton_error(error))
             return
         handoff.machine.to(HandoffState.COMMITTED)
+        handoff.commit_ended()
         self.counts["committed"] += 1
         self._rate += 0.2 * ((handoff.rate_bytes_per_second or self._rate) - self._rate)
         del self._live[transfer_id]
@@ -343,14 +345,10 @@ class HandoffReceiver:
         await self._engine.abort(handoff.spec.transfer_id, handoff.verified_tokens)
 
     async def abort(self, transfer_id: bytes) -> HandoffState:
-        """The arbiter's answer for an attempt that is not decoding yet."""
-        deadline = time.monotonic() + COMMIT_WAIT_SECONDS
-        while (handoff := self._live.get(transfer_id)) is not None and handoff.committing:
-            if time.monotonic() > deadline:
-                raise errors.InternalError("a commit takes too long to say how it ends")
-            await asyncio.sleep(0.002)
-        if handoff is None:
-            return HandoffState.ABORTED
+        """The arbiter's answer for an attempt that is not decoding yet. A commit under way says first how it ends."""
+        handoff = self._live.get(transfer_id)
+        if handoff is not None and await handoff.ends_committed():
+            return HandoffState.COMMITTED
         await self._abort(transfer_id, errors.CancelledError("aborted by the router"))
         return HandoffState.ABORTED
 

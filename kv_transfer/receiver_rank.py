@@ -182,12 +182,10 @@ class ReceiverRank:
     def _land(self, message: m.Land) -> None:
         header = handoff_pb2.PartHeader.FromString(message.header)
         expected = self._expectation(header)
-        if expected is None or len(message.payload) > self._slot_bytes:
+        if expected is None:
             self.dropped["stale"] += 1
             return
-        payload = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
-        self._slots[header.slot][: payload.numel()].copy_(payload)
-        self._landed(header, expected)
+        self._landed(header, expected, message.payload)
 
     def _part(self, raw: bytes) -> None:
         try:
@@ -219,12 +217,11 @@ class ReceiverRank:
             return None
         return expected
 
-    def _landed(self, header: handoff_pb2.PartHeader, expected: m.Expect) -> None:
+    def _landed(
+        self, header: handoff_pb2.PartHeader, expected: m.Expect, payload: bytes | None = None
+    ) -> None:
         del self._expected[header.slot]
-        strike = self._at_landed(header.transfer_id)
-        if strike is not None and strike.act is Act.CORRUPT:
-            self._slots[header.slot][0] ^= 0xFF
-        error = self._verify_and_scatter(header, expected)
+        error = self._take(header, expected, payload)
         landed = m.PartLanded(
             rank=self.rank,
             slot=header.slot,
@@ -262,6 +259,28 @@ class ReceiverRank:
         self._report()
         # We scatter on this thread only: nothing of it is running now.
         self.on_event(m.Confirmed(self.rank, transfer_id))
+
+    def _take(self, header: handoff_pb2.PartHeader, expected: m.Expect, payload: bytes | None) -> str:
+        """Why it could not be taken, or "". This thread serves every hand-off: it outlives what one part does to it.
+        `payload`: bytes that came on the stream and are not in the slot yet."""
+        try:
+            if payload is not None and not self._fill(header, payload):
+                return "geometry"
+            strike = self._at_landed(header.transfer_id)
+            if strike is not None and strike.act is Act.CORRUPT:
+                self._slots[header.slot][0] ^= 0xFF
+            return self._verify_and_scatter(header, expected)
+        except Exception:
+            log.exception("part %d of %s could not be taken", header.part, header.transfer_id.hex())
+            return "failed"
+
+    def _fill(self, header: handoff_pb2.PartHeader, payload: bytes) -> bool:
+        """A shorter one would leave the bytes of whoever had the slot before."""
+        if not 0 < len(payload) == header.bytes <= self._slot_bytes:
+            return False
+        here = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        self._slots[header.slot][: len(payload)].copy_(here)
+        return True
 
     def _verify_and_scatter(self, header: handoff_pb2.PartHeader, expected: m.Expect) -> str:
         cache = self._cache

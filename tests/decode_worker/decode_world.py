@@ -92,10 +92,21 @@ class Core:
             max_queued_requests=64, batch_aging_seconds=30.0, engine=SimpleNamespace(max_batch_tokens=64)
         )
         self.draining = False
+        self.before_next_call: list[Callable[[], object]] = []  # while it waits for the step in progress
+        self.after_next_call: list[Callable[[], object]] = []  # before its caller hears the answer
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         await asyncio.sleep(0)  # it takes a turn of the loop, in which anything may happen
-        return function(self.engine)
+        before, self.before_next_call = self.before_next_call, []
+        after, self.after_next_call = self.after_next_call, []
+        for happens in before:
+            happens()
+            await asyncio.sleep(0)
+        try:
+            return function(self.engine)
+        finally:
+            for happens in after:
+                happens()
 
     def beat_step(self) -> int:
         return 1
@@ -185,6 +196,12 @@ class DecodeWorld:
             )
         )
         return stream
+
+    def evict(self) -> None:
+        """As a step does that is short of blocks."""
+        output = StepOutput([], [], [], 0.0)
+        self.core.engine.evict_reservation(output)
+        self.role.on_output(output)
 
     def step(self) -> StepOutput | None:
         if not self.core.engine.has_work:

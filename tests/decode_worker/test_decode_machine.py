@@ -62,6 +62,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.lives = {"p0": 1, "p1": 1}  # epochs of the peers
         self.landed: dict[bytes, set[int]] = {}  # parts that were verified, by the rank's word
         self.promised_dead: set[bytes] = set()  # the arbiter has said ABORTED
+        self.committed: set[bytes] = set()  # by the engine
 
     @initialize(leaves_after=st.integers(0, 12))
     def build(self, leaves_after: int) -> None:
@@ -79,8 +80,10 @@ class DecodeMachine(RuleBasedStateMachine):
             transfer_id = bytes.fromhex(engine_id)
             assert transfer_id not in self.promised_dead, "committed after the arbiter had said ABORTED"
             assert self.landed.get(transfer_id) == set(range(LAYERS)), "committed without all of its parts"
-            self.world.fill_cache(engine_id, prompt_of(transfer_id))
+            if engine_id in self.world.core.engine._requests:  # or its blocks were taken back meanwhile
+                self.world.fill_cache(engine_id, prompt_of(transfer_id))
             commit(engine_id, first)
+            self.committed.add(transfer_id)
 
         self.world.core.engine.commit = checked  # type: ignore[method-assign]
 
@@ -219,9 +222,20 @@ class DecodeMachine(RuleBasedStateMachine):
             self.world.rank.answer(data.draw(st.integers(0, len(waiting) - 1)))
             self.settle()
 
-    @rule(peer=PEERS, transfer=TRANSFERS, lands=st.integers(0, LAYERS), said=st.sampled_from([0, 1, LAYERS]))
-    def hands_over(self, peer: str, transfer: bytes, lands: int, said: int) -> None:
-        """Up to a point: so many parts land, so many are named at the end. By chance alone few would get so far."""
+    @rule(
+        peer=PEERS,
+        transfer=TRANSFERS,
+        lands=st.sampled_from([0, 1, LAYERS, LAYERS]),
+        said=st.sampled_from([0, 1, LAYERS, LAYERS]),
+        meanwhile=st.lists(st.sampled_from(["evicted", "asked", "cancelled"]), max_size=2),
+        steps=st.integers(0, NEW),
+    )
+    def hands_over(
+        self, peer: str, transfer: bytes, lands: int, said: int, meanwhile: list[str], steps: int
+    ) -> None:
+        """Up to a point: so many parts land, so many are named at the end. By chance alone few would get so far.
+        What happens `meanwhile` comes between a commit and the engine's turn to carry it out; so many steps follow
+        before the answer is heard."""
         self.connect(peer, stale=False)
         self.reserve(peer, transfer)
         for part in range(LAYERS):
@@ -229,6 +243,14 @@ class DecodeMachine(RuleBasedStateMachine):
             grants = [one for one in self.world.rank.expected if one.transfer_id == transfer]
             if part < lands and grants and grants[-1].part == part:
                 self.part_lands(grants[-1], "")
+        world = self.world
+        happens = {
+            "evicted": world.evict,
+            "asked": lambda: world.start(self.ask(transfer)),
+            "cancelled": lambda: world.start(self.ask_to_cancel(transfer)),
+        }
+        world.core.before_next_call += [happens[one] for one in meanwhile]
+        world.core.after_next_call += [world.step] * steps
         if said:
             self.finish(peer, transfer, said)
 
@@ -257,17 +279,24 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @rule(transfer=TRANSFERS)
     def ask_arbiter(self, transfer: bytes) -> None:
-        async def ask() -> None:
-            if await self.world.role.abort(transfer) is HandoffState.ABORTED:
-                self.promised_dead.add(transfer)
+        self.begin(self.ask(transfer))
 
-        self.begin(ask())
+    async def ask(self, transfer: bytes) -> None:
+        before = transfer in self.committed
+        if await self.world.role.abort(transfer) is HandoffState.ABORTED:
+            self.promised_dead.add(transfer)
+            assert before or transfer not in self.committed, "ABORTED, and the engine has it"
+        else:
+            assert transfer in self.committed, "COMMITTED, and the engine has not heard of it"
 
     @rule(transfer=TRANSFERS)
     def cancel(self, transfer: bytes) -> None:
+        self.begin(self.ask_to_cancel(transfer))
+
+    async def ask_to_cancel(self, transfer: bytes) -> None:
         attempt = self.world.role.attempts.get(transfer)
         if attempt is not None:
-            self.begin(self.world.role.cancel(attempt))
+            await self.world.role.cancel(attempt)
 
     @rule(all_of_it=st.booleans())
     def leaves(self, all_of_it: bool) -> None:

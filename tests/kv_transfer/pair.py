@@ -88,8 +88,17 @@ class Blocks:
 class _Service(decode_pb2_grpc.DecodeServicer):
     def __init__(self, receiver: HandoffReceiver):
         self._receiver = receiver
+        self.is_away = False
+
+    def go_away(self) -> None:
+        """As a worker that is cut off: what is open breaks, nothing new opens."""
+        self.is_away = True
+        for link in list(self._receiver._peers.values()):
+            link.end()
 
     async def Handoff(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        if self.is_away:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "away")
         async for reply in self._receiver.serve(request_iterator):
             yield reply
 
@@ -101,6 +110,7 @@ class Decode:
     caches: list[torch.Tensor]
     engine: Blocks
     ref: common_pb2.WorkerRef
+    service: _Service
 
     @property
     def rings(self):
@@ -142,10 +152,11 @@ async def decode_side(transfer: TransferConfig, tensor_parallel: int = 1) -> Asy
         config=transfer,
         is_ended=lambda transfer_id: transfer_id in engine.aborted,
     )
-    decode_pb2_grpc.add_DecodeServicer_to_server(_Service(receiver), server)
+    service = _Service(receiver)
+    decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     await server.start()
     try:
-        yield Decode(receiver, ranks, caches, engine, ref)
+        yield Decode(receiver, ranks, caches, engine, ref, service)
     finally:
         await receiver.close()
         await server.stop(None)

@@ -55,7 +55,7 @@ async def test_a_worker_that_rejoined_hears_under_its_new_epoch():
     await until(lambda: worker.heard == [b"one", b"two"], "it has heard")
 
 
-async def test_nothing_is_kept_for_one_that_is_gone(monkeypatch, caplog):
+async def test_one_that_is_back_after_a_long_time_hears(monkeypatch, caplog):
     monkeypatch.setattr(drained_mail, "TRIES", 3)
     worker = Worker(epoch=8)
     mail = DrainedMail(worker.open, lambda decode: 0)  # it never says under which epoch it lives
@@ -64,9 +64,27 @@ async def test_nothing_is_kept_for_one_that_is_gone(monkeypatch, caplog):
         await until(lambda: worker.opened == 3 and len(caplog.messages) == 2, "tried, and said so")
     began, ended = caplog.messages  # however many tries there were
     assert "another epoch" in began
-    assert "gone" in ended
+    assert "not until it is back" in ended
     mail.hand_over("d", worker)
-    assert worker.heard == []
+    assert worker.heard == [b"one"]
+    mail.hand_over("d", worker)
+    assert worker.heard == [b"one"]
+
+
+async def test_of_those_that_are_gone_for_good_only_so_many_are_kept(monkeypatch):
+    monkeypatch.setattr(drained_mail, "TRIES", 1)
+    monkeypatch.setattr(drained_mail, "MAX_GIVEN_UP", 2)
+    worker = Worker(epoch=8)
+    mail = DrainedMail(worker.open, lambda decode: 0)
+    for name in ("d0", "d1", "d2"):
+        mail.keep(common_pb2.WorkerRef(worker_id=name, epoch=7), name.encode())
+        await until(lambda: not mail._delivering, "given up")
+    assert set(mail._waiting) == {"d1", "d2"}
+    mail.hand_over("d1", worker)
+    mail.keep(common_pb2.WorkerRef(worker_id="d2", epoch=8), b"again")  # it is tried again, with what waits
+    await until(lambda: not mail._delivering, "heard")
+    assert worker.heard == [b"d1", b"d2", b"again"]
+    assert not mail._waiting and not mail._given_up
 
 
 async def test_one_that_was_late_to_hear_is_named_twice(caplog):

@@ -1,5 +1,5 @@
 """Drained messages on their way to decode workers that come, go, hang and live under other epochs: each is said once, to
-whom it was meant for, while its worker can be reached at all; nothing is kept of one that is gone for good."""
+whom it was meant for, as soon as its worker can be reached; how long it could not makes no difference."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class DrainedMailMachine(RuleBasedStateMachine):
         self.workers = {name: Worker(name) for name in ("d0", "d1")}
         self.kept: dict[str, list[tuple[bytes, float]]] = {"d0": [], "d1": []}  # (what, when)
         self.away_since: dict[str, float | None] = {"d0": None, "d1": None}
-        self.forgotten: dict[str, set[bytes]] = {"d0": set(), "d1": set()}
         self.number = 0
 
     @initialize()
@@ -96,20 +95,17 @@ class DrainedMailMachine(RuleBasedStateMachine):
         if worker.answers == "yes":
             worker.known = worker.epoch
             self.inside(self.mail.hand_over, name, worker)
-            assert self.missing(name) <= self.forgotten[name], "the stream is up, and it has not heard"
+            assert not self.missing(name), "the stream is up, and it has not heard"
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 10.0, 3.0 * TRIES * TRY_SECONDS]))
     def time_passes(self, seconds: float) -> None:
         self.loop.pass_time(seconds)
         for name, since in self.away_since.items():
-            away = self.loop.time() - since if since is not None else 0.0
-            if since is None and seconds >= 10.0:
+            if since is None and seconds >= 10.0 and name not in self.mail._given_up:
                 # A try takes a second, the pause behind it another; a new epoch costs one more.
-                assert self.missing(name) <= self.forgotten[name], "it can be reached, and has not heard"
-            if away > TRIES * TRY_SECONDS - 1e-6:
-                self.forgotten[name] |= self.missing(name)
+                assert not self.missing(name), "it can be reached, and has not heard"
             if seconds > 2.5 * TRIES * TRY_SECONDS:
-                assert name not in self.mail._delivering and not self.mail._waiting.get(name), "kept for ever"
+                assert name not in self.mail._delivering, "it is tried for ever"
 
     def missing(self, name: str) -> set[bytes]:
         return {transfer for transfer, _ in self.kept[name]} - set(self.workers[name].heard)
@@ -121,27 +117,28 @@ class DrainedMailMachine(RuleBasedStateMachine):
             assert worker.heard == said, "twice, out of order, or another's"
 
     @invariant()
-    def what_is_not_said_is_on_its_way(self) -> None:
+    def nothing_is_forgotten(self) -> None:
         if not hasattr(self, "mail"):
             return
         for name in self.workers:
-            waiting = set(self.mail._waiting.get(name, ()))
-            assert waiting <= self.missing(name)
-            assert self.missing(name) - self.forgotten[name] <= waiting | self.given_up(name)
-            if waiting:
-                assert name in self.mail._delivering, "nobody delivers it"
+            assert set(self.mail._waiting.get(name, ())) == self.missing(name)
+            if self.missing(name):
+                on_its_way, given_up = name in self.mail._delivering, name in self.mail._given_up
+                assert on_its_way or given_up, "nobody delivers it"
+                assert not given_up or self.was_long_away(name), "given up at once"
 
-    def given_up(self, name: str) -> set[bytes]:
-        """What may be forgotten: its worker has not answered for as long as one tries."""
-        since = self.away_since[name]
-        away = since is not None and self.loop.time() - since > TRIES * TRY_SECONDS - 1e-6
-        return self.missing(name) if away else set()
+    def was_long_away(self, name: str) -> bool:
+        """Since the oldest that it has not heard of. The last tries may have been under an old epoch."""
+        oldest = min(when for transfer, when in self.kept[name] if transfer in self.missing(name))
+        return self.loop.time() - oldest >= (TRIES - 3) * TRY_SECONDS
 
     def teardown(self) -> None:
         for name in self.workers:
             self.changes(name, "yes")
         if hasattr(self, "mail"):
             self.time_passes(3.0 * TRIES * TRY_SECONDS)
+            for name in self.workers:
+                self.another_hand_off_opens_a_stream(name)
         self.loop.close()
 
 

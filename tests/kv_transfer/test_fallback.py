@@ -51,8 +51,18 @@ async def test_a_pair_that_nixl_does_not_connect_uses_grpc_and_says_so_once(unre
         await until(lambda: decode.all_free, "every slot free")
 
 
-async def test_where_nixl_is_required_the_pair_is_refused(unreachable):
-    required = config("auto", require_transport="nixl")
+@pytest.mark.parametrize("wanted", ["nixl", "rdma"])
+async def test_a_pair_that_uses_what_is_required_starts(wanted):
+    async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
+        for side in (decode.receiver, prefill.sender):
+            side.config = config("auto", require_transport=wanted)
+        report = await prefill.send(decode.ref, TOKENS)
+        assert report.transport == "nixl"
+
+
+@pytest.mark.parametrize("wanted", ["nixl", "rdma"])
+async def test_where_nixl_is_required_the_pair_is_refused(wanted, unreachable):
+    required = config("auto", require_transport=wanted)
     async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
         for side in (decode.receiver, prefill.sender):
             side.config = required

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cluster.errors import TransportError
-from kv_transfer import link
+from cluster.errors import HandoffError, TransportError
+from kv_transfer import drained_mail, link
+from kv_transfer import messages as m
 from kv_transfer.memory import aligned_bytes
+from kv_transfer.ring import SlotState
 from kv_transfer.transports import nixl
 from kv_transfer.transports.nixl import NixlEndpoint
-from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side
+from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side, until
 
 SIZE = 1 << 16
 ROUNDS = 6
@@ -168,3 +170,27 @@ async def test_a_probe_that_fails_is_sent_again_over_a_new_connection(monkeypatc
         assert_same(prefill, decode, TOKENS)
         assert len(sent) == 2
         assert len(forgotten) == 1
+
+
+@pytest.mark.parametrize("transport", ["nixl", "grpc"])
+async def test_a_pair_that_was_cut_off_for_long_works_again_at_once(transport, monkeypatch):
+    """Longer than the prefill worker tries by itself to say what is drained: until it is said, the decode worker has
+    slots in doubt, and grants it nothing."""
+    monkeypatch.setattr(drained_mail, "TRY_SECONDS", 0.02)
+    monkeypatch.setattr(drained_mail, "TRIES", 3)
+    async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
+        handle, rank = prefill.ranks[0].handle, prefill.ranks[0]
+        monkeypatch.setattr(rank, "handle", lambda one: None if isinstance(one, m.Granted) else handle(one))
+        handoff = await prefill.open(decode.ref, TOKENS)
+        await until(lambda: decode.count(SlotState.GRANTED) > 0, "granted")
+        decode.service.go_away()
+        with pytest.raises(HandoffError):
+            await prefill.finish(handoff, TOKENS)
+        await handoff.abort("cut off")
+        await until(lambda: bool(prefill.sender.mail._given_up), "given up")
+        assert decode.count(SlotState.QUARANTINED) > 0
+        monkeypatch.setattr(rank, "handle", handle)
+        decode.service.is_away = False
+        await prefill.send(decode.ref, TOKENS)
+        assert_same(prefill, decode, TOKENS)
+        await until(lambda: decode.all_free, "no slot is in doubt")

@@ -1,0 +1,141 @@
+"""Between the last part and the engine's turn to commit: what happens there ends the attempt one way, for everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from cluster.block_hash import hash_blocks, pack_tokens
+from decode_worker.attempt import DecodeState
+from kv_transfer import messages as m
+from kv_transfer.base import HandoffState
+from tests.decode_worker.decode_world import LAYERS, SECRET, DecodeWorld, Stream
+from tests.engine.fake_model import PAGE, continuation
+from tests.kv_transfer.pair import until
+from wire import common_pb2, decode_pb2, handoff_pb2
+
+TRANSFER = bytes(16)
+PROMPT = [5, 6, 7, 8, 9]
+SALT = bytes(16)
+
+
+async def ready_to_commit(world: DecodeWorld) -> Stream:
+    """Everything is here but Finish."""
+    world.role.attach(decode_pb2.AttachRequest(transfer_id=TRANSFER, worker_epoch=1))
+    stream = world.connect("p", 1, 1)
+    sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    packed = pack_tokens(PROMPT)
+    spec = common_pb2.GenerateSpec(model_id="m", prompt_tokens=packed, sampling=sampling, n=1, salt=SALT)
+    hashes = b"".join(hash_blocks(packed, PAGE, secret=SECRET, salt=SALT))
+    stream.say(
+        reserve=handoff_pb2.Reserve(
+            transfer_id=TRANSFER, spec=spec, token_count=len(PROMPT), block_hashes=hashes
+        )
+    )
+    for part in range(LAYERS):
+        stream.say(slot_request=handoff_pb2.SlotRequest(transfer_id=TRANSFER, part=part, bytes=64))
+    await until(lambda: len(world.rank.expected) == LAYERS, "granted")
+    for grant in world.rank.expected:
+        landed = m.PartLanded(
+            0, grant.slot, grant.generation, TRANSFER, 0, grant.part, (grant.part, grant.part + 1),
+            (0, len(PROMPT)), 1, 64, "",
+        )  # fmt: skip
+        world.rank.on_event(m.PartsLanded((landed,)))
+    await until(lambda: world.receiver.counts["parts"] == LAYERS, "verified")
+    world.fill_cache(TRANSFER.hex(), PROMPT)
+    return stream
+
+
+def finish(stream: Stream) -> None:
+    token = common_pb2.Token(position=len(PROMPT), token_id=continuation(PROMPT, 1)[0])
+    flows = [handoff_pb2.FlowParts(parts=LAYERS)]
+    stream.say(finish=handoff_pb2.Finish(transfer_id=TRANSFER, first_tokens=[token], flows=flows))
+
+
+async def close(world: DecodeWorld) -> None:
+    for task in world.tasks:
+        task.cancel()
+    await asyncio.gather(*world.tasks, return_exceptions=True)
+    await world.receiver.close()
+    await world.role.attempts.close()
+
+
+async def test_blocks_that_a_step_took_back_end_the_attempt_and_nothing_else():
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    attempt = world.role.attempts.get(TRANSFER)
+    answers: list[HandoffState] = []
+
+    async def ask() -> None:
+        answers.append(await world.role.abort(TRANSFER))
+
+    world.core.before_next_call += [lambda: world.start(ask()), world.evict]
+    finish(stream)
+    await until(lambda: bool(world.rank.unanswered) or world.receiver.live == 0, "the hand-off has ended")
+    await until(lambda: attempt.machine.state is DecodeState.ENDED and bool(answers), "everybody knows")
+    assert answers == [HandoffState.ABORTED]
+    assert attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
+    (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
+    assert aborted.error.code == "BlocksExhaustedError"
+    assert stream.open, "the pair's other hand-offs have ended with it"
+    assert world.receiver.live == 0
+    assert world.core.engine.stats().blocks_held == 0
+    await close(world)
+
+
+async def test_an_engine_that_fails_to_commit_ends_the_attempt(caplog):
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    attempt = world.role.attempts.get(TRANSFER)
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("no")
+
+    world.core.engine.commit = fails  # type: ignore[method-assign]
+    finish(stream)
+    await until(lambda: attempt.machine.state is DecodeState.ENDED, "the attempt has ended")
+    assert stream.open and world.receiver.live == 0
+    assert await world.role.abort(TRANSFER) is HandoffState.ABORTED
+    assert "RuntimeError" in caplog.text
+    await close(world)
+
+
+@pytest.mark.parametrize("steps", [1, 8], ids=["its first step", "its last one"])
+async def test_an_arbiter_that_is_asked_meanwhile_waits_for_the_engine(steps):
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    attempt = world.role.attempts.get(TRANSFER)
+    answers: list[HandoffState] = []
+
+    async def ask() -> None:
+        answers.append(await world.role.abort(TRANSFER))
+
+    world.core.before_next_call.append(lambda: world.start(ask()))
+    world.core.after_next_call += [world.step] * steps  # over before anybody has heard of the commit
+    finish(stream)
+    await until(lambda: bool(answers), "the arbiter has answered")
+    assert answers == [HandoffState.COMMITTED]
+    while world.step() is not None:
+        pass
+    assert [token.token_id for token in attempt.log.tokens] == continuation(PROMPT, 4)
+    assert attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+    await close(world)
+
+
+async def test_nothing_keeps_an_attempt_that_is_forgotten():
+    """A timer that waits for its reservation would, for the whole admission deadline."""
+    world = DecodeWorld()
+    request = decode_pb2.AttachRequest(transfer_id=TRANSFER, worker_epoch=1, admission_deadline_ms=60_000)
+    log = weakref.ref(world.role.attach(request).log)
+    await world.role.abort(TRANSFER)
+    await until(lambda: world.role.attempts.get(TRANSFER) is None, "forgotten: nobody reads it")
+
+    def is_gone() -> bool:
+        gc.collect()
+        return log() is None
+
+    await until(is_gone, "its log is freed", seconds=5.0)
+    await close(world)
