@@ -128,24 +128,29 @@ def _greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 @functools.cache
-def reference_model(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
 def reference_greedy(path: Path, prompt: list[int], count: int) -> list[int]:
     """Hugging Face's greedy continuation in fp32; end-of-sequence is ignored."""
-    return _greedy(reference_model(path), prompt, count)
+    return list(_reference_greedy(path, tuple(prompt), count))
+
+
+@functools.cache
+def _reference_greedy(path: Path, prompt: tuple[int, ...], count: int) -> list[int]:
+    return _greedy(reference_model(path), list(prompt), count)
 
 
 @torch.inference_mode()
 def reference_logits(path: Path, tokens: list[int]) -> torch.Tensor:
     """[tokens, vocab] teacher-forced."""
-    logits: torch.Tensor = reference_model(path)(torch.tensor([tokens])).logits[0].float()
+    logits: torch.Tensor = reference_model(path)(torch.tensor([tokens])).logits[0]
     return logits
 
 
-def near_ties(path: Path, prompt: list[int], output: list[int], gap: float = 1e-5) -> list[int]:
-    """Indexes in `output` where the reference's two best logits differ by less than `gap`."""
-    logits = reference_logits(path, prompt + output)[len(prompt) - 1 : -1]
-    best = logits.topk(2, -1).values
-    return [i for i, (first, second) in enumerate(best.tolist()) if first - second < gap]
+@torch.inference_mode()
+def exact_logits(path: Path, tokens: list[int]) -> torch.Tensor:
+    """The same in float64, but for the norms and the rotary tables, which Hugging Face always takes in fp32."""
+    logits: torch.Tensor = reference_model(path, torch.float64)(torch.tensor([tokens])).logits[0]
+    return logits
