@@ -100,7 +100,8 @@ def runners(model: Path, tensor_parallel: int) -> Iterator[list[ModelRunner]]:
         try:
             runner.serve()
         except BaseException as problem:
-            problems.append(problem)
+            if not barrier.broken:
+                problems.append(problem)
             barrier.abort()
 
     followers = [threading.Thread(target=follow, args=(runner,)) for runner in ranks[1:]]
@@ -109,9 +110,10 @@ def runners(model: Path, tensor_parallel: int) -> Iterator[list[ModelRunner]]:
     try:
         yield ranks
         ranks[0].stop_ranks()
+    except BaseException:
+        barrier.abort()  # nobody waits for a leader that failed
+        raise
     finally:
-        if problems or barrier.broken:
-            barrier.abort()
         for thread in followers:
             thread.join(BARRIER_SECONDS)
     assert not problems and not any(thread.is_alive() for thread in followers)
