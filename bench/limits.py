@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import multiprocessing
 import os
 import time
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.checkpoint import SHAPE
+from bench.checkpoint import SHAPE, ModelShape
 from bench.figures import Figure, Section, median_of
 
 READ_BYTES = 512 << 20
@@ -73,10 +74,12 @@ def read_rate(repeats: int, device: str = "cpu") -> float:
     return READ_BYTES / min(median_of(_timed(way, device), repeats) for way in ways)
 
 
-def gemm_rate(repeats: int, tokens: int = PROMPT_TOKENS, device: str = "cpu") -> float:
+def gemm_rate(
+    repeats: int, tokens: int = PROMPT_TOKENS, device: str = "cpu", shape: ModelShape = SHAPE
+) -> float:
     """All linears of one layer, each by its fastest way, over a prompt of `tokens`."""
     seconds = flops = 0.0
-    for inputs, outputs in SHAPE.linears:
+    for inputs, outputs in shape.linears:
         weight = torch.randn(outputs, inputs, device=device).to(torch.bfloat16)
         x = torch.randn(tokens, inputs, device=device).to(torch.bfloat16)
         seconds += min(median_of(_timed(way, device), repeats) for way in _linear_ways(x, weight))
@@ -100,6 +103,8 @@ def _linear_ways(x: Tensor, weight: Tensor) -> list[Callable[[], Any]]:
 
 def _our_product(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     """The engine's own, on one thread; None where the engine would not use it."""
+    if importlib.util.find_spec("numba") is None:
+        return None
     from engine.layers.linear import PanelLinear
     from engine.ops import cpu_products
     from engine.ops.team import KernelTeam

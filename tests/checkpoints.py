@@ -1,7 +1,7 @@
 """Small random checkpoints of every family, with references whose greedy output says something.
 
 Default-initialised models repeat one token; these are drawn with larger weights, and a seed is taken only if its
-reference has enough distinct tokens.
+reference has enough distinct tokens. VARIANTS are known without transformers: machines with a CUDA card may lack it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 512
 CONTEXT = 1024
@@ -22,7 +20,7 @@ PROMPT = 70  # longer than the sliding window
 MIN_DISTINCT = 16
 NEW_TOKENS = 64
 
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -84,8 +82,10 @@ def make_checkpoint(path: Path, variant: str = "llama") -> Path:
 
 
 def _random_model(kind: str, overrides: dict[str, Any], seed: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**_BASE, **overrides})
+    config = AutoConfig.for_model(kind, **{**BASE, **overrides})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -100,6 +100,8 @@ def _random_model(kind: str, overrides: dict[str, Any], seed: int) -> Any:
 
 def _write_tokenizer(path: Path) -> None:
     """Byte-level: every byte is a token, ids 3 … 258; the rest of the vocabulary has no text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {char: 3 + i for i, char in enumerate(alphabet)}
     vocab |= {f"<{i}>": i for i in range(len(vocab), VOCAB)}
@@ -129,6 +131,8 @@ def _greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 @functools.cache
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
