@@ -31,7 +31,7 @@ def run(context: Context) -> Section:
     return Section("engine", "Engine", bench.figures(limits.gemm_flops, limits.read_bytes, context.repeats))
 
 
-def load(model: Path, device: str) -> Engine:
+def load(model: Path, device: str, page_size: int = 16) -> Engine:
     from cluster.config import EngineConfig
     from engine.build import load_runner
     from engine.engine import Engine
@@ -43,6 +43,7 @@ def load(model: Path, device: str) -> Engine:
         kv_memory_bytes=KV_BYTES,
         max_batch_tokens=PROMPT_TOKENS,
         threads=1,
+        page_size=page_size,
     )
     runner = load_runner(config)
     runner.warm_up()

@@ -153,3 +153,23 @@ def test_a_backend_that_cannot_run_here_is_refused():
     shape = AttentionShape(HEADS, KV, DIM, 7, (0,))
     with pytest.raises(ConfigError):
         VarlenBackend(shape, torch.zeros(1, 1, 2, KV, 7, DIM), reference)
+
+
+def test_on_a_card_auto_chooses_what_can_run(monkeypatch):
+    """torch's kernel refuses pages below 256 tokens, and both refuse fp32, only when they are called: too late."""
+    card, bf16 = torch.device("cuda"), torch.bfloat16
+    monkeypatch.setattr(registry, "_has_flash", lambda: False)
+    assert registry.choose("auto", card, bf16, 64, 16) == "sdpa"
+    assert registry.choose("auto", card, bf16, 64, 256) == "varlen"
+    assert registry.choose("auto", card, torch.float32, 64, 256) == "sdpa"
+    for name, dtype, page, why in (
+        ("varlen", bf16, 16, "pages of 256 tokens, not 16"),
+        ("varlen", torch.float32, 256, "bfloat16"),
+        ("flash", bf16, 16, "vllm"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            registry.choose(name, card, dtype, 64, page)
+    monkeypatch.setattr(registry, "_has_flash", lambda: True)
+    assert registry.choose("auto", card, bf16, 64, 16) == "flash"
+    assert registry.choose("auto", card, bf16, 64, 48) == "sdpa"
+    assert registry.choose("auto", card, torch.float32, 64, 16) == "sdpa"

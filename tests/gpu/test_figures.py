@@ -18,12 +18,14 @@ REPEATS = 7
 DECODE_BOUND = "≥ 0.6"
 
 
-def test_figures(device, tmp_path):
+@pytest.mark.parametrize("page", [16, 256])
+def test_figures(page, device, tmp_path):
+    """By both sizes of pages: without vllm's kernel only the larger one has a paged kernel."""
     shape = CARD if device == "cuda" else SMALL
     repeats = REPEATS if device == "cuda" else 1
     read = limits.read_rate(repeats, device)
     gemm = limits.gemm_rate(repeats, device=device, shape=shape)
-    loaded = section.load(checkpoint.write_model(tmp_path / "model", shape), device)
+    loaded = section.load(checkpoint.write_model(tmp_path / "model", shape), device, page)
     settings = loaded._runner.config
     bench = section.EngineBench(loaded, shape)
     figures = [
@@ -33,9 +35,8 @@ def test_figures(device, tmp_path):
     ]
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, small model: not to be quoted"
     weights = (shape.linear_weights + 2 * shape.vocab * shape.hidden) / 1e6
-    print(
-        f"\n\n{name}; torch {torch.__version__}; {settings.attention_backend}; {weights:.0f} M parameters, bf16"
-    )
+    way = f"{settings.attention_backend}, pages of {page}, {weights:.0f} M parameters in bf16"
+    print(f"\n\n{name}; torch {torch.__version__}; {way}")
     for figure in figures:
         met = {None: "", True: "met", False: "not met"}[figure.met]
         print(
