@@ -93,7 +93,7 @@ bench-peers: $(STAMP)  ## The same workloads against vLLM's CPU build, in turns
 	$(BIN)/python -m bench.peers
 
 gpu-check:  ## Correctness and figures on this machine's CUDA card, with the Python and torch found here
-	python3 -m pytest -q -m gpu -o addopts="-ra --import-mode=importlib" tests/engine
+	@python3 -m tests.gpu $(MORE)
 
 screenshots: $(STAMP)  ## The pictures of docs/screens.md, of a real cluster under load (needs Chromium)
 	$(BIN)/python -m tests.system.ui.screenshots

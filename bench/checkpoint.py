@@ -76,13 +76,19 @@ def write(directory: Path, shape: ModelShape = SHAPE, seed: int = 0) -> Path:
     done = directory / ".complete"
     if done.exists():
         return directory
+    write_model(directory, shape, seed)
+    _write_json(directory / "tokenizer_config.json", _TOKENIZER_CONFIG)
+    _write_json(directory / "tokenizer.json", _tokenizer(shape.vocab))
+    done.touch()
+    return directory
+
+
+def write_model(directory: Path, shape: ModelShape, seed: int = 0) -> Path:
+    """What an engine alone needs: no tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", _config(shape))
     _write_json(directory / "generation_config.json", {"eos_token_id": shape.vocab - 1})
-    _write_json(directory / "tokenizer_config.json", _TOKENIZER_CONFIG)
-    _write_json(directory / "tokenizer.json", _tokenizer(shape.vocab))
     _write_weights(directory / "model.safetensors", shape, seed)
-    done.touch()
     return directory
 
 

@@ -1,8 +1,8 @@
 """The machine's own limits, measured honestly: what a perfect engine and a perfect hand-off could reach.
 
 - memory bandwidth: one thread reads 512 MiB, far more than any cache holds, by the fastest of two ways;
-- GEMM: every linear layer of the model at a whole prompt's length, by the faster of torch and oneDNN with
-  prepacked weights;
+- GEMM: every linear layer of the model at a whole prompt's length, by the fastest of torch, oneDNN with prepacked
+  weights, and the engine's own product where the engine would use it;
 - copy between processes: the kernel's own (process_vm_writev), which is what NIXL uses between processes of one
   machine. A plain copy into shared memory is shown beside it.
 """
@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import multiprocessing
 import os
 import time
@@ -22,13 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.checkpoint import SHAPE
+from bench.checkpoint import SHAPE, ModelShape
 from bench.figures import Figure, Section, median_of
 
 READ_BYTES = 512 << 20
 COPY_BYTES = 64 << 20
 COPY_PART_BYTES = 4 << 20
 PROMPT_TOKENS = 2048
+GEMM_NOTE = "one thread, bf16, best of torch, prepacked and ours at the model's own shapes"
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Limits:
     def section(self) -> Section:
         figures = [
             Figure("memory read", self.read_bytes / 1e9, "GB/s", note="one thread, 512 MiB"),
-            Figure("GEMM", self.gemm_flops / 1e9, "GFLOP/s", note="one thread, bf16, the model's own shapes"),
+            Figure("GEMM", self.gemm_flops / 1e9, "GFLOP/s", note=GEMM_NOTE),
             Figure("copy between processes", self.copy_bytes / 1e9, "GB/s", note="process_vm_writev"),
             Figure("copy into shared memory", self.shared_copy_bytes / 1e9, "GB/s", note="memcpy"),
         ]
@@ -60,34 +62,56 @@ def measure(repeats: int = 7) -> Limits:
         torch.set_num_threads(threads)
 
 
-def read_rate(repeats: int) -> float:
-    data = torch.ones(READ_BYTES // 4)
-    libc: Any = ctypes.CDLL(None)
-    libc.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-    libc.memchr.restype = ctypes.c_void_p
-    absent = 0x17  # a byte that 1.0 does not contain: memchr reads everything
-    ways: list[Callable[[], Any]] = [data.sum, lambda: libc.memchr(data.data_ptr(), absent, READ_BYTES)]
-    return READ_BYTES / min(median_of(_timed(way), repeats) for way in ways)
+def read_rate(repeats: int, device: str = "cpu") -> float:
+    data = torch.ones(READ_BYTES // 4, device=device)
+    ways: list[Callable[[], Any]] = [data.sum]
+    if device == "cpu":
+        libc: Any = ctypes.CDLL(None)
+        libc.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+        libc.memchr.restype = ctypes.c_void_p
+        absent = 0x17  # a byte that 1.0 does not contain: memchr reads everything
+        ways.append(lambda: libc.memchr(data.data_ptr(), absent, READ_BYTES))
+    return READ_BYTES / min(median_of(_timed(way, device), repeats) for way in ways)
 
 
-def gemm_rate(repeats: int, tokens: int = PROMPT_TOKENS) -> float:
+def gemm_rate(
+    repeats: int, tokens: int = PROMPT_TOKENS, device: str = "cpu", shape: ModelShape = SHAPE
+) -> float:
     """All linears of one layer, each by its fastest way, over a prompt of `tokens`."""
     seconds = flops = 0.0
-    for inputs, outputs in SHAPE.linears:
-        weight = torch.randn(outputs, inputs).to(torch.bfloat16)
-        x = torch.randn(tokens, inputs).to(torch.bfloat16)
-        seconds += min(median_of(_timed(way), repeats) for way in _linear_ways(x, weight))
+    for inputs, outputs in shape.linears:
+        weight = torch.randn(outputs, inputs, device=device).to(torch.bfloat16)
+        x = torch.randn(tokens, inputs, device=device).to(torch.bfloat16)
+        seconds += min(median_of(_timed(way, device), repeats) for way in _linear_ways(x, weight))
         flops += 2.0 * tokens * inputs * outputs
     return flops / seconds
 
 
 def _linear_ways(x: Tensor, weight: Tensor) -> list[Callable[[], Any]]:
     ways: list[Callable[[], Any]] = [lambda: F.linear(x, weight)]
+    if x.device.type != "cpu":
+        return ways
     packed = prepack(weight, x.shape[0])
     if packed is not None:
         multiply = torch.ops.mkldnn._linear_pointwise
         ways.append(lambda: multiply(x, packed, None, "none", [], ""))
+    ours = _our_product(weight)
+    if ours is not None:
+        ways.append(lambda: ours(x))
     return ways
+
+
+def _our_product(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """The engine's own, on one thread; None where the engine would not use it."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    from engine.layers.linear import PanelLinear
+    from engine.ops import cpu_products
+    from engine.ops.team import KernelTeam
+
+    if not cpu_products.supported() or weight.shape[1] % 2:
+        return None
+    return PanelLinear(weight, None, KernelTeam(1, weight.dtype, SHAPE.head_dim))
 
 
 def prepack(weight: Tensor, tokens: int) -> Tensor | None:
@@ -138,10 +162,12 @@ def write_to(pid: int, source: Tensor, address: int) -> None:
             raise OSError(ctypes.get_errno(), "process_vm_writev")
 
 
-def _timed(work: Callable[[], Any]) -> Callable[[], float]:
+def _timed(work: Callable[[], Any], device: str = "cpu") -> Callable[[], float]:
     def run() -> float:
         began = time.perf_counter()
         work()
+        if device != "cpu":
+            torch.cuda.synchronize()
         return time.perf_counter() - began
 
     return run

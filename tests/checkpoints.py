@@ -1,7 +1,7 @@
 """Small random checkpoints of every family, with references whose greedy output says something.
 
 Default-initialised models repeat one token; these are drawn with larger weights, and a seed is taken only if its
-reference has enough distinct tokens.
+reference has enough distinct tokens. VARIANTS are known without transformers: machines with a CUDA card may lack it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 512
 CONTEXT = 1024
@@ -22,7 +20,7 @@ PROMPT = 70  # longer than the sliding window
 MIN_DISTINCT = 16
 NEW_TOKENS = 64
 
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -84,8 +82,10 @@ def make_checkpoint(path: Path, variant: str = "llama") -> Path:
 
 
 def _random_model(kind: str, overrides: dict[str, Any], seed: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **{**_BASE, **overrides})
+    config = AutoConfig.for_model(kind, **{**BASE, **overrides})
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -100,6 +100,8 @@ def _random_model(kind: str, overrides: dict[str, Any], seed: int) -> Any:
 
 def _write_tokenizer(path: Path) -> None:
     """Byte-level: every byte is a token, ids 3 … 258; the rest of the vocabulary has no text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {char: 3 + i for i, char in enumerate(alphabet)}
     vocab |= {f"<{i}>": i for i in range(len(vocab), VOCAB)}
@@ -128,24 +130,31 @@ def _greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 @functools.cache
-def reference_model(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
 def reference_greedy(path: Path, prompt: list[int], count: int) -> list[int]:
     """Hugging Face's greedy continuation in fp32; end-of-sequence is ignored."""
-    return _greedy(reference_model(path), prompt, count)
+    return list(_reference_greedy(path, tuple(prompt), count))
+
+
+@functools.cache
+def _reference_greedy(path: Path, prompt: tuple[int, ...], count: int) -> list[int]:
+    return _greedy(reference_model(path), list(prompt), count)
 
 
 @torch.inference_mode()
 def reference_logits(path: Path, tokens: list[int]) -> torch.Tensor:
     """[tokens, vocab] teacher-forced."""
-    logits: torch.Tensor = reference_model(path)(torch.tensor([tokens])).logits[0].float()
+    logits: torch.Tensor = reference_model(path)(torch.tensor([tokens])).logits[0]
     return logits
 
 
-def near_ties(path: Path, prompt: list[int], output: list[int], gap: float = 1e-5) -> list[int]:
-    """Indexes in `output` where the reference's two best logits differ by less than `gap`."""
-    logits = reference_logits(path, prompt + output)[len(prompt) - 1 : -1]
-    best = logits.topk(2, -1).values
-    return [i for i, (first, second) in enumerate(best.tolist()) if first - second < gap]
+@torch.inference_mode()
+def exact_logits(path: Path, tokens: list[int]) -> torch.Tensor:
+    """The same in float64, but for the norms and the rotary tables, which Hugging Face always takes in fp32."""
+    logits: torch.Tensor = reference_model(path, torch.float64)(torch.tensor([tokens])).logits[0]
+    return logits

@@ -61,3 +61,15 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 def namespace() -> str:
     """Keys of one test."""
     return f"test-{secrets.token_hex(4)}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Greedy tokens compared with the reference's, by way; near-ties are its own doubts, and have their column."""
+    from tests.exactness import COMPARED
+
+    if not COMPARED:
+        return
+    terminalreporter.section("greedy tokens compared with the reference")
+    terminalreporter.write_line(f"{'way':<40}{'answers':>9}{'tokens':>9}{'near-ties':>11}")
+    for way, sums in sorted(COMPARED.items()):
+        terminalreporter.write_line(f"{way:<40}{sums.answers:>9}{sums.tokens:>9}{sums.near_ties:>11}")

@@ -5,10 +5,14 @@ less than GAP, the draw lies within EDGE of a border between two tokens, tokens 
 stand in the other order in the distribution that the draw falls into, or the last token that top-p or top-k lets in
 is one of two. Each token is judged after those that were really sent, so a stream that took the other side of a
 near-tie is judged on from there.
+
+`assert_greedy` is stricter: the tokens are those of Hugging Face's `generate`, or both logits lie within TIE of each
+other. What was compared, and how often the reference could not tell, stands in a table at the end of the tests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,10 +21,12 @@ import torch
 from engine.request import SamplingParams
 from engine.sampling.philox import uniform
 from engine.sampling.sampler import Row, adjust, candidates
-from tests.checkpoints import reference_logits
+from tests.checkpoints import reference_greedy, reference_logits
 
 GAP = 1e-4
 EDGE = 1e-5
+TIE = 1e-5
+MOST_TIES = 2  # of one answer
 
 
 @dataclass
@@ -30,6 +36,39 @@ class Exactness:
     wrong: list[int] = field(default_factory=list)
 
 
+@dataclass
+class Compared:
+    """Of one way through the engine."""
+
+    answers: int = 0
+    tokens: int = 0
+    near_ties: int = 0
+
+
+# By way, of this test session: pytest has no other place that every test reaches without being handed it.
+COMPARED: dict[str, Compared] = {}
+
+
+def assert_greedy(way: str, model: Path, prompt: list[int], tokens: Sequence[int], already: int = 0) -> None:
+    """`tokens` are the reference's greedy ones; the first `already` of the reference's were given, not generated."""
+    expected = reference_greedy(model, prompt, already + len(tokens))
+    near_ties = 0
+    if list(tokens) != expected[already:]:
+        found = judge(model, prompt + expected[:already], list(tokens), gap=TIE)
+        first = next(i for i, token in enumerate(tokens) if token != expected[already + i])
+        assert not found.wrong, f"{way}: wrong at {found.wrong}, differs first at {first}"
+        near_ties = max(
+            1, len(found.near_ties)
+        )  # the reference's own cached pass may have taken the other side
+    sums = COMPARED.setdefault(way, Compared())
+    sums.answers, sums.tokens, sums.near_ties = (
+        sums.answers + 1,
+        sums.tokens + len(tokens),
+        sums.near_ties + near_ties,
+    )
+    assert near_ties <= MOST_TIES, f"{way}: {near_ties} near-ties in {len(tokens)} tokens"
+
+
 def judge(
     model: Path,
     prompt: list[int],
@@ -37,8 +76,9 @@ def judge(
     params: SamplingParams | None = None,
     *,
     choice: int = 0,
+    gap: float = GAP,
 ) -> Exactness:
-    """`params` None: greedy. A sampled answer needs the seed that was used."""
+    """`params` None: greedy, undecided below `gap`. A sampled answer needs the seed that was used."""
     params = params or SamplingParams(temperature=0.0)
     tokens = prompt + output
     logits = reference_logits(model, tokens)[len(prompt) - 1 : -1]
@@ -49,7 +89,7 @@ def judge(
         adjust(row, Row(params, choice, tokens[:position], len(prompt), ()))
         found.checked += 1
         exact, close = (
-            _greedy(row, token)
+            _greedy(row, token, gap)
             if params.temperature == 0
             else _sampled(row, token, params, float(uniform([params.seed], [choice], [position])[0]))
         )
@@ -60,9 +100,9 @@ def judge(
     return found
 
 
-def _greedy(row: torch.Tensor, token: int) -> tuple[bool, bool]:
+def _greedy(row: torch.Tensor, token: int, gap: float) -> tuple[bool, bool]:
     best = float(row.max())
-    return int(row.argmax()) == token, best - float(row[token]) < GAP
+    return int(row.argmax()) == token, best - float(row[token]) < gap
 
 
 def _sampled(row: torch.Tensor, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:

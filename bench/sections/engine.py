@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.checkpoint import SHAPE
-from bench.context import Context
+from bench.checkpoint import SHAPE, ModelShape
 from bench.figures import Figure, Section
 
 if TYPE_CHECKING:
+    from bench.context import Context
     from engine.engine import Engine
+    from engine.plan import StepPlan
 
 PROMPT_TOKENS = 2048
 BATCH = 16
@@ -24,39 +26,24 @@ KV_BYTES = 512 << 20
 
 
 def run(context: Context) -> Section:
-    bench = _Bench(_engine(context), random.Random(0))
-    prefill = bench.prefill_seconds(context.repeats(7))
-    single = bench.decode(1, context.repeats(5))
-    batch = bench.decode(BATCH, context.repeats(5))
     limits = context.limits
-    flops = 2.0 * PROMPT_TOKENS * SHAPE.linear_weights / prefill
-    step_bytes = SHAPE.decode_weight_bytes + single.context_tokens * SHAPE.kv_bytes_per_token
-    single_rate = step_bytes / single.step_seconds
-    tokens = f"{PROMPT_TOKENS} tokens"
-    figures = [
-        Figure("prefill_gemm_fraction", flops / limits.gemm_flops, "", "≥ 0.6", f"{tokens}, linears only"),
-        Figure("prefill", PROMPT_TOKENS / prefill, "tok/s", "", f"{tokens} in {prefill * 1e3:.0f} ms"),
-        Figure("decode_bandwidth_fraction", single_rate / limits.read_bytes, "", "≥ 0.7", "batch 1"),
-        Figure("decode step, batch 1", single.step_seconds * 1e3, "ms"),
-        Figure("decode, batch 16", BATCH / batch.step_seconds, "tok/s", "", "128 tokens of prompt each"),
-        Figure("outside the forward pass, batch 1", single.overhead, "", "≤ 0.05", "share of a step"),
-        Figure("outside the forward pass, batch 16", batch.overhead, "", "≤ 0.05", "share of a step"),
-    ]
-    return Section("engine", "Engine", figures)
+    bench = EngineBench(load(context.model, "cpu"), SHAPE)
+    return Section("engine", "Engine", bench.figures(limits.gemm_flops, limits.read_bytes, context.repeats))
 
 
-def _engine(context: Context) -> Engine:
+def load(model: Path, device: str, page_size: int = 16) -> Engine:
     from cluster.config import EngineConfig
     from engine.build import load_runner
     from engine.engine import Engine
 
     config = EngineConfig(
-        model=context.model,
+        model=model,
         dtype="bfloat16",
-        device="cpu",
+        device=device,
         kv_memory_bytes=KV_BYTES,
         max_batch_tokens=PROMPT_TOKENS,
         threads=1,
+        page_size=page_size,
     )
     runner = load_runner(config)
     runner.warm_up()
@@ -72,15 +59,40 @@ class Decode:
     overhead: float
 
 
-class _Bench:
+class EngineBench:
     """Prompts are drawn anew every time: nothing is found in the prefix cache."""
 
-    def __init__(self, engine: Engine, source: random.Random) -> None:
+    def __init__(self, engine: Engine, shape: ModelShape) -> None:
         self._engine = engine
-        self._source = source
+        self._shape = shape
+        self._source = random.Random(0)
         self._count = 0
         self._forward_seconds = 0.0
         self._time_forward()
+
+    def figures(
+        self,
+        gemm_flops: float,
+        read_bytes: float,
+        repeats: Callable[[int], int],
+        bandwidth_bound: str = "≥ 0.7",
+    ) -> list[Figure]:
+        """Beside what the machine can multiply and read in a second."""
+        prefill = self.prefill_seconds(repeats(7))
+        single, batch = (self.decode(size, repeats(5)) for size in (1, BATCH))
+        shape, tokens = self._shape, f"{PROMPT_TOKENS} tokens"
+        flops = 2.0 * PROMPT_TOKENS * shape.linear_weights / prefill
+        step_bytes = shape.decode_weight_bytes + single.context_tokens * shape.kv_bytes_per_token
+        bandwidth = step_bytes / single.step_seconds / read_bytes
+        return [
+            Figure("prefill_gemm_fraction", flops / gemm_flops, "", "≥ 0.6", f"{tokens}, linears only"),
+            Figure("prefill", PROMPT_TOKENS / prefill, "tok/s", "", f"{tokens} in {prefill * 1e3:.0f} ms"),
+            Figure("decode_bandwidth_fraction", bandwidth, "", bandwidth_bound, "batch 1"),
+            Figure("decode step, batch 1", single.step_seconds * 1e3, "ms"),
+            Figure("decode, batch 16", BATCH / batch.step_seconds, "tok/s", "", "128 tokens of prompt each"),
+            Figure("outside the forward pass, batch 1", single.overhead, "", "≤ 0.05", "share of a step"),
+            Figure("outside the forward pass, batch 16", batch.overhead, "", "≤ 0.05", "share of a step"),
+        ]
 
     def prefill_seconds(self, repeats: int) -> float:
         """Median time from a prompt to its first token."""
@@ -131,17 +143,21 @@ class _Bench:
         self._engine.add(EngineRequest(f"bench-{self._count}", prompt, sampling))
 
     def _tokens(self, count: int) -> Iterator[int]:
-        return (self._source.randrange(SHAPE.vocab - 1) for _ in range(count))
+        return (self._source.randrange(self._shape.vocab - 1) for _ in range(count))
 
     def _time_forward(self) -> None:
-        """Adds up the time spent in the runner."""
+        """Adds up the time spent in the runner; on a card, until it has computed what it was told to."""
+        import torch
+
         runner = self._engine._runner
         execute = runner.execute
 
-        def timed(plan: object) -> object:
+        def timed(plan: StepPlan) -> torch.Tensor:
             began = time.perf_counter()
-            logits = execute(plan)  # type: ignore[arg-type]
+            logits = execute(plan)
+            if logits.is_cuda:
+                torch.cuda.synchronize()
             self._forward_seconds += time.perf_counter() - began
             return logits
 
-        runner.execute = timed  # type: ignore[method-assign, assignment]
+        runner.execute = timed  # type: ignore[method-assign]

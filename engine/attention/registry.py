@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cluster.errors import ConfigError
 from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.varlen import PAGE_SIZES, TORCH_PAGE_SIZES
 from engine.ops.team import KernelTeam, Team
 
 NAMES = ("cpu", "sdpa", "varlen", "flash")
@@ -20,7 +21,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
     if name == "auto":
         if device.type != "cuda":
             return "cpu" if fits else "sdpa"
-        return "flash" if _has_flash() else "varlen"
+        return next((paged for paged in ("flash", "varlen") if not _refusal(paged, dtype, page_size)), "sdpa")
     if name not in NAMES:
         raise ConfigError(
             f"attention_backend {name!r} is none of {', '.join(NAMES)}", field="attention_backend"
@@ -32,7 +33,21 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
         )
     if name in ("varlen", "flash") and device.type != "cuda":
         raise ConfigError(f"attention_backend {name} needs a CUDA device", field="attention_backend")
+    if name in ("varlen", "flash") and (refusal := _refusal(name, dtype, page_size)):
+        raise ConfigError(f"attention_backend {name} {refusal}", field="attention_backend")
     return name
+
+
+def _refusal(name: str, dtype: torch.dtype, page_size: int) -> str:
+    """Why a paged CUDA kernel can't run here; empty if it can."""
+    if dtype is not torch.bfloat16:
+        return "needs bfloat16"
+    if name == "flash" and not _has_flash():
+        return "needs vllm_flash_attn or vllm, and neither is installed"
+    sizes = PAGE_SIZES if name == "flash" else TORCH_PAGE_SIZES
+    return (
+        "" if page_size in sizes else f"takes pages of {', '.join(map(str, sizes))} tokens, not {page_size}"
+    )
 
 
 def can_run(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:

@@ -17,6 +17,8 @@ from engine.attention.base import AttentionShape
 from engine.plan import PlanItem
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
+# torch's own FlashAttention 2 refuses smaller pages when it is called.
+TORCH_PAGE_SIZES = (256,)
 Kernel = Callable[..., Tensor]
 
 

@@ -15,6 +15,7 @@ from bench import checkpoint, limits, report
 from bench.__main__ import SECTIONS, main
 from bench.checkpoint import ModelShape
 from bench.figures import Figure, Section
+from engine.ops import cpu_products
 
 SMALL = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=1024)
 MACHINE: dict[str, Any] = {
@@ -93,10 +94,13 @@ def test_the_real_shape_is_the_one_that_is_quoted() -> None:
     assert checkpoint.SHAPE.kv_bytes_per_token == 32768
 
 
-def test_prepacked_weights_multiply_alike() -> None:
+def test_every_way_of_a_linear_multiplies_alike() -> None:
+    """And the engine's own product is one of them where the engine uses it: its fraction is held against the best."""
     weight, x = torch.randn(48, 32).to(torch.bfloat16), torch.randn(5, 32).to(torch.bfloat16)
-    plain, *packed = (way() for way in limits._linear_ways(x, weight))
-    for product in packed:
+    plain, *others = (way() for way in limits._linear_ways(x, weight))
+    prepacked = limits.prepack(weight, 5) is not None
+    assert len(others) == prepacked + cpu_products.supported()
+    for product in others:
         torch.testing.assert_close(product, plain, rtol=2e-2, atol=2e-2)
 
 

@@ -10,7 +10,7 @@ from tests.end_to_end.test_handover import NEW, PROCESS, assert_all_free, assert
 
 # (variant, prefill ranks, decode ranks). llama-mqa-tied has one KV head: it is replicated where TP is 2.
 CASES = [
-    ("llama", 1, 2),
+    ("mistral", 1, 2),
     ("qwen3", 2, 1),
     ("qwen2-window", 2, 2),
     ("llama-mqa-tied", 1, 2),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from cluster.errors import ConfigError
 from engine.attention import registry
 from engine.attention.base import AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
-from engine.attention.varlen import VarlenBackend, flash_varlen
+from engine.attention.varlen import VarlenBackend, flash_varlen, torch_varlen
 from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem
 
@@ -96,6 +99,48 @@ def test_the_flash_adapter_calls_by_keyword():
     assert calls[0]["block_table"].dtype is torch.int32
 
 
+@pytest.mark.parametrize("window", [0, 12])
+def test_the_torch_adapter_calls_what_torch_has(window, monkeypatch):
+    """Under the names of the signature that this torch has; splits are off, and tables are what the kernel reads."""
+    signature = inspect.signature(varlen.varlen_attn)
+    calls = []
+
+    def recorder(*positional, **named):
+        call = signature.bind(*positional, **named)
+        call.apply_defaults()
+        a = call.arguments
+        calls.append(a)
+        return reference(
+            q=a["query"],
+            k=a["key"],
+            v=a["value"],
+            cu_seqlens_q=a["cu_seq_q"],
+            seqused_k=a["seqused_k"],
+            max_seqlen_q=a["max_q"],
+            max_seqlen_k=a["max_k"],
+            block_table=a["block_table"],
+            softmax_scale=a["scale"],
+            window=a["window_size"],
+        )
+
+    monkeypatch.setattr(varlen, "varlen_attn", recorder)
+    cache, items, q, k, v = step()
+    shape = AttentionShape(HEADS, KV, DIM, PAGE, (window,) * LAYERS)
+    backend, direct = VarlenBackend(shape, cache, torch_varlen()), VarlenBackend(shape, cache, reference)
+    backend.begin(items)
+    direct.begin(items)
+    for layer in range(LAYERS):
+        assert torch.equal(backend.attend(layer, q, k, v), direct.attend(layer, q, k, v))
+    assert len(calls) == LAYERS
+    for a in calls:
+        assert a["num_splits"] == 1
+        assert a["enable_gqa"] is True
+        assert a["cu_seq_k"] is None and a["return_aux"] is None
+        assert a["window_size"] == ((window - 1, 0) if window else (-1, 0))
+        for name in ("cu_seq_q", "seqused_k", "block_table"):
+            assert a[name].dtype is torch.int32 and a[name].is_contiguous()
+
+
 def test_a_backend_that_cannot_run_here_is_refused():
     cpu = torch.device("cpu")
     assert registry.choose("auto", cpu, torch.float32, 64, 16) == "cpu"
@@ -108,3 +153,23 @@ def test_a_backend_that_cannot_run_here_is_refused():
     shape = AttentionShape(HEADS, KV, DIM, 7, (0,))
     with pytest.raises(ConfigError):
         VarlenBackend(shape, torch.zeros(1, 1, 2, KV, 7, DIM), reference)
+
+
+def test_on_a_card_auto_chooses_what_can_run(monkeypatch):
+    """torch's kernel refuses pages below 256 tokens, and both refuse fp32, only when they are called: too late."""
+    card, bf16 = torch.device("cuda"), torch.bfloat16
+    monkeypatch.setattr(registry, "_has_flash", lambda: False)
+    assert registry.choose("auto", card, bf16, 64, 16) == "sdpa"
+    assert registry.choose("auto", card, bf16, 64, 256) == "varlen"
+    assert registry.choose("auto", card, torch.float32, 64, 256) == "sdpa"
+    for name, dtype, page, why in (
+        ("varlen", bf16, 16, "pages of 256 tokens, not 16"),
+        ("varlen", torch.float32, 256, "bfloat16"),
+        ("flash", bf16, 16, "vllm"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            registry.choose(name, card, dtype, 64, page)
+    monkeypatch.setattr(registry, "_has_flash", lambda: True)
+    assert registry.choose("auto", card, bf16, 64, 16) == "flash"
+    assert registry.choose("auto", card, bf16, 64, 48) == "sdpa"
+    assert registry.choose("auto", card, torch.float32, 64, 16) == "sdpa"

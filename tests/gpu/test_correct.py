@@ -1,0 +1,154 @@
+"""The engine on the card: its answers are the CPU's in fp32, and in bf16 as near to them as plain products come."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.config import EngineConfig
+from engine.attention import registry
+from engine.attention.base import AttentionShape
+from engine.attention.varlen import TORCH_PAGE_SIZES
+from engine.build import load_runner
+from engine.engine import Engine
+from engine.ops.team import KernelTeam, Team
+from engine.plan import PlanItem, StepPlan
+from engine.request import EngineRequest, SamplingParams
+from tests.checkpoints import VARIANTS, prompt_ids
+
+pytestmark = pytest.mark.gpu
+NEW = 32
+KV_BYTES = 256 << 20
+SHAPES = [(4, 2, 16), (4, 4, 16), (4, 1, 16), (4, 2, 32), (16, 8, 64), (32, 8, 128)]  # heads, KV heads, dim
+
+
+@pytest.fixture(params=["varlen", "flash", "cpu"])
+def backend(request, device):
+    """Of those that `auto` may choose on this device."""
+    name = request.param
+    if (name == "cpu") != (device == "cpu"):
+        pytest.skip(f"{name} does not run on {device}")
+    if name == "cpu":
+        pytest.importorskip("numba")
+    if name == "varlen":
+        pytest.importorskip("torch.nn.attention.varlen", reason="torch has it from 2.11 on")
+    if name == "flash" and not any(importlib.util.find_spec(n) for n in ("vllm_flash_attn", "vllm")):
+        pytest.skip("neither vllm_flash_attn nor vllm is installed")
+    return name
+
+
+def generate(model, prompts, **settings):
+    runner = load_runner(EngineConfig(model=model, kv_memory_bytes=KV_BYTES, **settings))
+    engine = Engine(runner, runner.config, secret=b"gpu")
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.add(EngineRequest(str(index), prompt, greedy))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for token in engine.step().tokens:
+            tokens.setdefault(token.request_id, []).append(token.token_id)
+    return [tokens[str(index)] for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_tokens_are_the_cpus_in_fp32(variant, device, model):
+    """fp32 goes through plain products on both: the paged kernels take 16-bit types only."""
+    prompts = [prompt_ids(70), prompt_ids(33, seed=1)]
+    ways = {"dtype": "float32", "attention_backend": "sdpa", "max_batch_tokens": 48}
+    here = generate(model(variant), prompts, device=device, **ways)
+    there = generate(model(variant), prompts, device="cpu", dtype="float32", attention_backend="sdpa")
+    assert here == there
+    assert len({token for answer in here for token in answer}) > 8, "an answer that says something"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_tokens_are_hugging_faces_in_fp32(variant, device, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is the reference")
+    pytest.importorskip("tokenizers", reason="of the checkpoint")
+    from tests.checkpoints import make_checkpoint
+    from tests.exactness import assert_greedy
+
+    path, prompt = make_checkpoint(tmp_path, variant), prompt_ids(70)
+    (tokens,) = generate(path, [prompt], device=device, dtype="float32", attention_backend="sdpa")
+    assert_greedy(device, path, prompt, tokens)
+
+
+@pytest.mark.parametrize("page", [16, 256])
+@pytest.mark.parametrize("window", [0, 24])
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_attention_in_bf16_is_that_of_plain_products(heads, window, page, backend, device):
+    """Of a fresh prompt, a chunk and a token, whose blocks lie anywhere. Compared with fp32 over the same numbers."""
+    if backend == "varlen" and page not in TORCH_PAGE_SIZES:
+        pytest.skip(f"torch's kernel takes no pages of {page}")
+    shape = AttentionShape(*heads, page, (window,) * 2)
+    torch.manual_seed(0)
+    spans = [("fresh", 0, 50), ("chunk", 300, 340), ("token", 519, 520)]
+    need = [-(-end // page) for _, _, end in spans]
+    blocks = torch.randperm(sum(need) + 5).tolist()
+    items = []
+    for (name, begin, end), count in zip(spans, need, strict=True):
+        mine, blocks = blocks[:count], blocks[count:]
+        items.append(PlanItem(name, [0] * (end - begin), begin, mine, True))
+    cache = torch.randn(sum(need) + 5, 2, 2, heads[1], page, heads[2]).to(device, torch.bfloat16)
+    tokens = sum(len(item.token_ids) for item in items)
+    q, k, v = (
+        torch.randn(tokens, n, heads[2]).to(device, torch.bfloat16) for n in (heads[0], *[heads[1]] * 2)
+    )
+    put(cache, items, k, v, page)
+    got = attend(backend, shape, cache, items, q, k, v)
+    plain = attend("sdpa", shape, cache.float(), items, q.float(), k.float(), v.float())
+    torch.testing.assert_close(got.float(), plain, atol=2e-2, rtol=2e-2)
+
+
+def put(cache: Tensor, items: list[PlanItem], k: Tensor, v: Tensor, page: int) -> None:
+    row = 0
+    for item in items:
+        for position in range(item.begin, item.end):
+            block, offset = item.block_ids[position // page], position % page
+            cache[block, :, 0, :, offset], cache[block, :, 1, :, offset] = k[row], v[row]
+            row += 1
+
+
+def attend(name: str, shape: AttentionShape, cache: Tensor, items, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    team = KernelTeam(1, cache.dtype, shape.head_dim) if name == "cpu" else Team(1)
+    with torch.inference_mode():
+        attention = registry.make(name, shape, cache, team)
+        attention.begin(items)
+        return attention.attend(1, q, k, v)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_plain_products(variant, backend, device, model):
+    ways = {"device": device, "page_size": TORCH_PAGE_SIZES[0] if backend == "varlen" else 16}
+    exact = logits(model(variant), dtype="float32", attention_backend="sdpa", **ways)
+    plain = logits(model(variant), dtype="bfloat16", attention_backend="sdpa", **ways)
+    got = logits(model(variant), dtype="bfloat16", attention_backend=backend, **ways)
+    assert float((got - exact).abs().mean()) <= 1.5 * float((plain - exact).abs().mean())
+
+
+def logits(model, **settings) -> Tensor:
+    """[6, vocab] of two sequences: both whole, then one cut and one by a token, then a token of each."""
+    runner = load_runner(EngineConfig(model=model, kv_memory_bytes=KV_BYTES, **settings))
+    one, other = prompt_ids(90), prompt_ids(60, seed=1)
+    steps = [(0, 50, 0, 58), (50, 89, 58, 59), (89, 90, 59, 60)]
+    found = []
+    for a, b, c, d in steps:
+        items = [
+            PlanItem("one", one[a:b], a, [5, 2, 9, 1, 30, 7], True),
+            PlanItem("other", other[c:d], c, [6, 4, 8, 3], True),
+        ]
+        found.append(runner.execute(StepPlan(items, [])).cpu())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("page", [16, 256])
+def test_what_auto_chooses_runs_and_repeats_itself(page, dtype, device, model):
+    ways = {"device": device, "dtype": dtype, "page_size": page}
+    prompts = [prompt_ids(70), prompt_ids(33, seed=1)]
+    both = generate(model("llama"), prompts, **ways)
+    assert [len(answer) for answer in both] == [NEW, NEW]
+    assert generate(model("llama"), prompts, **ways) == both

@@ -1,0 +1,45 @@
+"""The engine beside the card's own limits, in bf16, by the backend that `auto` chooses. Figures to quote, no verdict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import checkpoint, limits
+from bench.checkpoint import ModelShape
+from bench.figures import Figure
+from bench.sections import engine as section
+
+pytestmark = pytest.mark.gpu
+# Eight layers of an 8 B Llama: a step reads 4 GB. Of a smaller model the launches would be measured, not the reading.
+CARD = ModelShape(layers=8, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=32768)
+SMALL = ModelShape(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, vocab=1024)
+REPEATS = 7
+DECODE_BOUND = "≥ 0.6"
+
+
+@pytest.mark.parametrize("page", [16, 256])
+def test_figures(page, device, tmp_path):
+    """By both sizes of pages: without vllm's kernel only the larger one has a paged kernel."""
+    shape = CARD if device == "cuda" else SMALL
+    repeats = REPEATS if device == "cuda" else 1
+    read = limits.read_rate(repeats, device)
+    gemm = limits.gemm_rate(repeats, device=device, shape=shape)
+    loaded = section.load(checkpoint.write_model(tmp_path / "model", shape), device, page)
+    settings = loaded._runner.config
+    bench = section.EngineBench(loaded, shape)
+    figures = [
+        Figure("memory read", read / 1e9, "GB/s", note=f"{limits.READ_BYTES >> 20} MiB"),
+        Figure("GEMM", gemm / 1e12, "TFLOP/s", note="bf16, the model's own shapes"),
+        *bench.figures(gemm, read, lambda count: min(count, repeats), DECODE_BOUND),
+    ]
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, small model: not to be quoted"
+    weights = (shape.linear_weights + 2 * shape.vocab * shape.hidden) / 1e6
+    way = f"{settings.attention_backend}, pages of {page}, {weights:.0f} M parameters in bf16"
+    print(f"\n\n{name}; torch {torch.__version__}; {way}")
+    for figure in figures:
+        met = {None: "", True: "met", False: "not met"}[figure.met]
+        print(
+            f"  {figure.name:<36}{figure.value:>10.4g} {figure.unit:<8}{figure.bound:<7}{met:<9}{figure.note}"
+        )
+    assert all(figure.value > 0 for figure in figures if not figure.name.startswith("outside"))
