@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 # Baton fences a worker at 5 s; Serve restarts it later, so a fenced worker may rejoin until then.
 HEALTH_CHECK_PERIOD_SECONDS = 10.0
 HEALTH_CHECK_TIMEOUT_SECONDS = 30.0
-START_SECONDS = 600.0
 APPLICATION = "baton"
 
 
@@ -42,7 +41,7 @@ class Replica:
             os.environ["RAY_ADDRESS"] = _ray_address()  # the worker's own ranks are placed by the same Ray
         self._stopping = False
         self._keeper = Keeper.take_over_or_start(places.directory(), config, environment)
-        self._keeper.wait_serving(START_SECONDS)
+        self._keeper.wait_serving(resolved.load_seconds)
         threading.Thread(target=self._follow, name="follow", daemon=True).start()
 
     def _follow(self) -> None:

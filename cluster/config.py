@@ -157,6 +157,9 @@ class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
         "auto",
         description="Ray that places ranks on other nodes, host:port; a node of it must be on this machine",
     )
+    load_seconds: float = Field(
+        600.0, gt=0, description="how long Ray waits for a replica whose worker loads its model"
+    )
     max_queued_requests: int = Field(1024, ge=1)
     batch_aging_seconds: float = Field(
         30.0, gt=0, description="a batch request that has queued for a prefill this long counts as normal"

@@ -39,6 +39,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "no pair could ever start",
         "make them equal, or transport auto",
     ),
+    "no pair could start over rdma": (
+        {"transfer": {"transport": "grpc", "requireTransport": "rdma"}},
+        "no pair could ever start",
+        "make them equal, or transport auto",
+    ),
     "ports upside down": (
         {"transfer": {"nixlPorts": {"first": 30000, "last": 20000}}},
         "transfer.nixlPorts.first = 30000 is above last = 20000",

@@ -60,7 +60,8 @@
 {{- fail (printf "prefill.dtype %s and decode.dtype %s: KV of one can't be converted into the other's; set model.dtype for both" (index $dtypes 0) (index $dtypes 1)) }}
 {{- end }}
 {{- $transfer := .Values.transfer }}
-{{- if and $transfer.requireTransport (ne $transfer.transport "auto") (ne $transfer.transport $transfer.requireTransport) }}
+{{- $required := $transfer.requireTransport | replace "rdma" "nixl" }}
+{{- if and $required (ne $transfer.transport "auto") (ne $transfer.transport $required) }}
 {{- fail (printf "transfer.requireTransport is %s and transfer.transport is %s: no pair could ever start; make them equal, or transport auto" $transfer.requireTransport $transfer.transport) }}
 {{- end }}
 {{- $tested := .Values.tests.handoffTransport }}

@@ -122,7 +122,7 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 
 {{- /* The only transport that KV may take; empty: workers choose. */ -}}
 {{- define "baton.onlyTransport" -}}
-{{- .Values.transfer.requireTransport | default (.Values.transfer.transport | replace "auto" "") -}}
+{{- .Values.transfer.requireTransport | replace "rdma" "nixl" | default (.Values.transfer.transport | replace "auto" "") -}}
 {{- end -}}
 
 {{- /* The workers' fixed number. Takes the pool. */ -}}
