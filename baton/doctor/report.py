@@ -14,7 +14,7 @@ from rich.text import Text
 
 from baton.doctor.checks import Check
 from baton.doctor.facts import ZONE_LABEL, Facts
-from baton.doctor.values import Values
+from baton.doctor.pods import Values
 
 _STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "missing": "red"}
 
