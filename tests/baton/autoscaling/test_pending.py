@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.autoscaling import pending
 from baton.autoscaling.config import AutoscalingConfig, PoolLimits
@@ -62,6 +64,20 @@ def test_nobody_starts_forever() -> None:
     pool = Pool(2)
     assert pool.see_until(pending.MAX_STARTING_SECONDS, 1, starting=1) == {(0, None)}
     assert pool.see(1, starting=1) == (1, 1)
+
+
+counts = st.integers(0, 4)
+
+
+@given(rounds=st.lists(st.tuples(counts, counts, counts), max_size=120))
+def test_whatever_comes_nothing_that_serves_or_starts_is_given_back(
+    rounds: list[tuple[int, int, int]],
+) -> None:
+    pool = Pool(4)
+    for ready, starting, unschedulable in rounds:
+        late, left = pool.see(ready, starting=starting, unschedulable=unschedulable)
+        assert 0 <= late <= max(0, 4 - ready - starting)
+        assert left is None or max(1, min(4, ready + starting)) <= left < 4
 
 
 def test_without_a_platforms_word_a_start_that_was_seen_is_waited_for_again() -> None:
