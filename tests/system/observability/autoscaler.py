@@ -16,7 +16,7 @@ from tests.kubernetes.samples import stateful_set
 NAMES = {"prefill": "b-prefill", "decode": "b-decode"}
 # One of each is enough whatever the machine does meanwhile.
 SETTINGS = {
-    "interval_seconds": 1.0,
+    "interval_seconds": 3.0,
     "ttft_objective_seconds": 60.0,
     "itl_objective_seconds": 10.0,
     "kv_usage_limit": 1.0,
