@@ -35,7 +35,7 @@ check: $(STAMP)  ## Lint, types, floors, generated files
 	@$(MAKE) --no-print-directory proto-check
 	@$(BIN)/python deploy/helm/generate.py --check
 
-test-system: $(STAMP)  ## Tests that need Debian or npm packages (Helm); fails on any skip
+test-system: $(STAMP)  ## Tests that need Debian or npm packages; a skip fails, what the machine forbids is named at the end
 	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system $(MORE)
 
 PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto

@@ -83,6 +83,7 @@ class Autoscaler:
         if leads:
             self.metrics.count(decision)
             self._explained.say(decision)
+            self._explained.warn(self._config, self._state)
             self._act(decision, pools)
         return decision
 
@@ -115,6 +116,7 @@ def _observe(role: Role, workers: Sequence[WorkerInfo], pool: PlatformPool) -> P
         target=pool.target,
         ready=len(there) - draining,
         draining=max(draining, pool.terminating),
+        starting=pool.starting,
         unschedulable=pool.unschedulable,
         workers=tuple(sample(one.name, one.status) for one in there),
     )

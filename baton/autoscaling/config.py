@@ -17,7 +17,11 @@ class PoolLimits(Frozen):
     min_replicas: int = Field(1, ge=0, description="0 needs scale_to_zero")
     max_replicas: int = Field(8, ge=1)
     gpus_per_replica: int = Field(1, ge=1, description="what a replica takes of gpu_budget")
-    startup_seconds: float = Field(60.0, gt=0, description="from asking for a replica to its first request")
+    startup_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="how long a replica may take from being asked for to its first request, pulling and loading included",
+    )
 
 
 class AutoscalingConfig(Frozen):
@@ -46,7 +50,8 @@ class AutoscalingConfig(Frozen):
     unschedulable_seconds: float = Field(
         300.0,
         gt=0,
-        description="replicas that have not come so long after their start-up time are given back",
+        description="replicas that have not come so long after their start-up time are given back, unless Kubernetes "
+        "says that they are starting",
     )
     retry_seconds: float = Field(
         300.0, gt=0, description="pause before such replicas are asked for again; doubles up to an hour"

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from baton.autoscaling.decision import Decision
+from baton.autoscaling.config import ROLES
+from baton.autoscaling.decision import Decision, Reason
+
+PARTS = ("redis", "platform")
 
 
 class AutoscalingMetrics:
+    """Every counter is there from the beginning, so that its first event is an increase."""
+
     def __init__(self, registry: CollectorRegistry):
         def gauge(name: str, text: str, labels: tuple[str, ...] = ("pool",)) -> Gauge:
             return Gauge(f"baton_autoscaling_{name}", text, labels, registry=registry)
@@ -36,6 +41,13 @@ class AutoscalingMetrics:
             ["part"],
             registry=registry,
         )
+        for role in ROLES:
+            for reason in Reason:
+                self.decisions.labels(role, reason)
+            for direction in ("up", "down"):
+                self.changes.labels(role, direction)
+        for part in PARTS:
+            self.errors.labels(part)
 
     def count(self, decision: Decision) -> None:
         for one in decision.pools:

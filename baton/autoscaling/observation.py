@@ -38,6 +38,7 @@ class PoolObservation:
     target: int
     ready: int
     draining: int = 0
+    starting: int = 0  # replicas of which the platform says that they have their place, and are not there yet
     unschedulable: int = 0  # replicas of which the platform says that they fit nowhere
     workers: Sequence[WorkerSample] = ()
 

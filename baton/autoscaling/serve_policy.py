@@ -48,6 +48,7 @@ class PoolsPolicy:
         prefill, decode = (_observe(by_name[deployment_name(role)][1]) for role in ROLES)
         decision = decide(self._config, self._state, Observation(prefill, decode), time.monotonic())
         self._explained.say(decision)
+        self._explained.warn(self._config, self._state)
         self._metrics.count(decision)
         return {by_name[deployment_name(one.role)][0]: one.target for one in decision.pools}, kept
 

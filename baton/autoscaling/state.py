@@ -24,6 +24,7 @@ class PoolState:
     # Replicas asked for that have not come:
     ready: int = 0
     pending_since: float | None = None
+    start_seconds: float = 0.0  # what replicas of late took to come, or a little more; 0: none has
     given_back_at: float = FOREVER_AGO
     retry_seconds: float = 0.0  # 0: nothing was given back
     cap: int = 0  # while it may not be asked for more

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.doctor.facts import Facts
+from baton.doctor.facts import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES, Facts
+from baton.doctor.pods import pods_of
+from baton.doctor.room import blocking, shown, without_room
+from baton.doctor.values import values_for
 
 OLDEST = (1, 29)  # the chart is validated from here on
-KUBERAY = "rayservices.ray.io"
-PROMETHEUS = ("servicemonitors.monitoring.coreos.com", "podmonitors.monitoring.coreos.com")
-RULES = "prometheusrules.monitoring.coreos.com"
-CERT_MANAGER = ("certificates.cert-manager.io", "issuers.cert-manager.io")
 
 # ok: as it should be; info: Baton runs without; warning: something will be worse; missing: an install would fail.
 Grade = Literal["ok", "info", "warning", "missing"]
@@ -57,15 +57,34 @@ def _gpus(facts: Facts) -> Check:
         return _unknown(facts, "GPUs", "nodes", "")
     kinds = facts.gpu_kinds()
     if kinds:
-        shown = ", ".join(
+        counted = ", ".join(
             f"{count} × {product or resource}" for (product, resource), count in kinds.most_common()
         )
-        return Check("GPUs", "ok", f"{shown} on {len(facts.gpu_nodes)} nodes")
+        found = f"{counted} on {len(facts.gpu_nodes)} node{'s' if len(facts.gpu_nodes) != 1 else ''}"
+        if kinds.total() == 1:
+            advice = "one decode worker, which prefills by itself: a second GPU makes two pools"
+            return Check("GPUs", "warning", found, advice)
+        return Check("GPUs", "ok", found)
     labelled = [node.name for node in facts.nodes if any("gpu" in label for label in node.labels)]
     advice = "workers run on CPUs: only small models; install the GPU operator or device plugin to use GPUs"
     if labelled:
         advice = f"{labelled[0]} has GPU labels and nothing allocatable: the device plugin does not run there"
     return Check("GPUs", "warning", "none allocatable", advice)
+
+
+def _room(facts: Facts) -> Check:
+    if "nodes" in facts.unread:
+        return _unknown(facts, "room", "nodes", "")
+    pods = pods_of(values_for(facts))
+    if left := without_room(pods, facts.nodes):
+        names = ", ".join(f"{count} × {name}" for name, count in Counter(pod.name for pod in left).items())
+        tainted = sum(bool(blocking(node.taints)) for node in facts.nodes if node.usable)
+        advice = "add nodes, or ask for less in resources"
+        if tainted:
+            advice += f"; {tainted} nodes have taints, which pod.tolerations of a component may tolerate"
+        return Check("room", "missing", f"none for {names}: {shown(left)}", advice)
+    found = f"for {shown(pods)}"
+    return Check("room", "ok", found, "of what nodes have in all: what runs there already is not counted")
 
 
 def _rdma(facts: Facts) -> Check:
@@ -106,7 +125,8 @@ def _prometheus(facts: Facts) -> Check:
     if len(have) == 3:
         return Check("Prometheus operator", "ok", "monitors and rules")
     found = "not installed" if not have else f"only {', '.join(have)}"
-    return Check("Prometheus operator", "info", found, "scrape the pods by their annotations, or install it")
+    advice = "have Prometheus discover the pods and scrape their port named metrics, or install it"
+    return Check("Prometheus operator", "info", found, advice)
 
 
 def _cert_manager(facts: Facts) -> Check:
@@ -131,14 +151,23 @@ def _storage(facts: Facts) -> Check:
 
 
 def _permissions(facts: Facts) -> Check:
-    denied = [
-        f"{one.verb} {_full(one.resource, one.group)}" for one in facts.permissions if one.allowed is False
-    ]
-    if denied:
-        advice = "an administrator installs it, or grants these; rbac.create: false needs no roles"
-        return Check("permissions", "missing", f"may not {', '.join(denied)} in {facts.namespace}", advice)
+    denied = [one for one in facts.permissions if one.allowed is False]
+    required = [f"{one.verb} {one.full_name}" for one in denied if not one.feature]
+    if required:
+        found = f"may not {', '.join(required)} in {facts.namespace}"
+        return Check("permissions", "missing", found, "an administrator installs it, or grants these")
     if any(one.allowed is None for one in facts.permissions):
         return _unknown(facts, "permissions", "permissions", "")
+    operators = (KUBERAY, *PROMETHEUS, RULES, *CERT_MANAGER)
+    # Nobody misses a right to objects that this cluster does not know.
+    optional = [
+        one for one in denied if one.full_name not in operators or facts.crds.get(one.full_name) is not None
+    ]
+    if optional:
+        names = ", ".join(f"{one.verb} {one.full_name}" for one in optional)
+        features = ", ".join(dict.fromkeys(one.feature for one in optional))
+        advice = f"the values below do without {features}; an administrator may grant these"
+        return Check("permissions", "warning", f"may not {names}", advice)
     return Check("permissions", "ok", f"may create what the chart has, in {facts.namespace}")
 
 
@@ -146,14 +175,11 @@ def _unknown(facts: Facts, name: str, what: str, advice: str) -> Check:
     return Check(name, "warning", f"unknown: {facts.unread.get(what, 'not asked')}", advice)
 
 
-def _full(resource: str, group: str) -> str:
-    return f"{resource}.{group}" if group else resource
-
-
 _CHECKS: tuple[Callable[[Facts], Check], ...] = (
     _version,
     _nodes,
     _gpus,
+    _room,
     _rdma,
     _kuberay,
     _prometheus,

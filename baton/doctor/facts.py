@@ -6,11 +6,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.doctor.quantity import amount
+
 GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 MIG_PREFIX = "nvidia.com/mig-"
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 CLIQUE_LABEL = "nvidia.com/gpu.clique"
 ZONE_LABEL = "topology.kubernetes.io/zone"
+# Definitions of the operators that Baton's chart has objects for.
+KUBERAY = "rayservices.ray.io"
+PROMETHEUS = ("servicemonitors.monitoring.coreos.com", "podmonitors.monitoring.coreos.com")
+RULES = "prometheusrules.monitoring.coreos.com"
+CERT_MANAGER = ("certificates.cert-manager.io", "issuers.cert-manager.io")
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,10 @@ class Node:
     @property
     def usable(self) -> bool:
         return self.ready and self.schedulable
+
+    def amount(self, resource: str) -> float:
+        """Allocatable, in cores, bytes or pieces."""
+        return amount(self.allocatable.get(resource, "0"))
 
     @property
     def gpu_resource(self) -> str:
@@ -69,12 +80,18 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class Permission:
-    """An action that an install takes, and whether whoever asks may take it. None: the API does not say."""
+    """An action that an install takes, and whether whoever asks may take it. None: the API does not say.
+    `feature`: the values that it is for; empty: every install takes it."""
 
     verb: str
     resource: str
     group: str
     allowed: bool | None
+    feature: str = ""
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.resource}.{self.group}" if self.group else self.resource
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,10 @@ class Facts:
     def gpu_nodes(self) -> list[Node]:
         return [node for node in self.nodes if node.usable and node.gpus]
 
+    def may(self, *names: str) -> bool:
+        """Is nothing of these objects (by full name) forbidden, as far as is known?"""
+        return not any(one.allowed is False and one.full_name in names for one in self.permissions)
+
     def gpu_kinds(self) -> Counter[tuple[str, str]]:
         """GPUs by (product, resource), of usable nodes."""
         kinds: Counter[tuple[str, str]] = Counter()
@@ -102,9 +123,8 @@ class Facts:
 
 
 def _count(allocatable: Mapping[str, str], name: str) -> int:
-    """Extended resources are whole numbers."""
-    text = allocatable.get(name, "0")
-    return int(text) if text.isdigit() else 0
+    """Extended resources are whole numbers, but a thousand of one is `1k`."""
+    return int(amount(allocatable.get(name, "0")))
 
 
 def _is_rdma(name: str) -> bool:

@@ -12,27 +12,12 @@ from kubernetes import client
 from kubernetes import config as kubernetes_config
 
 from baton.doctor.facts import Facts, Node, Permission, StorageClass, Taint
+from baton.doctor.rights import RIGHTS, Right
 from cluster.errors import ConfigError, UnavailableError
 from cluster.kubernetes_api import open_api
 
 T = TypeVar("T")
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
-# What `helm install` of the chart creates, and what its parts do (group, resource, verb).
-NEEDED = (
-    ("", "secrets", "create"),
-    ("", "configmaps", "create"),
-    ("", "services", "create"),
-    ("", "serviceaccounts", "create"),
-    ("apps", "deployments", "create"),
-    ("apps", "statefulsets", "create"),
-    ("batch", "jobs", "create"),
-    ("networking.k8s.io", "networkpolicies", "create"),
-    ("policy", "poddisruptionbudgets", "create"),
-    ("rbac.authorization.k8s.io", "roles", "create"),
-    ("rbac.authorization.k8s.io", "rolebindings", "create"),
-    ("rbac.authorization.k8s.io", "clusterroles", "create"),
-    ("rbac.authorization.k8s.io", "clusterrolebindings", "create"),
-)
 
 
 @contextmanager
@@ -70,7 +55,7 @@ class Reader:
             nodes=self._ask("nodes", self._nodes, ()),
             crds=self._ask("custom resource definitions", self._crds, {}),
             storage_classes=self._ask("storage classes", self._storage_classes, ()),
-            permissions=[self._permission(*needed) for needed in NEEDED],
+            permissions=[self._permission(right) for right in RIGHTS],
             unread=self._unread,
         )
 
@@ -107,11 +92,14 @@ class Reader:
             for one in listed
         ]
 
-    def _permission(self, group: str, resource: str, verb: str) -> Permission:
+    def _permission(self, right: Right) -> Permission:
         review = client.V1SelfSubjectAccessReview(
             spec=client.V1SelfSubjectAccessReviewSpec(
                 resource_attributes=client.V1ResourceAttributes(
-                    namespace=self._namespace, group=group, resource=resource, verb=verb
+                    namespace=self._namespace if right.has_namespace else None,
+                    group=right.group,
+                    resource=right.resource,
+                    verb=right.verb,
                 )
             )
         )
@@ -121,7 +109,8 @@ class Reader:
             answer = api.create_self_subject_access_review(review, _request_timeout=self._seconds)
             return answer.status.allowed if answer.status is not None else None
 
-        return Permission(verb, resource, group, self._ask("permissions", ask, None))
+        allowed = self._ask("permissions", ask, None)
+        return Permission(right.verb, right.resource, right.group, allowed, right.feature)
 
 
 def _node(one: Any) -> Node:

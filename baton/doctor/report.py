@@ -14,7 +14,15 @@ from rich.text import Text
 
 from baton.doctor.checks import Check
 from baton.doctor.facts import ZONE_LABEL, Facts
-from baton.doctor.values import Values
+from baton.doctor.pods import Values
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes what both pools share twice: people edit one of them."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
 
 _STYLES = {"ok": "green", "info": "cyan", "warning": "yellow", "missing": "red"}
 
@@ -38,7 +46,7 @@ def as_json(facts: Facts, checks: Sequence[Check], values: Values) -> dict[str, 
 
 
 def as_yaml(values: Values) -> str:
-    return str(yaml.safe_dump(values, sort_keys=False, default_flow_style=False))
+    return str(yaml.dump(values, Dumper=_Plain, sort_keys=False, default_flow_style=False))
 
 
 def _checks(checks: Sequence[Check]) -> Table:

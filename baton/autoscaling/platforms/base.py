@@ -10,10 +10,12 @@ from cluster.config import Role
 
 @dataclass(frozen=True)
 class PlatformPool:
-    """A pool as its platform sees it. `version` names this very state: a change made since is not overwritten."""
+    """A pool as its platform sees it. `starting` replicas have their place, and pull, download or load; those that
+    fail at it are not among them. `version` names this very state: a change made since is not overwritten."""
 
     target: int
     terminating: int = 0
+    starting: int = 0
     unschedulable: int = 0
     version: str = ""
 

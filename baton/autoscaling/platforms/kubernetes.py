@@ -21,6 +21,8 @@ from cluster.errors import SetupError, UnavailableError
 from cluster.kubernetes_api import open_api
 
 CALL_SECONDS = 5.0
+# Why a container of a pod that starts may wait; other reasons are failures.
+_BEGINNING = (None, "", "ContainerCreating", "PodInitializing")
 _SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -65,6 +67,7 @@ class StatefulSets:
         return PlatformPool(
             target=scale.spec.replicas or 0,
             terminating=sum(pod.metadata.deletion_timestamp is not None for pod in owned),
+            starting=sum(_starting(pod) for pod in owned),
             unschedulable=sum(_unschedulable(pod) for pod in owned),
             version=scale.metadata.resource_version or "",
         )
@@ -92,6 +95,22 @@ def _unschedulable(pod: Any) -> bool:
         return False
     conditions = pod.status.conditions or () if pod.status is not None else ()
     return any(one.type == "PodScheduled" and one.status == "False" for one in conditions)
+
+
+def _starting(pod: Any) -> bool:
+    """Scheduled and not ready: it pulls, downloads or loads. Not if a container has failed, or can't begin."""
+    if pod.metadata.deletion_timestamp is not None or pod.status is None:
+        return False
+    conditions = {one.type: one.status for one in pod.status.conditions or ()}
+    containers = [*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ())]
+    waiting = [one.state.waiting.reason for one in containers if one.state and one.state.waiting]
+    return (
+        conditions.get("PodScheduled") == "True"
+        and conditions.get("Ready") != "True"
+        and pod.status.phase in ("Pending", "Running")
+        and all(reason in _BEGINNING for reason in waiting)
+        and not any(one.restart_count for one in containers)
+    )
 
 
 @contextlib.contextmanager

@@ -75,6 +75,7 @@ def overview() -> Board:
                     stages,
                 ],
             ),
+            _autoscaling(),
             Row(
                 "Trouble",
                 [
@@ -92,6 +93,42 @@ def overview() -> Board:
                         "{{instance}}",
                     ),
                 ],
+            ),
+        ],
+    )
+
+
+def _autoscaling() -> Row:
+    """One of several autoscalers leads; the others show nothing, or what they last decided."""
+
+    def replicas(which: str, legend: str) -> Query:
+        return Query(
+            total(f"baton_autoscaling_{which}_replicas", "pool", "", "max"), f"{{{{pool}}}} {legend}"
+        )
+
+    def gpus(which: str, legend: str) -> Query:
+        return Query(total(f"baton_autoscaling_{which}", "", "", "max"), legend)
+
+    return Row(
+        "Autoscaling",
+        [
+            Panel(
+                "Replicas",
+                "short",
+                [
+                    replicas("desired", "asked for"),
+                    replicas("needed", "needed"),
+                    replicas("current", "ready"),
+                ],
+                "Needed: by the load, before limits and budget.",
+            ),
+            Panel("GPUs", "short", [gpus("gpus_asked", "asked for"), gpus("gpu_budget", "budget")]),
+            by(
+                "Decisions by reason",
+                "ops",
+                rate("baton_autoscaling_decisions_total", "pool, reason"),
+                "{{pool}} {{reason}}",
+                stacked=True,
             ),
         ],
     )

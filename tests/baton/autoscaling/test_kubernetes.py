@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -134,6 +135,74 @@ def test_replicas_that_fit_nowhere_are_given_back(rig: Rig) -> None:
         rig.step(requests_per_second=3.0)
     assert rig.replicas("prefill") == 1
     assert rig.metric("decisions_total", pool="prefill", reason="unschedulable") >= 1
+
+
+def test_replicas_that_load_are_waited_for(rig: Rig) -> None:
+    asked, pods = 1, 1
+    for _ in range(70):  # more than ten minutes: start-up is said to take 30 s
+        rig.step(requests_per_second=3.0)
+        assert rig.replicas("prefill") >= asked, "nothing that loads is given back"
+        asked = rig.replicas("prefill")
+        for ordinal in range(pods, asked):
+            rig.server.create(starting_pod(f"b-prefill-{ordinal}"))
+        pods = asked
+    assert asked >= 2
+    assert rig.metric("decisions_total", pool="prefill", reason="unschedulable") == 0
+
+
+WAITS = {"waiting": {"reason": "ContainerCreating"}}
+RUNS = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "starting"),
+    [
+        ({}, 1),
+        ({"phase": "Pending", "containerStatuses": [("worker", WAITS, 0)]}, 1),
+        ({"phase": "Pending", "initContainerStatuses": [("fetch", RUNS, 0)]}, 1),
+        ({"containerStatuses": [("worker", RUNS, 1)]}, 0),
+        ({"containerStatuses": [("worker", {"waiting": {"reason": "CrashLoopBackOff"}}, 0)]}, 0),
+        (
+            {
+                "phase": "Pending",
+                "containerStatuses": [("worker", {"waiting": {"reason": "ErrImagePull"}}, 0)],
+            },
+            0,
+        ),
+        ({"phase": "Failed"}, 0),
+        ({"Ready": "True"}, 0),
+        ({"PodScheduled": "False"}, 0),
+    ],
+)
+def test_a_pod_that_starts_is_told_from_one_that_fails(
+    changes: dict[str, Any], starting: int, rig: Rig
+) -> None:
+    rig.server.create(starting_pod("b-prefill-1", **changes))
+    assert rig.platform.read("prefill").starting == starting
+    assert rig.platform.read("decode").starting == 0
+
+
+def starting_pod(name: str, **changes: Any) -> dict[str, Any]:
+    """Scheduled, and its containers run; what they do is not over yet."""
+    made: dict[str, Any] = unschedulable_pod(name)
+    conditions = {"PodScheduled": "True", "Ready": "False"}
+    status: dict[str, Any] = {"phase": "Running", "containerStatuses": [("worker", RUNS, 0)]}
+    for key, value in changes.items():
+        (conditions if key in conditions else status)[key] = value
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        status[kind] = [
+            {
+                "name": container,
+                "state": state,
+                "restartCount": restarts,
+                "ready": False,
+                "image": "",
+                "imageID": "",
+            }
+            for container, state, restarts in status.get(kind, ())
+        ]
+    listed = [{"type": key, "status": value} for key, value in conditions.items()]
+    return {**made, "status": {**status, "conditions": listed}}
 
 
 def unschedulable_pod(name: str) -> dict[str, object]:

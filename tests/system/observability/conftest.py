@@ -1,4 +1,4 @@
-"""A healthy cluster under load, scraped by a real Prometheus: most tests here only look at it."""
+"""A healthy cluster under load with an autoscaler, scraped by a real Prometheus: most tests here only look at it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import Cluster, run_cluster, wait_for
 from tests.observability.collector import Collector, run_collector
+from tests.system.observability.autoscaler import run_autoscaler
 from tests.system.observability.debian_prometheus import Prometheus, run_prometheus
 from tests.system.observability.load import trickle
 from tests.system.observability.rules import hurried
@@ -26,6 +27,7 @@ class Watched:
     cluster: Cluster
     prometheus: Prometheus
     collector: Collector
+    targets: list[str]
     began: float  # monotonic: when everything was up
 
 
@@ -35,9 +37,10 @@ def targets_of(cluster: Cluster) -> list[str]:
 
 
 @contextlib.contextmanager
-def watch(directory: Path, cluster: Cluster) -> Iterator[Prometheus]:
-    with run_prometheus(directory, targets_of(cluster), hurried(directory)) as prometheus:
-        up = len(targets_of(cluster))
+def watch(directory: Path, cluster: Cluster, *more: str) -> Iterator[Prometheus]:
+    targets = [*targets_of(cluster), *more]
+    with run_prometheus(directory, targets, hurried(directory)) as prometheus:
+        up = len(targets)
         wait_for(lambda: len(prometheus.query("up == 1")) == up, 30, "everything is scraped")
         yield prometheus
 
@@ -51,11 +54,12 @@ def healthy(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
         cluster = stack.enter_context(
             run_cluster(directory / "cluster", checkpoint("llama"), *PROCESS, *flags)
         )
-        prometheus = stack.enter_context(watch(directory, cluster))
+        autoscaler = stack.enter_context(run_autoscaler(directory, cluster))
+        prometheus = stack.enter_context(watch(directory, cluster, autoscaler))
         answered = stack.enter_context(trickle(cluster.grpc))
         # Before the first scrape there is no router.
         wait_for(lambda: not prometheus.firing(), 60, "the beginning is over")
         began = time.monotonic()
         until = began + HEALTHY_SECONDS
         wait_for(lambda: time.monotonic() > until and answered[0] >= 20, 120, "requests are answered")
-        yield Watched(cluster, prometheus, collector, began)
+        yield Watched(cluster, prometheus, collector, [*targets_of(cluster), autoscaler], began)

@@ -41,7 +41,8 @@ def hurried(directory: Path) -> list[Path]:
         for rule in (rule for group in rules["groups"] for rule in group["rules"]):
             rule["expr"] = re.sub(r"\[\d+[mh]\]", f"[{WINDOW}]", rule["expr"])
             if "for" in rule:
-                rule["for"] = "1s"
+                # What may go on for minutes in a cluster may go on for seconds on a busy machine.
+                rule["for"] = "20s" if re.fullmatch(r"\d{2,}m", rule["for"]) else "1s"
         path = directory / f"hurried-{file.name}"
         path.write_text(yaml.safe_dump(rules))
         written.append(path)

@@ -80,6 +80,12 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
         'baton_handoffs_total{role="decode"}': _counter(10, 10),
         'baton_handoffs_refused_total{role="decode"}': _counter(0, 10),
     },
+    "BatonAutoscalingShort": {
+        "baton_autoscaling_needed_replicas": _gauge(2, 3),
+        "baton_autoscaling_desired_replicas": _gauge(2, 2),
+        "baton_autoscaling_leader": _gauge(1, 1),
+    },
+    "BatonAutoscalingStopped": {"baton_autoscaling_decisions_total": _counter(3, 0)},
 }
 BY_CAUSE = {
     *("BatonRouterAbsent", "BatonNoDecodeWorker", "BatonNoPrefillWorker", "BatonWorkerLost"),

@@ -12,7 +12,7 @@ import pytest
 
 from deploy.observability import boards, dashboards, metrics_doc
 from tests.end_to_end.conftest import wait_for
-from tests.system.observability.conftest import HEALTHY_SECONDS, Watched, targets_of
+from tests.system.observability.conftest import HEALTHY_SECONDS, Watched
 from tests.system.observability.debian_prometheus import ROOT, promtool
 from tests.system.observability.rules import (
     FILES,
@@ -80,7 +80,7 @@ def test_no_alert_fires(healthy: Watched) -> None:
 
 
 def test_the_list_of_metrics_is_up_to_date(healthy: Watched) -> None:
-    scraped = [_scrape(target) for target in targets_of(healthy.cluster)]
+    scraped = [_scrape(target) for target in healthy.targets]
     assert (ROOT / "docs" / "metrics.md").read_text() == metrics_doc.document(scraped)
 
 
