@@ -51,7 +51,7 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- $config := dict
     "role" .role "port" (int $pool.port) "metrics_port" (int $pool.metricsPort)
     "namespace" (include "baton.namespaceKey" $root) "drain_seconds" (int $pool.drainSeconds)
-    "step_stall_seconds" (int $pool.livenessSeconds) "engine" $engine
+    "step_stall_seconds" (int $pool.livenessSeconds) "load_seconds" (int $model.loadSeconds) "engine" $engine
     "transfer" (dict
       "transport" $transfer.transport "require_transport" $transfer.requireTransport
       "ring_bytes" (int64 $transfer.ringBytes) "ring_max_bytes" (int64 $transfer.ringMaxBytes)

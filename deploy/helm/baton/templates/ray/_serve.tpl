@@ -4,7 +4,6 @@
 {{- define "baton.servePool" -}}
 {{- $pool := index .root.Values .role -}}
 {{- $config := include "baton.workerConfig" . | fromYaml -}}
-{{- $_ := set $config "load_seconds" (int .root.Values.model.loadSeconds) }}
 {{- if eq .root.Values.ray.mode "external" }}
 {{- /* Several workers may share a node there. */}}
 {{- $_ := set $config "port" 0 }}
