@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 from torch import Tensor
 
 from cluster import huge_pages
 from cluster.errors import ConfigError
+from cluster.memory import available_bytes
 
 # Of the memory that is free, when no size is named: other processes live here too.
 FREE_SHARE_CPU = 0.25
@@ -21,7 +21,7 @@ def choose_bytes(asked: int, device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * FREE_SHARE_CUDA)
-    return int(psutil.virtual_memory().available * FREE_SHARE_CPU)
+    return int(available_bytes() * FREE_SHARE_CPU)
 
 
 def allocate(

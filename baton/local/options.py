@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 from pydantic import ValidationError
 
 from baton.autoscaling.config import ServeAutoscalingConfig
@@ -24,6 +23,7 @@ from cluster.config import (
     WorkerConfig,
 )
 from cluster.errors import ConfigError
+from cluster.memory import available_bytes
 
 # Of the memory that is free at the start, the share all KV pools together may take when none is named, and the
 # most one pool takes: a small model gains nothing from more.
@@ -140,7 +140,7 @@ class UpOptions:
         if self.kv_memory:
             return self.kv_memory
         ranks = self.prefill_workers * self.prefill_tp + self.decode * self.decode_tp
-        free = psutil.virtual_memory().available
+        free = available_bytes()
         return min(KV_POOL_MAX_BYTES, int(free * KV_SHARE_OF_FREE) // ranks)
 
     def worker_config(self, role: Role, redis_url: str, namespace: str, secret: str) -> WorkerConfig:

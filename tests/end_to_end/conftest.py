@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,27 @@ def run_cluster(directory: Path, model: Path, *flags: str) -> Iterator[Cluster]:
         assert ended_early is None, f"baton up ended by itself with {ended_early}:\n{log.read_text()}"
     assert running.process.returncode == 0, log.read_text()
     assert not (directory / "state.json").exists()
+
+
+@dataclass(frozen=True)
+class UnderOrders:
+    """A cluster whose processes break at named points when a file in `orders` says so."""
+
+    model: Path
+    cluster: Cluster
+    orders: Path
+
+
+@contextlib.contextmanager
+def run_under_orders(
+    directories: pytest.TempPathFactory, name: str, model: Path, *flags: str, **environment: str
+) -> Iterator[UnderOrders]:
+    orders = directories.mktemp(f"{name}-orders")
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in {"BATON_FAULT_ORDERS": str(orders), **environment}.items():
+            patch.setenv(variable, value)
+        with run_cluster(directories.mktemp(name), model, *flags) as cluster:
+            yield UnderOrders(model, cluster, orders)
 
 
 @pytest.fixture

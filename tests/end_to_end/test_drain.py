@@ -13,7 +13,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from bench.cluster import Cluster
 from cluster.faults.orders import Order, Struck, give_orders, read_struck
 from cluster.membership.leaving import request_drain
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import run_cluster, wait_for
+from tests.end_to_end.conftest import UnderOrders, run_under_orders, wait_for
 from tests.exactness import judge
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
@@ -33,27 +32,17 @@ PROMPTS = [prompt_ids(60, seed=seed) for seed in range(9, 17)]
 OPTIONS: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
-@dataclass(frozen=True)
-class Running:
-    model: Path
-    cluster: Cluster
-    orders: Path  # faults by order
-
-
 @pytest.fixture(scope="module")
-def running(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnderOrders]:
     """`baton up` starts a new worker for each that leaves."""
-    model = checkpoint("llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BATON_DRAIN_MIGRATE_SECONDS", "0")
-        directory, orders = tmp_path_factory.mktemp("drain"), tmp_path_factory.mktemp("orders")
-        patch.setenv("BATON_FAULT_ORDERS", str(orders))
-        with run_cluster(directory, model, *FLAGS, "--prefill", "2", "--decode", "3") as cluster:
-            yield Running(model, cluster, orders)
+    flags = (*FLAGS, "--prefill", "2", "--decode", "3")
+    at_once = {"BATON_DRAIN_MIGRATE_SECONDS": "0"}
+    with run_under_orders(tmp_path_factory, "drain", checkpoint("llama"), *flags, **at_once) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)
-def enough(running: Running) -> None:
+def enough(running: UnderOrders) -> None:
     wait_for(lambda: len(ready(running.cluster, "decode")) >= 2, 60.0, "somebody who can go on")
 
 
@@ -110,7 +99,7 @@ async def read_all(stream: AsyncStream) -> None:
 
 
 @contextlib.asynccontextmanager
-async def stopped_midway(running: Running) -> AsyncIterator[tuple[Struck, list[AsyncStream]]]:
+async def stopped_midway(running: UnderOrders) -> AsyncIterator[tuple[Struck, list[AsyncStream]]]:
     """A decode worker stops by itself in the middle of its streams; it goes on at the end."""
     order = Order(f"stop-{secrets.token_hex(3)}", "decode.tokens", "stop", at=200)
     give_orders(running.orders, [order])
@@ -137,7 +126,7 @@ def assert_all_exact(model: Path, streams: list[AsyncStream]) -> None:
         assert_exact(model, prompt, stream.completion().token_ids, LONG)
 
 
-async def test_streams_of_a_decode_worker_that_gets_sigterm_go_on_elsewhere(running: Running) -> None:
+async def test_streams_of_a_decode_worker_that_gets_sigterm_go_on_elsewhere(running: UnderOrders) -> None:
     async with stopped_midway(running) as (leaving, streams):
         os.kill(leaving.pid, signal.SIGTERM)
     assert_all_exact(running.model, streams)
@@ -147,7 +136,7 @@ async def test_streams_of_a_decode_worker_that_gets_sigterm_go_on_elsewhere(runn
     assert_left(running.cluster, leaving.process)
 
 
-async def test_nothing_is_placed_on_a_worker_from_the_moment_it_is_told(running: Running) -> None:
+async def test_nothing_is_placed_on_a_worker_from_the_moment_it_is_told(running: UnderOrders) -> None:
     """It does not even know yet: it is stopped, in the middle of its streams."""
     cluster = running.cluster
     async with stopped_midway(running) as (leaving, streams):
@@ -164,7 +153,7 @@ async def test_nothing_is_placed_on_a_worker_from_the_moment_it_is_told(running:
     assert unknown.returncode == 1 and "registered are:" in unknown.stderr
 
 
-def test_prefill_workers_leave_under_load(running: Running) -> None:
+def test_prefill_workers_leave_under_load(running: UnderOrders) -> None:
     model, cluster = running.model, running.cluster
     leaving = ready(cluster, "prefill")[0]
     prompts = [prompt_ids(40 + 37 * i, seed=200 + i) for i in range(12)]
@@ -184,7 +173,7 @@ def test_prefill_workers_leave_under_load(running: Running) -> None:
 
 
 def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
-    running: Running, tmp_path: Path
+    running: UnderOrders, tmp_path: Path
 ) -> None:
     model, cluster = running.model, running.cluster
     with router_beside(cluster, model, tmp_path / "router.json") as (process, facts):
@@ -264,7 +253,7 @@ def ask(facts: dict[str, Any], model: str) -> tuple[int, str | None]:
             return error.code, error.headers["retry-after"]
 
 
-async def test_without_another_one_streams_finish_where_they_are(running: Running) -> None:
+async def test_without_another_one_streams_finish_where_they_are(running: UnderOrders) -> None:
     """The last one here: it leaves the cluster without a decode worker for a while."""
     cluster = running.cluster
     os.kill(cluster.process.pid, signal.SIGSTOP)  # nobody starts new ones

@@ -7,8 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +17,7 @@ from bench.cluster import Cluster
 from cluster.errors import UnavailableError
 from cluster.faults.orders import Order, give_orders, read_struck
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import gone, run_cluster, wait_for
+from tests.end_to_end.conftest import UnderOrders, gone, run_under_orders, wait_for
 from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
 
 ADMISSION_SECONDS = 3.0
@@ -28,24 +26,14 @@ PAGE = 16
 OPTIONS: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
-@dataclass(frozen=True)
-class Running:
-    model: Path
-    cluster: Cluster
-    orders: Path  # faults by order
-
-
 @pytest.fixture(scope="module")
-def running(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UnderOrders]:
     """Every test leaves as many workers as it found."""
-    model, orders = checkpoint("llama"), tmp_path_factory.mktemp("orders")
     # A request waits as long as its first token may take, where that is longer.
     patience = ("--admission-seconds", str(ADMISSION_SECONDS), "--ttft-target-seconds-normal", "0")
-    flags = ("--decode", "2", *patience)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BATON_FAULT_ORDERS", str(orders))
-        with run_cluster(tmp_path_factory.mktemp("gone"), model, *PROCESS, *flags) as cluster:
-            yield Running(model, cluster, orders)
+    flags = (*PROCESS, "--decode", "2", *patience)
+    with run_under_orders(tmp_path_factory, "gone", checkpoint("llama"), *flags) as started:
+        yield started
 
 
 @contextlib.contextmanager
@@ -71,7 +59,7 @@ def kill_all(cluster: Cluster, role: str) -> None:
         wait_for(lambda pid=pid: gone(pid), 10.0, "killed")
 
 
-def test_without_decode_workers_requests_wait_and_are_told_when_to_come_back(running: Running) -> None:
+def test_without_decode_workers_requests_wait_and_are_told_when_to_come_back(running: UnderOrders) -> None:
     cluster, prompt = running.cluster, prompt_ids(40, seed=51)
     body = {"model": running.model.name, "prompt": prompt, "max_tokens": 4}
     with Client(cluster.grpc) as client:
@@ -94,7 +82,7 @@ def test_without_decode_workers_requests_wait_and_are_told_when_to_come_back(run
     assert_all_free(cluster)
 
 
-def test_without_prefill_workers_decode_workers_prefill(running: Running) -> None:
+def test_without_prefill_workers_decode_workers_prefill(running: UnderOrders) -> None:
     cluster, prompt = running.cluster, prompt_ids(150, seed=52)
     with Client(cluster.grpc) as client, nobody_restarts(cluster):
         kill_all(cluster, "prefill")
@@ -107,7 +95,7 @@ def test_without_prefill_workers_decode_workers_prefill(running: Running) -> Non
     assert_all_free(cluster)
 
 
-def test_after_a_decode_workers_death_only_what_is_new_is_prefilled(running: Running) -> None:
+def test_after_a_decode_workers_death_only_what_is_new_is_prefilled(running: UnderOrders) -> None:
     """The prefill worker's prefix cache holds the rest: all full blocks of the prompt."""
     cluster, prompt, died_at, new = running.cluster, prompt_ids(200, seed=53), 40, 90
 

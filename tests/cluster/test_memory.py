@@ -1,0 +1,58 @@
+"""A worker in a container sizes itself by the container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from cluster import memory
+from engine import kv_cache
+
+GIB = 1 << 30
+
+
+def limited(directory: Path, limit: str, used: int, inactive: int = 0) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.current").write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nactive_file 7\n")
+
+
+def own(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "own"
+    file.write_text(text)
+    return file
+
+
+def test_the_container_is_the_root(tmp_path):
+    limited(tmp_path / "cg", str(4 * GIB), 3 * GIB, inactive=1 * GIB)
+    assert list(memory.headrooms(tmp_path / "cg", own(tmp_path, "0::/\n"))) == [2 * GIB]
+
+
+def test_every_limit_above_counts_and_max_is_none(tmp_path):
+    cgroups = tmp_path / "cg"
+    limited(cgroups / "pods" / "one", "max", GIB)
+    limited(cgroups / "pods", str(8 * GIB), GIB)
+    assert list(memory.headrooms(cgroups, own(tmp_path, "0::/pods/one\n"))) == [7 * GIB]
+
+
+def test_the_first_version(tmp_path):
+    directory = tmp_path / "cg" / "memory" / "docker"
+    directory.mkdir(parents=True)
+    (directory / "memory.limit_in_bytes").write_text(str(2 * GIB))
+    (directory / "memory.usage_in_bytes").write_text(str(3 * GIB))
+    groups = own(tmp_path, "7:cpu,cpuacct:/docker\n5:memory:/docker\n1:name=systemd:/x\n")
+    assert list(memory.headrooms(tmp_path / "cg", groups)) == [0]
+
+
+def test_no_cgroups_no_limits(tmp_path):
+    assert list(memory.headrooms(tmp_path / "none", tmp_path / "none")) == []
+    assert memory.available_bytes() <= psutil.virtual_memory().total
+
+
+def test_the_kv_pool_stays_within_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "headrooms", lambda: iter([GIB]))
+    assert kv_cache.choose_bytes(0, torch.device("cpu")) <= GIB * kv_cache.FREE_SHARE_CPU
