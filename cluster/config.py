@@ -73,6 +73,15 @@ class TransferConfig(Frozen):
     )
     digest_sample_share: float = Field(0.125, gt=0, le=1)
 
+    @model_validator(mode="after")
+    def _can_be_met(self) -> TransferConfig:
+        if self.required and self.transport not in ("auto", self.required):
+            raise ValueError(
+                f"transport {self.transport} never meets require_transport {self.require_transport}: make them equal, "
+                f"or transport auto"
+            )
+        return self
+
     @property
     def required(self) -> str:
         """Which of the two transports must be used; RDMA is NIXL's affair. "" = either."""

@@ -57,11 +57,9 @@ class DrainedMail:
 
     async def _deliver(self, decode: common_pb2.WorkerRef) -> None:
         """Says so when it fails for the first time, and how it ended then; not at every try."""
-        worker_id, failed = decode.worker_id, False
+        worker_id, failed, in_vain = decode.worker_id, False, 0
         try:
-            for _ in range(TRIES):
-                if not self._waiting.get(worker_id):
-                    break
+            while self._waiting.get(worker_id) and in_vain < TRIES:
                 try:
                     await self._try(decode)
                 except (errors.BatonError, TimeoutError) as error:
@@ -69,6 +67,7 @@ class DrainedMail:
                         log.info("%s has not heard yet what is drained: %s", worker_id, _words(error))
                     failed = True
                     decode = self._as_it_is_now(decode)
+                in_vain += bool(self._waiting.get(worker_id))
                 await asyncio.sleep(TRY_SECONDS)
             if left := self._waiting.get(worker_id):
                 log.info(

@@ -215,6 +215,14 @@ class PartsLanded:
 
 
 @dataclass(frozen=True)
+class RankFailed:
+    """Nothing lands at it any more."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class ProbeArrived:
     rank: int
     nonce: str

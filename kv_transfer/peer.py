@@ -86,7 +86,7 @@ class PeerLink:
                     await self._on_message(further)
         except asyncio.CancelledError:
             raise
-        except errors.InvalidRequestError as error:
+        except (errors.InvalidRequestError, errors.TransportError) as error:
             log.warning("the stream of %s ends: %s", self.name, error.message)
             self.failure = error
         except Exception:
@@ -114,6 +114,8 @@ class PeerLink:
                 receiver.drain_later(message.drained.transfer_id)
 
     def _land(self, part: handoff_pb2.PartData) -> None:
+        if self._receiver.config.required == "nixl":  # its probe did not reach us, and it took the other way
+            raise errors.TransportError("KV may come over NIXL only here", field="require_transport")
         self._receiver.land(part.header.target_rank, m.Land(part.header.SerializeToString(), part.payload))
 
     def _hello(self, hello: handoff_pb2.Hello) -> None:

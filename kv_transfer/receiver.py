@@ -250,6 +250,8 @@ class HandoffReceiver:
                 for link in self._peers.values():
                     if link.prefill.worker_id == owner:
                         link.send(probe_result=handoff_pb2.ProbeResult(arrived=True))
+            case m.RankFailed():
+                self._exhausted(f"rank {event.rank} lands nothing any more: {event.reason}")
             case m.SegmentAdded():
                 self.landing.segment_added(event)
             case m.Confirmed():
@@ -312,14 +314,17 @@ class HandoffReceiver:
     async def _commit(self, handoff: IncomingHandoff, finish: handoff_pb2.Finish) -> None:
         transfer_id = handoff.spec.transfer_id
         began = time.monotonic()
+        failed: errors.BatonError | None = None
         try:
             await self._engine.commit(transfer_id, finish.first_tokens, finish.report)
+            handoff.machine.to(HandoffState.COMMITTED)
         except Exception as error:
+            failed = as_baton_error(error)
+        finally:
             handoff.commit_ended()
-            await self._abort(transfer_id, as_baton_error(error))
+        if failed is not None:
+            await self._abort(transfer_id, failed)
             return
-        handoff.machine.to(HandoffState.COMMITTED)
-        handoff.commit_ended()
         self.counts["committed"] += 1
         self._rate += 0.2 * ((handoff.rate_bytes_per_second or self._rate) - self._rate)
         del self._live[transfer_id]

@@ -114,6 +114,13 @@ class ReceiverRank:
         return [segment.address(slot) for slot in range(slots)]
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # no memory for a segment, NIXL: a part's own failures end that part only
+            log.exception("rank %d lands nothing any more", self.rank)
+            self.on_event(m.RankFailed(self.rank, repr(error)))
+
+    def _work(self) -> None:
         last_useful = 0.0
         while not self._closing:
             worked = self._handle_inbox()

@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 from prometheus_client.registry import Collector
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 WIRE_VERSION = 1
 RESYNC_SECONDS = 10.0
 REJOIN_SECONDS = 10.0
@@ -239,7 +240,16 @@ class WorkerCore:
         self._reporter.start()
 
     def _rejoin_from_thread(self) -> int:
-        return asyncio.run_coroutine_threadsafe(self.rejoin(), self._loop).result(REJOIN_SECONDS)
+        return self._on_loop(self.rejoin(), REJOIN_SECONDS)
+
+    def _on_loop(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
+        """From another thread. Raises TimeoutError; nothing goes on behind it then."""
+        asked = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return asked.result(seconds)
+        except TimeoutError:
+            asked.cancel()
+            raise
 
     def _drain_wanted_from_thread(self, then: Then) -> None:
         def tell() -> None:
@@ -259,11 +269,8 @@ class WorkerCore:
 
     def _held_chains(self) -> list[tuple[list[bytes], int]]:
         """The whole prefix cache, asked on the reporter's thread, read on the engine's."""
-        asked = asyncio.run_coroutine_threadsafe(
-            self.host.call(lambda engine: [(chain.hashes, chain.held) for chain in engine.held_chains()]),
-            self._loop,
-        )
-        return asked.result(RESYNC_SECONDS)
+        chains = self.host.call(lambda engine: [(chain.hashes, chain.held) for chain in engine.held_chains()])
+        return self._on_loop(chains, RESYNC_SECONDS)
 
     def _output(self, output: StepOutput) -> None:
         self.on_output(output)

@@ -49,6 +49,7 @@ class EngineHost:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
+        self._refusing = threading.Lock()
         self._failed: BaseException | None = None
         self._busy_since: float | None = None
 
@@ -93,6 +94,8 @@ class EngineHost:
         if self._stopping or self._failed is not None:
             raise InternalError(f"the engine has stopped: {self._failed or 'shutting down'}")
         self._commands.put(command)
+        if self._stopping:  # since the look above: the thread may have gone through what waits already
+            self._refuse_the_rest()
         return await future
 
     def _run(self) -> None:
@@ -137,13 +140,14 @@ class EngineHost:
             self._stopping = True
 
     def _refuse_the_rest(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if command is not None:
-                command()
+        with self._refusing:
+            while True:
+                try:
+                    command = self._commands.get_nowait()
+                except queue.Empty:
+                    return
+                if command is not None:
+                    command()
 
 
 def _set_result(future: asyncio.Future[T], result: T) -> None:

@@ -35,6 +35,8 @@ class SelfCheck:
                 self.wrong = str(error) or "an account does not add up"
             except BatonError:  # the engine has stopped
                 return
+            except Exception as error:  # books so wrong that they can't even be read
+                self.wrong = repr(error)
             self.looks += 1
 
     def status(self) -> dict[str, object]:

@@ -19,12 +19,14 @@ def watch(limits: PoolLimits, state: PoolState, seen: PoolObservation, now: floa
     if state.target is not None and seen.target != state.target:
         state.changed_at = now  # by somebody else: it counts like one of our own changes
     _learn(state, seen, now)
+    anew = False
     if seen.ready >= seen.target:
         state.pending_since = None
         if seen.target > state.cap:
             state.retry_seconds, state.given_back_at = 0.0, FOREVER_AGO
     elif state.pending_since is None or seen.ready > state.ready or seen.target > (state.target or 0):
-        state.pending_since = now
+        state.pending_since, anew = now, True
+    state.waited_for_place = seen.unschedulable > 0 or (state.waited_for_place and not anew)
     state.ready, state.target = seen.ready, seen.target
     if state.pending_since is None:
         return 0
@@ -64,7 +66,9 @@ def _startup(limits: PoolLimits, state: PoolState) -> float:
 
 def _learn(state: PoolState, seen: PoolObservation, now: float) -> None:
     """Quick starts are believed slowly, slow ones at once. Waiting for a place is no start."""
-    if state.pending_since is None or seen.ready <= state.ready or seen.unschedulable > 0:
+    if state.pending_since is None or seen.ready <= state.ready:
+        return
+    if state.waited_for_place or seen.unschedulable > 0:
         return
     took = now - state.pending_since
     state.start_seconds = max(took, 0.9 * state.start_seconds)

@@ -24,6 +24,7 @@ class PoolState:
     # Replicas asked for that have not come:
     ready: int = 0
     pending_since: float | None = None
+    waited_for_place: bool = False  # since then
     start_seconds: float = 0.0  # what replicas of late took to come, or a little more; 0: none has
     given_back_at: float = FOREVER_AGO
     retry_seconds: float = 0.0  # 0: nothing was given back

@@ -89,8 +89,9 @@ class ChainReporter:
             if not self._wait():
                 continue
             try:
-                self._resync_if_new_slot()
-                self._send_batch()
+                ready = self._resync_if_new_slot()
+                if ready:
+                    self._send_batch()
             except redis.RedisError as error:
                 log.debug("reports wait for Redis: %s", error)
                 self._pause(RETRY_SECONDS)
@@ -98,11 +99,12 @@ class ChainReporter:
                 log.warning("reports of cached prefixes wait: %r", error)
                 self._pause(RESYNC_RETRY_SECONDS)
             else:
-                self._pause(BATCH_SECONDS)
+                # What is left of a resync goes out in one go; reports gather company.
+                self._pause(RETRY_SECONDS if not ready else 0.0 if self._unsaid else BATCH_SECONDS)
 
     def _wait(self) -> bool:
         with self._wake:
-            if not self._waiting and not self._stopping:
+            if not (self._waiting or self._unsaid or self._stopping):
                 self._wake.wait(RETRY_SECONDS)
             return self._registration.slot != 0 and (
                 bool(self._waiting or self._unsaid) or self._slot != self._registration.slot or self._dropped
@@ -113,15 +115,19 @@ class ChainReporter:
             if not self._stopping:
                 self._wake.wait_for(lambda: self._stopping, seconds)
 
-    def _resync_if_new_slot(self) -> None:
-        if self._dropped:
+    def _resync_if_new_slot(self) -> bool:
+        """False while a new slot is needed and there is none."""
+        if self._dropped and self._slot == self._registration.slot:
             self._registration.register_again()
-            self._dropped = False
+            if self._slot == self._registration.slot:
+                return False
         if self._slot == self._registration.slot:
-            return
+            return True
+        self._dropped = False
         slot, chains = self._registration.slot, list(self._all_chains())
         self._unsaid = deque(chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS))
         self._slot, self._sequence = slot, 1
+        return True
 
     def _send_batch(self) -> None:
         """The oldest that Redis has not acknowledged. If an answer was lost, the same batch goes out under the same

@@ -70,7 +70,7 @@ class Registration:
         self._clock = clock
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._unreachable = False
+        self._unreachable = self._failing = False
         self.errors = 0  # calls that Redis did not answer
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
 
@@ -114,8 +114,8 @@ class Registration:
                 continue
             if self._clock() - there > LEASE_DEAD_SECONDS and not self._new_life():
                 continue
-            self._try(self._do_renew if self.slot else self._do_register)
-            there = self._clock()
+            if self._try(self._do_renew if self.slot else self._do_register):
+                there = self._clock()
 
     def _new_life(self) -> bool:
         """False if it has to be tried again."""
@@ -131,7 +131,8 @@ class Registration:
             self._info = replace(self._info, epoch=epoch, slot=0)
         return True
 
-    def _try(self, action: Callable[[], None]) -> None:
+    def _try(self, action: Callable[[], None]) -> bool:
+        """False if that it failed is this worker's own doing: its lease runs out, as others see it."""
         try:
             action()
         except redis.RedisError as error:
@@ -139,15 +140,16 @@ class Registration:
             if not self._unreachable:
                 log.warning("Redis is out of reach, going on without it: %s", error)
             self._unreachable = True
-        except Exception:  # without a lease the worker would be given up, whatever it was
-            self.errors += 1
-            if not self._unreachable:
+        except Exception:  # the thread goes on, or the lease would never be renewed
+            if not self._failing:
                 log.exception("the registration could not be renewed; it is tried again")
-            self._unreachable = True
+            self._failing = True
+            return False
         else:
             if self._unreachable:
                 log.info("Redis is back")
-            self._unreachable = False
+            self._unreachable = self._failing = False
+        return True
 
     def _do_register(self) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ from engine.attention.varlen import PAGE_SIZES, TORCH_PAGE_SIZES
 from engine.ops.team import KernelTeam, Team
 
 NAMES = ("cpu", "sdpa", "varlen", "flash")
+MAX_HEAD_DIM = 256
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
@@ -21,7 +22,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
     if name == "auto":
         if device.type != "cuda":
             return "cpu" if fits else "sdpa"
-        return next((paged for paged in ("flash", "varlen") if not _refusal(paged, dtype, page_size)), "sdpa")
+        paged = (one for one in ("flash", "varlen") if not _refusal(one, dtype, head_dim, page_size))
+        return next(paged, "sdpa")
     if name not in NAMES:
         raise ConfigError(
             f"attention_backend {name!r} is none of {', '.join(NAMES)}", field="attention_backend"
@@ -33,15 +35,17 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
         )
     if name in ("varlen", "flash") and device.type != "cuda":
         raise ConfigError(f"attention_backend {name} needs a CUDA device", field="attention_backend")
-    if name in ("varlen", "flash") and (refusal := _refusal(name, dtype, page_size)):
+    if name in ("varlen", "flash") and (refusal := _refusal(name, dtype, head_dim, page_size)):
         raise ConfigError(f"attention_backend {name} {refusal}", field="attention_backend")
     return name
 
 
-def _refusal(name: str, dtype: torch.dtype, page_size: int) -> str:
+def _refusal(name: str, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
     """Why a paged CUDA kernel can't run here; empty if it can."""
     if dtype is not torch.bfloat16:
         return "needs bfloat16"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:  # FlashAttention 2's, which both are
+        return f"takes heads of up to {MAX_HEAD_DIM} that 8 divides, not {head_dim}"
     if name == "flash" and not _has_flash():
         return "needs vllm_flash_attn or vllm, and neither is installed"
     sizes = PAGE_SIZES if name == "flash" else TORCH_PAGE_SIZES

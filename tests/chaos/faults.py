@@ -19,7 +19,7 @@ from tests.network.run_proxy import RunningProxy
 
 IN_FLIGHT_SECONDS = 20.0
 CROWD = 14
-WITHDRAWN_SECONDS = 0.5  # by then every process has seen that there is no order any more
+WITHDRAWN_SECONDS = 0.5  # from taking an order to saying that it was carried out
 
 
 @dataclass(frozen=True)

@@ -32,3 +32,36 @@ def test_a_status_that_cannot_be_told_ends_nothing(redis_url, namespace, monkeyp
     finally:
         registration.stop()
     assert sum("could not be renewed" in record.message for record in caplog.records) == 1, "said once"
+
+
+def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace, monkeypatch):
+    """Redis was there: the others have seen its lease run out, and have gone on without it."""
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
+    now, broken, rejoined = [1000.0], [False], []
+
+    def status() -> dict[str, Any]:
+        if broken[0]:
+            raise RuntimeError("its own doing")
+        return {}
+
+    def rejoin() -> int:
+        rejoined.append(now[0])
+        return 8
+
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    registration = Registration(
+        redis_url, namespace, info, status=status, rejoin=rejoin, clock=lambda: now[0]
+    )
+    registration.start()
+    try:
+        wait_for(lambda: registration.slot, 60.0, "registered")
+        broken[0] = True
+        wait_for(lambda: registration._failing, 60.0, "it fails")
+        now[0] += module.LEASE_DEAD_SECONDS + 1
+        broken[0] = False
+        wait_for(lambda: rejoined, 60.0, "it joins under a new epoch")
+        wait_for(
+            lambda: [one.epoch for one in read_workers(redis_url, namespace)] == [8], 60.0, "others see it"
+        )
+    finally:
+        registration.stop()

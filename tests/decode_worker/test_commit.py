@@ -137,5 +137,5 @@ async def test_nothing_keeps_an_attempt_that_is_forgotten():
         gc.collect()
         return log() is None
 
-    await until(is_gone, "its log is freed", seconds=5.0)
+    await until(is_gone, "its log is freed")
     await close(world)

@@ -21,7 +21,7 @@ from tests.end_to_end.conftest import UnderOrders, gone, run_under_orders, wait_
 from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
 
 ADMISSION_SECONDS = 3.0
-SLACK_SECONDS = 4.0  # of a busy machine
+SLACK_SECONDS = 15.0  # of a busy machine
 PAGE = 16
 OPTIONS: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
@@ -54,9 +54,10 @@ def live(cluster: Cluster, role: str = "") -> list[dict[str, Any]]:
 
 
 def kill_all(cluster: Cluster, role: str) -> None:
+    wait_for(lambda: len(live(cluster)) == 3, 60.0, "none of them is only suspected")
     for pid in [int(worker["status"]["pid"]) for worker in live(cluster, role)]:
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda pid=pid: gone(pid), 10.0, "killed")
+        wait_for(lambda pid=pid: gone(pid), 60.0, "killed")
 
 
 def test_without_decode_workers_requests_wait_and_are_told_when_to_come_back(running: UnderOrders) -> None:
@@ -103,6 +104,7 @@ def test_after_a_decode_workers_death_only_what_is_new_is_prefilled(running: Und
         (worker,) = live(cluster, "prefill")
         return int(worker["status"]["prompt_tokens_computed"])
 
+    wait_for(lambda: len(live(cluster)) == 3, 60.0, "all are there")
     before = computed()
     order = Order("kill", "decode.tokens", "kill", at=died_at)
     give_orders(running.orders, [order])
@@ -112,7 +114,7 @@ def test_after_a_decode_workers_death_only_what_is_new_is_prefilled(running: Und
         assert_reference(running.model, prompt, answer.token_ids)
         assert answer.timings is not None
         assert answer.timings.attempts == 2
-        wait_for(lambda: computed() - before > len(prompt), 10.0, "a status of both attempts")
+        wait_for(lambda: computed() - before > len(prompt), 60.0, "a status of both attempts")
         again = computed() - before - len(prompt)
     # At most so many tokens had been sent when it died, and the prompt's last block is never whole in the cache.
     assert again <= died_at + PAGE

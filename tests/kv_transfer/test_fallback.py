@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from pydantic import ValidationError
 
 from cluster.errors import BatonError, TransportError
 from kv_transfer import link
@@ -98,3 +99,20 @@ def test_nixl_that_does_not_start_and_is_required_ends_the_worker(wanted, monkey
     fails_to_start(monkeypatch)
     with pytest.raises(TransportError, match="no backend"):
         open_endpoint(config(**wanted), "w", 1, 0)
+
+
+async def test_the_decode_worker_alone_may_require_nixl(unreachable):
+    """A prefill worker that would go on over gRPC is not let."""
+    async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
+        decode.receiver.config = config("auto", require_transport="nixl")
+        prefill.sender.config = config("auto")
+        unreachable(prefill.ranks[0])
+        with pytest.raises(BatonError):
+            await prefill.send(decode.ref, TOKENS)
+        assert not decode.caches[0].any(), "it came over gRPC"
+
+
+@pytest.mark.parametrize(("transport", "required"), [("grpc", "nixl"), ("grpc", "rdma"), ("nixl", "grpc")])
+def test_what_could_never_be_met_is_refused_at_start(transport, required):
+    with pytest.raises(ValidationError, match="make them equal, or transport auto"):
+        config(transport, require_transport=required)

@@ -69,3 +69,19 @@ async def test_a_part_that_breaks_the_scatter_ends_its_hand_off_only(transport, 
         assert_same(prefill, decode, TOKENS)
         assert torch.count_nonzero(decode.caches[0])
         await until(lambda: decode.all_free, "every slot free")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_rank_that_can_land_nothing_any_more_ends_its_worker(transport, monkeypatch):
+    async with decode_side(config(transport)) as decode:
+        ended: list[str] = []
+        decode.receiver.on_exhausted = ended.append
+
+        def no_memory(slots: int) -> list[int]:
+            raise RuntimeError("no memory for it")
+
+        monkeypatch.setattr(decode.ranks[0], "_add_segment", no_memory)
+        decode.ranks[0].handle(m.AddSegment(4))
+        await until(lambda: ended, "the worker hears of it")
+        assert "rank 0 lands nothing any more" in ended[0]
+        assert "no memory for it" in ended[0]

@@ -104,7 +104,7 @@ def test_waiting_for_a_place_is_no_start() -> None:
     pool = Pool(2)
     for _ in range(5):
         pool.see(1, unschedulable=1)
-    pool.see(2, unschedulable=1)
+    pool.see(2)
     assert pool.state.start_seconds == 0.0
 
 

@@ -45,7 +45,11 @@ def run_autoscaler(directory: Path, cluster: Cluster) -> Iterator[str]:
             assert process.poll() is None, log.read_text()
         finally:
             process.terminate()
-            process.wait(20)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
 
 
 def _namespace(cluster: Cluster) -> str:
