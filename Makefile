@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-system chaos soak cancels fuzz explore proto chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
+.PHONY: help demo test test-long check test-system chaos soak cancels fuzz explore proto chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -25,7 +25,10 @@ demo: $(STAMP)  ## Start a cluster, watch text stream from it, see the load gene
 	@$(BIN)/python -m demo.run
 
 test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, real Ray)
-	$(BIN)/python -m pytest -q -m "not system and not gpu" --durations 15 $(MORE)
+	$(BIN)/python -m pytest -q -m "not system and not gpu and not long" --durations 15 $(MORE)
+
+test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, Ray dying, a day of autoscaling
+	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 5 $(MORE)
 
 check: $(STAMP)  ## Lint, types, floors, generated files
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ placed on no more ─► what runs finishes ──┬─► idle ─► leaves
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.02
 SUCCESSOR_SECONDS = 0.5  # how often the registry is asked
 END_SECONDS = 2.0  # for routers to read how their attempts ended
+GIVE_BACK_SECONDS = 10.0  # for an engine in the middle of a step to let go
 
 
 class Leaving(Protocol):
@@ -57,14 +59,20 @@ async def drain(
         if elapsed - asked >= SUCCESSOR_SECONDS:
             asked, successor = elapsed, await has_successor()
         if successor:
-            await role.give_back_waiting()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GIVE_BACK_SECONDS):
+                    await role.give_back_waiting()
             if elapsed >= migrate_seconds:
                 break
         await asyncio.sleep(LOOK_SECONDS)
     if role.idle() or not healthy():
         return
     log.info("giving back what has not finished")
-    await role.give_back_running()
+    try:
+        async with asyncio.timeout(GIVE_BACK_SECONDS):
+            await role.give_back_running()
+    except TimeoutError:
+        log.error("not everything could be given back within %.0f s", GIVE_BACK_SECONDS)
     deadline = clock() + END_SECONDS
     while not role.idle() and clock() < deadline:
         await asyncio.sleep(LOOK_SECONDS)

@@ -13,6 +13,7 @@ from worker.core import WorkerCore
 from worker.drain import Leaving, drain
 
 log = logging.getLogger(__name__)
+CLOSE_SECONDS = 15.0
 
 
 class HandoffSide(Protocol):
@@ -77,8 +78,16 @@ class RoleWorker:
             await self.drain()
         except BatonError as error:  # the engine failed meanwhile: what is left is cut off below
             log.warning("draining ended early: %s", error)
-        await self._attempts.close()
-        await self._side.close()
+        except (
+            Exception
+        ):  # a fault of ours; who does not leave the registry is waited for until its lease runs out
+            log.exception("draining ended early")
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._attempts.close()
+                await self._side.close()
+        except TimeoutError:
+            log.error("not all of it could be closed within %.0f s", CLOSE_SECONDS)
         await self._core.stop()
 
     async def drain(self) -> None:

@@ -5,6 +5,7 @@ ray exits ──► its pools process is ended ──► ray, pools again ──
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,9 @@ from baton.local import children, ray_head
 from baton.local.children import Child
 from baton.local.ray_head import RayHead
 from baton.local.supervisor import Supervisor
+from cluster.errors import SetupError
+
+log = logging.getLogger(__name__)
 
 KILL_SECONDS = 0.1
 
@@ -34,11 +38,23 @@ class RayPools:
 
     def start(self) -> None:
         """Returns when Ray accepts connections; the workers come later. Raises SetupError."""
-        head = self._launch()
+        try:
+            head = self._start_head()
+        except SetupError as error:
+            # Ray gives its own start 30 s; on a machine that others use it may need more, and rarely does twice.
+            log.warning("once more: %s", error)
+            head = self._start_head()
         self._ray.add(head.child, self._start_again, self._ray_exited)
-        self._head = head
-        ray_head.wait_until_started(head)
         self._deploy(head)
+
+    def _start_head(self) -> RayHead:
+        head = self._head = self._launch()
+        try:
+            ray_head.wait_until_started(head)
+        except SetupError:
+            head.stop()
+            raise
+        return head
 
     def check(self) -> list[str]:
         """Starts again what has died; see Supervisor."""

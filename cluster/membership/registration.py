@@ -61,6 +61,7 @@ class Registration:
         self._leave = self._client.register_script(scripts.LEAVE)
         self._drain_script = self._client.register_script(scripts.DRAIN)
         self._info = replace(info, process=secrets.token_hex(8))
+        self._registered: WorkerInfo | None = None  # as Redis knows it: a new life may not be there yet
         self._drain: Then | None = None
         self._healthy = healthy
         self._status = status
@@ -166,6 +167,7 @@ class Registration:
                 ],
             )
             self._info = replace(info, slot=int(answer))
+            self._registered = self._info
         self._on_registered(self._info.slot)
 
     def _do_renew(self) -> None:
@@ -179,9 +181,9 @@ class Registration:
             self._on_drain(cast(Then, drain.decode()))
 
     def _do_drain(self) -> None:
-        if self._info.slot:
+        if self._registered is not None:
             self._drain_script(keys=self._keys, args=[self._info.worker_id, self._drain or "exit"])
 
     def _do_leave(self) -> None:
-        if self._info.slot:
-            self._leave(keys=self._keys, args=[self._info.worker_id, self._info.name, self._info.slot])
+        if (known := self._registered) is not None:
+            self._leave(keys=self._keys, args=[known.worker_id, known.name, known.slot])

@@ -13,6 +13,7 @@ COUNT, TOGETHER = 180, 60
 RECOVERY_SECONDS = 15.0  # a machine that others use, too; the promise of 2 s is judged by `make cancels`
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_cancelled_requests_leave_nothing_behind(checkpoint, tmp_path):
     rounds: list[Round] = []

@@ -33,6 +33,7 @@ LATE_SECONDS = 0.3
 BUSY = 5  # so much slower than promised may a machine be that others use; the long run judges by the promise
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_faults_lose_no_token_break_no_stream_and_leave_nothing(checkpoint, tmp_path):
     model = checkpoint("llama")

@@ -134,5 +134,5 @@ def test_the_index_keeps_its_word(redis_server):
         url = redis_server.url
 
     run_state_machine_as_test(
-        Machine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None)
+        Machine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None)
     )

@@ -32,6 +32,7 @@ def network(tmp_path) -> Iterator[RunningProxy]:
         server.stop()
 
 
+@pytest.mark.long
 def test_lost_packets_fail_no_request_and_placement_is_back_at_once(checkpoint, start_cluster, network):
     model = checkpoint("llama")
     url = f"redis://{network.address}/0"

@@ -12,9 +12,9 @@ from tests.end_to_end.test_handover import NEW, PROCESS, assert_all_free, assert
 CASES = [
     ("mistral", 1, 2),
     ("qwen3", 2, 1),
-    ("qwen2-window", 2, 2),
-    ("llama-mqa-tied", 1, 2),
-    ("llama-mqa-tied", 2, 1),
+    pytest.param("qwen2-window", 2, 2, marks=pytest.mark.long),
+    pytest.param("llama-mqa-tied", 1, 2, marks=pytest.mark.long),
+    pytest.param("llama-mqa-tied", 2, 1, marks=pytest.mark.long),
 ]
 
 

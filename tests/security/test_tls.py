@@ -319,7 +319,7 @@ async def the_real_workers_know_who_may_what(state, live: Path) -> None:
                     assert refused == (not allowed), (role, method.name, who, caught.value.details())
 
 
-@pytest.mark.parametrize("transport", ["nixl", "grpc"])
+@pytest.mark.parametrize("transport", ["nixl", pytest.param("grpc", marks=pytest.mark.long)])
 def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_path, monkeypatch):
     live = tmp_path / "live"
     shutil.copytree(certs / "ours", live)

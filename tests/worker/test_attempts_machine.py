@@ -174,5 +174,5 @@ class AttemptsMachine(RuleBasedStateMachine):
         self.loop.close()
 
 
-AttemptsMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+AttemptsMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestAttempts = AttemptsMachine.TestCase

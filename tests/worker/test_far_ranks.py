@@ -39,6 +39,7 @@ def ray_cluster(tmp_path: Path) -> Iterator[ray_head.RayHead]:
     head.stop()
 
 
+@pytest.mark.long
 def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
     ray_cluster: ray_head.RayHead, redis_url: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -18,6 +18,8 @@ from bench.autoscaling.experiment import (
 )
 from bench.autoscaling.service_times import ServiceTimes
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def day() -> Requests:

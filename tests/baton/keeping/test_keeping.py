@@ -57,6 +57,7 @@ def keep(where: Path, config: dict[str, Any]) -> Keeper:
     return keeper
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_it_is_taken_over_and_leaves_with_the_clusters_owner(where: Path, config: dict[str, Any]) -> None:
     owner = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
@@ -90,6 +91,7 @@ def test_it_is_taken_over_and_leaves_with_the_clusters_owner(where: Path, config
             process.communicate()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_one_that_hangs_is_replaced_and_one_that_is_stopped_leaves_nothing(
     where: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch

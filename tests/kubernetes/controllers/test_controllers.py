@@ -74,9 +74,12 @@ def test_a_roll_never_goes_below_what_must_be_available() -> None:
         server.create(samples.deployment("web", 4))
         wait_for(lambda: settled(server, "Deployment", "web"), SECONDS, "four pods")
         image(server, "Deployment", "web", "registry.example/app:2")
-        wait_for(lambda: len(server.objects("Pod")) == 5, SECONDS, "surge and unavailable are used")
-        old = [pod for pod in server.objects("Pod") if pods.is_ready(pod)]
-        assert len(old) == 3
+
+        def counted() -> tuple[int, int]:
+            there = server.objects("Pod")
+            return len(there), sum(pods.is_ready(pod) for pod in there)
+
+        wait_for(lambda: counted() == (5, 3), SECONDS, "surge and unavailable are used")
         ready.add("registry.example/app:2")
         wait_for(
             lambda: settled(server, "Deployment", "web") and len(server.objects("Pod")) == 4,

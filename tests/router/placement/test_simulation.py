@@ -42,6 +42,7 @@ def simulate(redis_url, namespace):
         simulation.close()
 
 
+@pytest.mark.long
 def test_many_routers_place_as_one(simulate):
     requests = conversations(2500, per_second=9.0)
     means = {routers: simulate(routers).run(requests).mean_ttft for routers in (1, 4, 16)}
