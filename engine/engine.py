@@ -208,6 +208,7 @@ class Engine:
         output = StepOutput([], [], [], began)
         scheduled = self._scheduler.schedule(output)
         if not scheduled:
+            self._scheduler.copies.clear()  # of sequences that had to go after all: their blocks are others' now
             return output
         items = [
             PlanItem(

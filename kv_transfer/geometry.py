@@ -104,3 +104,9 @@ def scatter(
         return
     for inside_cache, inside_part in _pairs(cache, part, block_ids, layers, heads, tokens):
         inside_cache.copy_(inside_part)
+
+
+def wait_copied(cache: Tensor) -> None:
+    """On CUDA copies only begin when they are asked for, in the order of the device's stream; elsewhere they are done."""
+    if cache.device.type == "cuda":
+        torch.cuda.current_stream(cache.device).synchronize()

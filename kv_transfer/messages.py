@@ -216,7 +216,7 @@ class PartsLanded:
 
 @dataclass(frozen=True)
 class RankFailed:
-    """Nothing lands at it any more."""
+    """Of either side: nothing lands at it, or leaves it, any more."""
 
     rank: int
     reason: str

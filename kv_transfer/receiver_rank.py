@@ -22,7 +22,7 @@ from cluster.config import TransferConfig
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point, nothing
 from kv_transfer import messages as m
 from kv_transfer.digest import KINDS, digest
-from kv_transfer.geometry import scatter
+from kv_transfer.geometry import scatter, wait_copied
 from kv_transfer.memory import aligned_bytes
 from kv_transfer.transports.base import Endpoint
 from wire import handoff_pb2
@@ -316,4 +316,5 @@ class ReceiverRank:
             self._arrived += self._endpoint.notifications()
         blocks = expected.block_ids[tokens.start // page : -(-tokens.stop // page)]
         scatter(cache, data.view(cache.dtype), blocks, layers, heads, tokens)
+        wait_copied(cache)  # before the slot is somebody else's
         return ""

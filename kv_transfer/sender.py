@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster import errors
@@ -226,6 +226,7 @@ class HandoffSender:
         self.counts: Counter[str] = Counter()
         self.sent_bytes = Counter(dict.fromkeys(TRANSPORTS, 0))
         self.exposed_seconds = Histogram(STAGE_SECONDS)
+        self.on_failed: Callable[[str], None] = lambda reason: None
         for rank in ranks:
             rank.on_event = self._from_rank
 
@@ -336,6 +337,9 @@ class HandoffSender:
             link = self._links.get(event.peer)
             if link is not None:
                 link.probe_failed(event.reason)
+            return
+        if isinstance(event, m.RankFailed):
+            self.on_failed(f"rank {event.rank} sends nothing any more: {event.reason}")
             return
         handoff = self._live.get(event.transfer_id)
         if handoff is not None:

@@ -24,7 +24,7 @@ from cluster.errors import TransportError
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
 from kv_transfer.digest import Digests, digest
-from kv_transfer.geometry import gather, pieces
+from kv_transfer.geometry import gather, pieces, wait_copied
 from kv_transfer.memory import Staging
 from kv_transfer.outgoing import Cutting, Job, Part, Transfer, part_header
 from kv_transfer.receiver_rank import PROBE_PREFIX
@@ -126,9 +126,16 @@ class SenderRank:
     # --- our thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # a hand-off's own failures end that hand-off only
+            log.exception("rank %d sends nothing any more", self.rank)
+            self.on_event(m.RankFailed(self.rank, repr(error)))
+
+    def _work(self) -> None:
         while not self._closing:
             worked = self._handle_inbox()
-            for transfer in list(self._transfers.values()):
+            for transfer in self._known():
                 worked |= self._advance(transfer)
             worked |= self._let_go()
             if not worked:
@@ -136,14 +143,18 @@ class SenderRank:
         if self._endpoint is not None:
             self._endpoint.close()
 
+    def _known(self) -> list[Transfer]:
+        """In one go: `handle` adds to them meanwhile, on other threads."""
+        return list(self._transfers.values())
+
     def _pause(self) -> None:
-        writing = any(transfer.writing for transfer in self._transfers.values())
+        writing = any(transfer.writing for transfer in self._known())
         probing = time.monotonic() < self._probing_until
         if self._endpoint is not None and (probing or not writing):
             self._endpoint.notifications()  # drives progress for our peers
         pause = FAST_POLL_SECONDS if writing else 1e-3 if probing else IDLE_POLL_SECONDS
         with self._wake:
-            ready = self._inbox or self._closing or any(t.cuttable for t in self._transfers.values())
+            ready = self._inbox or self._closing or any(t.cuttable for t in self._known())
             if not ready:
                 self._wake.wait(pause)
 
@@ -210,7 +221,7 @@ class SenderRank:
         return bool(gone)
 
     def _writing(self, name: str) -> bool:
-        return any(t.writing for t in self._transfers.values() if t.opened.peer == name)
+        return any(t.writing for t in self._known() if t.opened.peer == name)
 
     def _writing_to(self, agent_name: str) -> bool:
         return any(self._writing(name) for name in self._peers if agent_name in self._agents(name))
@@ -249,7 +260,7 @@ class SenderRank:
         """A peer has at most half of what the others leave: one that takes nothing any more starves nobody.
         While an ended hand-off's writes to it are pending it gets nothing new."""
         own = 0
-        for transfer in self._transfers.values():
+        for transfer in self._known():
             if transfer.opened.peer == peer:
                 if transfer.closing and transfer.writing:
                     return False
@@ -261,6 +272,7 @@ class SenderRank:
         opened = transfer.opened
         data = part.pieces or self._gather(opened.peer, part)
         if data is not None:
+            wait_copied(self._cache)  # computed and gathered: NIXL knows nothing of CUDA's streams
             target = part.job.flow.target_rank
             part.digest_kind = self._digests.kind_of(opened.transfer_id, self.rank, target, part.index)
             part.digest = digest(data, part.digest_kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.config import WorkerConfig
+from cluster.errors import InternalError
 from kv_transfer.sender import HandoffSender
 from prefill_worker import readings
 from prefill_worker.role import PrefillRole
@@ -27,6 +28,7 @@ class PrefillWorker(RoleWorker):
         )
         self._role = PrefillRole(core, self._sender)
         super().__init__(core, self._role, self._role.attempts, self._sender)
+        self._sender.on_failed = lambda reason: core.fail(InternalError(reason))
         core.on_output = self._role.on_output
         core.status = self._status
         core.books = [self._role.admission.check_integrity]

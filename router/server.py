@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import socket
 import ssl
 import time
@@ -43,6 +44,7 @@ GRACE_SECONDS = 5.0
 EXTRA_STREAMS = 64
 LOOK_SECONDS = 0.02
 QUIET_SECONDS = 0.5
+log = logging.getLogger(__name__)
 STALL_SECONDS = 30.0  # without a turn of the loop for so long, a router is dead
 SEND_BUFFER_BYTES = 256 << 10
 
@@ -214,13 +216,19 @@ class Router:
         """Health follows readiness; connections to workers that are gone are closed."""
         while True:
             self._turned = time.monotonic()
-            status = health_pb2.HealthCheckResponse
-            serving = status.SERVING if self.front.ready() else status.NOT_SERVING
-            for service in ("", SERVICE):
-                await self._health.set(service, serving)
-            await self._channels.keep_only({worker.address for worker in self._members.all})
-            await asyncio.to_thread(self._refresh)
+            try:
+                await self._look_after_all()
+            except Exception:  # what fails once must not stay unseen for ever: revoked keys, for one
+                log.exception("health, connections or files could not be looked after; they are again")
             await asyncio.sleep(0.5)
+
+    async def _look_after_all(self) -> None:
+        status = health_pb2.HealthCheckResponse
+        serving = status.SERVING if self.front.ready() else status.NOT_SERVING
+        for service in ("", SERVICE):
+            await self._health.set(service, serving)
+        self._channels.keep_only({worker.address for worker in self._members.all})
+        await asyncio.to_thread(self._refresh)
 
     def _refresh(self) -> None:
         """Files that may have changed: keys and certificates."""

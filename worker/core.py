@@ -347,7 +347,7 @@ class WorkerCore:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         await self.host.stop()
-        await asyncio.to_thread(self.ranks.close)
+        await asyncio.to_thread(self.ranks.close, between_steps=self.host.ended_well)
 
 
 async def _nothing() -> None:

@@ -21,6 +21,7 @@ from engine.request import StepOutput
 T = TypeVar("T")
 Command = Callable[[], None]
 log = logging.getLogger(__name__)
+ROOM_SECONDS = 0.005
 
 
 class EngineHost:
@@ -63,6 +64,11 @@ class EngineHost:
         await asyncio.to_thread(self._thread.join, self._step_stall_seconds)
 
     @property
+    def ended_well(self) -> bool:
+        """After `stop`: no step failed, none still runs."""
+        return self._failed is None and not self._thread.is_alive()
+
+    @property
     def steps(self) -> int:
         return self._engine.steps
 
@@ -103,7 +109,10 @@ class EngineHost:
             while not self._stopping:
                 self._run_commands()
                 if not self._stopping and self._engine.has_work:
+                    steps = self._engine.steps
                     self._step()
+                    if self._engine.steps == steps:
+                        self._wait_for_room()
         except BaseException as error:
             log.exception("engine failed")
             self._failed = error
@@ -123,6 +132,17 @@ class EngineHost:
             if command is None:
                 self._stopping = True
                 return
+            command()
+
+    def _wait_for_room(self) -> None:
+        """Nothing that waits finds blocks. Those who free them need the interpreter more than another look does."""
+        try:
+            command = self._commands.get(timeout=ROOM_SECONDS)
+        except queue.Empty:
+            return
+        if command is None:
+            self._stopping = True
+        else:
             command()
 
     def _step(self) -> None:

@@ -76,7 +76,7 @@ class Door:
             try:
                 pipe: Any = self._listener.accept()
                 self._come.put((pipe.recv(), pipe))
-            except (AuthenticationError, EOFError) as error:
+            except (AuthenticationError, EOFError, ConnectionError) as error:
                 log.warning("somebody who is no rank of ours knocked: %r", error)
             except OSError:
                 return  # closed

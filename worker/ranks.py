@@ -7,6 +7,7 @@ leader process                         rank process (one per further rank, perha
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from kv_transfer.sender_rank import SenderRank
 from worker.endpoints import open_endpoint
 from worker.rank_process import RemoteRank, report_failure, serve_pipe, spawn_rank
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -39,9 +42,11 @@ class Ranks:
     addresses: list[list[int]]
     remote: list[RemoteRank]
 
-    def close(self) -> None:
-        """After the engine has stopped: further ranks leave their loops and end."""
-        self.runner.stop_ranks()
+    def close(self, *, between_steps: bool = True) -> None:
+        """After the engine has stopped: further ranks leave their loops and end. In the middle of a step they would not
+        hear of it that way, and their leader would wait for them."""
+        if between_steps:
+            self.runner.stop_ranks()
         for rank in self.remote:
             rank.close()
 
@@ -151,7 +156,13 @@ def rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, add
         report_failure(pipe, error)
         os._exit(1)
     serve_pipe(pipe, endpoint, _Hello(endpoint.hello, addresses))
-    runner.serve()
+    try:
+        runner.serve()
+    except (
+        BaseException
+    ):  # the leader hears of it by the end of the pipe, also where Ray would keep the process
+        log.exception("rank %d ends", rank)
+        os._exit(1)
 
 
 def _free_port(host: str) -> int:

@@ -78,6 +78,9 @@ def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> Non
         raise _wrong("max_tokens", f"{sampling.max_tokens} is outside 1 … {MAX_TOKENS}")
     if sampling.top_logprobs > vocab_size:
         raise _wrong("top_logprobs", f"at most {vocab_size}")
+    for token in sampling.stop_token_ids:
+        if token >= vocab_size:
+            raise _wrong("stop_token_ids", f"token ids must lie in 0 … {vocab_size - 1}")
     for token, bias in sampling.logit_bias.items():
         if token >= vocab_size:
             raise _wrong("logit_bias", f"token ids must lie in 0 … {vocab_size - 1}")

@@ -33,6 +33,8 @@ def read_keys(path: Path) -> KeyRing:
         where = getattr(error, "problem_mark", None)
         line = f" in line {where.line + 1}" if where is not None else ""
         raise ConfigError(f"{path} is neither YAML nor JSON{line}", field="api_keys_file") from None
+    except (ValueError, RecursionError):  # a day that no month has; brackets without end
+        raise ConfigError(f"{path} holds a value that YAML can't read", field="api_keys_file") from None
     entries = content.get("keys") if isinstance(content, dict) else content
     if not isinstance(entries, list):
         raise ConfigError(f"{path} must hold a list of keys", field="api_keys_file")

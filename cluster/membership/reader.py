@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,6 +20,7 @@ from cluster.redis.connect import connect, connect_async
 from cluster.topology import Location
 
 _FIELDS = frozenset(field.name for field in fields(WorkerInfo))
+_LOCATION = frozenset(field.name for field in fields(Location))
 log = logging.getLogger(__name__)
 FORGET_SECONDS = 300.0
 REFRESH_SECONDS = 0.25
@@ -31,16 +32,28 @@ def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
     now = int(answer[0])
     workers = []
     for index in range(1, len(answer), 5):
-        facts: dict[str, Any] = json.loads(answer[index + 1])
-        facts["layout"] = bytes.fromhex(facts["layout"])
-        facts["epoch"] = int(facts["epoch"], 16)
-        facts["location"] = Location(**facts.get("location", {}))
-        facts["lease"] = lease_of((now - int(answer[index + 2])) / 1000)
-        facts["status"] = json.loads(answer[index + 3])
-        facts["state"] = "draining" if answer[index + 4] else "ready"
-        # What a worker of a later version says beside may be unknown here.
-        workers.append(WorkerInfo(**{name: value for name, value in facts.items() if name in _FIELDS}))
+        try:
+            workers.append(_worker(now, *answer[index + 1 : index + 5]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            # Of another version, or no worker at all: the others are served on.
+            log.debug("the registration of %r is not understood: %r", answer[index], error)
     return sorted(workers, key=lambda worker: worker.worker_id)
+
+
+def _worker(now: int, registration: bytes, renewed: bytes, status: bytes, drains: bytes) -> WorkerInfo:
+    facts: dict[str, Any] = json.loads(registration)
+    facts["layout"] = bytes.fromhex(facts["layout"])
+    facts["epoch"] = int(facts["epoch"], 16)
+    facts["location"] = Location(**_known(facts.get("location", {}), _LOCATION))
+    facts["lease"] = lease_of((now - int(renewed)) / 1000)
+    facts["status"] = json.loads(status)
+    facts["state"] = "draining" if drains else "ready"
+    return WorkerInfo(**_known(facts, _FIELDS))
+
+
+def _known(facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """What a worker of a later version says beside may be unknown here."""
+    return {name: value for name, value in facts.items() if name in names}
 
 
 def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:

@@ -61,6 +61,7 @@ class Registration:
         self._leave = self._client.register_script(scripts.LEAVE)
         self._drain_script = self._client.register_script(scripts.DRAIN)
         self._info = replace(info, process=secrets.token_hex(8))
+        self._left = False
         self._registered: WorkerInfo | None = None  # as Redis knows it: a new life may not be there yet
         self._drain: Then | None = None
         self._healthy = healthy
@@ -154,6 +155,8 @@ class Registration:
 
     def _do_register(self) -> None:
         with self._lock:
+            if self._left:  # a late report asks for a new slot: it would be waited for as one that died
+                return
             info = replace(self._info, slot=0)
             answer = self._register(
                 keys=self._keys,
@@ -185,5 +188,7 @@ class Registration:
             self._drain_script(keys=self._keys, args=[self._info.worker_id, self._drain or "exit"])
 
     def _do_leave(self) -> None:
-        if (known := self._registered) is not None:
-            self._leave(keys=self._keys, args=[known.worker_id, known.name, known.slot])
+        with self._lock:
+            self._left = True
+            if (known := self._registered) is not None:
+                self._leave(keys=self._keys, args=[known.worker_id, known.name, known.slot])

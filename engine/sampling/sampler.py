@@ -77,21 +77,21 @@ def adjust(logits: Tensor, row: Row) -> None:
     """Steps 2 to 4, in place."""
     params = row.params
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias))
-        logits[ids] += torch.tensor(list(params.logit_bias.values()))
+        ids = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
     if params.repetition_penalty != 1.0:
-        ids = torch.tensor(sorted(set(row.tokens)))
+        ids = torch.tensor(sorted(set(row.tokens)), device=logits.device)
         seen = logits[ids]
         logits[ids] = torch.where(
             seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty
         )
     if params.presence_penalty or params.frequency_penalty:
-        output = torch.tensor(row.tokens[row.num_prompt :], dtype=torch.int64)
+        output = torch.tensor(row.tokens[row.num_prompt :], dtype=torch.int64, device=logits.device)
         if output.numel():
             ids, counts = torch.unique(output, return_counts=True)
             logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
     if row.forbidden:
-        logits[torch.tensor(row.forbidden)] = float("-inf")
+        logits[torch.tensor(row.forbidden, device=logits.device)] = float("-inf")
 
 
 _PREFILTER = 256
@@ -117,7 +117,10 @@ def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
         mass = torch.softmax(values.double(), -1)
     else:
         mass = (values.double() - torch.logsumexp(scaled.double(), -1)).exp()
-        if count < vocab and (params.top_p >= 1.0 or float(mass.sum()) < params.top_p):
+        # Where min-p keeps the last candidate it may keep others behind it, and top-p is a share of all it keeps.
+        cut_short = params.top_p >= 1.0 or float(mass.sum()) < params.top_p
+        cut_short = cut_short or (params.min_p > 0 and bool(mass[-1] >= params.min_p * mass[0]))
+        if count < vocab and cut_short:
             values, ids = scaled.sort(descending=True, stable=True)
             mass = torch.softmax(values.double(), -1)
     if params.min_p:

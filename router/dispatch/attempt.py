@@ -161,9 +161,14 @@ class Attempt:
         except grpc.aio.AioRpcError as error:
             self._lost(source, rpc.error_from_rpc(error))
         except asyncio.CancelledError:
-            if not silent or task.uncancel():
+            if silent:
+                if task.uncancel():
+                    raise
+                self._lost(source, errors.PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
+            elif task.cancelling():
                 raise
-            self._lost(source, errors.PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
+            else:  # nobody has cancelled this task: the channel was closed under the call
+                self._lost(source, errors.PeerLostError("the connection was closed"))
         finally:
             if not call.done():
                 call.cancel()

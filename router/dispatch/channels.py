@@ -48,10 +48,10 @@ class Channels:
             self._open[address] = _Connection(self._peers.channel(address, _OPTIONS))
         return self._open[address]
 
-    async def keep_only(self, addresses: set[str]) -> None:
-        """Closes connections to workers that are gone."""
+    def keep_only(self, addresses: set[str]) -> None:
+        """Retires connections to workers that are gone. A worker that only the registry has lost may still stream."""
         for address in [known for known in self._open if known not in addresses]:
-            await self._open.pop(address).channel.close(1.0)
+            self._retire(self._open.pop(address))
         if self._peers.generation != self._generation:
             self._generation = self._peers.generation
             self._renew()
@@ -59,10 +59,14 @@ class Channels:
     def _renew(self) -> None:
         """A new certificate: new calls go over new connections, calls under way end on theirs."""
         for one in self._open.values():
-            task = asyncio.get_running_loop().create_task(one.channel.close(RETIRE_SECONDS))
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+            self._retire(one)
         self._open.clear()
+
+    def _retire(self, connection: _Connection) -> None:
+        """Closes it when its calls have ended."""
+        task = asyncio.get_running_loop().create_task(connection.channel.close(RETIRE_SECONDS))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
 
     async def close(self) -> None:
         for task in self._retiring:

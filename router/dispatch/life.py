@@ -51,6 +51,13 @@ TRANSITIONS: dict[LifeState, frozenset[LifeState]] = {
 }
 
 
+def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """A typed error, if there is one."""
+    typed = group.subgroup(errors.BatonError) or group
+    first: BaseException = typed.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first
+
+
 class _Retry(Exception):
     """This attempt is over, another one may follow."""
 
@@ -185,9 +192,12 @@ class RequestLife:
                 return
             open_choices = [choice for choice in choices if choice.finish is None]
             if len(choices) > 1 and any(choice.output for choice in open_choices):
-                async with asyncio.TaskGroup() as group:
-                    for choice in open_choices:
-                        group.create_task(self._run_choices([choice]))
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for choice in open_choices:
+                            group.create_task(self._run_choices([choice]))
+                except BaseExceptionGroup as failed:  # clients hear of one, as of a request with one choice
+                    raise first_of(failed) from failed
                 return
 
     # --- placing -----------------------------------------------------------------------------------------

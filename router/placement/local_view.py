@@ -23,6 +23,8 @@ class LocalView:
 
     def remember(self, chain: bytes, worker_id: str) -> None:
         """Only notes it: block by block it is taken in when Redis is gone, which most of it never sees."""
+        if not chain:
+            return
         self._noted.append((chain, worker_id))
         self._noted_bytes += len(chain)
         while self._noted_bytes > MAX_REMEMBERED * INDEX_KEY_BYTES:

@@ -306,10 +306,10 @@ class Placement:
                     await self._dirty.wait()
             except TimeoutError:
                 pass
-            # Nothing charged and nothing changed: no lease is needed, and an idle router is nearly quiet. It only
-            # sees to it that what a dead one has charged does not stay.
+            # An idle router is nearly quiet: it keeps its lease, so that nobody drops its charges between the next
+            # placement and the settling after that, and sees to it that what a dead one has charged does not stay.
             quiet = time.monotonic() - renewed
-            if self._dirty.is_set() or quiet > (LEASE_SECONDS / 5 if self._charges else LEASE_SECONDS):
+            if self._dirty.is_set() or quiet > LEASE_SECONDS / (5 if self._charges else 2):
                 self._dirty.clear()
                 await self._settle_once()
                 renewed = time.monotonic()

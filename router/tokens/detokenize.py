@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -15,15 +17,26 @@ class Detokenizer:
                               UTF-8 sequence comes out as it would in the whole text
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: list[int] | None = None):
-        """`before`: tokens that precede the answer; the text of the first token may depend on the last ones."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        before: list[int] | None = None,
+        special: Collection[int] = (),
+    ):
+        """`before`: tokens that precede the answer; the text of the first token may depend on the last ones.
+        `special`: ids that never show. A model that may not end gives out nothing else at last: kept, each would
+        make the window longer that is decoded again.
+        """
         self._tokenizer = tokenizer
+        self._special = special
         self._ids: list[int] = list((before or [])[-6:])
         self._prefix = 0
         self._read = len(self._ids)
 
     def add(self, token_id: int) -> str:
         """The text that is certain now; "" while a character is incomplete."""
+        if token_id in self._special:
+            return ""
         self._ids.append(token_id)
         shown = self._decode(self._prefix, self._read)
         text = self._decode(self._prefix, len(self._ids))

@@ -39,7 +39,7 @@ class TokenPieces:
         self._alphabet = _alphabet() if "ByteLevel" in steps else {}
         self._falls_back = "ByteFallback" in steps
         added = tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._known: dict[int, bytes] = {}  # by token id: no larger than the vocabulary
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -70,7 +70,7 @@ class TokenPieces:
 
     def in_answer(self, token_id: int) -> bytes:
         """As `bytes_of`, but answers show no special tokens."""
-        return b"" if token_id in self._special else self.bytes_of(token_id)
+        return b"" if token_id in self.special else self.bytes_of(token_id)
 
 
 class TextOffsets:

@@ -65,3 +65,23 @@ def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace
         )
     finally:
         registration.stop()
+
+
+def test_one_that_has_left_stays_away(redis_url, namespace):
+    """A report of cached prefixes that comes late finds its slot unknown, and asks for another."""
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    registration = Registration(redis_url, namespace, info)
+    registration.start()
+    wait_for(lambda: registration.slot, 60.0, "registered")
+    registration.stop()
+    registration.register_again()
+    assert read_workers(redis_url, namespace) == []
+
+
+def test_one_that_leaves_between_two_lives_is_gone(redis_url, namespace):
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    registration = Registration(redis_url, namespace, info, rejoin=lambda: 8)
+    registration.register_again()
+    assert registration._new_life()
+    registration.stop()
+    assert read_workers(redis_url, namespace) == []

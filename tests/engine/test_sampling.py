@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.request import FinishReason, SamplingParams
 from engine.sampling.philox import philox4x32, uniform
-from engine.sampling.sampler import Row, sample
+from engine.sampling.sampler import Row, candidates, sample
 from engine.stop import finish_reason, forbidden
 
 VOCAB = 400
@@ -118,6 +118,15 @@ def test_a_flat_distribution_with_top_p_is_sorted_whole():
     x = torch.zeros(1, VOCAB)
     x += torch.linspace(0, 1e-3, VOCAB)
     assert len(allowed(x, top_p=0.999)) > 150
+
+
+def test_a_min_p_that_keeps_everything_changes_nothing():
+    """It keeps candidates behind the 256 best too, of whose mass top-p is a share."""
+    logits = torch.linspace(0.0, 1.0, 4000)
+    without, mass = candidates(logits, SamplingParams(temperature=1.0, top_p=0.05))
+    with_it, mass_with = candidates(logits, SamplingParams(temperature=1.0, top_p=0.05, min_p=1e-6))
+    assert int((mass_with > 0).sum()) == int((mass > 0).sum()) > 100
+    assert set(with_it[mass_with > 0].tolist()) == set(without[mass > 0].tolist())
 
 
 def test_draws_follow_the_distribution():

@@ -53,3 +53,16 @@ def test_nothing_of_a_stop_string_is_ever_shown(pieces, stop):
 def test_a_stop_string_can_be_kept():
     matcher = StopMatcher(["END"], include=True)
     assert matcher.add("abcEN") + matcher.add("Dxyz") == "abcEND"
+
+
+def test_tokens_that_never_show_are_not_decoded_again(checkpoint):
+    """A model that may not end says hardly anything else at last."""
+    text = ModelText(checkpoint("llama"))
+    special = 2
+    detokenizer = Detokenizer(text.tokenizer, [], {special})
+    (first, *_) = text.tokenizer.encode("a", add_special_tokens=False).ids
+    assert first != special
+    assert detokenizer.add(first) == "a"
+    assert {detokenizer.add(special) for _ in range(500)} == {""}
+    assert detokenizer.add(first) == "a"
+    assert len(detokenizer._ids) < 10

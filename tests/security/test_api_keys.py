@@ -66,6 +66,8 @@ def test_expiry_and_revocation_end_a_key():
         "\x00",
         "- &a [*a]",
         "a: b: c",
+        "- expires_at: 2026-02-30",
+        pytest.param("[" * 20_000, id="brackets"),
     ],
 )
 def test_a_malformed_file_is_a_config_error(text, tmp_path):

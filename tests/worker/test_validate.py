@@ -71,6 +71,7 @@ def test_what_is_wrong_is_named(field, more):
         ("max_tokens", 0),
         ("top_logprobs", 101),
         ("logit_bias", {100: 1.0}),
+        ("stop_token_ids", [100]),
         ("logit_bias", {1: float("nan")}),
     ],
 )
