@@ -59,7 +59,7 @@ def test_budget_and_limits_hold_under_any_load(config: AutoscalingConfig, loads:
             assert limits.min_replicas <= pool.target <= limits.max_replicas
 
 
-@FEW
+@settings(max_examples=5, deadline=None)  # six hours each
 @given(load=st.floats(0.2, 15))
 def test_a_steady_load_is_served_and_nothing_swings(load: float) -> None:
     cluster = FluidCluster(make_config())
