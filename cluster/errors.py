@@ -196,3 +196,10 @@ def from_wire(detail: common_pb2.ErrorDetail) -> BatonError:
 
 class IllegalTransition(AssertionError):
     """A state machine was asked for a step its table does not have: a fault of ours, never a peer's."""
+
+
+def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Of tasks that failed together: a typed error, if there is one."""
+    typed = group.subgroup(BatonError) or group
+    first: BaseException = typed.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -86,9 +86,7 @@ class WorkerCore:
         self.on_fenced: Callable[[], Awaitable[None]] = _nothing
         self.status: Callable[[], dict[str, Any]] = dict
         self.collectors: list[Collector] = []  # of the role
-        self.books: list[
-            Callable[[], None]
-        ] = []  # of the role: each raises AssertionError if it does not add up
+        self.books: list[Callable[[], None]] = []  # of the role; AssertionError: one does not add up
         self.loop_lag = LoopLag()
         self.fenced = 0
         self.tracing = open_tracing(config, f"baton-{config.role}", config.worker_id)

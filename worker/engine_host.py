@@ -112,7 +112,9 @@ class EngineHost:
                     steps = self._engine.steps
                     self._step()
                     if self._engine.steps == steps:
-                        self._wait_for_room()
+                        # Nothing that waits finds blocks. Those who free them need the interpreter more than another
+                        # look does.
+                        self._run_command(block=True, seconds=ROOM_SECONDS)
         except BaseException as error:
             log.exception("engine failed")
             self._failed = error
@@ -123,27 +125,20 @@ class EngineHost:
 
     def _run_commands(self) -> None:
         """Runs what waits; blocks for the next command only while the engine has nothing to do."""
-        while True:
-            idle = not self._engine.has_work
-            try:
-                command = self._commands.get(block=idle)
-            except queue.Empty:
-                return
-            if command is None:
-                self._stopping = True
-                return
-            command()
+        while self._run_command(block=not self._engine.has_work):
+            pass
 
-    def _wait_for_room(self) -> None:
-        """Nothing that waits finds blocks. Those who free them need the interpreter more than another look does."""
+    def _run_command(self, *, block: bool, seconds: float | None = None) -> bool:
+        """The next one. False: none has come, or it was the last."""
         try:
-            command = self._commands.get(timeout=ROOM_SECONDS)
+            command = self._commands.get(block, seconds)
         except queue.Empty:
-            return
+            return False
         if command is None:
             self._stopping = True
-        else:
-            command()
+            return False
+        command()
+        return True
 
     def _step(self) -> None:
         self._busy_since = self._clock()

@@ -158,9 +158,8 @@ def rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, add
     serve_pipe(pipe, endpoint, _Hello(endpoint.hello, addresses))
     try:
         runner.serve()
-    except (
-        BaseException
-    ):  # the leader hears of it by the end of the pipe, also where Ray would keep the process
+    except BaseException:
+        # The leader hears of it by the end of the pipe, also where Ray would keep the process.
         log.exception("rank %d ends", rank)
         os._exit(1)
 

@@ -117,12 +117,12 @@ class ChainReporter:
 
     def _resync_if_new_slot(self) -> bool:
         """False while a new slot is needed and there is none."""
-        if self._dropped and self._slot == self._registration.slot:
+        if self._slot == self._registration.slot:
+            if not self._dropped:
+                return True
             self._registration.register_again()
             if self._slot == self._registration.slot:
                 return False
-        if self._slot == self._registration.slot:
-            return True
         self._dropped = False
         slot, chains = self._registration.slot, list(self._all_chains())
         self._unsaid = deque(chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS))

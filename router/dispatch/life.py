@@ -51,13 +51,6 @@ TRANSITIONS: dict[LifeState, frozenset[LifeState]] = {
 }
 
 
-def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """A typed error, if there is one."""
-    typed = group.subgroup(errors.BatonError) or group
-    first: BaseException = typed.exceptions[0]
-    return first_of(first) if isinstance(first, BaseExceptionGroup) else first
-
-
 class _Retry(Exception):
     """This attempt is over, another one may follow."""
 
@@ -197,7 +190,7 @@ class RequestLife:
                         for choice in open_choices:
                             group.create_task(self._run_choices([choice]))
                 except BaseExceptionGroup as failed:  # clients hear of one, as of a request with one choice
-                    raise first_of(failed) from failed
+                    raise errors.first_of(failed) from failed
                 return
 
     # --- placing -----------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -63,15 +65,21 @@ async def close(world: DecodeWorld) -> None:
     await world.role.attempts.close()
 
 
-async def test_blocks_that_a_step_took_back_end_the_attempt_and_nothing_else():
-    world = DecodeWorld()
-    stream = await ready_to_commit(world)
-    attempt = world.role.attempts.get(TRANSFER)
+def arbiter(world: DecodeWorld) -> tuple[list[HandoffState], Callable[[], Coroutine[Any, Any, None]]]:
+    """What it has said, and the call that asks it."""
     answers: list[HandoffState] = []
 
     async def ask() -> None:
         answers.append(await world.role.abort(TRANSFER))
 
+    return answers, ask
+
+
+async def test_blocks_that_a_step_took_back_end_the_attempt_and_nothing_else():
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    attempt = world.role.attempts.get(TRANSFER)
+    answers, ask = arbiter(world)
     world.core.before_next_call += [lambda: world.start(ask()), world.evict]
     finish(stream)
     await until(lambda: bool(world.rank.unanswered) or world.receiver.live == 0, "the hand-off has ended")
@@ -108,11 +116,7 @@ async def test_an_arbiter_that_is_asked_meanwhile_waits_for_the_engine(steps):
     world = DecodeWorld()
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)
-    answers: list[HandoffState] = []
-
-    async def ask() -> None:
-        answers.append(await world.role.abort(TRANSFER))
-
+    answers, ask = arbiter(world)
     world.core.before_next_call.append(lambda: world.start(ask()))
     world.core.after_next_call += [world.step] * steps  # over before anybody has heard of the commit
     finish(stream)

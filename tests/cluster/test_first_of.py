@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.errors import UnavailableError
-from router.dispatch.life import first_of
+from cluster.errors import UnavailableError, first_of
 
 
 def test_a_typed_error_goes_before_all_others():
