@@ -108,7 +108,7 @@ class Engine:
         if sequences is None:
             return False
         for sequence in sequences:
-            if sequence.state is S.WAITING_FOR_KV and verified_tokens:
+            if sequence.state in (S.WAITING_FOR_KV, S.EVICTED) and verified_tokens:
                 self._register(sequence, verified_tokens)
             self._finish(sequence)
         return True
@@ -150,7 +150,7 @@ class Engine:
         total = self._scheduler.blocks_for(min(length + growth_tokens, self._max_len))
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
-        if need > self._pool.free - self._pool.free_among(held):
+        if need > self._pool.free - self._pool.free_among(held) - self._scheduler.owed:
             raise BlocksExhaustedError(
                 f"{need} KV blocks are needed, {self._pool.free} are free", retry_after_seconds=0.05
             )
@@ -164,7 +164,7 @@ class Engine:
 
     def commit(self, request_id: str, first_tokens: Seq[TokenOutput]) -> None:
         waiting = [s for s in self._requests.get(request_id, ()) if s.state is S.WAITING_FOR_KV]
-        if not waiting:  # a step has taken its blocks before this was its turn
+        if not waiting:  # a step has asked for its blocks before this was its turn
             raise BlocksExhaustedError(f"nothing is reserved for {request_id}", retry_after_seconds=0.05)
         (sequence,) = waiting
         sequence.num_computed = len(sequence.tokens)
@@ -233,14 +233,17 @@ class Engine:
     # --- when blocks are short (the scheduler asks) --------------------------------------------------------
 
     def evict_reservation(self, output: StepOutput) -> bool:
-        reserved = [s for family in self._requests.values() for s in family if s.state is S.WAITING_FOR_KV]
+        """Its blocks stay its own until its owner calls `abort`: only he can tell that nobody writes to them."""
+        everyone = [s for family in self._requests.values() for s in family]
+        if any(s.state is S.EVICTED for s in everyone):
+            return True
+        reserved = [s for s in everyone if s.state is S.WAITING_FOR_KV]
         if not reserved:
             return False
-        everyone = (s for family in self._requests.values() for s in family)
-        victim = choose_victim(reserved, everyone).request.request_id
-        output.evicted_reservations.append(victim)
+        victim = choose_victim(reserved, everyone)
+        victim.machine.to(S.EVICTED)
+        output.evicted_reservations.append(victim.request.request_id)
         self._count["evicted"] += 1
-        self.abort(victim)
         return True
 
     def gave_back(self, victim: Sequence, output: StepOutput) -> bool:

@@ -96,7 +96,7 @@ class RequestDone:
 class StepOutput:
     tokens: list[TokenOutput]
     done: list[RequestDone]
-    evicted_reservations: list[str] = field(default_factory=list)  # growth took their blocks back
+    evicted_reservations: list[str] = field(default_factory=list)  # growth wants their blocks: abort them
     began: float = 0.0  # monotonic seconds
 
 

@@ -19,7 +19,8 @@ class Owner(Protocol):
     """What the scheduler asks of the engine when blocks are short."""
 
     def evict_reservation(self, output: StepOutput) -> bool:
-        """Gives up the least important and youngest reservation whose KV has not come. False: there is none."""
+        """Asks the owner of the least important and youngest reservation for its blocks, unless one was asked
+        before and has not answered. False: there is none."""
 
     def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
         """A preempted sequence that is too long to be computed again here leaves. False: it stays and waits."""
@@ -35,6 +36,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.copies: list[BlockCopy] = []
+        self._short: list[tuple[Sequence, int]] = []  # who was left out of the last step for so many blocks
 
     def enqueue(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -49,6 +51,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting) or any(not s.paused for s in self.running)
 
+    @property
+    def owed(self) -> int:
+        """Blocks that running sequences wait for: what becomes free is theirs before anything new is let in."""
+        return sum(n for s, n in self._short if s.state is S.RUNNING and not s.paused)
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._page)
 
@@ -56,6 +63,7 @@ class Scheduler:
         """(sequence, tokens to compute); their blocks are taken. What blocks run short for is told in `output`."""
         budget = self._config.max_batch_tokens
         scheduled: list[tuple[Sequence, int]] = []
+        self._short.clear()
         for sequence in sorted(self.running, key=lambda s: (s.missing > 1, *s.order)):
             if sequence.paused or sequence.state is not S.RUNNING or budget <= 0:
                 continue
@@ -86,7 +94,7 @@ class Scheduler:
         else:
             count = min(missing, budget)
         need = self.blocks_for(len(sequence.tokens)) - len(held)
-        if need > self._pool.free - self._pool.free_among(held):
+        if need > self._pool.free - self._pool.free_among(held) - self.owed:
             return 0
         self._pool.hold(held)
         sequence.blocks = held + self._pool.take(need)
@@ -99,12 +107,13 @@ class Scheduler:
         return count
 
     def _grow(self, sequence: Sequence, tokens: int, output: StepOutput, busy: set[int]) -> bool:
-        """Blocks for the first `tokens` tokens, the written ones its own. False: it was preempted itself."""
+        """Blocks for the first `tokens` tokens, the written ones its own. False: it is not in this step."""
         need = self.blocks_for(tokens) - len(sequence.blocks)
         tail = sequence.num_computed // self._page
         copy = tail < len(sequence.blocks) and self._pool.shared(sequence.blocks[tail])
         while max(need, 0) + copy > self._pool.free:
             if not self._make_room(sequence, output, busy):
+                self._short.append((sequence, max(need, 0) + copy))
                 return False
         if copy:
             (fresh,) = self._pool.take(1)
@@ -116,9 +125,10 @@ class Scheduler:
         return True
 
     def _make_room(self, wanting: Sequence, output: StepOutput, busy: set[int]) -> bool:
-        """False: `wanting` itself had to go."""
+        """False: `wanting` itself had to go, or it waits. The blocks of a reservation cannot be had within a step:
+        parts of its KV may be landing in them until its owner has seen to it that none does."""
         if self._owner.evict_reservation(output):
-            return True
+            return False
         victims = [s for s in self.running if id(s) not in busy or s is wanting]
         victim = choose_victim(victims, self.running)
         self._preempt(victim, output)

@@ -3,6 +3,7 @@
 WAITING ──admitted──► RUNNING ──► FINISHED
    ▲                  │  ▲  └─prefill_only─► HELD ──► FINISHED
    └───preempted──────┘  └─commit─ WAITING_FOR_KV (reserved, KV on its way)
+                                        └──growth wants its blocks──► EVICTED (until nobody writes) ──► FINISHED
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from enum import Enum
 class SequenceState(Enum):
     WAITING = "waiting"
     WAITING_FOR_KV = "waiting_for_kv"
+    EVICTED = "evicted"
     RUNNING = "running"
     HELD = "held"
     FINISHED = "finished"
@@ -21,7 +23,8 @@ class SequenceState(Enum):
 S = SequenceState
 TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     S.WAITING: frozenset({S.RUNNING, S.FINISHED}),
-    S.WAITING_FOR_KV: frozenset({S.RUNNING, S.FINISHED}),
+    S.WAITING_FOR_KV: frozenset({S.RUNNING, S.EVICTED, S.FINISHED}),
+    S.EVICTED: frozenset({S.FINISHED}),
     S.RUNNING: frozenset({S.WAITING, S.HELD, S.FINISHED}),
     S.HELD: frozenset({S.FINISHED}),
 }

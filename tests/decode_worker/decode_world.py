@@ -50,6 +50,9 @@ class HandMovedRank:
         self.hello = m.PeerRank(0, "", b"")
         self.expected: list[m.Expect] = []  # every one ever, for events that come late or twice
         self.writers: dict[int, bytes] = {}
+        self.scatters: dict[
+            int, m.Expect
+        ] = {}  # slots whose part may be on its way from there into the cache
         self.unanswered: list[bytes] = []
         self.segments = 0
 
@@ -58,6 +61,7 @@ class HandMovedRank:
             case m.Expect():
                 assert message.slot not in self.writers, "a slot was granted while somebody may write into it"
                 self.writers[message.slot] = message.transfer_id
+                self.scatters[message.slot] = message
                 self.expected.append(message)
             case m.ForgetTransfer(transfer_id=token) | m.Settle(token=token):
                 self.unanswered.append(token)
@@ -67,7 +71,10 @@ class HandMovedRank:
                 pass
 
     def answer(self, index: int) -> None:
-        self.on_event(m.Confirmed(0, self.unanswered.pop(index)))
+        token = self.unanswered.pop(index)
+        for slot in [slot for slot, part in self.scatters.items() if part.transfer_id == token]:
+            del self.scatters[slot]  # dropped from here on: nothing of it reaches the cache
+        self.on_event(m.Confirmed(0, token))
 
     def close(self) -> None:
         """Nothing runs."""

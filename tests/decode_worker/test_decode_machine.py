@@ -195,6 +195,8 @@ class DecodeMachine(RuleBasedStateMachine):
     def part_lands(self, grant: m.Expect, error: str) -> None:
         ring = self.world.receiver.rings[0]
         slot = ring.slot(grant.slot, grant.generation)
+        if self.world.rank.scatters.get(grant.slot) is grant:
+            del self.world.rank.scatters[grant.slot]
         if slot is not None and self.world.rank.writers.get(grant.slot) == grant.transfer_id:
             del self.world.rank.writers[grant.slot]
             if slot.machine.state is SlotState.GRANTED and not error:
@@ -323,6 +325,16 @@ class DecodeMachine(RuleBasedStateMachine):
                 )
 
     @rule()
+    def evict(self) -> None:
+        """Running requests want the blocks of a reservation whose parts are under way."""
+
+        async def go() -> None:
+            self.world.evict()
+
+        self.run(go())
+        self.settle()
+
+    @rule()
     def step(self) -> None:
         async def go() -> None:
             self.world.step()
@@ -350,6 +362,12 @@ class DecodeMachine(RuleBasedStateMachine):
             for slot in ring.slots:
                 if slot.machine.state is SlotState.FREE:
                     assert slot.index not in world.rank.writers, "a slot is free that may be written into"
+        for part in world.rank.scatters.values():
+            families = world.core.engine._requests
+            owner = families[part.transfer_id.hex()][0].blocks if part.transfer_id.hex() in families else []
+            assert owner[: len(part.block_ids)] == list(part.block_ids), (
+                "a part may be scattered into blocks that are not its request's any more"
+            )
         live = {attempt.engine_id for attempt in world.role.attempts.all()}
         assert set(world.role.by_engine_id) <= live
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.block_hash import hash_blocks, pack_tokens
 from cluster.errors import BlocksExhaustedError
-from engine.engine import Engine
+from engine.engine import Engine, EngineReservation
 from engine.request import EngineRequest, SamplingParams, TokenOutput
 from tests.engine.fake_model import PAGE, FakeRunner, continuation
 
@@ -25,6 +26,9 @@ class World:
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
         self.reserved: dict[str, list[int]] = {}
+        # Parts of them may still be landing.
+        self.evicted: list[tuple[str, EngineReservation, list[int]]] = []
+        self.taken: dict[str, EngineReservation] = {}
         self.count = 0
 
     def name(self) -> str:
@@ -48,6 +52,7 @@ class World:
             return
         self.runner.store(taken.block_ids, taken.held_tokens, prompt[taken.held_tokens :])
         self.reserved[name] = prompt
+        self.taken[name] = taken
         for choice in range(n):  # first tokens differ, as sampled ones do: from there on choices part
             first = 3 + choice
             self.expected[name, choice] = [first, *continuation([*prompt, first], new - 1)]
@@ -57,6 +62,7 @@ class World:
             return
         name, prompt = next(iter(self.reserved.items()))
         del self.reserved[name]
+        del self.taken[name]
         choices = [choice for owner, choice in self.expected if owner == name]
         tokens = [TokenOutput(name, choice, len(prompt), 3 + choice) for choice in choices]
         for choice in choices:
@@ -70,9 +76,17 @@ class World:
 
     def drop(self, name: str) -> None:
         self.engine.abort(name)
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
         self.reserved.pop(name, None)
+        self.taken.pop(name, None)
         for key in [key for key in self.expected if key[0] == name]:
             del self.expected[key]
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
 
     def step(self) -> None:
         if not self.engine.has_work:
@@ -81,14 +95,26 @@ class World:
         for token in output.tokens:
             self.got.setdefault((token.request_id, token.choice), []).append(token.token_id)
         for name in output.evicted_reservations:
-            self.drop(name)
+            self.evicted.append((name, self.taken[name], self.reserved[name]))
+            self.forget(name)
+            with pytest.raises(BlocksExhaustedError):  # all of it had come, and the commit was under way
+                self.engine.commit(name, [TokenOutput(name, 0, 1, 3)])
+
+    def last_part(self) -> None:
+        """It lands only now; then nobody writes any more, and the reservation goes."""
+        if self.evicted:
+            name, taken, prompt = self.evicted.pop(0)
+            self.runner.store(taken.block_ids, taken.held_tokens, [99] * (len(prompt) - taken.held_tokens))
+            self.engine.abort(name)
 
     def finish(self) -> None:
         while self.reserved:
             self.commit()
-        for _ in range(3000):
-            if not self.engine.has_work:
+        for turn in range(3000):
+            if not self.engine.has_work and not self.evicted:
                 break
+            if turn % 3 == 0:
+                self.last_part()
             self.step()
             self.engine.check_integrity()
         assert not self.engine.has_work
@@ -96,19 +122,20 @@ class World:
 
 prompts = st.lists(st.integers(3, 5), min_size=1, max_size=18)  # few letters: prefixes are often shared
 operations = st.one_of(
-    st.tuples(st.just("add"), prompts, st.integers(2, 12), st.integers(1, 3)),
-    st.tuples(st.just("reserve"), prompts, st.integers(2, 12), st.integers(1, 3)),
+    st.tuples(st.just("add"), prompts, st.integers(2, 40), st.integers(1, 3)),
+    st.tuples(st.just("reserve"), prompts, st.integers(2, 40), st.integers(1, 3)),
     st.tuples(st.just("commit")),
     st.tuples(st.just("abort"), st.integers(0, 50)),
-    st.tuples(st.just("step")),
+    st.tuples(st.just("last_part")),
+    st.tuples(st.just("steps"), st.integers(1, 12)),  # so many that requests grow into what others hold
     st.tuples(st.just("step")),
 )
 
 
 @settings(max_examples=250, deadline=None)
 @given(
-    steps=st.lists(operations, max_size=40),
-    blocks=st.integers(16, 40),
+    steps=st.lists(operations, min_size=10, max_size=60),
+    blocks=st.integers(16, 28),
     budget=st.sampled_from([3, 8, 64]),
     chunked=st.booleans(),
 )
@@ -160,3 +187,24 @@ def test_the_least_important_reservation_goes_first():
     while engine.has_work and not evicted:
         evicted += engine.step().evicted_reservations
     assert evicted == ["batch"]
+
+
+def test_what_an_eviction_frees_is_for_those_who_run():
+    """Neither a new reservation nor a new request takes the blocks that a running sequence waits for."""
+    runner = FakeRunner(8, max_batch_tokens=64)
+    engine = Engine(runner, runner.config, secret=SECRET)
+    engine.add(EngineRequest("running", [6] * 12, greedy(16), salt=SALT))
+    engine.step()
+    reserved = EngineRequest("reserved", [3] * 16, greedy(8), salt=SALT)
+    blocks = engine.reserve(reserved, [], growth_tokens=0).block_ids
+    while not (output := engine.step()).evicted_reservations:
+        assert output.tokens
+    assert output.evicted_reservations == ["reserved"] and not output.tokens
+    assert engine.block_ids("reserved") == blocks
+    assert not engine.step().evicted_reservations  # nobody else is asked meanwhile
+    engine.abort("reserved")
+    with pytest.raises(BlocksExhaustedError):
+        engine.reserve(reserved, [], growth_tokens=0)
+    engine.add(EngineRequest("new", [4] * 16, greedy(2), salt=SALT))
+    tokens = [token for _ in range(4) for token in engine.step().tokens]
+    assert [token.request_id for token in tokens] == ["running"] * 4
