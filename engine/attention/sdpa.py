@@ -93,7 +93,7 @@ class SdpaBackend:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._attend_tokens(layer, q, out)
         if self._spans:
-            self._attend_spans(layer, q * self._scale, k, v, out)  # scaled once, not for every product
+            self._attend_spans(layer, q, k, v, out)
         return out.view(q.shape[0], -1)
 
     def _attend_tokens(self, layer: int, q: Tensor, out: Tensor) -> None:
@@ -104,12 +104,12 @@ class SdpaBackend:
         for span in self._spans:
             rows = span.rows
             if span.blocks is None:
-                keys, values = k[rows].transpose(0, 1).contiguous(), v[rows].transpose(0, 1).contiguous()
+                keys, values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
             else:
                 keys, values = self._gather(layer, span.blocks)
             if span.is_token:
                 mask = self._tail_mask(keys.shape[1], span.end, window)
-                self._attend_token(q[rows], keys, values, mask, out[rows])
+                self._attend_token(q[rows] * self._scale, keys, values, mask, out[rows])
             else:
                 self._attend_prompt(q[rows], keys, values, span.begin, window, out[rows])
 
@@ -157,8 +157,10 @@ class SdpaBackend:
         over slices would clone them first (a tenth of the time, measured).
         """
         s, count = self._shape, q.shape[0]
+        keys, values = keys.contiguous(), values.contiguous()
         grouped = (count, s.num_kv_heads, self._group, s.head_dim)
-        queries, mixed = q.view(grouped).permute(1, 2, 0, 3).contiguous(), out.view(grouped)
+        scaled = (q * self._scale).view(grouped)  # once, not for every product
+        queries, mixed = scaled.permute(1, 2, 0, 3).contiguous(), out.view(grouped)
         pieces = [
             self._piece(row, min(row + QUERY_BLOCK, count), begin, window)
             for row in range(0, count, QUERY_BLOCK)

@@ -21,12 +21,13 @@ from numba.extending import intrinsic
 
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
+from engine.ops import cpu_prompts as prompts
 
 # int64 numbers of a job. What several threads write lies in cache lines of its own.
 TICKETS, FINISHED, STOP, CODE = 0, 8, 16, 24  # TICKETS: shares · 2³² + next share
 TOTAL, SHARES, ARGUMENTS = CODE + 1, CODE + 2, CODE + 3
 SIZE = 64
-ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY = range(5)
+ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT = range(7)
 _LOW = 0xFFFFFFFF
 
 
@@ -96,6 +97,12 @@ def _share(kind, dim8, job, first, last):
             kind, a[0], first, last, a[1], a[2], dim8, a[3], a[4], a[5], a[6],
             a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]),
         )  # fmt: skip
+    elif code == PACK_HEADS:
+        prompts.pack_head(a[0], a[1], a[2], a[3], a[4], dim8, a[5], first, last)
+    elif code == ATTEND_PROMPT:
+        prompts.attend_prompt(
+            a[0], a[1], a[2], a[3], a[4], a[5], a[6], dim8, a[7], a[8], _number(a[9]), a[10], first, last
+        )
     else:
         kernels.attend_tokens(
             kind, a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last,
@@ -143,7 +150,8 @@ def _make(sources: str) -> Any:
 
 def _sources() -> str:
     here = Path(__file__)
-    files = [here, here.with_name("cpu_kernels.py"), here.with_name("cpu_products.py")]
+    names = ("cpu_kernels.py", "cpu_products.py", "cpu_prompts.py")
+    files = [here, *(here.with_name(name) for name in names)]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 

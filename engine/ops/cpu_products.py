@@ -3,8 +3,8 @@
 A weight [outputs, inputs] lies in panels of 32 outputs: [panel][pair of inputs][output][2], each panel one stream of
 memory. A tile multiplies up to 12 rows with one panel: 24 sums stay in registers, two vectors of weights are read for
 24 products. In decode every weight is then read once, by the row, from memory, and the products hide behind the
-reading; in a prompt the panel stays in the second-level cache while the rows go by. A row's sums are taken in the
-same order whatever rows are beside it.
+reading; in a prompt as many rows as fit the second-level cache stay there while all panels go by. A row's sums are
+taken in the same order whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from engine.ops.cpu_kernels import compiled
 
 PANEL = 32
 MOST_ROWS = 12
+# Of rows at a time, beside the panel in a cache of 1 MiB; measured from 128 to 768 KiB. All rows for each panel came from
+# the third level again and again: a tenth slower where a row is long.
+_ROWS_BYTES = 384 << 10
 _AHEAD_BYTES = 4096  # of the stream of weights: no hardware prefetcher goes beyond a page
 _PAIR_BYTES = PANEL * 2 * 2
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_SUMS = ir.VectorType(_F32, 16)
+F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+SUMS = ir.VectorType(F32, 16)
 
 
 def supported() -> bool:
@@ -58,12 +61,63 @@ class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
 
 
 _BFloat._create_instance()
-_WEIGHTS, _ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
+_WEIGHTS, ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 
 
-def _declare(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
+def declare(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
     known = builder.module.globals.get(name)
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
+def load(builder, kind, address, align):
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def after(builder, address, offset):
+    return builder.add(address, offset if isinstance(offset, ir.Value) else ir.Constant(I64, offset))
+
+
+def accumulate(builder, count, x, x_stride, weights, pairs, starts):
+    """The loop of a tile: count × 32 sums, as two vectors a row, from `starts` on. Leaves `builder` behind it."""
+    product = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, SUMS, _WEIGHTS, _WEIGHTS)
+    prefetch = declare(builder, "llvm.prefetch.p0", ir.VoidType(), ir.IntType(8).as_pointer(), I32, I32, I32)
+    sources = [x]
+    for _ in range(count - 1):
+        sources.append(builder.add(sources[-1], x_stride))
+    entry, loop, done = builder.block, builder.append_basic_block("pair"), builder.append_basic_block("done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    pair = builder.phi(I64)
+    pair.add_incoming(ir.Constant(I64, 0), entry)
+    sums = [[builder.phi(SUMS) for _ in (0, 1)] for _ in range(count)]
+    at = builder.add(weights, builder.mul(pair, ir.Constant(I64, _PAIR_BYTES)))
+    halves = [load(builder, _WEIGHTS, after(builder, at, 64 * half), 4) for half in (0, 1)]
+    for half in (0, 1):
+        line = builder.inttoptr(after(builder, at, _AHEAD_BYTES + 64 * half), ir.IntType(8).as_pointer())
+        builder.call(prefetch, [line, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
+    offset = builder.mul(pair, ir.Constant(I64, 4))
+    for source, own in zip(sources, sums, strict=True):
+        both = builder.bitcast(
+            spread(builder, load(builder, I32, after(builder, source, offset), 2)), _WEIGHTS
+        )
+        for half in (0, 1):
+            total = builder.call(product, [own[half], both, halves[half]])
+            own[half].add_incoming(starts[half], entry)
+            own[half].add_incoming(total, loop)
+            own[half] = total
+    following = builder.add(pair, ir.Constant(I64, 1))
+    pair.add_incoming(following, loop)
+    builder.cbranch(builder.icmp_signed("<", following, pairs), loop, done)
+    builder.position_at_end(done)
+    return sums
+
+
+def spread(builder, word):
+    """One value in all 16 lanes."""
+    lane = builder.insert_element(
+        ir.Constant(ir.VectorType(word.type, 16), ir.Undefined), word, ir.Constant(I32, 0)
+    )
+    return builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(I32, 16), [0] * 16))
 
 
 @intrinsic
@@ -75,53 +129,8 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
         if not instruction_there():  # compiled all the same, never called
             return context.get_dummy_value()
         _, x, x_stride, weights, pairs, bias, out, out_stride, columns = args
-        product = _declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, _SUMS, _WEIGHTS, _WEIGHTS)
-        prefetch = _declare(
-            builder, "llvm.prefetch.p0", ir.VoidType(), ir.IntType(8).as_pointer(), _I32, _I32, _I32
-        )
-
-        def load(kind, address, align):
-            return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
-
-        def after(address, offset):
-            return builder.add(address, offset if isinstance(offset, ir.Value) else ir.Constant(_I64, offset))
-
-        starts = [load(_SUMS, after(bias, 64 * half), 4) for half in (0, 1)]
-        sources = [x]
-        for _ in range(count - 1):
-            sources.append(builder.add(sources[-1], x_stride))
-        entry, loop, done = (
-            builder.block,
-            builder.append_basic_block("pair"),
-            builder.append_basic_block("done"),
-        )
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        pair = builder.phi(_I64)
-        pair.add_incoming(ir.Constant(_I64, 0), entry)
-        sums = [[builder.phi(_SUMS) for _ in (0, 1)] for _ in range(count)]
-        at = builder.add(weights, builder.mul(pair, ir.Constant(_I64, _PAIR_BYTES)))
-        halves = [load(_WEIGHTS, after(at, 64 * half), 4) for half in (0, 1)]
-        for half in (0, 1):
-            line = builder.inttoptr(after(at, _AHEAD_BYTES + 64 * half), ir.IntType(8).as_pointer())
-            builder.call(prefetch, [line, ir.Constant(_I32, 0), ir.Constant(_I32, 3), ir.Constant(_I32, 1)])
-        offset = builder.mul(pair, ir.Constant(_I64, 4))
-        for source, own in zip(sources, sums, strict=True):
-            word = load(_I32, after(source, offset), 2)
-            lane = builder.insert_element(
-                ir.Constant(ir.VectorType(_I32, 16), ir.Undefined), word, ir.Constant(_I32, 0)
-            )
-            spread = builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(_I32, 16), [0] * 16))
-            both = builder.bitcast(spread, _WEIGHTS)
-            for half in (0, 1):
-                total = builder.call(product, [own[half], both, halves[half]])
-                own[half].add_incoming(starts[half], entry)
-                own[half].add_incoming(total, loop)
-                own[half] = total
-        following = builder.add(pair, ir.Constant(_I64, 1))
-        pair.add_incoming(following, loop)
-        builder.cbranch(builder.icmp_signed("<", following, pairs), loop, done)
-        builder.position_at_end(done)
+        starts = [load(builder, SUMS, after(builder, bias, 64 * half), 4) for half in (0, 1)]
+        sums = accumulate(builder, count, x, x_stride, weights, pairs, starts)
         _store_rows(builder, sums, out, out_stride, columns)
         return context.get_dummy_value()
 
@@ -131,22 +140,21 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
 
 def _store_rows(builder, sums, out, out_stride, columns):
     """Rounds to bf16; columns beyond the matrix are not written."""
-    lanes = ir.VectorType(_I32, 16)
+    lanes = ir.VectorType(I32, 16)
     bits = ir.VectorType(ir.IntType(1), 16)
-    rounding = _declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", _ROUNDED, _SUMS)
-    pointer = _ROUNDED.as_pointer()
-    store = _declare(builder, "llvm.masked.store.v16bf16.p0", ir.VoidType(), _ROUNDED, pointer, _I32, bits)
-    width = builder.trunc(columns, _I32)
-    lane = builder.insert_element(ir.Constant(lanes, ir.Undefined), width, ir.Constant(_I32, 0))
-    widths = builder.shuffle_vector(lane, lane, ir.Constant(lanes, [0] * 16))
+    rounding = declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ROUNDED, SUMS)
+    pointer = ROUNDED.as_pointer()
+    store = declare(builder, "llvm.masked.store.v16bf16.p0", ir.VoidType(), ROUNDED, pointer, I32, bits)
+    width = builder.trunc(columns, I32)
+    widths = spread(builder, width)
     masks = [
         builder.icmp_signed("<", ir.Constant(lanes, [16 * half + i for i in range(16)]), widths)
         for half in (0, 1)
     ]
     for own in sums:
         for half in (0, 1):
-            to = builder.inttoptr(builder.add(out, ir.Constant(_I64, 32 * half)), pointer)
-            builder.call(store, [builder.call(rounding, [own[half]]), to, ir.Constant(_I32, 2), masks[half]])
+            to = builder.inttoptr(builder.add(out, ir.Constant(I64, 32 * half)), pointer)
+            builder.call(store, [builder.call(rounding, [own[half]]), to, ir.Constant(I32, 2), masks[half]])
         out = builder.add(out, out_stride)
 
 
@@ -185,22 +193,18 @@ def _tile_of(count, x, xs, w, pairs, b, out, outs, columns):
 @compiled
 def multiply(x, rows, inputs, panels, bias, out, outputs, first, last):
     """out[rows, outputs] = x[rows, inputs] · Wᵀ + bias, for panels [first, last)."""
-    tiles = (rows + MOST_ROWS - 1) // MOST_ROWS
-    for panel in range(first, last):
-        weights = panels + panel * inputs * 64
-        columns = min(outputs - panel * 32, 32)
-        b, to = bias + panel * 128, out + panel * 64
-        for tile in range(tiles):
-            begin = rows * tile // tiles
-            count = rows * (tile + 1) // tiles - begin
-            _tile_of(
-                count,
-                x + begin * inputs * 2,
-                inputs * 2,
-                weights,
-                inputs // 2,
-                b,
-                to + begin * outputs * 2,
-                outputs * 2,
-                columns,
-            )
+    together = max(MOST_ROWS, _ROWS_BYTES // (inputs * 2) // MOST_ROWS * MOST_ROWS)
+    for top in range(0, rows, together):
+        here = min(together, rows - top)
+        tiles = (here + MOST_ROWS - 1) // MOST_ROWS
+        for panel in range(first, last):
+            weights = panels + panel * inputs * 64
+            columns = min(outputs - panel * 32, 32)
+            b, to = bias + panel * 128, out + panel * 64
+            for tile in range(tiles):
+                begin = top + here * tile // tiles
+                count = top + here * (tile + 1) // tiles - begin
+                _tile_of(
+                    count, x + begin * inputs * 2, inputs * 2, weights, inputs // 2, b,
+                    to + begin * outputs * 2, outputs * 2, columns,
+                )  # fmt: skip

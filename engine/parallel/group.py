@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.errors import ModelError
+from cluster.errors import ModelError, SetupError
 
 # A rank waits for its leader's next step as long as nobody asks anything; a dead leader is noticed by the pipe
 # between the two (worker/rank_process.py), not by a time-out of the collective.
 IDLE_SECONDS = 10 * 365 * 86400
+JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they come; one that died on the way never does
 
 
 class TpGroup(Protocol):
@@ -52,15 +53,28 @@ class NullGroup:
 class DistributedGroup:
     """gloo on CPUs, NCCL on CUDA. Every rank of the process group must be made with the same address."""
 
-    def __init__(self, rank: int, size: int, address: str, device: torch.device):
-        """`address` is host:port of the leader's store."""
+    def __init__(
+        self, rank: int, size: int, address: str, device: torch.device, join_seconds: float = JOIN_SECONDS
+    ):
+        """`address` is host:port of the leader's store. Raises SetupError if not everybody comes there in time."""
         if device.type == "cuda":
             torch.cuda.set_device(device)  # objects are broadcast through the current one
         elif address.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        host, _, port = address.rpartition(":")
+        patience = datetime.timedelta(seconds=join_seconds)
+        try:
+            # Made here, because the group's own time-out, which is none, would hold for the meeting as well.
+            store = dist.TCPStore(host, int(port), size, rank == 0, timeout=patience)  # type: ignore[attr-defined]
+        except dist.DistError as error:
+            reason = str(error).splitlines()[0]
+            raise SetupError(
+                f"rank {rank} of {size} did not meet the others at {address} within {join_seconds:.0f} s: {reason}",
+                field="tensor_parallel",
+            ) from error
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{address}",
+            store=store,
             rank=rank,
             world_size=size,
             timeout=datetime.timedelta(seconds=IDLE_SECONDS),

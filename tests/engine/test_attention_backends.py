@@ -81,6 +81,49 @@ def test_cpu_and_cuda_backends_mean_the_same(window):
         torch.testing.assert_close(output, outputs[0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("window", [0, 25])
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(4, 2, 64), (3, 3, 32), (4, 1, 128), (2, 1, 40)])
+def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, window, threads):
+    """Fresh ones, later chunks, short ones, and what does not fill a panel; the last shape is not the kernel's."""
+    torch.manual_seed(0)
+    cache = torch.randn(40, LAYERS, 2, kv, PAGE, dim).bfloat16()
+    items = [
+        PlanItem("fresh", list(range(77)), 0, [3, 7, 12, 13, 14], True),
+        PlanItem("chunk", list(range(70)), 30, [1, 2, 9, 4, 20, 21, 22], True),
+        PlanItem("short", list(range(5)), 60, [30, 31, 32, 33, 34], True),
+        PlanItem("tile", list(range(12)), 0, [5], True),
+    ]
+    tokens = sum(len(item.token_ids) for item in items)
+    qkv = torch.randn(tokens, heads + 2 * kv, dim).bfloat16()  # as in the model: parts of one row
+    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv], qkv[:, heads + kv :]
+    row = 0
+    for item in items:
+        for position in range(item.begin, item.end):
+            at = (item.block_ids[position // PAGE], 1)
+            cache[at][0, :, position % PAGE], cache[at][1, :, position % PAGE] = k[row], v[row]
+            row += 1
+    backend = PagedCpuBackend(
+        AttentionShape(heads, kv, dim, PAGE, (0, window)), cache, KernelTeam(threads, torch.bfloat16, dim)
+    )
+    backend.begin(items)
+    mixed = backend.attend(1, q, k, v).view(tokens, heads, dim).double()
+    row = 0
+    for item in items:
+        keys, values = (
+            cache[item.block_ids, 1, which].transpose(1, 2).flatten(0, 1)[: item.end].double()
+            for which in (0, 1)
+        )
+        for at in range(item.begin, item.end):
+            low = max(0, at + 1 - window) if window else 0
+            for head in range(heads):
+                mine = head // (heads // kv)
+                scores = keys[low : at + 1, mine] @ q[row, head].double() * dim**-0.5
+                expected = torch.softmax(scores, 0) @ values[low : at + 1, mine]
+                assert torch.allclose(mixed[row, head], expected, atol=0.02, rtol=0.02), (item.request_id, at)
+            row += 1
+
+
 def test_the_flash_adapter_calls_by_keyword():
     calls = []
 
