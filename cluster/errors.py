@@ -10,7 +10,8 @@ BatonError
 ├── RequestTooLargeError           413 RESOURCE_EXHAUSTED
 ├── OverloadedError                429 RESOURCE_EXHAUSTED  try again after `retry_after_seconds`
 ├── UnavailableError               503 UNAVAILABLE         no worker of a role
-│   └── DrainingError                                      this process leaves; another one takes it
+│   ├── DrainingError                                      this process leaves; another one takes it
+│   └── AttemptsExhaustedError                             worker after worker failed with it: it may be the cause
 ├── DeadlineError                  504 DEADLINE_EXCEEDED
 ├── CancelledError                 499 CANCELLED
 ├── SetupError                     500 FAILED_PRECONDITION before any request is taken
@@ -113,6 +114,12 @@ class UnavailableError(BatonError):
 
 class DrainingError(UnavailableError):
     pass
+
+
+class AttemptsExhaustedError(UnavailableError):
+    retryable = (
+        False  # or a request that kills workers is carried on to the next router, and kills as many again
+    )
 
 
 class DeadlineError(BatonError):

@@ -19,7 +19,7 @@ from baton.client.routers import (
     pause_seconds,
 )
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
-from cluster.errors import DeadlineError, InternalError
+from cluster.errors import CancelledError, DeadlineError, InternalError
 from cluster.rpc import error_from_rpc
 from cluster.tls import ClientTls, door_channel_async
 from wire import inference_pb2 as pb
@@ -57,6 +57,7 @@ class AsyncClient:
         reconnects = default_reconnects(self._routers.addresses)
         self._max_reconnects = reconnects if max_reconnects is None else max_reconnects
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self.closed = False
 
     def stream(
         self,
@@ -111,7 +112,8 @@ class AsyncClient:
         return [ModelInfo(item.id, item.max_model_len, item.created_unix_seconds) for item in answer.models]
 
     async def aclose(self) -> None:
-        """Closes the connections; streams still open are cancelled."""
+        """Closes the connections, for good; streams still open are cancelled."""
+        self.closed = True
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close(None)
@@ -143,6 +145,8 @@ class AsyncClient:
         return self._timeout_seconds if timeout_seconds is None else timeout_seconds
 
     def _stub(self) -> tuple[str, rpc.InferenceAsyncStub]:
+        if self.closed:
+            raise CancelledError("this client was closed")
         # Channels are made inside a call: a grpc.aio channel belongs to the running event loop.
         address = self._routers.current
         if address not in self._channels:
@@ -179,10 +183,14 @@ class AsyncStream(AsyncIterator[Chunk]):
         except grpc.aio.AioRpcError as error:
             await self._reconnect(error)
         except asyncio.CancelledError:
-            # Raised by our own aclose() as well as by a cancelled task; only the latter goes on upwards.
-            if not self._closed:
-                self._call.cancel()
-                raise
+            # Raised by our own aclose() and our client's as well as by a cancelled task; that one goes on upwards.
+            if self._closed:
+                return None
+            task = asyncio.current_task()
+            if self._client.closed and task is not None and not task.cancelling():
+                raise CancelledError("this client was closed") from None
+            self._call.cancel()
+            raise
         else:
             if isinstance(event, pb.GenerateResponse):
                 return await self._feed(event)
@@ -252,4 +260,5 @@ class AsyncStream(AsyncIterator[Chunk]):
         routers = self._client._routers
         routers.failed(self._address)
         await asyncio.sleep(pause_seconds(self._progress.reconnects, len(routers.addresses)))
-        self._connect()
+        if not self._closed:
+            self._connect()

@@ -20,7 +20,7 @@ from baton.client.routers import (
     pause_seconds,
 )
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
-from cluster.errors import DeadlineError, InternalError
+from cluster.errors import CancelledError, DeadlineError, InternalError
 from cluster.rpc import error_from_rpc
 from cluster.tls import ClientTls, door_channel
 from wire import inference_pb2 as pb
@@ -59,6 +59,7 @@ class Client:
         self._max_reconnects = reconnects if max_reconnects is None else max_reconnects
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
+        self._closed = False
 
     def stream(
         self,
@@ -111,8 +112,9 @@ class Client:
         return [ModelInfo(item.id, item.max_model_len, item.created_unix_seconds) for item in answer.models]
 
     def close(self) -> None:
-        """Closes the connections; streams still open are cancelled."""
+        """Closes the connections, for good; streams still open are cancelled."""
         with self._lock:
+            self._closed = True
             channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             channel.close()
@@ -143,6 +145,8 @@ class Client:
 
     def _stub(self) -> tuple[str, rpc.InferenceStub]:
         with self._lock:
+            if self._closed:
+                raise CancelledError("this client was closed")
             address = self._routers.current
             if address not in self._channels:
                 self._channels[address] = door_channel(address, self._tls, CHANNEL_OPTIONS)
@@ -244,7 +248,14 @@ class Stream(Iterator[Chunk]):
         if left <= 0:
             raise DeadlineError("the deadline passed before the stream's end")
         self._address, stub = self._client._stub()
-        self._call = stub.Generate(self._progress.request(), timeout=left, metadata=self._client._metadata)
+        try:
+            self._call = stub.Generate(
+                self._progress.request(), timeout=left, metadata=self._client._metadata
+            )
+        except ValueError:  # since the line before, in another thread
+            raise CancelledError("this client was closed") from None
+        if self._closed:  # `close` in another thread has cancelled the call before this one
+            self._call.cancel()  # type: ignore[no-untyped-call]
 
     def _reconnect(self, error: grpc.RpcError | None) -> None:
         self._progress.lost(error)
@@ -253,4 +264,5 @@ class Stream(Iterator[Chunk]):
         self._client._failed(self._address)
         routers = len(self._client._routers.addresses)
         time.sleep(pause_seconds(self._progress.reconnects, routers))
-        self._connect()
+        if not self._closed:
+            self._connect()

@@ -176,13 +176,14 @@ def _typed(error: grpc.RpcError | None) -> BatonError:
 
 
 def _connection_lost(error: grpc.RpcError | None) -> bool:
-    """True for what a dying router leaves behind, False for a router's answer."""
+    """True for what a dying router leaves behind, and where a router says that another may do it."""
     if error is None:
         return True
     status = error.code()
     metadata: Any = error.trailing_metadata() or ()
-    answered = any(key == ERROR_KEY for key, _ in metadata)
-    return status is grpc.StatusCode.UNAVAILABLE or (status is grpc.StatusCode.CANCELLED and not answered)
+    if any(key == ERROR_KEY for key, _ in metadata):
+        return status is grpc.StatusCode.UNAVAILABLE and error_from_rpc(error).retryable
+    return status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 def _logprob(token: common_pb2.Token) -> TokenLogprob:

@@ -40,7 +40,9 @@ class Patience:
         pause = max(wanted, self._pause)
         self._pause = min(max(2 * self._pause, PAUSE_SECONDS), MAX_PAUSE_SECONDS)
         if self._fruitless >= self._max_attempts:
-            raise _unavailable(f"gave up after {self._fruitless} attempts: {reason}", reason) from None
+            raise errors.AttemptsExhaustedError(
+                f"gave up after {self._fruitless} attempts: {reason}"
+            ) from None
         if self._clock() + pause > self.deadline:
             if isinstance(reason, _BEHIND):
                 raise _overloaded(f"no worker took it in time: {reason}", reason) from None

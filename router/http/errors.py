@@ -55,6 +55,8 @@ def error_response(error: BatonError) -> Response:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, DrainingError):
         headers["connection"] = "close"  # its next request is for another router
+    if error.http_status >= 500 and not error.retryable:
+        headers["x-should-retry"] = "false"  # OpenAI's clients repeat every 5xx unless told so
     if error.retry_after_seconds:
         headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
     return Response(

@@ -12,6 +12,8 @@ import pytest
 import baton
 from baton.client import Chunk, Completion
 from cluster.errors import (
+    AttemptsExhaustedError,
+    CancelledError,
     ContextLengthError,
     DeadlineError,
     InternalError,
@@ -230,6 +232,18 @@ def test_a_single_router_is_not_asked_again(stream: Streamer, router: StubRouter
     assert len(router.inference.requests) == 1
 
 
+def test_what_no_router_can_do_is_not_carried_on(
+    stream: Streamer, router: StubRouter, other: StubRouter
+) -> None:
+    """A request that kills workers would kill as many again."""
+    router.inference.error = AttemptsExhaustedError("gave up after 8 attempts")
+    with pytest.raises(AttemptsExhaustedError):
+        stream([router.address, other.address], "x")
+    assert not other.inference.requests
+    router.inference.error = UnavailableError("no worker here")
+    assert stream([router.address, other.address], "x", max_tokens=2)[1].reconnects == 1
+
+
 def test_closing_the_stream_cancels_the_request(router: StubRouter) -> None:
     router.inference.hang_after = 2
     with baton.Client(router.address) as client:
@@ -297,3 +311,68 @@ async def test_aclose_from_another_task_ends_the_wait(router: StubRouter) -> Non
         closer = asyncio.create_task(close())
         assert len([chunk async for chunk in stream]) <= 1
         await closer
+
+
+def test_closing_the_client_ends_its_streams(router: StubRouter, other: StubRouter) -> None:
+    router.inference.hang_after = 2
+    client = baton.Client([router.address, other.address])
+    stream = client.stream("x", max_tokens=5)
+    closer = threading.Thread(target=lambda: (router.inference.hanging.wait(5), client.close()))
+    closer.start()
+    with pytest.raises(CancelledError):
+        list(stream)
+    closer.join(5)
+    assert not other.inference.requests
+    with pytest.raises(CancelledError):
+        client.stream("x")
+
+
+async def test_aclosing_the_client_ends_its_streams(router: StubRouter, other: StubRouter) -> None:
+    router.inference.hang_after = 2
+    client = baton.AsyncClient([router.address, other.address])
+    stream = client.stream("x", max_tokens=5)
+
+    async def close() -> None:
+        await asyncio.to_thread(router.inference.hanging.wait, 5)
+        await client.aclose()
+
+    closer = asyncio.create_task(close())
+    with pytest.raises(CancelledError):
+        [chunk async for chunk in stream]
+    await closer
+    assert not other.inference.requests
+
+
+def test_a_stream_that_is_closed_while_it_moves_on_stays_closed(
+    router: StubRouter, other: StubRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router.inference.end_early_at = 1
+    with baton.Client([router.address, other.address]) as client:
+        stream = client.stream("x", max_tokens=5)
+
+        def close_instead(*_: object) -> float:
+            stream.close()
+            return 0.0
+
+        monkeypatch.setattr("baton.client.blocking.pause_seconds", close_instead)
+        assert len(list(stream)) == 1
+    assert not other.inference.requests
+
+
+async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
+    router: StubRouter, other: StubRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router.inference.end_early_at = 1
+    async with baton.AsyncClient([router.address, other.address]) as client:
+        stream = client.stream("x", max_tokens=5)
+        monkeypatch.setattr("baton.client.asynchronous.pause_seconds", lambda *_: 1.0)
+
+        async def close() -> None:
+            await asyncio.to_thread(router.inference.cancelled.wait, 5)  # its context has ended
+            await asyncio.sleep(0.3)
+            await stream.aclose()
+
+        closer = asyncio.create_task(close())
+        assert len([chunk async for chunk in stream]) == 1
+        await closer
+    assert not other.inference.requests
