@@ -53,6 +53,15 @@ class OpenTransfer:
     slot_bytes: int
     prefill_epoch: int
     decode_epoch: int
+    acknowledge: bool = False  # by TransferOpened
+
+
+@dataclass(frozen=True)
+class TransferOpened:
+    """Every layer that is computed from here on will be noted."""
+
+    transfer_id: bytes
+    source_rank: int
 
 
 @dataclass(frozen=True)

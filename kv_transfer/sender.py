@@ -38,29 +38,35 @@ class OutgoingHandoff:
         self._spec = spec
         self.held_tokens = held_tokens
         self.parts: PartTimes | None = None  # where the request is traced
+        self._unopened: set[int] = set()  # ranks elsewhere that do not know of it yet
         self._gathered: dict[int, m.AllGathered] = {}
         self._drained_ranks: set[int] = set()
         loop = asyncio.get_running_loop()
+        self._all_opened: asyncio.Future[None] = loop.create_future()
         self._all_gathered: asyncio.Future[None] = loop.create_future()
         self._committed: asyncio.Future[handoff_pb2.Committed] = loop.create_future()
         self._all_drained: asyncio.Future[None] = loop.create_future()
         self._closed = False
         self._progressed = 0.0
         # Whoever awaits them hears of a failure; nobody may.
-        for future in (self._all_gathered, self._committed, self._all_drained):
+        for future in (self._all_opened, self._all_gathered, self._committed, self._all_drained):
             future.add_done_callback(lambda f: f.cancelled() or f.exception())
 
     @property
     def transfer_id(self) -> bytes:
         return self._spec.transfer_id
 
-    def start(self, request_id: str) -> None:
-        """From now on every layer the engine computes for `request_id` is sent. Call it before the engine
-        hears of the request."""
+    async def start(self, request_id: str) -> None:
+        """From now on every layer the engine computes for `request_id` is sent. Await it before the engine
+        hears of the request. Raises HandoffError; then call `abort`."""
         layout, peer = self._sender.layout, self._link
         flows = plan_flows(
             layout.num_kv_heads, layout.tensor_parallel, peer.decode_layout.tensor_parallel, self.transfer_id
         )
+        # A rank in this process knows as soon as it is told. To others the engine's plan takes another way than
+        # our messages do, and may overtake them: the first layers would be computed unnoticed.
+        elsewhere = {i for i, rank in enumerate(self._sender.ranks) if not isinstance(rank, SenderRank)}
+        self._unopened = set(elsewhere)
         for index, rank in enumerate(self._sender.ranks):
             rank.handle(
                 m.OpenTransfer(
@@ -74,8 +80,12 @@ class OutgoingHandoff:
                     slot_bytes=peer.slot_bytes,
                     prefill_epoch=self._sender.worker.epoch,
                     decode_epoch=peer.decode.epoch,
+                    acknowledge=index in elsewhere,
                 )
             )
+        if elsewhere:
+            self._progressed = time.monotonic()
+            await self._as_it_progresses(self._all_opened)
 
     async def finish(
         self, first_tokens: Sequence[common_pb2.Token], report: common_pb2.WorkReport
@@ -143,6 +153,10 @@ class OutgoingHandoff:
             case m.PartBytes():
                 header = handoff_pb2.PartHeader.FromString(event.header)
                 self._link.send(part=handoff_pb2.PartData(header=header, payload=event.payload))
+            case m.TransferOpened():
+                self._unopened.discard(event.source_rank)
+                if not self._unopened and not self._all_opened.done():
+                    self._all_opened.set_result(None)
             case m.AllGathered():
                 self._gathered[event.source_rank] = event
                 if len(self._gathered) == len(self._sender.ranks) and not self._all_gathered.done():
@@ -189,7 +203,7 @@ class OutgoingHandoff:
                 self.fail(errors.from_wire(reply.aborted.error))
 
     def fail(self, error: errors.BatonError) -> None:
-        for future in (self._all_gathered, self._committed):
+        for future in (self._all_opened, self._all_gathered, self._committed):
             if not future.done():
                 future.set_exception(error)
 

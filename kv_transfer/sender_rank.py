@@ -113,6 +113,8 @@ class SenderRank:
             self._transfers[message.transfer_id] = transfer
             if message.flows:
                 self._by_request[message.request_id] = transfer
+            if message.acknowledge:
+                self.on_event(m.TransferOpened(message.transfer_id, self.rank))
         with self._wake:
             self._inbox.append(message)
             self._wake.notify()

@@ -171,7 +171,7 @@ class PrefillRole:
         request = request_from_wire(attempt.engine_id, attempt.request.spec, prefill_only=True)
         if attempt.trace is not None:
             handoff.parts = attempt.parts = PartTimes()
-        handoff.start(attempt.engine_id)
+        await handoff.start(attempt.engine_id)
         await self._core.host.call(lambda engine: engine.add(request))
         prefilled = await attempt.prefilled
         self.arrivals.first_token(time.monotonic() - attempt.received)

@@ -164,7 +164,7 @@ async def _one(sender: HandoffSender, rank: SenderRank, address: str) -> float:
     request_id = secrets.token_hex(8)
     spec = HandoffSpec(secrets.token_bytes(16), request_id, common_pb2.GenerateSpec(n=1), TOKENS, [])
     handoff = await sender.reserve(decode, spec, DEADLINE_SECONDS)
-    handoff.start(request_id)
+    await handoff.start(request_id)
     began = time.perf_counter()
     await asyncio.to_thread(_computed, rank, request_id)
     await handoff.finish([common_pb2.Token(position=TOKENS, token_id=1)], common_pb2.WorkReport())

@@ -75,12 +75,15 @@ class SenderMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.first_word = ""  # of D, or of our own ranks, on how it ends
+        self.opened_ranks: set[int] = set()
         self.drained_ranks: set[int] = set()
         self.finishing: asyncio.Task[HandoffReport] | None = None
         self.aborted = False
 
-    @initialize()
-    def build(self) -> None:
+    @initialize(know=st.sampled_from([RANKS, RANKS, RANKS, 0]))
+    def build(self, know: int) -> None:
+        """So many ranks know of the hand-off at once."""
+
         async def make() -> HandoffSender:
             return HandoffSender(
                 worker=REF, layout=LAYOUT, ranks=self.ranks, config=TransferConfig(transport="grpc")
@@ -93,7 +96,9 @@ class SenderMachine(RuleBasedStateMachine):
         spec = HandoffSpec(T, "r", common_pb2.GenerateSpec(n=1), 16, [])
         self.handoff = self.inside(lambda: OutgoingHandoff(self.sender, self.link, spec, 0))  # type: ignore[arg-type]
         self.sender._live[T] = self.handoff
-        self.handoff.start("r")
+        self.starting = self.inside(lambda: self.loop.create_task(self.handoff.start("r")))
+        for rank in range(know):
+            self.opened(rank)
 
     def inside(self, function: Any) -> Any:
         """Calls it on the loop and lets follow-ups run."""
@@ -110,6 +115,11 @@ class SenderMachine(RuleBasedStateMachine):
 
     def rank_says(self, rank: int, event: Any) -> None:
         self.inside(lambda: self.ranks[rank].on_event(event))
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    def opened(self, rank: int) -> None:
+        self.opened_ranks.add(rank)
+        self.rank_says(rank, m.TransferOpened(T, rank))
 
     @rule(rank=st.integers(0, RANKS - 1), transfer=st.sampled_from([T, T, OTHER]))
     def gathered(self, rank: int, transfer: bytes) -> None:
@@ -172,11 +182,12 @@ class SenderMachine(RuleBasedStateMachine):
     def finish(self) -> None:
         if self.finishing is None and not self.aborted:
 
-            def begin() -> None:
+            async def compute_and_finish() -> HandoffReport:
+                await self.starting
                 tokens = [common_pb2.Token(position=16, token_id=5)]
-                self.finishing = self.loop.create_task(self.handoff.finish(tokens, common_pb2.WorkReport()))
+                return await self.handoff.finish(tokens, common_pb2.WorkReport())
 
-            self.inside(begin)
+            self.finishing = self.inside(lambda: self.loop.create_task(compute_and_finish()))
 
     @rule()
     def give_up(self) -> None:
@@ -195,6 +206,10 @@ class SenderMachine(RuleBasedStateMachine):
             return
         kinds = [kind for kind, _ in self.link.said]
         assert kinds.count("finish") <= 1
+        if self.starting.done() and self.starting.exception() is None:
+            assert self.opened_ranks == set(range(RANKS)), "computed before every rank looks out for layers"
+        else:
+            assert self.starting.done() == (self.first_word == "failed")
         assert len({rank.closed for rank in self.ranks}) == 1
         assert self.ranks[0].closed <= 1, "closed twice"
         if self.finishing is not None and self.finishing.done():

@@ -13,8 +13,8 @@ from torch import Tensor
 from kv_transfer import messages as m
 from kv_transfer.geometry import Flow
 from kv_transfer.sender_rank import SenderRank
-from tests.end_to_end.conftest import wait_for
 from tests.kv_transfer.pair import BLOCKS, DIM, HEADS, LAYERS, PAGE, SLOT_BYTES, config
+from tests.waiting import wait_for
 
 
 @dataclass
@@ -173,6 +173,26 @@ def test_a_hand_off_begins_with_a_whole_connection_unless_a_write_is_pending(sen
     wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
     sending.compute(b"c" * 16, "peer", 8)
     assert len(sending.endpoint.connects) == before + 1
+
+
+def test_a_hand_off_is_open_when_it_is_said_to_be(sending):
+    """What is computed right after the answer is sent; without being asked nobody answers."""
+    noted = []
+
+    def opened(event: object) -> None:
+        sending.events.append(event)
+        if isinstance(event, m.TransferOpened):
+            for layer in range(LAYERS):
+                sending.rank.layer_computed("r", layer, 0, PAGE, [0])
+            noted.append(event)
+
+    sending.rank.on_event = opened
+    for transfer, asked in ((b"a" * 16, False), (b"b" * 16, True)):
+        flows = [Flow(0, 0, 0, HEADS)]
+        fields = (transfer, "r", "p", "nixl", flows, 0, PAGE, SLOT_BYTES, 1, 2)
+        sending.rank.handle(m.OpenTransfer(*fields, acknowledge=asked))
+    assert noted == [m.TransferOpened(b"b" * 16, 0)]
+    wait_for(lambda: any(sending.of(m.AllGathered, b"b" * 16)), 60, "every layer was noted")
 
 
 def test_a_stuck_peer_does_not_starve_another(sending):
