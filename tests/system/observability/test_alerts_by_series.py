@@ -104,6 +104,25 @@ def test_each_fires_when_its_series_turn_bad(healthy: Watched, tmp_path: Path) -
     assert "SUCCESS" in promtool("test", "rules", str(file))
 
 
+def test_an_autoscaler_that_is_gone_with_its_series_is_noticed(tmp_path: Path) -> None:
+    firing = 'count(ALERTS{alertname="BatonAutoscalingStopped", alertstate="firing"}) > bool 0'
+    gone = {
+        "interval": "1m",
+        "input_series": [
+            {"series": 'baton_autoscaling_decisions_total{namespace="n"}', "values": "0+4x90 _x120"}
+        ],
+        "promql_expr_test": [
+            {"expr": firing, "eval_time": "89m", "exp_samples": []},
+            {"expr": firing, "eval_time": "115m", "exp_samples": [{"labels": "{}", "value": 1}]},
+            {"expr": firing, "eval_time": "180m", "exp_samples": []},
+        ],
+    }
+    file = tmp_path / "gone.test.yml"
+    files = [str(path) for path in alert_files()]
+    file.write_text(yaml.safe_dump({"rule_files": files, "evaluation_interval": "30s", "tests": [gone]}))
+    assert "SUCCESS" in promtool("test", "rules", str(file))
+
+
 def _tests(prometheus: Prometheus) -> dict[str, Any]:
     tests = []
     for alert, faults in CASES.items():
