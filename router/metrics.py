@@ -109,7 +109,10 @@ class RouterMetrics:
         outcome = "cancelled"
         try:
             yield
-            outcome = "ok" if life.complete else "cancelled"
+            if life.failure is not None:  # told on the stream, which by then had begun
+                outcome = type(life.failure).__name__
+            elif life.complete:
+                outcome = "ok"
         except BatonError as error:
             outcome = type(error).__name__
             raise

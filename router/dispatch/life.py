@@ -8,10 +8,8 @@ PLACING → RUNNING → DONE
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
 from enum import Enum
 from functools import cached_property
 
@@ -20,6 +18,7 @@ from cluster.block_hash import hash_blocks, index_keys, pack_tokens
 from cluster.state_machine import StateMachine
 from router.completion import Completion, Delta, Outcome
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
+from router.dispatch.charged import charged
 from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.hurry import Hurry
 from router.dispatch.mailbox import Mailbox
@@ -28,8 +27,8 @@ from router.dispatch.services import Services
 from router.dispatch.truth import Truth
 from router.placement.candidates import level_of
 from router.placement.types import Generation, Placed, PlacementRequest
-from router.quota.quota import EXPECTED_OUTPUT_TOKENS, Claim, Use
-from router.resume import GRACE_SECONDS, name_of
+from router.quota.quota import Use
+from router.resume import name_of
 from router.telemetry import request_trace
 from router.telemetry.arrival import Arrival
 from wire import common_pb2
@@ -92,6 +91,7 @@ class RequestLife:
         self._work: asyncio.Task[None] | None = None
         self.worker_ids: list[str] = []
         self.first_token_seconds: float | None = None
+        self.failure: Exception | None = None  # what ended it, if not its client or its last token
 
     @property
     def tenant(self) -> str:
@@ -122,39 +122,31 @@ class RequestLife:
 
     async def _run(self) -> None:
         try:
-            async with asyncio.timeout(self._completion.deadline_seconds), self._charged():
+            async with (
+                asyncio.timeout(self._completion.deadline_seconds),
+                charged(self._services, self._completion, self._name, resumed=self._resumed, use=self._use),
+            ):
                 await self._run_choices(self._choices)
         except TimeoutError:
             seconds = self._completion.deadline_seconds
-            self._deltas.fail(errors.DeadlineError(f"not finished within {seconds:.1f} s", field="deadline"))
+            self._fail(errors.DeadlineError(f"not finished within {seconds:.1f} s", field="deadline"))
         except Exception as error:  # whoever reads the mailbox deals with it
-            self._deltas.fail(error)
+            self._fail(error)
         else:
             self._services.at_done(self._completion.request_id)
             self._deltas.end()
 
-    @contextlib.asynccontextmanager
-    async def _charged(self) -> AsyncIterator[None]:
-        """To its tenant's quota: what it is expected to use, and at the end what it has used."""
-        c, quota = self._completion, self._services.quota
-        prompt, held = len(c.prompt_tokens), len(c.resume_tokens)
-        new = min(max(0, c.sampling.max_tokens - held), EXPECTED_OUTPUT_TOKENS)
-        claim = Claim(
-            self._name.hex(),
-            again=self._resumed or c.reconnects > 0,
-            held_tokens=held if self._resumed else 0,
-            seconds=c.deadline_seconds + GRACE_SECONDS,
-        )
-        charge = await quota.charge(c.tenant, c.rate_limits, prompt + held + c.n * new, claim)
-        try:
-            yield
-        finally:
-            if charge is not None:
-                # Work that no worker has begun costs nothing: the request was refused, or nobody was there.
-                served = self.truth.attempts > 0 or self._resumed
-                output = held + sum(choice.new_tokens for choice in self._choices)
-                use = Use(prompt, output, finished=self.complete) if served else None
-                self._services.clean_up(quota.settle(charge, use))
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self._deltas.fail(error)
+
+    def _use(self) -> Use | None:
+        """Work that no worker has begun costs nothing: the request was refused, or nobody was there."""
+        if not self.truth.attempts and not self._resumed:
+            return None
+        held = len(self._completion.resume_tokens)
+        output = held + sum(choice.new_tokens for choice in self._choices)
+        return Use(len(self._completion.prompt_tokens), output, finished=self.complete)
 
     async def _run_choices(self, choices: list[ChoiceStream]) -> None:
         """One attempt after another. Several choices are dispatched again one by one: they differ by now."""

@@ -11,14 +11,17 @@ A request whose client goes on at another router is charged once. Beside the buc
     taken over by B: only what it needs beyond A's charge is charged ──settled by B──► done
 
 If A lives after all, it pays only for tokens that its client did not take along.
+
+A call whose answer nobody heard (too late, or cancelled) may have charged or not: the record tells when it is settled.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 
 import redis
@@ -26,6 +29,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from cluster.auth.keys import RateLimits
 from cluster.errors import OverloadedError
+from cluster.follow_ups import FollowUps
 from cluster.telemetry.histogram import CALL_SECONDS as LATENCIES
 from cluster.telemetry.histogram import Histogram
 from router.placement.script_call import Argument, ScriptCall
@@ -33,6 +37,7 @@ from router.placement.script_call import Argument, ScriptCall
 log = logging.getLogger(__name__)
 CALL_SECONDS = 0.1
 RETRY_SECONDS = 0.5  # while Redis is gone, only every so often a request waits for it
+TAKE_BACK_SECONDS = 0.5  # after a call was left; taken back at once, a slow one could charge behind that
 EXPECTED_OUTPUT_TOKENS = 256  # of one choice, at most: most answers end before their max_tokens
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
 
@@ -54,13 +59,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class Charge:
-    """What one request was charged; `settle` needs it."""
+    """What one request was charged; `settle` needs it. Not `certain`: if it was, only its record in Redis knows."""
 
     tenant: str
     limits: RateLimits
     tokens: int
     claim: Claim
     owner: str = field(default_factory=lambda: secrets.token_hex(8))
+    certain: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Quota:
         self.seconds = Histogram(LATENCIES)
         self.errors = 0  # calls that Redis did not answer in time
         self._is_down = False
+        self._follow_ups = FollowUps()
         self.unchecked = Counter(
             "baton_quota_unchecked_total",
             "Requests let in without a look at their tenant's quota: Redis was gone",
@@ -109,6 +116,9 @@ class Quota:
         """
         if not limits:
             return None
+        if self._resting:
+            self.unchecked.inc()
+            return None
         charge = Charge(tenant, limits, tokens, claim or Claim())
         arguments = (
             limits.requests_per_minute or 0,
@@ -119,10 +129,14 @@ class Quota:
             charge.claim.held_tokens,
             int(charge.claim.seconds * 1000),
         )
-        answer = await self._call(self._charge, charge, arguments)
+        try:
+            answer = await self._call(self._charge, charge, arguments)
+        except asyncio.CancelledError:
+            self._follow_ups.spawn(self._take_back(charge))
+            raise
         if answer is None:
             self.unchecked.inc()
-            return None
+            return replace(charge, certain=False)
         which, wait_milliseconds, taken_over = answer
         self.taken_over.inc(taken_over)
         if which:
@@ -147,15 +161,24 @@ class Quota:
             int(use is not None),
             int(use is None or use.finished),
             charge.limits.tokens_per_minute or 0,
+            int(charge.certain),
         )
+        if self._resting:
+            return
         await self._call(self._settle, charge, arguments)
+
+    async def _take_back(self, charge: Charge) -> None:
+        await asyncio.sleep(TAKE_BACK_SECONDS)
+        await self.settle(replace(charge, certain=False), None)
+
+    @property
+    def _resting(self) -> bool:
+        return time.monotonic() < self._down_until
 
     async def _call(
         self, script: ScriptCall, charge: Charge, arguments: tuple[Argument, ...]
     ) -> list[int] | None:
         """None: Redis did not answer in time."""
-        if time.monotonic() < self._down_until:
-            return None
         began = time.monotonic()
         try:
             keys = [self._prefix + charge.tenant, self._records + charge.claim.name]
@@ -174,5 +197,6 @@ class Quota:
         return answer if isinstance(answer, list) else []
 
     async def close(self) -> None:
+        await self._follow_ups.wait(TAKE_BACK_SECONDS + CALL_SECONDS)
         await self._charge.close()
         await self._settle.close()

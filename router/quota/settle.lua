@@ -1,7 +1,8 @@
 -- Corrects a charge by what the request has really used.
 -- KEYS: quota:<tenant>, quota-request:<name>
 -- ARGV: owner, tokens charged (where the record is gone), prompt tokens, output tokens used by all routers so far,
---       served (1), finished (1: nobody will go on with it), tokens a minute
+--       served (1), finished (1: nobody will go on with it), tokens a minute, certain (0: if it was charged, there is
+--       a record that says so)
 -- A bucket that has run empty meanwhile takes only what was used beyond the estimate.
 local LET_GO_MS = 60000  -- how long a client may take to go on elsewhere
 local call = redis.call
@@ -19,6 +20,7 @@ if record[4] then
   call('HDEL', KEYS[2], 'taken:' .. owner)
 else
   local ours = record[1] == owner
+  if not ours and ARGV[8] == '0' then return {} end
   requests = served and 0 or -1
   more = prompt + output - (ours and tonumber(record[2]) or tonumber(ARGV[2]))
   if ours and not finished then

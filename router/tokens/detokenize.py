@@ -7,6 +7,8 @@ from collections.abc import Collection
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
+MAX_IN_HAND = 64  # tokens; so many that never made a character are bytes out of place
+_SPLIT_BYTES = 3  # that a character can still wait for the rest of, and a token is a byte at least
 
 
 class Detokenizer:
@@ -40,14 +42,29 @@ class Detokenizer:
         self._ids.append(token_id)
         shown = self._decode(self._prefix, self._read)
         text = self._decode(self._prefix, len(self._ids))
-        if len(text) <= len(shown) or text.endswith(_REPLACEMENT):
-            return ""
-        self._prefix, self._read = self._read, len(self._ids)
+        if len(text) > len(shown) and not text.endswith(_REPLACEMENT):
+            self._move(len(self._ids))
+            return text[len(shown) :]
+        if len(self._ids) - self._read > MAX_IN_HAND:
+            return self._without_the_split(shown, text)
+        return ""
+
+    def _without_the_split(self, shown: str, text: str) -> str:
+        """All that the last character, which may yet become whole, has no part in. Waiting on would decode more and
+        more again with each token."""
+        for end in range(len(self._ids) - _SPLIT_BYTES, len(self._ids) - 3 * _SPLIT_BYTES, -1):
+            certain = self._decode(self._prefix, end)
+            if text.startswith(certain):
+                self._move(end)
+                return certain[len(shown) :]
+        return ""
+
+    def _move(self, read: int) -> None:
+        self._prefix, self._read = self._read, read
         if self._prefix > 64:
             del self._ids[: self._prefix]
             self._read -= self._prefix
             self._prefix = 0
-        return text[len(shown) :]
 
     def flush(self) -> str:
         """At the end: what is in hand, incomplete characters as replacement characters."""

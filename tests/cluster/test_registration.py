@@ -8,7 +8,7 @@ from cluster.membership import registration as module
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
-from tests.end_to_end.conftest import wait_for
+from tests.waiting import wait_for
 
 
 def test_a_status_that_cannot_be_told_ends_nothing(redis_url, namespace, monkeypatch, caplog):

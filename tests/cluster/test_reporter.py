@@ -16,7 +16,7 @@ from cluster.membership import keys
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
-from tests.end_to_end.conftest import wait_for
+from tests.waiting import wait_for
 
 SECONDS = 60.0
 _PROBE = """

@@ -16,7 +16,7 @@ from kv_transfer import messages as m
 from kv_transfer.base import HandoffState
 from tests.decode_worker.decode_world import LAYERS, SECRET, DecodeWorld, Stream
 from tests.engine.fake_model import PAGE, continuation
-from tests.kv_transfer.pair import until
+from tests.waiting import until
 from wire import common_pb2, decode_pb2, handoff_pb2
 
 TRANSFER = bytes(16)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,20 +19,6 @@ STOP_SECONDS = 60.0
 
 
 Start = Callable[..., Cluster]
-
-
-def wait_for(check: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Polls until `check` is truthy; the last exception, if any, explains the failure."""
-    deadline = time.monotonic() + seconds
-    problem: BaseException | None = None
-    while time.monotonic() < deadline:
-        try:
-            if result := check():
-                return result
-        except Exception as error:
-            problem = error
-        time.sleep(0.02)
-    raise AssertionError(f"not within {seconds} s: {what}") from problem
 
 
 def gone(pid: int) -> bool:

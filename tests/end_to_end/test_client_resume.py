@@ -17,8 +17,9 @@ from bench.cluster import Cluster
 from cluster.errors import BatonError
 from engine.request import SamplingParams
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import run_cluster, wait_for
+from tests.end_to_end.conftest import run_cluster
 from tests.exactness import judge
+from tests.waiting import wait_for
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 NEW = 900

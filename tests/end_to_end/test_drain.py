@@ -23,8 +23,9 @@ from bench.cluster import Cluster
 from cluster.faults.orders import Order, Struck, give_orders, read_struck
 from cluster.membership.leaving import request_drain
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import UnderOrders, run_under_orders, wait_for
+from tests.end_to_end.conftest import UnderOrders, run_under_orders
 from tests.exactness import judge
+from tests.waiting import wait_for
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 LONG = 900

@@ -16,8 +16,9 @@ import redis
 from baton.client import AsyncClient, Client
 from engine.request import SamplingParams
 from tests.checkpoints import VARIANTS, prompt_ids
-from tests.end_to_end.conftest import Cluster, run_cluster, wait_for
+from tests.end_to_end.conftest import Cluster, run_cluster
 from tests.exactness import assert_greedy, judge
+from tests.waiting import wait_for
 
 PROCESS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 NEW = 48

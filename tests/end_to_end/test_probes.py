@@ -17,7 +17,7 @@ import pytest
 from baton.local.ports import free_ports
 from cluster.membership.reader import read_workers
 from cluster.redis.embedded import EmbeddedRedis
-from tests.end_to_end.conftest import wait_for
+from tests.waiting import wait_for
 
 
 @pytest.fixture

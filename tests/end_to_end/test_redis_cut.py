@@ -13,9 +13,9 @@ import pytest
 from baton.client import Client
 from cluster.redis.embedded import EmbeddedRedis
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import wait_for
 from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
 from tests.network.run_proxy import RunningProxy, run_proxy
+from tests.waiting import wait_for
 
 CUT_SECONDS = 6.0  # leases run out meanwhile
 BACK_SECONDS = 2.0

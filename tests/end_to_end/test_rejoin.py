@@ -10,8 +10,8 @@ import pytest
 
 from baton.client import Client
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import wait_for
 from tests.exactness import judge
+from tests.waiting import wait_for
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 STOP_SECONDS = 5.6

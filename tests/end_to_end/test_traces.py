@@ -16,8 +16,9 @@ import pytest
 
 from tests.checkpoints import prompt_ids
 from tests.conftest import Checkpoint
-from tests.end_to_end.conftest import Cluster, run_cluster, wait_for
+from tests.end_to_end.conftest import Cluster, run_cluster
 from tests.observability.collector import Collector, Span, run_collector
+from tests.waiting import wait_for
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,7 +173,7 @@ class Prefill:
         wanted = common_pb2.GenerateSpec(n=1, prompt_tokens=bytes(4 * tokens))
         spec = HandoffSpec(secrets.token_bytes(16), request_id, wanted, tokens, [])
         handoff = await self.sender.reserve(decode, spec, 10.0)
-        handoff.start(request_id)
+        await handoff.start(request_id)
         blocks = list(range(-(-tokens // PAGE)))
         half = tokens // 2  # two chunks, the border anywhere in a block
         for begin, end in ((0, half), (half, tokens)):
@@ -233,10 +232,3 @@ def assert_same(prefill: Prefill, decode: Decode, tokens: int) -> None:
     sent = tokens_of(prefill.caches, range(count), tokens)
     here = tokens_of(decode.caches, decode.engine.block_ids[:count], tokens)
     assert torch.equal(sent[held:], here[held:])
-
-
-async def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        await asyncio.sleep(0.005)

@@ -23,8 +23,8 @@ from tests.kv_transfer.pair import (
     endpoint,
     prefill_side,
     tokens_of,
-    until,
 )
+from tests.waiting import until
 from wire import handoff_pb2
 
 TOKENS = 90  # of 64-token parts at most: several parts, the last block cut

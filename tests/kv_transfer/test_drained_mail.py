@@ -9,7 +9,7 @@ import pytest
 from cluster.errors import StaleEpochError
 from kv_transfer import drained_mail
 from kv_transfer.drained_mail import DrainedMail
-from tests.kv_transfer.pair import until
+from tests.waiting import until
 from wire import common_pb2
 
 

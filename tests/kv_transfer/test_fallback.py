@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from cluster.errors import BatonError, TransportError
 from kv_transfer import link
-from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side, until
+from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side
+from tests.waiting import until
 from worker.endpoints import open_endpoint
 
 TOKENS = 90

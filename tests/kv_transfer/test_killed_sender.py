@@ -23,8 +23,8 @@ from tests.kv_transfer.pair import (
     config,
     decode_side,
     prefill_side,
-    until,
 )
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 200

@@ -7,7 +7,8 @@ import pytest
 from cluster.errors import PeerLostError
 from cluster.faults.orders import Order, OrderedFaults, give_orders, read_struck
 from kv_transfer import link, sender
-from tests.kv_transfer.pair import TRANSPORTS, assert_same, config, decode_side, prefill_side, until
+from tests.kv_transfer.pair import TRANSPORTS, assert_same, config, decode_side, prefill_side
+from tests.waiting import until
 
 TOKENS = 200
 KINDS = (

@@ -19,7 +19,8 @@ from kv_transfer.memory import aligned_bytes
 from kv_transfer.ring import SlotState
 from kv_transfer.transports import nixl
 from kv_transfer.transports.nixl import NixlEndpoint
-from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side, until
+from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side
+from tests.waiting import until
 
 SIZE = 1 << 16
 ROUNDS = 6

@@ -11,7 +11,8 @@ import torch
 from cluster.errors import TransportError
 from kv_transfer import messages as m
 from kv_transfer import receiver_rank
-from tests.kv_transfer.pair import TRANSPORTS, assert_same, config, decode_side, prefill_side, until
+from tests.kv_transfer.pair import TRANSPORTS, assert_same, config, decode_side, prefill_side
+from tests.waiting import until
 
 TOKENS = 90
 CUTS = {

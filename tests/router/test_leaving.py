@@ -20,6 +20,7 @@ import pytest
 from baton.client import ClientTls
 from baton.local.certs import make_certs
 from tests.security.routers import Router, run_router, stub_workers
+from tests.waiting import until
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
 
@@ -165,12 +166,6 @@ def pair(
         run_router(tmp_path / "second", config) as second,
     ):
         yield first, second, tls
-
-
-async def until(check: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(60):
-        while not check():
-            await asyncio.sleep(0.02)
 
 
 async def test_plain_clients_lose_nothing_while_a_router_leaves(

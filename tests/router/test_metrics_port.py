@@ -10,8 +10,8 @@ import httpx
 
 from baton.local.certs import make_certs
 from baton.local.ports import free_ports
-from tests.end_to_end.conftest import wait_for
 from tests.security.routers import KeyFile, run_router, stub_workers
+from tests.waiting import wait_for
 
 
 def test_probes_and_metrics_need_no_key_and_no_certificate(

@@ -40,6 +40,23 @@ def test_an_incomplete_character_at_the_end_is_shown_as_one(tokenizer):
     assert through(tokenizer, ids[:-1]) == "a\ufffd"
 
 
+@given(st.data())
+def test_bytes_out_of_place_are_not_decoded_again_and_again(tokenizer, data):
+    """However many there are: what is in hand stays short, and nothing of the text changes."""
+    one = {name: tokenizer.token_to_id(name) for name in ("a", "ð", "Ł", "ĺ", "Ģ")}  # bytes 61, f0 9f 98 80
+    assert None not in one.values()
+    assert tokenizer.decode([one[name] for name in "ðŁĺĢ"]) == "\U0001f600"
+    runs = st.tuples(st.sampled_from([*one, "ðŁĺĢ"]), st.sampled_from([1, 2, 3, 70, 300]))
+    names = "".join(name * count for name, count in data.draw(st.lists(runs, min_size=1, max_size=5)))
+    ids = [one[name] for name in names]
+    detokenizer = Detokenizer(tokenizer)
+    shown = ""
+    for token_id in ids:
+        shown += detokenizer.add(token_id)
+        assert len(detokenizer._ids) < 300
+    assert shown + detokenizer.flush() == tokenizer.decode(ids)
+
+
 @given(pieces=st.lists(st.text("abc", max_size=3), max_size=12), stop=st.text("abc", min_size=1, max_size=4))
 def test_nothing_of_a_stop_string_is_ever_shown(pieces, stop):
     matcher = StopMatcher([stop])

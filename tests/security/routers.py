@@ -11,7 +11,7 @@ import yaml
 
 from bench import router_setup
 from cluster.auth.keys import new_key
-from tests.end_to_end.conftest import wait_for
+from tests.waiting import wait_for
 
 START_SECONDS = 60.0
 Router = router_setup.RunningRouter

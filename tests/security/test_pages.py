@@ -11,8 +11,8 @@ import pytest
 from cluster.config import RouterConfig, WorkerConfig
 from router.http.gate import ADMIN, OPEN
 from router.http.ui.pages import PATHS
-from tests.end_to_end.conftest import wait_for
 from tests.security.routers import KeyFile, Router
+from tests.waiting import wait_for
 from wire import decode_pb2, inference_pb2, prefill_pb2
 
 ENDED = {"revoked": {"revoked": True}, "expired": {"expires_at": "2001-01-01T00:00:00Z"}}

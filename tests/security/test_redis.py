@@ -14,10 +14,11 @@ from baton.client import Client
 from cluster.config import RouterConfig, WorkerConfig
 from cluster.redis.connect import connect, without_password
 from cluster.redis.embedded import EmbeddedRedis
-from tests.end_to_end.conftest import run_cluster, wait_for
+from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
 from tests.security.conftest import NAME
 from tests.security.routers import run_router, stub_workers
+from tests.waiting import wait_for
 
 PASSWORD = f"pass-{secrets.token_hex(8)}"
 # What docs/security.md recommends.

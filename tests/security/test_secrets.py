@@ -21,10 +21,11 @@ from cluster.errors import BatonError
 from cluster.redis.embedded import EmbeddedRedis
 from router.http.gate import OPEN
 from router.http.ui.pages import PATHS
-from tests.end_to_end.conftest import run_cluster, wait_for
+from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
 from tests.observability.collector import Collector, run_collector
 from tests.security.routers import KeyFile
+from tests.waiting import wait_for
 
 PASSWORD = f"pass-{secrets.token_hex(8)}"
 PROMPT = f"confidential-{secrets.token_hex(8)} and some more words to fill a block or two of cache"

@@ -23,12 +23,13 @@ from cluster.membership.reader import read_workers
 from cluster.tls import ClientTls as Files
 from cluster.tls import DoorContext, Identity, Peers, make_identity
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import run_cluster, wait_for
+from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_drain import registry
 from tests.end_to_end.test_handover import PROCESS
 from tests.exactness import judge
 from tests.security.conftest import NAME
 from tests.security.routers import run_router, stub_workers
+from tests.waiting import wait_for
 from wire import decode_pb2, decode_pb2_grpc, prefill_pb2
 
 BODY = {"model": NAME, "prompt": "abc", "max_tokens": 3}

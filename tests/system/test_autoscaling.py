@@ -13,7 +13,8 @@ from baton.client import Client
 from baton.local.ports import free_ports
 from tests.checkpoints import prompt_ids
 from tests.conftest import Checkpoint
-from tests.end_to_end.conftest import Cluster, run_cluster, wait_for
+from tests.end_to_end.conftest import Cluster, run_cluster
+from tests.waiting import wait_for
 
 POLICY = {
     "gpu_budget": 4,

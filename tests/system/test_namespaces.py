@@ -16,9 +16,9 @@ import pytest
 
 from baton.client import AsyncClient, Client
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import wait_for
 from tests.exactness import judge
 from tests.system.namespaces import Network, make_network
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 HOSTS = ("prefill", "decode0", "decode1", "redis")

@@ -21,9 +21,9 @@ from baton.local import ray_head
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import wait_for
 from tests.end_to_end.test_handover import NEW, assert_reference
 from tests.security.routers import run_router
+from tests.waiting import wait_for
 from worker.far_ranks import Door
 
 START_SECONDS = 120.0

@@ -21,7 +21,8 @@ from baton.keeping import places
 from baton.keeping.keeper import Keeper
 from cluster.errors import SetupError
 from tests.conftest import Checkpoint
-from tests.end_to_end.conftest import gone, wait_for
+from tests.end_to_end.conftest import gone
+from tests.waiting import wait_for
 
 START_SECONDS = 120.0
 KEEP = """

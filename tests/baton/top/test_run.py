@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.baton.top.views import view
-from tests.end_to_end.conftest import wait_for
+from tests.waiting import wait_for
 
 SECONDS = 60.0
 

@@ -15,6 +15,7 @@ from cluster.auth.keys import NO_LIMITS, RateLimits
 from cluster.errors import OverloadedError
 from cluster.redis.embedded import EmbeddedRedis
 from router.quota.quota import RETRY_SECONDS, Charge, Claim, Quota, Use
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ async def admitted(quotas: list[Quota], limits: RateLimits, count: int, tokens: 
                 charge = await quotas[number % len(quotas)].charge("t", limits, tokens)
             except OverloadedError:
                 return None
-            if charge is not None:
+            if charge is not None and charge.certain:
                 return charge
             await asyncio.sleep(RETRY_SECONDS)
         raise AssertionError("Redis did not answer")
@@ -107,7 +108,8 @@ def bucket(redis_url, namespace):
 
 async def charged(quota: Quota, claim: Claim, tokens: int = EXPECTED, limits: RateLimits = WIDE) -> Charge:
     for _ in range(20):
-        if (charge := await quota.charge("t", limits, tokens, claim)) is not None:
+        charge = await quota.charge("t", limits, tokens, claim)
+        if charge is not None and charge.certain:
             return charge
         await asyncio.sleep(RETRY_SECONDS)
     raise AssertionError("Redis did not answer")
@@ -208,6 +210,56 @@ async def test_records_are_forgotten(routers, redis_url, namespace):
     client.close()
 
 
+@pytest.fixture
+def paused(redis_url):
+    """Redis takes calls for so many milliseconds, and executes them afterwards."""
+    import redis
+
+    client = redis.Redis.from_url(redis_url)
+    yield client.client_pause
+    client.client_unpause()
+    client.close()
+
+
+async def warm(quota: Quota) -> None:
+    """Its scripts are known to Redis, its connections are open, and its bucket is empty."""
+    await quota.settle(await charged(quota, Claim("warm"), 1000), None)
+
+
+async def test_a_charge_whose_answer_came_too_late_is_settled_by_use(redis_url, namespace, bucket, paused):
+    quota = Quota(redis_url, namespace, CollectorRegistry())
+    await warm(quota)
+    paused(500)
+    late = await quota.charge("t", WIDE, 9000, Claim("late"))
+    assert late is not None and not late.certain
+    await until(lambda: bucket() == (1, 9), "it was charged all the same")
+    await asyncio.sleep(RETRY_SECONDS)
+    await quota.settle(late, Use(1000, 1000))
+    assert bucket() == (1, 2)
+    await quota.close()
+
+
+async def test_a_charge_that_was_never_made_is_not_given_back(routers, bucket):
+    await charged(routers[0], Claim("first"))
+    never = Charge("t", WIDE, 2000, Claim("never"), certain=False)
+    await routers[0].settle(never, None)
+    await routers[0].settle(never, Use(5000, 5000))
+    assert bucket() == (1, EXPECTED // 1000)
+
+
+async def test_a_charge_whose_request_was_cancelled_meanwhile_is_taken_back(
+    routers, bucket, paused, monkeypatch
+):
+    monkeypatch.setattr("router.quota.quota.TAKE_BACK_SECONDS", 2.0)
+    await warm(routers[0])
+    paused(200)
+    leaving = asyncio.create_task(routers[0].charge("t", WIDE, 9000, Claim("leaving")))
+    await asyncio.sleep(0.05)
+    leaving.cancel()
+    await until(lambda: bucket() == (1, 9), "it was charged all the same")
+    await until(lambda: bucket() == (0, 0), "and taken back")
+
+
 async def test_what_is_larger_than_a_bucket_enters_an_empty_one(routers):
     limits = RateLimits(tokens_per_minute=1000)
     assert len(await admitted(routers, limits, 1, 3000)) == 1
@@ -253,14 +305,17 @@ async def test_everybody_is_let_in_while_redis_is_gone(tmp_path, namespace, capl
         before = unchecked(quota)
         os.kill(server.pid, signal.SIGSTOP)
         began = time.monotonic()
-        for _ in range(5):
+        uncertain = await quota.charge("t", limits, 1)
+        assert uncertain is not None and not uncertain.certain
+        for _ in range(4):
             assert await quota.charge("t", limits, 1) is None
         assert time.monotonic() - began < 2.0
         os.kill(server.pid, signal.SIGCONT)
         server.process.kill()
         server.process.wait(10)
         await asyncio.sleep(RETRY_SECONDS)
-        assert await quota.charge("t", limits, 1) is None
+        uncertain = await quota.charge("t", limits, 1)
+        assert uncertain is not None and not uncertain.certain
         assert unchecked(quota) - before == 6
         server = EmbeddedRedis.start(tmp_path / "redis")
         assert len(await admitted([quota], limits, 1, 1)) == 1

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import wait_for
 from tests.kubernetes import samples
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.kubelet.cluster import ProcessCluster, process_cluster
 from tests.kubernetes.kubelet.iproute import unpacked
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 SECONDS = 60.0

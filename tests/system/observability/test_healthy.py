@@ -11,7 +11,6 @@ import urllib.request
 import pytest
 
 from deploy.observability import boards, dashboards, metrics_doc
-from tests.end_to_end.conftest import wait_for
 from tests.system.observability.conftest import HEALTHY_SECONDS, Watched
 from tests.system.observability.debian_prometheus import ROOT, promtool
 from tests.system.observability.rules import (
@@ -22,6 +21,7 @@ from tests.system.observability.rules import (
     dashboard_queries,
     metrics_in,
 )
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 

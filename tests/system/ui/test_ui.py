@@ -11,9 +11,9 @@ import pytest
 from baton.client import Client
 from bench.cluster import Cluster
 from tests.conftest import Checkpoint
-from tests.end_to_end.conftest import wait_for
 from tests.security.routers import KeyFile, run_router, stub_workers, wait_ready
 from tests.system.ui.chromium import Browser, Page
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 EVIL = "<img src=x onerror=\"window.hurt=1\"><script>window.hurt=1</script></p><b id='bold'>"

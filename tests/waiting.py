@@ -1,0 +1,30 @@
+"""Polls for what must come true, with generous deadlines: a machine that is busy is no failure."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def wait_for(check: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Polls until `check` is truthy; the last exception, if any, explains the failure."""
+    deadline = time.monotonic() + seconds
+    problem: BaseException | None = None
+    while time.monotonic() < deadline:
+        try:
+            if result := check():
+                return result
+        except Exception as error:
+            problem = error
+        time.sleep(0.02)
+    raise AssertionError(f"not within {seconds} s: {what}") from problem
+
+
+async def until(check: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    """As `wait_for`, beside whatever runs on the loop."""
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        await asyncio.sleep(0.005)
