@@ -108,7 +108,7 @@ def _hidden(cluster: Any, given: list[str], keys: KeyFile, text: str) -> dict[st
     return {
         "the deployment's secret": secret,
         "Redis's password": PASSWORD,
-        **{f"key {number}": one.rpartition("-")[2] for number, one in enumerate(given)},
+        **{f"key {number}": one.split("-", 2)[2] for number, one in enumerate(given)},
         **{f"digest {number}": entry["key_sha256"] for number, entry in enumerate(keys.entries)},
         "the prompt": PROMPT.split()[0],
         "the answer": text,
