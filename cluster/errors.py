@@ -117,9 +117,8 @@ class DrainingError(UnavailableError):
 
 
 class AttemptsExhaustedError(UnavailableError):
-    retryable = (
-        False  # or a request that kills workers is carried on to the next router, and kills as many again
-    )
+    # Or a request that kills workers is carried on to the next router, and kills as many again.
+    retryable = False
 
 
 class DeadlineError(BatonError):

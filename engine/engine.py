@@ -150,7 +150,7 @@ class Engine:
         total = self._scheduler.blocks_for(min(length + growth_tokens, self._max_len))
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
-        if need > self._pool.free - self._pool.free_among(held) - self._scheduler.owed:
+        if need > self._scheduler.room(held):
             raise BlocksExhaustedError(
                 f"{need} KV blocks are needed, {self._pool.free} are free", retry_after_seconds=0.05
             )

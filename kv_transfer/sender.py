@@ -65,8 +65,7 @@ class OutgoingHandoff:
         )
         # A rank in this process knows as soon as it is told. To others the engine's plan takes another way than
         # our messages do, and may overtake them: the first layers would be computed unnoticed.
-        elsewhere = {i for i, rank in enumerate(self._sender.ranks) if not isinstance(rank, SenderRank)}
-        self._unopened = set(elsewhere)
+        self._unopened = {i for i, rank in enumerate(self._sender.ranks) if not isinstance(rank, SenderRank)}
         for index, rank in enumerate(self._sender.ranks):
             rank.handle(
                 m.OpenTransfer(
@@ -80,10 +79,10 @@ class OutgoingHandoff:
                     slot_bytes=peer.slot_bytes,
                     prefill_epoch=self._sender.worker.epoch,
                     decode_epoch=peer.decode.epoch,
-                    acknowledge=index in elsewhere,
+                    acknowledge=index in self._unopened,
                 )
             )
-        if elsewhere:
+        if self._unopened:
             self._progressed = time.monotonic()
             await self._as_it_progresses(self._all_opened)
 

@@ -57,7 +57,7 @@ class AsyncClient:
         reconnects = default_reconnects(self._routers.addresses)
         self._max_reconnects = reconnects if max_reconnects is None else max_reconnects
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self.closed = False
+        self._closed = False
 
     def stream(
         self,
@@ -113,7 +113,7 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         """Closes the connections, for good; streams still open are cancelled."""
-        self.closed = True
+        self._closed = True
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close(None)
@@ -145,7 +145,7 @@ class AsyncClient:
         return self._timeout_seconds if timeout_seconds is None else timeout_seconds
 
     def _stub(self) -> tuple[str, rpc.InferenceAsyncStub]:
-        if self.closed:
+        if self._closed:
             raise CancelledError("this client was closed")
         # Channels are made inside a call: a grpc.aio channel belongs to the running event loop.
         address = self._routers.current
@@ -187,7 +187,7 @@ class AsyncStream(AsyncIterator[Chunk]):
             if self._closed:
                 return None
             task = asyncio.current_task()
-            if self._client.closed and task is not None and not task.cancelling():
+            if self._client._closed and task is not None and not task.cancelling():
                 raise CancelledError("this client was closed") from None
             self._call.cancel()
             raise

@@ -51,10 +51,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting) or any(not s.paused for s in self.running)
 
-    @property
-    def owed(self) -> int:
-        """Blocks that running sequences wait for: what becomes free is theirs before anything new is let in."""
-        return sum(n for s, n in self._short if s.state is S.RUNNING and not s.paused)
+    def room(self, held: list[int]) -> int:
+        """Free blocks for something new that takes the cached blocks `held` as well. What running sequences wait for is
+        theirs before anything new is let in."""
+        owed = sum(n for s, n in self._short if s.state is S.RUNNING and not s.paused)
+        return self._pool.free - self._pool.free_among(held) - owed
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._page)
@@ -94,7 +95,7 @@ class Scheduler:
         else:
             count = min(missing, budget)
         need = self.blocks_for(len(sequence.tokens)) - len(held)
-        if need > self._pool.free - self._pool.free_among(held) - self.owed:
+        if need > self.room(held):
             return 0
         self._pool.hold(held)
         sequence.blocks = held + self._pool.take(need)
