@@ -29,6 +29,15 @@ log = logging.getLogger(__name__)
 WORKER_NAME = "worker.baton.internal"
 ROUTER_NAME = "router.baton.internal"
 CHECK_SECONDS = 1.0
+# Of every channel of ours. gRPC's own defaults leave a living peer alone for a second and more after one failed
+# attempt, and give an attempt at one that hangs 20 s. All channels to an address share their attempts, if their
+# options are the same.
+_RECONNECT: tuple[tuple[str, int], ...] = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # How long connecting may take before it counts as failed: a busy peer answers, a stopped one is left.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
 
 Options = Sequence[tuple[str, Any]]
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -157,7 +166,7 @@ class Peers:
     def channel(self, address: str, options: Options = ()) -> grpc.aio.Channel:
         """A channel to a worker."""
         if self._identity is None:
-            return grpc.aio.insecure_channel(address, options=list(options))
+            return grpc.aio.insecure_channel(address, options=[*_RECONNECT, *options])
         return grpc.aio.secure_channel(
             address, self._credentials(self._identity), options=_to_worker(options)
         )
@@ -165,7 +174,7 @@ class Peers:
     def blocking_channel(self, address: str, options: Options = ()) -> grpc.Channel:
         """The same without an event loop."""
         if self._identity is None:
-            return grpc.insecure_channel(address, options=list(options))
+            return grpc.insecure_channel(address, options=[*_RECONNECT, *options])
         return grpc.secure_channel(address, self._credentials(self._identity), options=_to_worker(options))
 
     @staticmethod
@@ -183,7 +192,7 @@ class Peers:
 
 
 def _to_worker(options: Options) -> list[tuple[str, Any]]:
-    return [*options, ("grpc.ssl_target_name_override", WORKER_NAME)]
+    return [*_RECONNECT, *options, ("grpc.ssl_target_name_override", WORKER_NAME)]
 
 
 def listen(server: grpc.aio.Server, address: str, identity: Identity | None, *, ask_clients: bool) -> int:
@@ -315,12 +324,12 @@ class ClientTls:
 def door_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:
     """A blocking client's channel to a router."""
     if tls is None:
-        return grpc.insecure_channel(address, options=list(options))
-    return grpc.secure_channel(address, tls.credentials(), options=list(options))
+        return grpc.insecure_channel(address, options=[*_RECONNECT, *options])
+    return grpc.secure_channel(address, tls.credentials(), options=[*_RECONNECT, *options])
 
 
 def door_channel_async(address: str, tls: ClientTls | None, options: Options) -> grpc.aio.Channel:
     """An asyncio client's channel to a router."""
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=list(options))
-    return grpc.aio.secure_channel(address, tls.credentials(), options=list(options))
+        return grpc.aio.insecure_channel(address, options=[*_RECONNECT, *options])
+    return grpc.aio.secure_channel(address, tls.credentials(), options=[*_RECONNECT, *options])

@@ -214,6 +214,8 @@ class LinkToDecode:
         self.slot_bytes = welcome.slot_bytes
         self.transport = welcome.transport
         if welcome.transport == "nixl" and not await self._probe_nixl(welcome):
+            if self.lost:  # that says nothing about NIXL
+                return
             if self._sender.config.transport == "nixl" or self._sender.config.require_transport:
                 self._lose(
                     errors.TransportError(f"NIXL does not reach {self.name}", field="require_transport")
@@ -230,6 +232,8 @@ class LinkToDecode:
         from earlier may have broken unnoticed: then a second one, over new ones."""
         worker_id = self.decode.worker_id
         for anew in (False, True) if worker_id in self._sender.reached else (False,):
+            if self.lost:
+                return False
             self._probe = asyncio.get_running_loop().create_future()
             nonce = f"{self._sender.worker.worker_id}:{secrets.token_hex(8)}"
             self._connect_ranks(welcome, nonce, anew)
@@ -263,6 +267,8 @@ class LinkToDecode:
         self.lost = True
         if not self._ready.done():
             self._ready.set_exception(error)
+        if not self._probe.done():
+            self._probe.set_result(False)
         for future in self._reserving.values():
             if not future.done():
                 future.set_exception(error)

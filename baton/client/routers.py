@@ -6,15 +6,11 @@ from collections.abc import Sequence
 
 from cluster.errors import ConfigError
 
-# A router is noticed to be gone within 20 s even where its host fell silent, and tried again within 1 s.
+# A router is noticed to be gone within 20 s even where its host fell silent.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),  # also through a long wait for the first token
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # How long connecting may take before it counts as failed: a busy router answers, a stopped one is left.
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", 64 << 20),
 )
 

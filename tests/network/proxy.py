@@ -150,7 +150,6 @@ class Proxy:
         connection = Connection(target, peer[1] if isinstance(peer, tuple) else 0)
         connection.client, connection.server = opener, Half(self)
         opener.connection = connection.server.connection = connection
-        opener.peer, connection.server.peer = connection.server, opener
         self._connections.add(connection)
         connection.apply(self._way(connection))
         task = asyncio.get_running_loop().create_task(self._connect(connection, reply))
@@ -178,6 +177,8 @@ class Proxy:
         assert opener is not None
         if reply:
             opener.write(reply)
+        # Only now: a server that speaks first must not be heard before the reply.
+        connection.client.peer, connection.server.peer = connection.server, connection.client
         connection.client.paired()
         connection.server.paired()
 
