@@ -12,7 +12,17 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-SECTIONS = ("engine", "handoff", "router", "prefix", "interference", "concurrent8", "memory", "overload")
+SECTIONS = (
+    "engine",
+    "handoff",
+    "digests",
+    "router",
+    "prefix",
+    "interference",
+    "concurrent8",
+    "memory",
+    "overload",
+)
 DESCRIPTION = "Measures Baton beside the limits of this machine."
 
 

@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from bench.checkpoint import SHAPE, ModelShape
 from bench.figures import Figure, Section, median_of
+from kv_transfer.memory import aligned_bytes
 
 READ_BYTES = 512 << 20
 COPY_BYTES = 64 << 20
@@ -71,7 +73,7 @@ def read_rate(repeats: int, device: str = "cpu") -> float:
         libc.memchr.restype = ctypes.c_void_p
         absent = 0x17  # a byte that 1.0 does not contain: memchr reads everything
         ways.append(lambda: libc.memchr(data.data_ptr(), absent, READ_BYTES))
-    return READ_BYTES / min(median_of(_timed(way, device), repeats) for way in ways)
+    return READ_BYTES / min(median_of(timed(way, device), repeats) for way in ways)
 
 
 def gemm_rate(
@@ -82,7 +84,7 @@ def gemm_rate(
     for inputs, outputs in shape.linears:
         weight = torch.randn(outputs, inputs, device=device).to(torch.bfloat16)
         x = torch.randn(tokens, inputs, device=device).to(torch.bfloat16)
-        seconds += min(median_of(_timed(way, device), repeats) for way in _linear_ways(x, weight))
+        seconds += min(median_of(timed(way, device), repeats) for way in _linear_ways(x, weight))
         flops += 2.0 * tokens * inputs * outputs
     return flops / seconds
 
@@ -125,23 +127,31 @@ def prepack(weight: Tensor, tokens: int) -> Tensor | None:
 
 def copy_rates(repeats: int) -> tuple[float, float]:
     """(kernel copy into another process, copy into shared memory), bytes a second."""
+    with peer_memory() as (pid, address):
+        source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+        kernel = COPY_BYTES / median_of(timed(lambda: write_to(pid, source, address)), repeats)
+    shared = torch.zeros(COPY_BYTES, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+    return kernel, COPY_BYTES / median_of(timed(lambda: shared.copy_(source)), repeats)
+
+
+@contextlib.contextmanager
+def peer_memory(*, huge: bool = False) -> Iterator[tuple[int, int]]:
+    """COPY_BYTES in another process: its pid and their address. `huge`: in huge pages, as a landing ring is."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_hold_memory, args=(theirs,), daemon=True)
+    process = context.Process(target=_hold_memory, args=(theirs, huge), daemon=True)
     process.start()
     try:
-        pid, address = ours.recv()
-        source = torch.ones(COPY_BYTES, dtype=torch.uint8)
-        kernel = COPY_BYTES / median_of(_timed(lambda: write_to(pid, source, address)), repeats)
+        yield ours.recv()
     finally:
         ours.send(None)
         process.join(10)
-    shared = torch.zeros(COPY_BYTES, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-    return kernel, COPY_BYTES / median_of(_timed(lambda: shared.copy_(source)), repeats)
 
 
-def _hold_memory(pipe: Connection) -> None:
-    target = torch.ones(COPY_BYTES, dtype=torch.uint8)
+def _hold_memory(pipe: Connection, huge: bool) -> None:
+    cpu = torch.device("cpu")
+    target = aligned_bytes(COPY_BYTES, cpu) if huge else torch.empty(COPY_BYTES, dtype=torch.uint8)
+    target.fill_(1)
     pipe.send((os.getpid(), target.data_ptr()))
     pipe.recv()
 
@@ -150,11 +160,14 @@ class _Span(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
-def write_to(pid: int, source: Tensor, address: int) -> None:
-    """COPY_BYTES into another process, by the kernel."""
+def write_to(
+    pid: int, source: Tensor, address: int, before_part: Callable[[Tensor], object] = lambda part: None
+) -> None:
+    """COPY_BYTES into another process, by the kernel, 4 MiB at a time."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     libc.process_vm_writev.restype = ctypes.c_ssize_t
     for offset in range(0, COPY_BYTES, COPY_PART_BYTES):
+        before_part(source[offset : offset + COPY_PART_BYTES])
         local = _Span(source.data_ptr() + offset, COPY_PART_BYTES)
         remote = _Span(address + offset, COPY_PART_BYTES)
         arguments = (ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
@@ -162,7 +175,7 @@ def write_to(pid: int, source: Tensor, address: int) -> None:
             raise OSError(ctypes.get_errno(), "process_vm_writev")
 
 
-def _timed(work: Callable[[], Any], device: str = "cpu") -> Callable[[], float]:
+def timed(work: Callable[[], Any], device: str = "cpu") -> Callable[[], float]:
     def run() -> float:
         began = time.perf_counter()
         work()

@@ -115,6 +115,7 @@ class WorkerCore:
         ranks = open_ranks(self.config, self.epoch)
         for rank in ranks.remote:
             rank.on_exit = self._rank_exited
+            rank.on_leaving = lambda: self._drain_wanted_from_thread("exit")
         self.health.to(Phase.WARMING_UP)
         ranks.runner.warm_up()
         return ranks

@@ -5,6 +5,8 @@ through a pipe, both ways, so that moving KV never waits for a step.
 
     leader ──plan (gloo/NCCL)──►  rank: engine thread = its main thread
     leader ◄──messages (pipe)──►  rank: pipe thread → its hand-off endpoint
+
+A rank whose place is about to go (the file that LEAVING_FILE names appears) says so, and the whole worker drains.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ import multiprocessing
 import multiprocessing.process
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.errors import SetupError
 
 START_SECONDS = 300.0
+LEAVING_FILE = "BATON_LEAVING_FILE"  # in the environment of ranks in pods of their own
+LEAVING_LOOK_SECONDS = 1.0
 
 
 class RankEndpoint(Protocol):
@@ -42,6 +48,11 @@ class _Ready:
 @dataclass(frozen=True)
 class _Failed:
     reason: str
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """The rank's place is about to go."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,7 @@ class RemoteRank:
         self.hello: Any = None
         self.on_event: Callable[[Any], None] = lambda event: None
         self.on_exit: Callable[[int], None] = lambda rank: None
+        self.on_leaving: Callable[[], None] = lambda: None  # perhaps more than once
         self._closing = False
         self._send_lock = threading.Lock()
         self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}-pipe", daemon=True)
@@ -126,7 +138,10 @@ class RemoteRank:
                 if not self._closing:
                     self.on_exit(self.rank)
                 return
-            self.on_event(event)
+            if isinstance(event, _Leaving):
+                self.on_leaving()
+            else:
+                self.on_event(event)
 
 
 def serve_pipe(pipe: Connection, endpoint: RankEndpoint, hello: Any) -> None:
@@ -140,6 +155,19 @@ def serve_pipe(pipe: Connection, endpoint: RankEndpoint, hello: Any) -> None:
     endpoint.on_event = send
     send(_Ready(hello))
     threading.Thread(target=_receive, args=(pipe, endpoint), name="leader-pipe", daemon=True).start()
+    if LEAVING_FILE in os.environ:
+        file = Path(os.environ[LEAVING_FILE])
+        file.unlink(missing_ok=True)  # of an earlier life of this container
+        threading.Thread(target=_tell_leaving, args=(file, send), name="leaving", daemon=True).start()
+
+
+def _tell_leaving(file: Path, send: Callable[[Any], None]) -> None:
+    """Again and again: the leader may not listen yet."""
+    with contextlib.suppress(OSError):  # the leader is gone: `_receive` ends this process
+        while True:
+            time.sleep(LEAVING_LOOK_SECONDS)
+            if file.exists():
+                send(_Leaving())
 
 
 def report_failure(pipe: Connection, error: BaseException) -> None:

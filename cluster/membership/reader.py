@@ -31,7 +31,7 @@ def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
     """The answer of the READ script."""
     now = int(answer[0])
     workers = []
-    for index in range(1, len(answer), 5):
+    for index in range(2, len(answer), 5):
         try:
             workers.append(_worker(now, *answer[index + 1 : index + 5]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -69,7 +69,8 @@ def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
 class Members:
     """A router's view, refreshed every 0.25 s; the last one known is kept while Redis is gone.
 
-    If all workers of a role seem dead at once, the fault is taken to be Redis's: they stay in the view.
+    If all workers of a role seem dead at once, or Redis has forgotten a slot that it had given out, the fault is taken to
+    be Redis's: they stay in the view.
     """
 
     def __init__(self, redis_url: str, namespace: str):
@@ -80,6 +81,7 @@ class Members:
         self._task: asyncio.Task[None] | None = None
         self.redis_ok = False
         self.errors = 0  # reads that Redis did not answer
+        self._slots = 0  # given out so far, as Redis knows it
         self._back_since = 0.0
         self._closed = asyncio.Event()
         self.refreshed = 0.0
@@ -117,13 +119,11 @@ class Members:
             self.redis_ok = False
             return
         now = time.monotonic()
-        if not self.redis_ok:
+        slots = int(answer[1])
+        if not self.redis_ok or slots < self._slots:  # emptied or rolled back, perhaps between two looks
             self._back_since = now
-        self.redis_ok = True
-        workers = decode(answer)
-        if self._workers and not workers:
-            self._back_since = now  # emptied between two looks: nobody saw it away
-        self._workers = self._merge(workers, now)
+        self.redis_ok, self._slots = True, slots
+        self._workers = self._merge(decode(answer), now)
         self.refreshed = now
 
     def _merge(self, workers: list[WorkerInfo], now: float) -> list[WorkerInfo]:

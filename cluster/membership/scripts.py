@@ -64,12 +64,12 @@ return 1
 """
 
 # Same keys   ARGV: forget_after_ms
-# → now_ms, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?) for each. Long dead
+# → now_ms, the last slot given out, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?) for each. Long dead
 # workers are forgotten.
 READ = """
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
-local out = {ms}
+local out = {ms, tonumber(redis.call('GET', KEYS[4]) or '0')}
 local all = redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
   local id = all[i]

@@ -39,6 +39,7 @@ class MembersMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(module, "time", mock.Mock(monotonic=self.loop.time))
         self.registry: dict[str, Entry] = {}
+        self.slots = self.slots_seen = self.slots_saved = 0  # given out
         self.backup: dict[str, Entry] = {}
         self.newest: dict[str, int] = {}  # epoch of each worker that the router has been shown
         self.up = True
@@ -61,7 +62,7 @@ class MembersMachine(RuleBasedStateMachine):
         if not self.up:
             raise redis.ConnectionError("gone")
         now = int(self.loop.time() * 1000)
-        out: list[Any] = [now]
+        out: list[Any] = [now, self.slots]
         for worker, entry in self.registry.items():
             role = "prefill" if worker[0] == "p" else "decode"
             info = WorkerInfo(worker, entry.epoch, 1, role, "m", "h:1", "", b"", "", "h", 8, 4)  # type: ignore[arg-type]
@@ -76,6 +77,7 @@ class MembersMachine(RuleBasedStateMachine):
         epoch = self.newest.get(worker, 0) + (new_life or worker not in self.newest)
         self.newest[worker] = epoch
         self.registry[worker] = Entry(epoch, self.loop.time())
+        self.slots += 1
 
     @rule()
     def all_renew(self) -> None:
@@ -105,12 +107,14 @@ class MembersMachine(RuleBasedStateMachine):
     @rule(how=st.sampled_from(["empty", "as it was", "saved"]))
     def redis_is_another(self, how: str) -> None:
         if how == "saved":
+            self.slots_saved = self.slots
             self.backup = {
                 name: Entry(one.epoch, one.renewed, one.drains) for name, one in self.registry.items()
             }
         elif how == "empty":
-            self.registry = {}
-        elif not self.up:  # rolled back while it was away
+            self.registry, self.slots = {}, 0
+        else:
+            self.slots = self.slots_saved
             self.registry = {
                 name: Entry(one.epoch, one.renewed, one.drains) for name, one in self.backup.items()
             }
@@ -124,8 +128,9 @@ class MembersMachine(RuleBasedStateMachine):
         if not self.up:
             assert {one.name: one for one in self.members.all} == before, "Redis's end changes nothing"
             return
-        if not was_ok or (before and not self.registry):
+        if not was_ok or self.slots < self.slots_seen:
             self.doubt_since = self.loop.time()
+        self.slots_seen = self.slots
         self.read = {name: Entry(one.epoch, one.renewed, one.drains) for name, one in self.registry.items()}
         view = {one.worker_id: one for one in self.members.all}
         for worker, entry in self.read.items():

@@ -14,7 +14,7 @@ INFO = WorkerInfo("w", 7, 3, "prefill", "m", "127.0.0.1:1", "", b"x", "", "host"
 
 
 def answer(*registrations: dict[str, Any]) -> list[Any]:
-    out: list[Any] = [b"1000"]
+    out: list[Any] = [b"1000", b"4"]
     for facts in registrations:
         out += [facts.get("worker_id", "?").encode(), json.dumps(facts).encode(), b"900", b"{}", b""]
     return out

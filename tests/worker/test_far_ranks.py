@@ -25,12 +25,21 @@ from tests.end_to_end.test_handover import NEW, assert_reference
 from tests.security.routers import run_router
 from tests.waiting import wait_for
 from worker.far_ranks import Door
+from worker.rank_process import LEAVING_FILE
 
 START_SECONDS = 120.0
 
 
 @pytest.fixture
-def ray_cluster(tmp_path: Path) -> Iterator[ray_head.RayHead]:
+def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that tells ranks that their place goes."""
+    file = tmp_path / "leaving"
+    monkeypatch.setenv(LEAVING_FILE, str(file))
+    return file
+
+
+@pytest.fixture
+def ray_cluster(tmp_path: Path, leaving: Path) -> Iterator[ray_head.RayHead]:
     (tmp_path / "logs").mkdir()
     head = ray_head.start(
         4, tmp_path / "logs", Path(f"/tmp/baton-{secrets.token_hex(4)}"), {"decode-ranks": 1}
@@ -40,9 +49,16 @@ def ray_cluster(tmp_path: Path) -> Iterator[ray_head.RayHead]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("who", ["the worker", "the place of its ranks"])
 def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
-    ray_cluster: ray_head.RayHead, redis_url: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    who: str,
+    ray_cluster: ray_head.RayHead,
+    leaving: Path,
+    redis_url: str,
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
+    """Whoever of them is told to go."""
     model, namespace = checkpoint("llama"), f"test-{secrets.token_hex(4)}"
     config: dict[str, Any] = {
         "redis_url": redis_url,
@@ -78,7 +94,10 @@ def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
             assert_reference(model, prompt, answer.token_ids)
         hosts = [one.pid for one in _rank_hosts()]
         assert hosts
-        worker.terminate()
+        if who == "the worker":
+            worker.terminate()
+        else:
+            leaving.touch()
         assert worker.wait(60) == 0, log.read_text()
         wait_for(lambda: not any(psutil.pid_exists(pid) for pid in hosts), 60, "the ranks are gone")
     finally:

@@ -41,8 +41,8 @@ def _script(command: list[str], **told: str) -> str:
 
 
 @contextmanager
-def _running(script: str) -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "POD_IP": HERE}
+def _running(script: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "POD_IP": HERE, **environment}
     with subprocess.Popen(
         [sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL
     ) as process:
@@ -151,9 +151,12 @@ def test_a_node_of_ranks_stays_until_they_have_left(renderer: Renderer, tmp_path
     for pid, title in ((7, b"ray::IDLE"), (8, b"ray::RankHost.run")):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "cmdline").write_bytes(title)
-    with _running(_script(_pre_stop(renderer, "decode-ranks"), proc=f"{tmp_path}/")) as waiting:
+    leaving = tmp_path / "leaving"
+    script = _script(_pre_stop(renderer, "decode-ranks"), proc=f"{tmp_path}/")
+    with _running(script, BATON_LEAVING_FILE=str(leaving)) as waiting:
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(timeout=3)
+        assert leaving.exists()  # which the ranks look for
         (tmp_path / "8" / "cmdline").unlink()
         assert waiting.wait(timeout=30) == 0
 

@@ -68,6 +68,9 @@
   env:
     {{- include "baton.workerEnv" . | nindent 4 }}
     {{- include "baton.rayEnv" .root | nindent 4 }}
+    {{- if hasSuffix "-ranks" .resource }}
+    - {name: BATON_LEAVING_FILE, value: /tmp/baton-leaving}
+    {{- end }}
   {{- with include "baton.rayContainerPorts" .root | trim }}
   ports: {{- . | nindent 4 }}
   {{- end }}
@@ -98,9 +101,11 @@ while time.monotonic() < end:
     time.sleep(1)
 {{- end -}}
 
-{{- /* … or, where a rank's worker is in another pod, until no rank is left in this container (RankHost, worker/far_ranks.py). */ -}}
+{{- /* … or, where a rank's worker is in another pod, until no rank is left in this container (RankHost, worker/far_ranks.py). The file
+       tells them that this pod goes, so that their worker drains (worker/rank_process.py). */ -}}
 {{- define "baton.untilRanksLeft" -}}
-import glob, time
+import glob, os, time
+open(os.environ["BATON_LEAVING_FILE"], "w").close()
 def title(file):
     try:
         return open(file, "rb").read()
