@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from cluster.errors import ConfigError
 
-# A router is noticed to be gone within 20 s even where its host fell silent.
+# A router that hangs, or whose host fell silent, is left within 5 s. gRPC's own pings, which measure the connection, have
+# a time-out of their own (60 s), and while one of them is out no keepalive is sent.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),  # also through a long wait for the first token
     ("grpc.max_receive_message_length", 64 << 20),
 )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,9 @@ class Striker:
         """Whoever passes the point first, the `at`-th time, breaks."""
         name = f"{fault.number}-{fault.rng.getrandbits(32):08x}"
         order = orders.Order(name, fault.point, fault.row.act, fault.at, fault.hold_seconds)
+        before = self._target.state()[
+            "router"
+        ]  # one that is killed there may have a successor when we hear of it
         (self._orders / "struck.jsonl").unlink(missing_ok=True)
         orders.give_orders(self._orders, [order])
         try:
@@ -81,7 +84,7 @@ class Striker:
                 _send([done.pid], signal.SIGCONT)
         held = fault.hold_seconds if fault.row.act in ("stop", "delay") else 0.0
         hit = sum(done.process in stream.workers for stream in self._workload.live)
-        return Struck(done.monotonic, (done.pid,), self._routers([done.pid]), in_flight, hit or 1, held)
+        return Struck(done.monotonic, (done.pid,), _doors(before, [done.pid]), in_flight, hit or 1, held)
 
     async def _carried_out(self, name: str, deadline: float) -> orders.Struck | None:
         while asyncio.get_running_loop().time() < deadline:
@@ -103,7 +106,7 @@ class Striker:
             await asyncio.sleep(0.005)
         live = self._workload.live
         hit = sum(any(self._target.pid_of(worker) in victims for worker in stream.workers) for stream in live)
-        routers = self._routers(victims)
+        routers = _doors(self._target.state()["router"], victims)
         began, in_flight, held = loop.time(), len(live), 0.0
         _send(victims, signal.SIGKILL if fault.row.act == "kill" else signal.SIGSTOP)
         if fault.row.act == "stop":
@@ -124,9 +127,6 @@ class Striker:
             return [fault.rng.choice(pids)]
         busy = {self._target.pid_of(worker) for stream in live for worker in stream.workers} & set(pids)
         return [fault.rng.choice(sorted(pid for pid in busy if pid is not None))] if busy else []
-
-    def _routers(self, pids: Sequence[int]) -> tuple[str, ...]:
-        return tuple(one["http"] for one in self._target.state()["router"] if one["pid"] in pids)
 
     # --- the network -------------------------------------------------------------------------------------
 
@@ -181,6 +181,10 @@ class Striker:
     async def _nothing(self, fault: Fault, deadline: float) -> Struck | None:
         live = len(self._workload.live)
         return Struck(asyncio.get_running_loop().time(), (), (), live, 0, 0.0)
+
+
+def _doors(routers: Iterable[dict[str, Any]], pids: Sequence[int]) -> tuple[str, ...]:
+    return tuple(one["http"] for one in routers if one["pid"] in pids)
 
 
 def _send(pids: Sequence[int], number: int) -> None:
