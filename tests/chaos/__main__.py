@@ -21,6 +21,7 @@ from cluster.faults.points import Point
 from tests.chaos.campaign import Campaign
 from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
+from tests.chaos.evidence import judged_again
 from tests.chaos.faults import Striker
 from tests.chaos.results import (
     Result,
@@ -38,6 +39,7 @@ from tests.chaos.workload import Workload
 from tests.checkpoints import make_checkpoint
 
 OUT = Path("out/chaos")
+EVIDENCE = "wrong.jsonl"
 LONG_RUN = 1000  # faults, of all kinds: from then on every row and point must have been hit this often
 LEAST_HITS = 30
 console = Console(width=170, highlight=False)
@@ -67,11 +69,22 @@ def main(
         with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
             plan = Plan(seed, first, faults, names, baton_clients, openai_clients, out)
             run(Path(scratch), plan, on_result)
+    if any(result.wrong for result in done):
+        done = look_again(out, seed, done)
     for shown in (table(done), matrix_table(done), point_table(done)):
         console.print(shown)
     if problems := verdict(done):
         console.print("\n".join(problems), style="red")
         raise typer.Exit(1)
+
+
+def look_again(out: Path, seed: str, done: list[Result]) -> list[Result]:
+    """With the judge of today: a run may have begun with another one."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        model = make_checkpoint(Path(scratch) / "model")
+        for result in judged_again(out / EVIDENCE, seed, model, done):
+            append(out / "results.jsonl", result)
+    return read(out / "results.jsonl", seed)
 
 
 @dataclass(frozen=True)
@@ -113,8 +126,7 @@ async def _campaign(
         seed=f"{plan.seed}:{plan.first}",
     )
     striker = Striker(cluster.target, workload, cluster.orders, cluster.network)
-    evidence = plan.out / "wrong.jsonl"
-    campaign = Campaign(cluster.target, workload, striker, plan.seed, on_result, evidence)
+    campaign = Campaign(cluster.target, workload, striker, plan.seed, on_result, plan.out / EVIDENCE)
     await campaign.run(draw_fault(plan.seed, n, plan.names) for n in range(plan.first, plan.faults))
 
 

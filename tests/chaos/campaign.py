@@ -6,12 +6,11 @@ load runs ─► fault ─► all whole again ─► no new requests ─► stre
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from pathlib import Path
 
+from tests.chaos.evidence import keep
 from tests.chaos.faults import Striker, Struck
 from tests.chaos.invariants import leaks
 from tests.chaos.results import Result
@@ -89,7 +88,7 @@ class Campaign:
         self._known_leaks = found
         for stream in streams:
             if stream.verdict is not None and stream.verdict.wrong:
-                self._keep(fault, stream)
+                keep(self._evidence, self._seed, fault.number, stream)
         preempted = max(0, await self._target.total("preemptions") - preempted)
         seconds = (whole_again, quiet, await back)
         workload.finished.clear()
@@ -98,12 +97,6 @@ class Campaign:
 
     async def _placement_back(self, fault: Fault) -> float:
         return await self._target.placement_back() if fault.row.role == "redis" else 0.0
-
-    def _keep(self, fault: Fault, stream: Stream) -> None:
-        """What is needed to look at a wrong token again."""
-        self._evidence.parent.mkdir(parents=True, exist_ok=True)
-        with self._evidence.open("a") as file:
-            file.write(json.dumps({"seed": self._seed, "number": fault.number, **asdict(stream)}) + "\n")
 
     def _result(
         self,

@@ -31,7 +31,7 @@ class Checker:
     async def check(self, ask: Ask, output: list[int], seed: int | None) -> Verdict:
         """`seed` is the one that was used."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, _judge, self._model, ask, output, seed)
+        return await loop.run_in_executor(self._pool, judge_stream, self._model, ask, output, seed)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -45,6 +45,6 @@ def _step_back() -> None:
     torch.set_num_threads(1)
 
 
-def _judge(model: Path, ask: Ask, output: list[int], seed: int | None) -> Verdict:
+def judge_stream(model: Path, ask: Ask, output: list[int], seed: int | None) -> Verdict:
     found = judge(model, ask.prompt, output, ask.params(seed))
     return Verdict(found.checked, len(found.near_ties), tuple(found.wrong))

@@ -49,10 +49,12 @@ def append(path: Path, result: Result) -> None:
 
 
 def read(path: Path, seed: str) -> list[Result]:
+    """Those of a seed, by number; the last word on a number counts."""
     if not path.exists():
         return []
     lines = (json.loads(line) for line in path.read_text().splitlines())
-    return [Result(**line) for line in lines if line["seed"] == seed]
+    found = {line["number"]: Result(**line) for line in lines if line["seed"] == seed}
+    return [found[number] for number in sorted(found)]
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -1,0 +1,39 @@
+"""Streams with a wrong token are kept whole: to look at them again, also with a judge that was mended meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from tests.chaos.checker import judge_stream
+from tests.chaos.requests import Ask
+from tests.chaos.results import Result
+from tests.chaos.streams import Stream
+
+
+def keep(file: Path, run: str, number: int, stream: Stream) -> None:
+    """`run` is its seed, `number` the fault's."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps({"run": run, "number": number, "stream": asdict(stream)}) + "\n")
+
+
+def judged_again(file: Path, run: str, model: Path, results: Sequence[Result]) -> list[Result]:
+    """Results that had wrong tokens, as they are judged now; only those that changed."""
+    kept = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    changed = []
+    for result in results:
+        if not result.wrong:
+            continue
+        wrong, near_ties = 0, result.near_ties
+        for one in kept:
+            if (one["run"], one["number"]) != (run, result.number):
+                continue
+            stream, before = one["stream"], one["stream"]["verdict"]
+            now = judge_stream(model, Ask(**stream["ask"]), stream["tokens"], stream["seed"])
+            wrong, near_ties = wrong + len(now.wrong), near_ties + now.near_ties - before["near_ties"]
+        if wrong < result.wrong:
+            changed.append(replace(result, wrong=wrong, near_ties=near_ties))
+    return changed
