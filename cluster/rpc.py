@@ -43,6 +43,12 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 }
 
 
+def is_from_peer(error: grpc.RpcError) -> bool:
+    """The peer itself said so; else the connection did."""
+    metadata: Any = getattr(error, "trailing_metadata", lambda: None)() or ()
+    return any(key == ERROR_KEY for key, _ in metadata)
+
+
 def error_from_rpc(error: grpc.RpcError) -> errors.BatonError:
     """The typed error behind a failed RPC; without our metadata, the nearest class of its status."""
     metadata: Any = getattr(error, "trailing_metadata", lambda: None)() or ()

@@ -64,8 +64,8 @@ return 1
 """
 
 # Same keys   ARGV: forget_after_ms
-# → now_ms, the last slot given out, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?) for each. Long dead
-# workers are forgotten.
+# → now_ms, the last slot given out, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?)
+# for each. Long dead workers are forgotten.
 READ = """
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)

@@ -156,9 +156,11 @@ class Attempt:
                 task.cancel()  # cancelling the call does not end a read of one that never got through
 
         try:
-            with self.liveness.watch(worker.worker_id, worker.name, on_lost) as watch:
+            with self.liveness.watch(worker.name, on_lost) as watch:
                 await self._events_of(source, call, watch)
         except grpc.aio.AioRpcError as error:
+            if source not in self.heard and not rpc.is_from_peer(error):
+                self.liveness.not_reached(worker.name)
             self._lost(source, rpc.error_from_rpc(error))
         except asyncio.CancelledError:
             if silent:

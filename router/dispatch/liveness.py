@@ -2,7 +2,8 @@
 
 Every stream carries a beat each 0.5 s. A worker from which no stream has brought anything for 2 s is suspect: it
 gets no new work. After 5 s it is lost, for every stream at once: one that was opened later need not wait 5 s of its
-own. A stream that alone is silent for 5 s is lost by itself.
+own. A stream that alone is silent for 5 s is lost by itself. Who was lost gets nothing new for a while
+(cluster/probation.py): while a partition lasts, no request after the first should wait for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from cluster.probation import Probation
 
 SUSPECT_SECONDS = 2.0
 LOST_SECONDS = 5.0
@@ -25,11 +28,16 @@ class Watch:
 
     worker: _Worker
     on_lost: Callable[[], None]
+    on_first: Callable[[], None]
     last: float
+    answered: bool = False
     paused: bool = False  # nobody reads it: a slow client is no sign of a lost worker
 
     def heard(self) -> None:
         self.last = self.worker.last = asyncio.get_running_loop().time()
+        if not self.answered:
+            self.answered = True
+            self.on_first()
 
     def pause(self) -> None:
         self.paused = True
@@ -41,7 +49,6 @@ class Watch:
 
 @dataclass
 class _Worker:
-    worker_id: str
     last: float
     watches: list[Watch] = field(default_factory=list)
 
@@ -55,15 +62,16 @@ class Liveness:
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
+        self._lost = Probation(time.monotonic)
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
-    def watch(self, worker_id: str, name: str, on_lost: Callable[[], None]) -> Iterator[Watch]:
+    def watch(self, name: str, on_lost: Callable[[], None]) -> Iterator[Watch]:
         loop = asyncio.get_running_loop()
         worker = self._workers.get(name)
         if worker is None:
-            worker = self._workers[name] = _Worker(worker_id, loop.time())
-        watch = Watch(worker, on_lost, loop.time())
+            worker = self._workers[name] = _Worker(loop.time())
+        watch = Watch(worker, on_lost, lambda: self._lost.answered(name), loop.time())
         worker.watches.append(watch)
         if self._timer is None:
             self._timer = loop.call_later(WATCH_SECONDS, self._look)
@@ -75,27 +83,29 @@ class Liveness:
                 del self._workers[name]
 
     def silent(self) -> int:
-        """As many as `suspects` names, on whichever thread."""
+        """How many workers, on whichever thread."""
         since = time.monotonic() - SUSPECT_SECONDS
         return sum(worker.silent_since() < since for worker in list(self._workers.values()))
 
+    def not_reached(self, name: str) -> None:
+        """A stream could not be opened. That may have other reasons, but not with one that was lost before."""
+        self._lost.failed_again(name)
+
     @property
     def suspects(self) -> frozenset[str]:
-        """Ids of workers that have been silent too long for new work."""
-        if not self._workers:
-            return frozenset()
+        """Names of workers that have been silent too long for new work, or were lost a moment ago."""
         since = asyncio.get_running_loop().time() - SUSPECT_SECONDS
-        return frozenset(
-            worker.worker_id for worker in self._workers.values() if worker.silent_since() < since
-        )
+        silent = [name for name, worker in self._workers.items() if worker.silent_since() < since]
+        return self._lost.names().union(silent)
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         late = loop.time() - LOST_SECONDS
-        for worker in list(self._workers.values()):
+        for name, worker in list(self._workers.items()):
             all_lost = worker.silent_since() < late
             for watch in list(worker.watches):
-                # On its own: the worker lives, but has dropped this one.
+                # On its own: the worker lives, but has dropped this one, or never heard of it.
                 if all_lost or (watch.last < late and not watch.paused):
+                    self._lost.failed(name)
                     watch.on_lost()
         self._timer = loop.call_later(WATCH_SECONDS, self._look) if self._workers else None

@@ -171,7 +171,7 @@ class Placement:
         members = self._members
         if request.excluded:
             prefill = self._usable(_within(request.generation, members.prefill), request)
-            if self.mode in ("fallback", "auto") and all(w.worker_id in request.excluded for w in prefill):
+            if self.mode in ("fallback", "auto") and all(request.excludes(w) for w in prefill):
                 prefill = []  # those that are left have failed this request, and others may prefill
             decode = self._usable(_within(request.generation, members.decode), request)
             return Candidates([] if self.mode == "always" else prefill, decode, self.mode)
@@ -186,7 +186,7 @@ class Placement:
     @staticmethod
     def _usable(workers: list[WorkerInfo], request: PlacementRequest) -> list[WorkerInfo]:
         """Without those that failed this request, unless nobody else is left."""
-        others = [worker for worker in workers if worker.worker_id not in request.excluded]
+        others = [worker for worker in workers if not request.excludes(worker)]
         return others or workers
 
     async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:

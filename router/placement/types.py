@@ -31,12 +31,15 @@ class PlacementRequest:
     chain: bytes  # packed 8-byte index keys of the prompt's full blocks
     token_count: int
     output_tokens: int  # expected
-    excluded: frozenset[str] = frozenset()  # worker ids that failed this request
+    excluded: frozenset[str] = frozenset()  # ids of workers that failed this request, names of suspects
     generation: Generation | None = None  # among these workers only; the chain is hashed for it
     explain: bool = False
     urgency: Urgency = "normal"
     target_seconds: float = 0.0  # the first token is wanted within this; 0 = whenever
     deadline_seconds: float = 0.0  # and is worth nothing after this
+
+    def excludes(self, worker: WorkerInfo) -> bool:
+        return worker.worker_id in self.excluded or worker.name in self.excluded
 
 
 @dataclass(frozen=True)

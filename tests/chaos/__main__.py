@@ -23,17 +23,8 @@ from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
 from tests.chaos.evidence import judged_again
 from tests.chaos.faults import Striker
-from tests.chaos.results import (
-    Result,
-    append,
-    matrix_table,
-    percentile,
-    point_hits,
-    point_table,
-    read,
-    row_hits,
-    table,
-)
+from tests.chaos.report import bounded, point_hits, row_hits, sheets
+from tests.chaos.results import Result, append, percentile, read
 from tests.chaos.rows import MATRIX, PLACEMENT_BACK_SECONDS, ROWS, draw_fault
 from tests.chaos.workload import Workload
 from tests.checkpoints import make_checkpoint
@@ -71,8 +62,9 @@ def main(
             run(Path(scratch), plan, on_result)
     if any(result.wrong for result in done):
         done = look_again(out, seed, done)
-    for shown in (table(done), matrix_table(done), point_table(done)):
-        console.print(shown)
+    for sheet in sheets(done):
+        console.print(sheet.shown())
+    (out / "report.md").write_text("\n".join(sheet.markdown() for sheet in sheets(done)))
     if problems := verdict(done):
         console.print("\n".join(problems), style="red")
         raise typer.Exit(1)
@@ -156,11 +148,11 @@ def verdict(results: list[Result]) -> list[str]:
         for one in results
         if one.lost or one.doubled or one.wrong or one.errors or one.leaks
     ]
-    for name, row in ROWS.items():
-        recoveries = [one.recovery for one in results if one.fault == name]
-        if row.bound_seconds is not None and percentile(recoveries, 0.99) > row.bound_seconds:
-            problems.append(f"{name}: recovery p99 {percentile(recoveries, 0.99):.2f} s")
-        back = percentile([one.placement_back for one in results if one.fault == name], 0.99)
+    for name, (bound, mine) in bounded(results).items():
+        recovery = percentile([one.recovery for one in mine], 0.99)
+        if recovery > bound:
+            problems.append(f"{name}: recovery p99 {recovery:.2f} s")
+        back = percentile([one.placement_back for one in mine], 0.99)
         if back > PLACEMENT_BACK_SECONDS:
             problems.append(f"{name}: placement back p99 {back:.2f} s after Redis")
     return problems + (too_few(results) if len(results) >= LONG_RUN else [])

@@ -28,7 +28,8 @@ from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
 from tests.chaos.faults import Striker
 from tests.chaos.flatness import Finding, judge_flatness
-from tests.chaos.results import Result, table
+from tests.chaos.report import by_kind
+from tests.chaos.results import Result
 from tests.chaos.rows import Fault, draw_fault
 from tests.chaos.samples import Sample, Sampler
 from tests.chaos.soak_plot import soak_plot
@@ -81,7 +82,7 @@ def main(
     }
     (out / "soak.json").write_text(json.dumps(report))
     (out / "soak.svg").write_text(soak_plot(samples))
-    console.print(table(results))
+    console.print(by_kind(results).shown())
     console.print(_judged(findings))
     console.print(f"{out}/soak.json, {out}/soak.svg")
     broken = [one for one in results if one.lost or one.doubled or one.wrong or one.errors or one.leaks]

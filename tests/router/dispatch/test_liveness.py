@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from cluster.probation import FIRST_SECONDS
 from router.dispatch import liveness as module
 from router.dispatch.liveness import Liveness
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -18,33 +20,60 @@ def short(monkeypatch):
 
 async def test_a_stream_opened_later_is_lost_with_the_first():
     liveness, lost = Liveness(), []
-    with liveness.watch("d", "d@1", lambda: lost.append("first")):
+    with liveness.watch("d@1", lambda: lost.append("first")):
         await asyncio.sleep(0.9)
-        assert liveness.suspects == {"d"}
-        with liveness.watch("d", "d@1", lambda: lost.append("second")):
+        assert liveness.suspects == {"d@1"}
+        with liveness.watch("d@1", lambda: lost.append("second")):
             async with asyncio.timeout(1.3):  # the second alone would have 1.5 s
                 while len(lost) < 2:
                     await asyncio.sleep(0.01)
     assert set(lost) == {"first", "second"}
-    assert liveness.suspects == frozenset()
+
+
+async def test_who_was_lost_gets_nothing_new_until_its_time_is_up_or_it_speaks():
+    """For as long as a partition lasts, only one request after the other pays for finding out."""
+    liveness, lost = Liveness(), []
+    with liveness.watch("d@1", lambda: lost.append("first")):
+        await until(lambda: lost, 5.0)
+    assert liveness.suspects == {"d@1"}
+    await asyncio.sleep(FIRST_SECONDS)
+    assert liveness.suspects == frozenset(), "it is tried"
+    liveness.not_reached("d@1")
+    assert liveness.suspects == {"d@1"}
+    with liveness.watch("d@1", lambda: lost.append("second")) as watch:  # nobody else was there
+        watch.heard()
+        assert liveness.suspects == frozenset()
+
+
+async def test_who_was_never_heard_on_a_stream_is_lost_though_others_speak():
+    """The way to it is cut, the way back is not."""
+    liveness, lost = Liveness(), []
+    with (
+        liveness.watch("d@1", lambda: lost.append("old")) as old,
+        liveness.watch("d@1", lambda: lost.append("new")),
+    ):
+        old.heard()
+        while not lost:
+            old.heard()
+            await asyncio.sleep(0.02)
+        assert lost == ["new"] and liveness.suspects == {"d@1"}
 
 
 async def test_one_stream_that_brings_something_keeps_the_worker_but_not_the_silent_one():
     liveness, lost = Liveness(), []
     with (
-        liveness.watch("d", "d@1", lambda: lost.append("silent")),
-        liveness.watch("d", "d@1", lambda: lost.append("heard")) as heard,
+        liveness.watch("d@1", lambda: lost.append("silent")),
+        liveness.watch("d@1", lambda: lost.append("heard")) as heard,
     ):
         for _ in range(100):
             heard.heard()
             await asyncio.sleep(0.02)
-        assert liveness.suspects == frozenset()
     assert set(lost) == {"silent"}
 
 
 async def test_a_slow_reader_loses_nobody():
     liveness, lost = Liveness(), []
-    with liveness.watch("d", "d@1", lambda: lost.append("slow")) as watch:
+    with liveness.watch("d@1", lambda: lost.append("slow")) as watch:
         watch.pause()
         await asyncio.sleep(2.0)
         assert liveness.suspects == frozenset()
@@ -55,8 +84,8 @@ async def test_a_slow_reader_loses_nobody():
 
 async def test_another_life_of_the_worker_is_another_worker():
     liveness, lost = Liveness(), []
-    with liveness.watch("d", "d@1", lambda: lost.append("old")):
+    with liveness.watch("d@1", lambda: lost.append("old")):
         await asyncio.sleep(1.2)
-        with liveness.watch("d", "d@2", lambda: lost.append("new")):
+        with liveness.watch("d@2", lambda: lost.append("new")):
             await asyncio.sleep(0.6)
     assert set(lost) == {"old"}

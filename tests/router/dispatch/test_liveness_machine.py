@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from cluster.probation import MOST_SECONDS
 from router.dispatch import liveness as module
 from router.dispatch.liveness import LOST_SECONDS, SUSPECT_SECONDS, WATCH_SECONDS, Liveness, Watch
 from tests.virtual_time import VirtualLoop
@@ -41,12 +42,13 @@ class LivenessMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop()
-        self.liveness = Liveness()
-        self.streams: list[Stream] = []
-        self.heard: dict[tuple[str, int], float] = {}  # of each life that has streams
         clock = mock.Mock(monotonic=self.loop.time)
         self.patch = mock.patch.object(module, "time", clock)
         self.patch.start()
+        self.liveness = Liveness()
+        self.streams: list[Stream] = []
+        self.heard: dict[tuple[str, int], float] = {}  # of each life that has streams
+        self.lost_at: dict[tuple[str, int], float] = {}  # of each life, the last time
 
     def picked(self, number: int) -> Stream | None:
         return self.streams[number % len(self.streams)] if self.streams else None
@@ -69,9 +71,10 @@ class LivenessMachine(RuleBasedStateMachine):
 
         def on_lost() -> None:
             stream.lost += 1
+            self.lost_at[worker, epoch] = self.loop.time()
             assert self.may_be_lost(stream), "lost, and it was heard of in time"
 
-        watching = self.liveness.watch(worker, f"{worker}@{epoch}", on_lost)
+        watching = self.liveness.watch(f"{worker}@{epoch}", on_lost)
         stream.watch = self.inside(stream.ending.enter_context, watching)
         self.heard.setdefault((worker, epoch), now)
         self.streams.append(stream)
@@ -135,19 +138,18 @@ class LivenessMachine(RuleBasedStateMachine):
         return looked and max(self.silence(stream)) > LOST_SECONDS + SLACK
 
     @invariant()
-    def suspects_are_those_who_are_silent(self) -> None:
-        suspects = self.inside(lambda: self.liveness.suspects)
+    def suspects_are_those_who_are_silent_or_were_lost(self) -> None:
+        suspects, now = self.inside(lambda: self.liveness.suspects), self.loop.time()
         for stream in self.streams:
             silent = self.silence(stream)[1]
-            others = [
-                one for one in self.streams if one.worker == stream.worker and one.epoch != stream.epoch
-            ]
             if silent > SUSPECT_SECONDS + 1e-6:
-                assert stream.worker in suspects
-            elif all(self.silence(one)[1] < SUSPECT_SECONDS - 1e-6 for one in [stream, *others]):
-                assert stream.worker not in suspects
-        assert suspects <= {stream.worker for stream in self.streams}
-        assert self.liveness.silent() >= len(suspects)
+                assert f"{stream.worker}@{stream.epoch}" in suspects
+            elif silent < SUSPECT_SECONDS - 1e-6 and (stream.worker, stream.epoch) not in self.lost_at:
+                assert f"{stream.worker}@{stream.epoch}" not in suspects
+        known = {(one.worker, one.epoch) for one in self.streams}
+        recent = {life for life, lost in self.lost_at.items() if now - lost <= MOST_SECONDS + WATCH_SECONDS}
+        assert suspects <= {f"{worker}@{epoch}" for worker, epoch in known | recent}
+        assert self.liveness.silent() + len(recent) >= len(suspects)
 
     @invariant()
     def nothing_is_kept_of_who_is_gone(self) -> None:

@@ -173,6 +173,14 @@ async def test_excluded_workers_are_avoided_while_others_live(router):
         assert placed.decode.worker_id != "decode-3"
 
 
+async def test_one_life_of_a_worker_may_be_excluded(router):
+    placement = await router()
+    lives = {worker.worker_id: worker.name for worker in placement._members.all}
+    bad = frozenset(lives[f"prefill-{number}"] for number in (0, 1)) | {"prefill-2@feed"}
+    found = {(await placement.place(request([i] * 64, excluded=bad))).prefill.worker_id for i in range(12)}
+    assert found == {"prefill-2", "prefill-3"}
+
+
 async def test_a_role_without_workers_is_unavailable(redis_url, namespace):
     config = RouterConfig(model="/m", redis_url=redis_url, namespace=namespace)
     members = Members(redis_url, namespace)

@@ -1,0 +1,57 @@
+"""Who could not be reached is left alone for a while, each time for twice as long, and then tried again.
+
+Without it every request that is sent there finds out for itself, and waits for seconds each time, for as long as a
+partition lasts. It only says who is not to be tried now: whoever has nobody else may try all the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FIRST_SECONDS = 1.0
+MOST_SECONDS = 16.0
+
+
+@dataclass(frozen=True)
+class _Out:
+    until: float
+    seconds: float  # how long it is out this time
+
+
+class Probation:
+    """Of anything that has a name. Who has not failed for MOST_SECONDS after its time begins anew."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._out: dict[str, _Out] = {}
+
+    def failed(self, name: str) -> None:
+        """What was under way with the first failure may fail later: that counts once."""
+        now = self._clock()
+        self._out = {one: out for one, out in self._out.items() if now < out.until + MOST_SECONDS}
+        known = self._out.get(name)
+        if known is None:
+            self._out[name] = _Out(now + FIRST_SECONDS, FIRST_SECONDS)
+        elif now >= known.until:
+            seconds = min(2 * known.seconds, MOST_SECONDS)
+            self._out[name] = _Out(now + seconds, seconds)
+
+    def failed_again(self, name: str) -> None:
+        """Only if it had failed before: this alone is no reason."""
+        if name in self._out:
+            self.failed(name)
+
+    def answered(self, name: str) -> None:
+        self._out.pop(name, None)
+
+    def seconds_left(self, name: str) -> float:
+        """Until it may be tried; 0 = now."""
+        out = self._out.get(name)
+        return max(0.0, out.until - self._clock()) if out is not None else 0.0
+
+    def names(self) -> frozenset[str]:
+        """Who is not to be tried now."""
+        now = self._clock()
+        return frozenset(name for name, out in self._out.items() if now < out.until)
