@@ -21,6 +21,7 @@ from tests.chaos.workload import Workload
 
 END_SECONDS = 60.0
 SETTLE_SECONDS = 0.7  # new requests still meet what is broken
+MOST_TRIES = 10
 WINDOW_SECONDS = 3.0  # silences that begin this long after a fault belong to it
 _POSITIONS = re.compile(r"token at position (\d+), expected (\d+)")
 
@@ -46,12 +47,16 @@ class Campaign:
         self._known_leaks: list[str] = []
 
     async def run(self, schedule: Iterable[Fault]) -> None:
-        """Each fault until it counted: one that meets no request is tried again."""
+        """Each fault until it counted: one that meets no request is tried again. Raises RuntimeError for one whose point
+        nobody comes to."""
         self._workload.start()
         try:
             for fault in schedule:
-                while not await self._one(fault):
-                    pass
+                for _ in range(MOST_TRIES):
+                    if await self._one(fault):
+                        break
+                else:
+                    raise RuntimeError(f"fault {fault.number}: nobody came to {fault.point or fault.name}")
         finally:
             await self._workload.stop()
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from cluster.faults.points import MESSAGES, Point
+from cluster.faults.points import Point
 from tests.chaos.results import Result, percentile
-from tests.chaos.rows import MATRIX, ROWS, SHORT
+from tests.chaos.rows import MATRIX, ROWS, SHORT, SPOKEN
 
 _TEXT = ("fault", "row", "point", "how")
 _COLUMNS = (
@@ -109,7 +109,7 @@ def by_point(results: Iterable[Result]) -> Sheet:
 def point_hits(results: Iterable[Result]) -> dict[str, Counter[str]]:
     """By point, kind of message, direction of a cut, and what was done there; those never hit too."""
     acts: dict[str, Counter[str]] = {point.value: Counter() for point in Point}
-    acts |= {f"message.{kind}": Counter() for kind in MESSAGES}
+    acts |= {f"message.{kind}": Counter() for kind in SPOKEN}
     for one in results:
         if one.fault not in ROWS:
             continue
