@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ class ChaosCluster:
 
 @contextlib.contextmanager
 def run_chaos_cluster(directory: Path, model: Path, replicas: int = REPLICAS) -> Iterator[ChaosCluster]:
+    # SIGTERM ends it as Ctrl-C does: nothing that it started is left behind.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     orders = directory / "orders"
     orders.mkdir(parents=True)
     environment = {f"BATON_TRANSFER__{name}": str(value) for name, value in SMALL_RING.items()}
@@ -43,7 +46,10 @@ def run_chaos_cluster(directory: Path, model: Path, replicas: int = REPLICAS) ->
             cluster = stack.enter_context(running)
         target = Target(directory / "cluster" / "state.json", replicas)
         logs, up_log = Path(cluster.state["logs"]), directory / "cluster" / "up.log"
-        yield ChaosCluster(target, network, orders, logs, up_log)
+        try:
+            yield ChaosCluster(target, network, orders, logs, up_log)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -49,9 +49,8 @@ OFTEN = {
     Point.SENDER_WRITTEN.value: 12,
 }
 SOMETIMES = 3
-SPOKEN = tuple(
-    kind for kind in MESSAGES if kind != "part"
-)  # the bytes themselves: over gRPC only, and here NIXL moves them
+# The bytes themselves are a message over gRPC only, and here NIXL moves them.
+SPOKEN = tuple(kind for kind in MESSAGES if kind != "part")
 
 
 def _names(*points: Point) -> tuple[str, ...]:
