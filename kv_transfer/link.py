@@ -155,7 +155,7 @@ class LinkToDecode:
         except grpc.aio.AioRpcError as error:
             cause = rpc.error_from_rpc(error)
             handoff = isinstance(cause, errors.HandoffError)
-            self._lose(cause if handoff else self._broken(cause.message))
+            self._lose(cause if handoff else errors.PeerLostError(f"{self.name}: {cause.message}"))
         except errors.BatonError as error:
             self._lose(error)
         finally:
@@ -206,7 +206,6 @@ class LinkToDecode:
 
     async def _welcome(self, welcome: handoff_pb2.Welcome) -> None:
         self._welcomed = True
-        self._sender.unreached.answered(self.name)
         self._sender.learn_epoch(self.decode.worker_id, welcome.decode_epoch)
         if welcome.HasField("refused"):
             self._lose(errors.from_wire(welcome.refused))
@@ -256,16 +255,11 @@ class LinkToDecode:
             now = time.monotonic()
             patience = LOST_SECONDS if self._welcomed else SUSPECT_SECONDS
             if now - self._last_heard > patience:
-                self._lose(self._broken(f"nothing heard for {patience:.0f} s"))
+                self._lose(errors.PeerLostError(f"nothing heard from {self.name} for {patience:.0f} s"))
             idle = not self._handoffs and not self._reserving
             if idle and self._ready.done() and now - self._idle_since > LINGER_SECONDS:
                 self._lose(errors.PeerLostError("idle"))
             self.send(beat=common_pb2.Beat())
-
-    def _broken(self, how: str) -> errors.PeerLostError:
-        if not self._welcomed and not self.lost:  # one that stood may be opened anew at once
-            self._sender.unreached.failed(self.name)
-        return errors.PeerLostError(f"{self.name}: {how}")
 
     def _lose(self, error: errors.BatonError) -> None:
         if self.lost:

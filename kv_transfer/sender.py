@@ -12,7 +12,6 @@ from typing import Any
 from cluster import errors
 from cluster.config import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
-from cluster.probation import Probation
 from cluster.telemetry.histogram import STAGE_SECONDS, Histogram
 from cluster.tls import Peers
 from kv_transfer import messages as m
@@ -208,10 +207,6 @@ class OutgoingHandoff:
                 future.set_exception(error)
 
 
-def _name(decode: common_pb2.WorkerRef) -> str:
-    return f"{decode.worker_id}@{decode.epoch:x}"
-
-
 class HandoffSender:
     """All hand-offs of one prefill worker."""
 
@@ -236,7 +231,6 @@ class HandoffSender:
         self._live: dict[bytes, OutgoingHandoff] = {}
         self._epochs: dict[str, int] = {}  # of decode workers, as they said last
         self.reached: set[str] = set()  # by NIXL: decode workers
-        self.unreached = Probation()  # by control streams: decode workers, by their life
         self.mail = DrainedMail(self._link, lambda decode: self._epochs.get(decode.worker_id, 0))
         self._loop = asyncio.get_running_loop()
         self.handoffs = 0
@@ -258,10 +252,6 @@ class HandoffSender:
     ) -> OutgoingHandoff:
         """Asks D for a place to land. Raises BlocksExhaustedError, LayoutMismatchError, StaleEpochError,
         PeerLostError, DeadlineError, …; then nothing is held anywhere."""
-        if seconds := self.unreached.seconds_left(_name(decode)):
-            raise errors.PeerLostError(
-                f"{_name(decode)} could not be reached, and is tried again in {seconds:.1f} s"
-            )
         try:
             async with asyncio.timeout(deadline_seconds):
                 link = await self._link(decode)
@@ -289,7 +279,7 @@ class HandoffSender:
         return handoff
 
     async def _link(self, decode: common_pb2.WorkerRef) -> LinkToDecode:
-        name = _name(decode)
+        name = f"{decode.worker_id}@{decode.epoch:x}"
         link = self._links.get(name)
         if link is None or link.lost:
             link = LinkToDecode(name, decode, self)
