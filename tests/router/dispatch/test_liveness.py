@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from cluster.probation import FIRST_SECONDS
 from router.dispatch import liveness as module
 from router.dispatch.liveness import Liveness
+from router.dispatch.probation import FIRST_SECONDS
 from tests.waiting import until
 
 

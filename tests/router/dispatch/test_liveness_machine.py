@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.probation import MOST_SECONDS
 from router.dispatch import liveness as module
 from router.dispatch.liveness import LOST_SECONDS, SUSPECT_SECONDS, WATCH_SECONDS, Liveness, Watch
+from router.dispatch.probation import MOST_SECONDS
 from tests.virtual_time import VirtualLoop
 
 WORKERS = st.sampled_from(["d0", "d1"])

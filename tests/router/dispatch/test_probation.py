@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cluster.probation import FIRST_SECONDS, MOST_SECONDS, Probation
+from router.dispatch.probation import FIRST_SECONDS, MOST_SECONDS, Probation
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Who could not be reached is left alone for a while, each time for twice as long, and then tried again.
 
 Without it every request that is sent there finds out for itself, and waits for seconds each time, for as long as a
-partition lasts. It only says who is not to be tried now: whoever has nobody else may try all the same.
+partition lasts. It only says who is not to be tried now: where nobody else is there, placement tries all the same.
 """
 
 from __future__ import annotations
