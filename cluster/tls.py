@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 WORKER_NAME = "worker.baton.internal"
 ROUTER_NAME = "router.baton.internal"
 CHECK_SECONDS = 1.0
-# Of every channel of ours. gRPC's own defaults leave a living peer alone for a second and more after one failed
+# Of every channel made here. gRPC's own defaults leave a living peer alone for a second and more after one failed
 # attempt, and give an attempt at one that hangs 20 s. All channels to an address share their attempts, if their
 # options are the same.
 _RECONNECT: tuple[tuple[str, int], ...] = (

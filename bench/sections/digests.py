@@ -59,12 +59,12 @@ def _at_prefill(repeats: int) -> Side:
 def _at_decode(repeats: int) -> Side:
     cache = kv_cache(BLOCKS)
     ring = aligned_bytes(COPY_BYTES, cache.device).fill_(1)
-    layers, heads, blocks = range(cache.shape[1]), range(cache.shape[3]), BLOCKS
+    layers, heads = range(cache.shape[1]), range(cache.shape[3])
     block_bytes = cache[0].numel() * cache.element_size()
     at_once = COPY_PART_BYTES // block_bytes
 
     def land(*, digested: bool) -> None:
-        for first in range(0, blocks, at_once):
+        for first in range(0, BLOCKS, at_once):
             part = ring[first * block_bytes : (first + at_once) * block_bytes]
             if digested:
                 digest([part], XXH3_128)

@@ -46,11 +46,6 @@ class Probation:
     def answered(self, name: str) -> None:
         self._out.pop(name, None)
 
-    def seconds_left(self, name: str) -> float:
-        """Until it may be tried; 0 = now."""
-        out = self._out.get(name)
-        return max(0.0, out.until - self._clock()) if out is not None else 0.0
-
     def names(self) -> frozenset[str]:
         """Who is not to be tried now."""
         now = self._clock()

@@ -62,9 +62,8 @@ class Striker:
         """Whoever passes the point first, the `at`-th time, breaks."""
         name = f"{fault.number}-{fault.rng.getrandbits(32):08x}"
         order = orders.Order(name, fault.point, fault.row.act, fault.at, fault.hold_seconds)
-        before = self._target.state()[
-            "router"
-        ]  # one that is killed there may have a successor when we hear of it
+        # Now: one that is killed there may have a successor when we hear of it.
+        before = self._target.state()["router"]
         (self._orders / "struck.jsonl").unlink(missing_ok=True)
         orders.give_orders(self._orders, [order])
         try:
