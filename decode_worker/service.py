@@ -73,7 +73,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if attempt is None:
             await self._core.follow_ups.complete(self._role.abort(request.transfer_id))
             return decode_pb2.DecodeCancelResponse(known=False)
-        await self._core.follow_ups.complete(self._role.cancel(attempt))
+        await self._role.attempts.cancel(attempt)
         return decode_pb2.DecodeCancelResponse(known=True)
 
     async def PeerExited(

@@ -45,5 +45,5 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if attempt is None:
             self._role.attempts.remember_ended(request.transfer_id)
             return prefill_pb2.PrefillCancelResponse(known=False)
-        await self._role.cancel(attempt)
+        await self._role.attempts.cancel(attempt)
         return prefill_pb2.PrefillCancelResponse(known=True)

@@ -4,6 +4,8 @@ open ──no reader────► detached ──1.5 s──► cancelled
   │ end                  │ reader back
   ▼                      ▼
 ended ──end read, or 1.5 s──► forgotten (its transfer id is remembered and refused)
+
+A router's Cancel takes an attempt from anywhere to forgotten: whoever sends it does not come back.
 """
 
 from __future__ import annotations
@@ -115,6 +117,11 @@ class Attempts(Generic[A]):
     def remember_ended(self, transfer_id: bytes) -> None:
         """Refuse this transfer id from now on, also if it was never seen."""
         self._ended.add(transfer_id)
+
+    async def cancel(self, attempt: A) -> None:
+        """Ends the attempt and forgets it; its reader, if there is one, still hears its end. Done to its end also
+        where the caller hangs up."""
+        await self._follow_ups.complete(self._cancel_and_forget(attempt))
 
     async def cancel_all(self) -> None:
         """Ends every attempt there is now; their readers hear it."""

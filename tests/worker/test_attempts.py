@@ -72,3 +72,31 @@ async def test_a_reader_that_comes_back_keeps_it(attempts, cancelled):
     attempt.log.end(common_pb2.AttemptEnd())
     assert [event.WhichOneof("event") async for event in reading][-1] == "end"
     assert len(attempts) == 0
+
+
+async def test_a_cancelled_one_is_gone_at_once_and_refused(attempts, cancelled):
+    attempt = Attempt()
+    attempts.open(attempt)
+    await attempts.cancel(attempt)
+    assert len(attempts) == 0
+    assert cancelled == [attempt]
+    with pytest.raises(StaleTransferError):
+        attempts.open(Attempt())
+
+
+async def test_a_cancel_whose_caller_hangs_up_is_done_to_its_end():
+    may_end = asyncio.Event()
+
+    async def cancel(attempt):
+        await may_end.wait()
+
+    attempts = Attempts(cancel=cancel, max_attempts=4, detach_seconds=60.0)
+    attempt = Attempt()
+    attempts.open(attempt)
+    caller = asyncio.create_task(attempts.cancel(attempt))
+    await asyncio.sleep(0.01)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    may_end.set()
+    await gone(attempts)

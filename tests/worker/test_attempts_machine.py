@@ -141,6 +141,17 @@ class AttemptsMachine(RuleBasedStateMachine):
         if reader is not None and not reader.ended:
             self.loop.run_until_complete(reader.events.aclose())
 
+    @rule(transfer=TRANSFERS)
+    def its_router_cancels_it(self, transfer: bytes) -> None:
+        """Nobody comes back: it is gone at once, and a reader that is still there hears the end."""
+        attempt = self.attempts.get(transfer)
+        if attempt is None:
+            return
+        self.loop.run_until_complete(self.attempts.cancel(attempt))
+        assert attempt.log.ended
+        assert self.attempts.get(transfer) is None
+        self.over.add(transfer)
+
     @rule()
     def time_passes(self) -> None:
         """Longer than an attempt may be without a reader."""
