@@ -92,6 +92,17 @@ class DecodeRole:
             error = CancelledError("cancelled")
             self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_CANCELLED, error)
 
+    async def cancel_by_router(self, transfer_id: bytes) -> bool:
+        """Whether there was such an attempt. Either way it is over for good, and its record is gone."""
+        attempt = self.attempts.get(transfer_id)
+        if attempt is None:
+            # Before anything is waited for: its Attach may be on its way, and would open what nobody reads.
+            self.attempts.remember_ended(transfer_id)
+            await self._core.follow_ups.complete(self.abort(transfer_id))
+            return False
+        await self.attempts.cancel(attempt)
+        return True
+
     # --- draining ---------------------------------------------------------------------------------------
 
     def idle(self) -> bool:

@@ -69,12 +69,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.DecodeCancelRequest, context: Context
     ) -> decode_pb2.DecodeCancelResponse:
         await _checked(request.transfer_id, context)
-        attempt = self._role.attempts.get(request.transfer_id)
-        if attempt is None:
-            await self._core.follow_ups.complete(self._role.abort(request.transfer_id))
-            return decode_pb2.DecodeCancelResponse(known=False)
-        await self._role.attempts.cancel(attempt)
-        return decode_pb2.DecodeCancelResponse(known=True)
+        known = await self._role.cancel_by_router(request.transfer_id)
+        return decode_pb2.DecodeCancelResponse(known=known)
 
     async def PeerExited(
         self, request: decode_pb2.PeerExitedRequest, context: Context

@@ -62,7 +62,9 @@ class Placement:
         self._members = members
         self._rng = rng or random.Random()
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
-        self._place = ScriptCall(config.redis_url, script_source())
+        self._dirty = asyncio.Event()  # Redis must be told what this router has charged
+        # A cancelled request's place was charged in Redis, and nobody took it.
+        self._place = ScriptCall(config.redis_url, script_source(), on_unheard=self._dirty.set)
         self._settle = ScriptCall(config.redis_url, settle_source())
         tag = f"{{{config.namespace}}}:"
         self._load_key, self._routers_key, self._calls_key = tag + "load", tag + "routers", tag + "calls"
@@ -78,7 +80,7 @@ class Placement:
         self._everybody: dict[Generation | None, Candidates] = {}
         self._generations = Generations([], [], self.mode)
         self._seen: list[WorkerInfo] | None = None  # the membership they were made of
-        self._dirty = asyncio.Event()
+        self._settlings = 0  # begun and ended: while it is odd, one is on its way
         self._down_until = 0.0
         self._closed = False
         self._task: asyncio.Task[None] | None = None
@@ -192,7 +194,7 @@ class Placement:
     async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:
         """None: the best of them is leaving, or has left."""
         workers = candidates.workers
-        began = time.monotonic()
+        began, settlings = time.monotonic(), self._settlings
         answer = await self._place(
             self._script_keys,
             [*self._arguments(request, candidates.model_id), *candidates.arguments],
@@ -210,6 +212,8 @@ class Placement:
         for name, value in terms.items():
             self.cost_terms[name].observe(value)
         self._charge(request, p, d, uncached)
+        if settlings % 2 or self._settlings != settlings:
+            self._dirty.set()  # a settling on its way may take away what this has just charged
         return Placed(p, d, hit, decode_hit, True, terms)
 
     def _arguments(self, request: PlacementRequest, model_id: str) -> list[Argument]:
@@ -323,6 +327,7 @@ class Placement:
                 table[f"{charge.urgency}:p:{charge.prefill}"] += charge.prefill_tokens
             table["d:" + charge.decode] += charge.decode_tokens
         pairs = [part for field, amount in table.items() if amount for part in (field, amount)]
+        self._settlings += 1
         try:
             await self._settle(
                 [self._load_key, self._routers_key, self._charges_key],
@@ -333,6 +338,8 @@ class Placement:
             self.errors["settle"] += 1
             log.debug("charges wait for Redis: %s", error)
             self._dirty.set()
+        finally:
+            self._settlings += 1
 
 
 def _within(generation: Generation | None, workers: list[WorkerInfo]) -> list[WorkerInfo]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hiredis
@@ -22,10 +22,12 @@ _MORE = object()
 
 
 class ScriptCall:
-    def __init__(self, url: str, script: str):
+    def __init__(self, url: str, script: str, on_unheard: Callable[[], None] = lambda: None):
+        """`on_unheard`: an answer came that nobody waits for any more; what the script did is done."""
         # Deadlines of its own would start a task for every command of the handshake.
         self._pool = redis.asyncio.ConnectionPool.from_url(url, socket_timeout=None)
         self._script = script
+        self._on_unheard = on_unheard
         self._sha = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         self._line: _Line | None = None
         self._opening = asyncio.Lock()
@@ -53,7 +55,7 @@ class ScriptCall:
     async def _open(self) -> _Line:
         async with self._opening:
             if self._line is None or not self._line.open:
-                self._line = await _Line.to_redis(self._pool)
+                self._line = await _Line.to_redis(self._pool, self._on_unheard)
             return self._line
 
     async def close(self) -> None:
@@ -65,16 +67,17 @@ class ScriptCall:
 class _Line(asyncio.Protocol):
     """A connection to Redis. One whose answer is late is not asked again: it may hang for ever."""
 
-    def __init__(self, writer: asyncio.StreamWriter):
+    def __init__(self, writer: asyncio.StreamWriter, on_unheard: Callable[[], None]):
         self._writer = writer  # kept: it closes its connection when it is dropped
         self._transport = writer.transport
+        self._on_unheard = on_unheard
         self._loop = asyncio.get_running_loop()
         self._reader = hiredis.Reader(replyError=_error, notEnoughData=_MORE)
         self._asked: deque[asyncio.Future[Any]] = deque()
         self.open = True
 
     @classmethod
-    async def to_redis(cls, pool: redis.asyncio.ConnectionPool) -> _Line:
+    async def to_redis(cls, pool: redis.asyncio.ConnectionPool, on_unheard: Callable[[], None]) -> _Line:
         """Address, TLS, user and database are the client's business; what follows its handshake is ours."""
         connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
         try:
@@ -83,7 +86,7 @@ class _Line(asyncio.Protocol):
             await connection.disconnect(nowait=True)
             raise
         writer, connection._writer = connection._writer, None
-        line = cls(writer)
+        line = cls(writer, on_unheard)
         writer.transport.set_protocol(line)
         return line
 
@@ -94,6 +97,10 @@ class _Line(asyncio.Protocol):
         deadline = self._loop.call_later(seconds, self._late, answer)
         try:
             return await answer
+        except asyncio.CancelledError:
+            if not answer.cancelled():  # it had come already
+                self._on_unheard()
+            raise
         finally:
             deadline.cancel()
 
@@ -103,7 +110,8 @@ class _Line(asyncio.Protocol):
             if isinstance(said, hiredis.PushNotification):
                 continue
             answer = self._asked.popleft()
-            if answer.done():  # too late, or nobody wants it any more
+            if answer.done():  # too late, or cancelled
+                self._on_unheard()
                 continue
             if isinstance(said, redis.RedisError):
                 answer.set_exception(said)

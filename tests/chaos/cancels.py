@@ -53,6 +53,7 @@ class Round:
     ended_first: int = 0  # the answer was quicker than the cancel
     seconds: float = 0.0
     reclaimed_seconds: float = 0.0
+    held_last: list[str] = field(default_factory=list)  # what was reclaimed last
     leaks: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ async def run_cancels(
         await asyncio.gather(*streams)
     seen = crowd.round
     if seen.cancelled:
-        seen.reclaimed_seconds, seen.leaks = await _reclaimed(target, crowd.first_cancel, patience_seconds)
+        await _reclaimed(target, crowd, patience_seconds)
     seen.seconds = time.monotonic() - began
     return seen
 
@@ -107,8 +108,9 @@ async def _one(crowd: _Crowd, ask: Ask, life_seconds: float, late_seconds: float
     seen.tokens += tokens
 
 
-async def _reclaimed(target: Target, since: float, patience_seconds: float) -> tuple[float, list[str]]:
-    """Seconds until nothing was held, and what still is after `patience_seconds`."""
+async def _reclaimed(target: Target, crowd: _Crowd, patience_seconds: float) -> None:
+    """Waits until nothing is held; what still is after `patience_seconds` has leaked."""
+    seen, since = crowd.round, crowd.first_cancel
     fresh, clean = time.monotonic() + STATUS_SECONDS, 0.0
     while True:
         try:
@@ -117,10 +119,13 @@ async def _reclaimed(target: Target, since: float, patience_seconds: float) -> t
             found = [f"{type(error).__name__}: {error}"]
         now = time.monotonic()
         clean = 0.0 if found else clean or now
+        seen.held_last = found or seen.held_last
+        seen.reclaimed_seconds = (clean or now) - since
         if clean and now >= fresh:
-            return clean - since, []
+            return
         if now - since > patience_seconds + STATUS_SECONDS:
-            return now - since, found
+            seen.leaks = found
+            return
         await asyncio.sleep(LOOK_SECONDS)
 
 
@@ -144,7 +149,10 @@ def verdict(rounds: Sequence[Round]) -> list[str]:
     """What breaks the promise: nothing stays, nothing fails, everything is reclaimed in time."""
     problems = [f"round {one.number}: {what}" for one in rounds for what in (*one.leaks, *one.errors)]
     slow = [one for one in rounds if one.reclaimed_seconds > RECLAIM_SECONDS]
-    return problems + [f"round {one.number}: reclaimed after {one.reclaimed_seconds:.2f} s" for one in slow]
+    return problems + [
+        f"round {one.number}: reclaimed after {one.reclaimed_seconds:.2f} s, at last {'; '.join(one.held_last)}"
+        for one in slow
+    ]
 
 
 def read(path: Path, seed: str) -> list[Round]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.block_hash import hash_blocks, pack_tokens
+from cluster.errors import StaleTransferError
 from decode_worker.attempt import DecodeState
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffState
@@ -142,4 +143,15 @@ async def test_nothing_keeps_an_attempt_that_is_forgotten():
         return log() is None
 
     await until(is_gone, "its log is freed")
+    await close(world)
+
+
+async def test_an_attach_that_comes_while_its_cancel_is_carried_out_opens_nothing():
+    world = DecodeWorld()
+    cancel = asyncio.create_task(world.role.cancel_by_router(TRANSFER))
+    await asyncio.sleep(0)
+    with pytest.raises(StaleTransferError):
+        world.role.attach(decode_pb2.AttachRequest(transfer_id=TRANSFER, worker_epoch=1))
+    assert not await cancel
+    assert len(world.role.attempts) == 0
     await close(world)

@@ -296,9 +296,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.begin(self.ask_to_cancel(transfer))
 
     async def ask_to_cancel(self, transfer: bytes) -> None:
-        attempt = self.world.role.attempts.get(transfer)
-        if attempt is not None:
-            await self.world.role.cancel(attempt)
+        await self.world.role.cancel_by_router(transfer)
+        assert self.world.role.attempts.get(transfer) is None, "cancelled, and there is a record of it"
 
     @rule(all_of_it=st.booleans())
     def leaves(self, all_of_it: bool) -> None:

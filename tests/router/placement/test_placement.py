@@ -20,7 +20,7 @@ from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.redis.embedded import EmbeddedRedis
 from router.placement.placement import Placement
-from router.placement.types import PlacementRequest
+from router.placement.types import Placed, PlacementRequest
 
 
 def worker(role: str, index: int) -> WorkerInfo:
@@ -146,6 +146,63 @@ async def test_charges_return_to_zero(router, redis_url, namespace):
     while any(int(v) for v in (await load()).values()):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+
+
+async def load_is(placement: Placement, namespace: str, total: int) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        load = await placement._client.hgetall(f"{{{namespace}}}:load")
+        if sum(int(tokens) for tokens in load.values()) == total:
+            return
+        assert time.monotonic() < deadline, load
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def settles_only_when_told(monkeypatch):
+    """An idle router would heal its charges by itself, within some seconds."""
+    monkeypatch.setattr("router.placement.placement.LEASE_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("settles_only_when_told")
+@pytest.mark.parametrize("turns", range(4))
+async def test_what_a_cancelled_request_was_charged_goes_back(router, namespace, turns):
+    """Cancelled before Redis has answered, while its answer is read, and when it has just been."""
+    placement = await router()
+    await placement.place(request([1] * 100))
+    one = request([2] * 300)
+    placing = asyncio.create_task(placement.place(one))
+    await asyncio.sleep(0)
+    if turns:
+        time.sleep(0.05)  # noqa: ASYNC251  the answer is there when the loop looks next
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    placing.cancel()
+    [placed] = await asyncio.gather(placing, return_exceptions=True)
+    if isinstance(placed, Placed):
+        placement.release(one.transfer_id)
+    await load_is(placement, namespace, 100 + 132)
+
+
+@pytest.mark.usefixtures("settles_only_when_told")
+async def test_a_settling_on_its_way_takes_nothing_off(router, namespace, monkeypatch):
+    placement = await router()
+    await placement.place(request([1] * 100))
+    await placement.place(over := request([2] * 100))
+    settle, begun, placed = placement._settle, asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments):
+        begun.set()
+        await placed.wait()
+        return await settle(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(placement, "_settle", slow)
+        placement.release(over.transfer_id)
+        await begun.wait()
+        await placement.place(request([3] * 100))
+        placed.set()
+        await load_is(placement, namespace, 2 * (100 + 132))
 
 
 async def test_reports_outlive_what_was_predicted(router, fleet, redis_url, namespace):
