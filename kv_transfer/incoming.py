@@ -75,6 +75,15 @@ class IncomingHandoff:
         self.asked.add(key)
         return not known
 
+    def sent_again(self, part: PartLanded) -> bool:
+        """Of a part that arrived corrupted: it may be, once, and then in a slot of its own."""
+        key = (part.source_rank, part.rank, part.part)
+        if key in self.resent:
+            return False
+        self.resent.add(key)
+        self.asked.discard(key)
+        return True
+
     def part_verified(self, part: PartLanded) -> bool:
         """False if it was here already."""
         key = (part.source_rank, part.rank)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from kv_transfer.geometry import Flow
 
+PROBE_PREFIX = b"probe:"  # of the notification that finds out whether NIXL reaches a rank; a nonce follows
+
 
 @dataclass(frozen=True)
 class PeerRank:

@@ -285,10 +285,7 @@ class HandoffReceiver:
     def _part_failed(self, handoff: IncomingHandoff, link: PeerLink, part: m.PartLanded) -> None:
         """A corrupted part is sent once more; twice, or one that does not fit, ends the attempt."""
         self.counts[f"part_{part.error}"] += 1
-        key = (part.source_rank, part.rank, part.part)
-        if part.error == "digest" and key not in handoff.resent:
-            handoff.resent.add(key)
-            handoff.asked.discard(key)
+        if part.error == "digest" and handoff.sent_again(part):
             link.answer(part, False)
             return
         error: errors.BatonError = errors.DigestMismatchError(f"part {part.part} arrived corrupted twice")

@@ -37,7 +37,6 @@ LINGER_SECONDS = 1.0
 SETTLE_SECONDS = 0.02  # hundreds of polls: far more than a socket's buffer takes
 PARTS_TOGETHER = 4  # reported to the leader
 REPORT_SECONDS = 0.0005  # at most so long after the last of them, if no further one comes
-PROBE_PREFIX = b"probe:"
 
 
 @dataclass(frozen=True)
@@ -178,9 +177,9 @@ class ReceiverRank:
         worked = bool(self._arrived)
         while self._arrived:
             message = self._arrived.popleft()
-            if message.startswith(PROBE_PREFIX):
+            if message.startswith(m.PROBE_PREFIX):
                 self.on_event(
-                    m.ProbeArrived(self.rank, message[len(PROBE_PREFIX) :].decode(errors="replace"))
+                    m.ProbeArrived(self.rank, message[len(m.PROBE_PREFIX) :].decode(errors="replace"))
                 )
             else:
                 self._part(message)

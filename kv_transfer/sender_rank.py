@@ -27,7 +27,7 @@ from kv_transfer.digest import Digests, digest
 from kv_transfer.geometry import gather, pieces, wait_copied
 from kv_transfer.memory import Staging
 from kv_transfer.outgoing import Cutting, Job, Part, Transfer, part_header
-from kv_transfer.receiver_rank import PROBE_PREFIX
+from kv_transfer.rank_peers import RankPeers
 from kv_transfer.transports.base import Endpoint
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,7 @@ class SenderRank:
         self._at_written = faults.point(Point.SENDER_WRITTEN)
         self._transfers: dict[bytes, Transfer] = {}
         self._by_request: dict[str, Transfer] = {}
-        self._peers: dict[str, dict[int, m.PeerRank]] = {}
-        self._leaving: set[str] = set()  # their link is lost; forgotten once none of their writes is pending
+        self._peers = RankPeers(endpoint, self._writes_to)
         self._probing_until = 0.0
         self._inbox: deque[Any] = deque()
         self._wake = threading.Condition()
@@ -139,7 +138,7 @@ class SenderRank:
             worked = self._handle_inbox()
             for transfer in self._known():
                 worked |= self._advance(transfer)
-            worked |= self._let_go()
+            worked |= self._peers.let_go()
             if not worked:
                 self._pause()
         if self._endpoint is not None:
@@ -168,9 +167,9 @@ class SenderRank:
                 case m.Connect() as message:
                     self._connect(message)
                 case m.OpenTransfer() as message:
-                    self._mend(message.peer)
+                    self._peers.mend(message.peer)
                 case m.Disconnect() as message:
-                    self._leaving.add(message.peer)
+                    self._peers.link_lost(message.peer)
                 case m.Granted() as message:
                     self._granted(message)
                 case m.PartAnswered() as message:
@@ -180,56 +179,15 @@ class SenderRank:
         return worked
 
     def _connect(self, message: m.Connect) -> None:
-        self._leaving.discard(message.peer)
-        self._peers[message.peer] = {peer.rank: peer for peer in message.ranks}
-        if self._endpoint is None:
-            return
         try:
-            for peer in message.ranks:
-                if not peer.agent_name:
-                    continue
-                if message.anew and not self._writing_to(peer.agent_name):
-                    self._endpoint.forget(peer.agent_name)
-                self._endpoint.connect(peer.agent_name, peer.metadata)
-                if message.nonce:
-                    self._endpoint.notify(peer.agent_name, PROBE_PREFIX + message.nonce.encode())
+            self._peers.connect(message)
         except TransportError as error:
             self.on_event(m.ProbeFailed(message.peer, str(error)))
-        self._probing_until = time.monotonic() + PROBE_SECONDS
+        if self._endpoint is not None:
+            self._probing_until = time.monotonic() + PROBE_SECONDS
 
-    def _mend(self, name: str) -> None:
-        """A connection may break while the link holds: what was to be written failed, the next hand-off need not."""
-        for peer in self._peers.get(name, {}).values():
-            if self._endpoint is not None and peer.agent_name and not self._writing_to(peer.agent_name):
-                try:
-                    self._endpoint.connect(peer.agent_name, peer.metadata)
-                except TransportError as error:
-                    log.warning("%s", error)
-
-    def _let_go(self) -> bool:
-        """Disconnects peers whose link is lost: of the agents that no other link needs, as one under a worker's
-        new epoch does. Never while a write is pending: its handle could be an error at once, and the bytes would
-        land all the same, after we had said Drained."""
-        gone = {name for name in self._leaving if not self._writing(name)}
-        for name in gone:
-            self._leaving.discard(name)
-            left = {peer.agent_name for peer in self._peers.pop(name, {}).values() if peer.agent_name}
-            for agent_name in left - {agent for link in self._peers for agent in self._agents(link)}:
-                if self._endpoint is not None:
-                    try:
-                        self._endpoint.disconnect(agent_name)
-                    except TransportError as error:
-                        log.info("%s", error)
-        return bool(gone)
-
-    def _writing(self, name: str) -> bool:
-        return any(t.writing for t in self._known() if t.opened.peer == name)
-
-    def _writing_to(self, agent_name: str) -> bool:
-        return any(self._writing(name) for name in self._peers if agent_name in self._agents(name))
-
-    def _agents(self, name: str) -> set[str]:
-        return {peer.agent_name for peer in self._peers.get(name, {}).values()}
+    def _writes_to(self, peer: str) -> bool:
+        return any(t.writing for t in self._known() if t.opened.peer == peer)
 
     def _advance(self, transfer: Transfer) -> bool:
         worked = self._poll_writes(transfer)
@@ -338,11 +296,8 @@ class SenderRank:
             self.on_event(m.PartBytes(opened.transfer_id, header, whole.cpu().numpy().tobytes()))
             self._at_written(opened.transfer_id)
             return
-        peers = {} if opened.peer in self._leaving else self._peers.get(opened.peer, {})
-        peer = peers.get(grant.target_rank)
         try:
-            if peer is None:
-                raise TransportError(f"rank {grant.target_rank} of {opened.peer} is unknown")
+            peer = self._peers.rank(opened.peer, grant.target_rank)
             part.write = self._endpoint.write(peer.agent_name, data, grant.address, grant.device, header)
             self._at_written(opened.transfer_id)
         except TransportError as error:

@@ -49,16 +49,26 @@ STALL_SECONDS = 30.0  # without a turn of the loop for so long, a router is dead
 SEND_BUFFER_BYTES = 256 << 10
 
 
-def _max_streams(config: RouterConfig) -> int:
-    own = config.max_concurrent_requests_per_connection or config.max_concurrent_requests
-    return own + EXTRA_STREAMS
-
-
-def _connection_age(config: RouterConfig) -> list[tuple[str, int]]:
-    """The one way to send a client elsewhere without a request lost: GOAWAY first, and the connection ends once its
-    streams have. A server that stops says GOAWAY too, but ends what crosses with it."""
-    age = int(config.max_connection_seconds * 1000)
-    return [("grpc.max_connection_age_ms", age)] if age else []
+def _grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
+    streams = config.max_concurrent_requests_per_connection or config.max_concurrent_requests
+    options = [
+        ("grpc.max_receive_message_length", config.max_body_bytes),
+        ("grpc.max_metadata_size", config.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", config.max_header_bytes),
+        ("grpc.server_handshake_timeout_ms", int(config.header_seconds * 1000)),
+        # Refusing takes a stream too: a few more than may be served.
+        ("grpc.max_concurrent_streams", streams + EXTRA_STREAMS),
+        ("grpc.so_reuseport", 0),
+        # Clients ping through silent streams to notice a router that is gone; without these two the server would
+        # answer "too many pings" and hang up.
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+    if config.max_connection_seconds:
+        # The one way to send a client elsewhere without a request lost: GOAWAY first, and the connection ends once
+        # its streams have. A server that stops says GOAWAY too, but ends what crosses with it.
+        options.append(("grpc.max_connection_age_ms", int(config.max_connection_seconds * 1000)))
+    return options
 
 
 class Router:
@@ -94,20 +104,7 @@ class Router:
         self.front = Front(self._services, RouterMetrics(registry), self._keys)
         self._grpc = grpc.aio.server(
             interceptors=[KeyInterceptor(self.front)] if self._keys.on else [],
-            options=[
-                ("grpc.max_receive_message_length", config.max_body_bytes),
-                ("grpc.max_metadata_size", config.max_header_bytes),
-                ("grpc.absolute_max_metadata_size", config.max_header_bytes),
-                ("grpc.server_handshake_timeout_ms", int(config.header_seconds * 1000)),
-                # Refusing takes a stream too: a few more than may be served.
-                ("grpc.max_concurrent_streams", _max_streams(config)),
-                ("grpc.so_reuseport", 0),
-                # Clients ping through silent streams to notice a router that is gone; without these two the
-                # server would answer "too many pings" and hang up.
-                ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                *_connection_age(config),
-            ],
+            options=_grpc_options(config),
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._socket = self._listen()

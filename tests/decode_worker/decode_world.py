@@ -4,13 +4,14 @@ thread, the peers' streams and the routers are moved by hand."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from cluster.config import TransferConfig
-from cluster.errors import DrainingError, StaleEpochError
+from cluster.errors import BatonError, DrainingError, StaleEpochError
 from cluster.faults.points import NO_FAULTS
 from cluster.follow_ups import FollowUps
 from decode_worker.role import DecodeRole
@@ -216,3 +217,15 @@ class DecodeWorld:
         output = self.core.engine.step()
         self.role.on_output(output)
         return output
+
+
+class Failures(logging.Handler):
+    """Exceptions that were logged and are no BatonError."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and not isinstance(record.exc_info[1], BatonError):
+            self.said.append(f"{record.getMessage()}: {record.exc_info[1]!r}")

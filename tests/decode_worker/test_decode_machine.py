@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from hypothesis import settings
@@ -20,7 +20,7 @@ from decode_worker.attempt import DecodeState
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffState
 from kv_transfer.ring import SlotState
-from tests.decode_worker.decode_world import LAYERS, SECRET, DecodeWorld, Stream
+from tests.decode_worker.decode_world import LAYERS, SECRET, DecodeWorld, Failures, Stream
 from tests.engine.fake_model import PAGE, continuation
 from wire import common_pb2, decode_pb2, handoff_pb2
 
@@ -41,16 +41,6 @@ def spec_of(transfer_id: bytes) -> common_pb2.GenerateSpec:
     return common_pb2.GenerateSpec(model_id="m", prompt_tokens=prompt, sampling=sampling, n=1, salt=SALT)
 
 
-class Failures(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and not isinstance(record.exc_info[1], BatonError):
-            self.said.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
-
-
 class DecodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -66,9 +56,8 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @initialize(leaves_after=st.integers(0, 12))
     def build(self, leaves_after: int) -> None:
-        self.leaves_after = (
-            leaves_after  # wishes that it should: most orders would end before anything has begun
-        )
+        # Wishes that it should: most orders would end before anything has begun.
+        self.leaves_after = leaves_after
 
         async def make() -> DecodeWorld:
             return DecodeWorld()
@@ -326,17 +315,15 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule()
     def evict(self) -> None:
         """Running requests want the blocks of a reservation whose parts are under way."""
-
-        async def go() -> None:
-            self.world.evict()
-
-        self.run(go())
-        self.settle()
+        self.now(self.world.evict)
 
     @rule()
     def step(self) -> None:
+        self.now(self.world.step)
+
+    def now(self, happens: Callable[[], object]) -> None:
         async def go() -> None:
-            self.world.step()
+            happens()
 
         self.run(go())
         self.settle()

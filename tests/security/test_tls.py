@@ -29,6 +29,7 @@ from tests.end_to_end.test_handover import PROCESS
 from tests.exactness import judge
 from tests.security.conftest import NAME
 from tests.security.routers import run_router, stub_workers
+from tests.security.tls_worker import Worker, calls
 from tests.waiting import wait_for
 from wire import decode_pb2, decode_pb2_grpc, prefill_pb2
 
@@ -48,61 +49,6 @@ def identity(directory: Path, name: str, ca: str = "ca") -> Identity:
     found = make_identity(directory / f"{name}.pem", directory / f"{name}.key", directory / f"{ca}.pem")
     assert found is not None
     return found
-
-
-class Worker:
-    """A worker's port with one method for routers and one for workers, as a role would add them."""
-
-    def __init__(self, peers: Peers):
-        self._server = grpc.aio.server(interceptors=peers.interceptors)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", self._methods()),))
-        self.address = f"127.0.0.1:{peers.listen(self._server, '127.0.0.1:0')}"
-
-    @staticmethod
-    def _methods():
-        async def run(request, context):
-            yield b"token"
-
-        async def cancel(request, context):
-            return b"cancelled"
-
-        async def handoff(requests, context):
-            async for _ in requests:
-                yield b"welcome"
-
-        return {
-            "Run": grpc.unary_stream_rpc_method_handler(run),
-            "Cancel": grpc.unary_unary_rpc_method_handler(cancel),
-            "Handoff": grpc.stream_stream_rpc_method_handler(handoff),
-        }
-
-    async def __aenter__(self):
-        await self._server.start()
-        return self
-
-    async def __aexit__(self, *_):
-        await self._server.stop(None)
-
-
-async def calls(channel: grpc.aio.Channel) -> dict[str, object]:
-    """What each method answers: its first message, or the status."""
-    answers: dict[str, object] = {}
-    async with channel:
-        for name, call in (
-            ("Run", channel.unary_stream("/t.T/Run")),
-            ("Cancel", channel.unary_unary("/t.T/Cancel")),
-            ("Handoff", channel.stream_stream("/t.T/Handoff")),
-        ):
-            try:
-                if name == "Cancel":
-                    answers[name] = await call(b"", timeout=60)
-                else:
-                    given = iter([b""]) if name == "Handoff" else b""
-                    stream = call(given, timeout=60)
-                    answers[name] = [message async for message in stream].pop()
-            except grpc.aio.AioRpcError as error:
-                answers[name] = error.code().name
-    return answers
 
 
 async def test_a_worker_answers_routers_and_workers_each_their_own(certs):
