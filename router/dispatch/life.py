@@ -220,7 +220,7 @@ class RequestLife:
                 self._generation = self._services.placement.generation(self._generation)
                 spec = self._spec(choices, self._generation)
                 request = self._placement_request(choices, spec, self._generation)
-                placed = await self._services.placement.place(request)
+                request, placed = await self._services.place(request)
             except errors.UnavailableError:
                 if time.monotonic() + 0.1 > deadline:
                     raise
@@ -327,9 +327,11 @@ class RequestLife:
             if event.source is Source.PREFILL or attempt.is_local:
                 attempt.prefill_report = event.end.report
             self._keep_report(event.source, event.end.report, attempt.placed)
+        outcome = event.end.outcome if event.end is not None else None
+        if event.source is Source.PREFILL and outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
+            self._services.pairs.met(attempt.placed)
         if complete:
             return
-        outcome = event.end.outcome if event.end is not None else None
         if outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
             if event.source is Source.DECODE:
                 raise _Retry(errors.PeerLostError("the decode worker ended early"))
@@ -368,6 +370,7 @@ class RequestLife:
             elif isinstance(reason, errors.HandoffError):
                 # P lives and could not reach D: their next meeting may end the same way.
                 self._excluded.add(placed.decode.worker_id)
+                self._services.pairs.failed(placed, reason)
         elif event.end is None or isinstance(reason, errors.DrainingError):
             self._excluded.add(placed.decode.worker_id)
         raise _Retry(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.block_hash import make_salt
@@ -17,8 +18,10 @@ from cluster.telemetry.histogram import TOKEN_SECONDS, Histogram
 from router.completion import Completion
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
+from router.dispatch.pairs import Pairs
 from router.live.recorder import Recorder
 from router.placement.placement import Placement
+from router.placement.types import Placed, PlacementRequest
 from router.quota.quota import Quota
 from router.resume import Tickets
 from router.telemetry.arrival import Arrival
@@ -50,6 +53,7 @@ class Services:
         self.tickets = Tickets(config.secret, config.request_seconds)
         self._salts: dict[tuple[str, str], bytes] = {}
         self.liveness = Liveness()
+        self.pairs = Pairs()
         self.recorder = Recorder()
         faults = open_faults(config.fault_orders, config.router_id)
         self.at_placed = faults.point(Point.ROUTER_PLACED)
@@ -72,6 +76,17 @@ class Services:
         """Raises UnavailableError before the first worker has come: nobody knows whether one will."""
         if not self.members.all:
             raise UnavailableError("no worker is there", retry_after_seconds=1.0)
+
+    async def place(self, request: PlacementRequest) -> tuple[PlacementRequest, Placed]:
+        """Once more for a pair that is apart; the request is the one that was charged. Raises UnavailableError or
+        OverloadedError; then nothing is charged."""
+        placed = await self.placement.place(request)
+        other = self.pairs.elsewhere(placed, request, self.members)
+        if other is None:
+            return request, placed
+        self.placement.release(request.transfer_id)
+        other = replace(other, transfer_id=self.new_transfer_id())
+        return other, await self.placement.place(other)
 
     def salt(self, model_id: str, prefix_scope: str) -> bytes:
         """Of a model's block hashes, for those who share prefixes."""

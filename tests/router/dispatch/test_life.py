@@ -151,14 +151,15 @@ class World:
     def __init__(self, text: ModelText, scripts: list[tuple[list[str], str]]):
         self.scripts = list(scripts)
         self.attempts: list[Scripted] = []
+        self.placed: list[bytes] = []
         self.released: list[bytes] = []
         self.excluded: list[frozenset[str]] = []
         self.calibration = Calibration()
-        members: Any = SimpleNamespace(all=["somebody"])
+        members: Any = SimpleNamespace(all=["somebody"], decode=[])
         stand_in: Any = self
         config = RouterConfig(model=Path("/none"), max_attempts=50)
         self.services = Services(config, text, members, stand_in, stand_in, stand_in)
-        self.services.new_transfer_id = lambda: len(self.attempts).to_bytes(16)  # type: ignore[method-assign]
+        self.services.new_transfer_id = lambda: len(self.placed).to_bytes(16)  # type: ignore[method-assign]
 
     def generation(self, before: Generation | None) -> Generation:
         return Generation("m", 16, b"")
@@ -168,6 +169,7 @@ class World:
 
     async def place(self, request: PlacementRequest) -> Placed:
         self.excluded.append(request.excluded)
+        self.placed.append(request.transfer_id)
         p, d = (
             SimpleNamespace(
                 worker_id=name, address=name, epoch=1, name=name, place="", host="here", location=Location()
@@ -201,6 +203,7 @@ async def deliver(world: World) -> list[common_pb2.Token]:
         "r", "m", list(range(3, 3 + PROMPT)), common_pb2.SamplingParams(max_tokens=NEW), deadline_seconds=60.0
     )
     deltas: Mailbox[Any] = Mailbox(512)
+    before = len(world.attempts)
     running = life.RequestLife(completion, world.services)
     running.start(deltas)
     tokens: list[common_pb2.Token] = []
@@ -208,7 +211,7 @@ async def deliver(world: World) -> list[common_pb2.Token]:
         for delta in batch:
             tokens += delta.tokens
     assert running.complete
-    assert running.outcome.timings.attempts == len(world.attempts)
+    assert running.outcome.timings.attempts == len(world.attempts) - before
     await world.services.finish(5.0)
     return tokens
 
@@ -225,5 +228,17 @@ def test_every_position_comes_once_and_in_order(text, scripts):
         assert time.monotonic() - began < 20
     assert [one.position for one in tokens] == list(range(PROMPT, PROMPT + NEW))
     assert [one.token_id for one in tokens] == [token(one.position).token_id for one in tokens]
-    assert world.released == [attempt.transfer_id for attempt in world.attempts], "a charge that stays"
+    assert world.released == world.placed, "a charge that stays"
+    assert {attempt.transfer_id for attempt in world.attempts} <= set(world.placed)
     assert all(attempt.closed or attempt.has_ended for attempt in world.attempts), "a worker was not told"
+
+
+async def test_a_pair_that_could_not_meet_is_placed_anew_until_it_meets(text, monkeypatch):
+    world = World(text, [(["prefill aborted"], "aborted")])
+    monkeypatch.setattr(life, "Attempt", world.attempt)
+    await deliver(world)
+    # Not d, by the request's own memory; then not the pair, by the router's: d is the only decode worker.
+    assert world.excluded == [set(), {"d"}, {"d", "p"}]
+    assert world.released == world.placed
+    await deliver(world)
+    assert world.excluded[3:] == [set()], "they have met since"
