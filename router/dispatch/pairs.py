@@ -30,9 +30,8 @@ class Pairs:
         p, d = placed.prefill, placed.decode
         if p is None or not isinstance(reason, PeerLostError):
             return
-        if _name(p, d) not in self._apart.names():
+        if self._apart.failed(_name(p, d)):
             log.warning("%s does not reach %s, and both answer us: apart for a while", p.name, d.name)
-        self._apart.failed(_name(p, d))
 
     def met(self, placed: Placed) -> None:
         if placed.prefill is not None:
@@ -41,13 +40,15 @@ class Pairs:
     def elsewhere(
         self, placed: Placed, request: PlacementRequest, members: Members
     ) -> PlacementRequest | None:
-        """What to ask of placement instead of this; None: it may stand. Without its decode worker, or, where that is
-        the only one, without its prefill worker."""
+        """What to ask of placement instead: without its decode worker, or, where that is the only one, without its
+        prefill worker. None: it may stand, because nothing is known of the pair, or this request is to try it, or
+        there is nobody else."""
         p, d = placed.prefill, placed.decode
-        if p is None or _name(p, d) not in self._apart.names():
+        if p is None or self._apart.may_try(_name(p, d)):
             return None
         others = any(one.name != d.name and not request.excludes(one) for one in members.decode)
-        return replace(request, excluded=request.excluded | {d.name if others else p.name})
+        out = d if others else p
+        return None if request.excludes(out) else replace(request, excluded=request.excluded | {out.name})
 
 
 def _name(prefill: WorkerInfo, decode: WorkerInfo) -> str:

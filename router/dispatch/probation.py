@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 FIRST_SECONDS = 1.0
 MOST_SECONDS = 16.0
+TRY_SECONDS = 5.0  # within which a try ends; if it ends otherwise (its client went), the next one may
 
 
 @dataclass(frozen=True)
 class _Out:
     until: float
     seconds: float  # how long it is out this time
+    tried: bool = False  # `until` is the end of a try
 
 
 class Probation:
@@ -27,21 +29,32 @@ class Probation:
         self._clock = clock
         self._out: dict[str, _Out] = {}
 
-    def failed(self, name: str) -> None:
-        """What was under way with the first failure may fail later: that counts once."""
+    def failed(self, name: str) -> bool:
+        """Whether that is news: what was under way with the first failure may fail later, and counts once."""
         now = self._clock()
         self._out = {one: out for one, out in self._out.items() if now < out.until + MOST_SECONDS}
         known = self._out.get(name)
-        if known is None:
-            self._out[name] = _Out(now + FIRST_SECONDS, FIRST_SECONDS)
-        elif now >= known.until:
-            seconds = min(2 * known.seconds, MOST_SECONDS)
-            self._out[name] = _Out(now + seconds, seconds)
+        if known is not None and not known.tried and now < known.until:
+            return False
+        seconds = FIRST_SECONDS if known is None else min(2 * known.seconds, MOST_SECONDS)
+        self._out[name] = _Out(now + seconds, seconds)
+        return True
 
     def failed_again(self, name: str) -> None:
         """Only if it had failed before: this alone is no reason."""
         if name in self._out:
             self.failed(name)
+
+    def may_try(self, name: str) -> bool:
+        """Once its time is over one may, and the others wait for how that ends."""
+        out = self._out.get(name)
+        if out is None:
+            return True
+        now = self._clock()
+        if now < out.until:
+            return False
+        self._out[name] = _Out(now + TRY_SECONDS, out.seconds, tried=True)
+        return True
 
     def answered(self, name: str) -> None:
         self._out.pop(name, None)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import Tracing
 
 MAX_SALTS = 4096  # tenants whose salt is kept at hand
+MOST_PLACED_ANEW = 4  # in a cluster that has fallen to pieces; then the pair is tried
 
 
 class Services:
@@ -78,15 +79,17 @@ class Services:
             raise UnavailableError("no worker is there", retry_after_seconds=1.0)
 
     async def place(self, request: PlacementRequest) -> tuple[PlacementRequest, Placed]:
-        """Once more for a pair that is apart; the request is the one that was charged. Raises UnavailableError or
+        """Anew for a pair that is apart; the request is the one that was charged. Raises UnavailableError or
         OverloadedError; then nothing is charged."""
         placed = await self.placement.place(request)
-        other = self.pairs.elsewhere(placed, request, self.members)
-        if other is None:
-            return request, placed
-        self.placement.release(request.transfer_id)
-        other = replace(other, transfer_id=self.new_transfer_id())
-        return other, await self.placement.place(other)
+        for _ in range(MOST_PLACED_ANEW):
+            other = self.pairs.elsewhere(placed, request, self.members)
+            if other is None:
+                break
+            self.placement.release(request.transfer_id)
+            request = replace(other, transfer_id=self.new_transfer_id())
+            placed = await self.placement.place(request)
+        return request, placed
 
     def salt(self, model_id: str, prefix_scope: str) -> bytes:
         """Of a model's block hashes, for those who share prefixes."""

@@ -10,7 +10,7 @@ import pytest
 from cluster.errors import BlocksExhaustedError, PeerLostError
 from cluster.membership.types import WorkerInfo
 from router.dispatch.pairs import Pairs
-from router.dispatch.probation import FIRST_SECONDS
+from router.dispatch.probation import FIRST_SECONDS, TRY_SECONDS
 from router.placement.types import Placed, PlacementRequest
 
 
@@ -63,14 +63,28 @@ def test_each_of_them_goes_on_with_others(pairs, good):
     assert pairs.elsewhere(good, request(), members(D0, D1)) is None
 
 
+def test_with_nobody_else_it_stands(pairs):
+    assert pairs.elsewhere(placed(P0, D0), request(P0.name), members(D0)) is None
+
+
 def test_it_is_tried_again_after_a_while_and_used_once_they_have_met(pairs, clock):
     clock.now += FIRST_SECONDS
     assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None
     pairs.failed(placed(P0, D0), LOST)
     clock.now += FIRST_SECONDS
     assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is not None, "twice as long"
+    clock.now += FIRST_SECONDS
+    assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None
     pairs.met(placed(P0, D0))
     assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None
+
+
+def test_one_request_tries_and_the_others_wait_for_how_it_ends(pairs, clock):
+    clock.now += FIRST_SECONDS
+    tries = [pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None for _ in range(5)]
+    assert tries == [True, False, False, False, False]
+    clock.now += TRY_SECONDS
+    assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None, "its client has left it"
 
 
 def test_only_who_could_not_be_reached_counts(clock):
