@@ -75,8 +75,8 @@ class IncomingHandoff:
         self.asked.add(key)
         return not known
 
-    def sent_again(self, part: PartLanded) -> bool:
-        """Of a part that arrived corrupted: it may be, once, and then in a slot of its own."""
+    def take_resend(self, part: PartLanded) -> bool:
+        """Of a part that arrived corrupted: once it is sent again, in a slot of its own. False: it was before."""
         key = (part.source_rank, part.rank, part.part)
         if key in self.resent:
             return False

@@ -23,9 +23,6 @@ class RankPeers:
         self._ranks: dict[str, dict[int, PeerRank]] = {}
         self._leaving: set[str] = set()  # their link is lost; forgotten once none of their writes is pending
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._ranks
-
     def rank(self, name: str, rank: int) -> PeerRank:
         """Raises TransportError where the link is lost, or there is no such rank."""
         found = None if name in self._leaving else self._ranks.get(name, {}).get(rank)
@@ -61,9 +58,9 @@ class RankPeers:
         self._leaving.add(name)
 
     def let_go(self) -> bool:
-        """Disconnects peers whose link is lost: of their agents those that no other link needs. Never while a write is
-        pending: its handle could be an error at once, and the bytes would land all the same, after we had said
-        Drained. Whether there were any."""
+        """Returns whether there was anybody to disconnect: peers whose link is lost, and of their agents those that no
+        other link needs. Never while a write is pending: its handle could be an error at once, and the bytes would
+        land all the same, after we had said Drained."""
         gone = {name for name in self._leaving if not self._writes_to(name)}
         for name in gone:
             self._leaving.discard(name)

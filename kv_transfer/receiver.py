@@ -285,7 +285,7 @@ class HandoffReceiver:
     def _part_failed(self, handoff: IncomingHandoff, link: PeerLink, part: m.PartLanded) -> None:
         """A corrupted part is sent once more; twice, or one that does not fit, ends the attempt."""
         self.counts[f"part_{part.error}"] += 1
-        if part.error == "digest" and handoff.sent_again(part):
+        if part.error == "digest" and handoff.take_resend(part):
             link.answer(part, False)
             return
         error: errors.BatonError = errors.DigestMismatchError(f"part {part.part} arrived corrupted twice")

@@ -62,7 +62,7 @@ class Liveness:
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
-        self._lost = Probation(time.monotonic)
+        self._lost: Probation[str] = Probation(time.monotonic)
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager

@@ -1,55 +1,64 @@
 """Which prefill and decode workers do not reach each other, though this router reaches both.
 
-Neither of them can know it for long: a prefill worker that meets nobody does not know whether there is anybody else to
-meet, and each request that is placed on such a pair would wait for seconds until it is seen again. So the router
-remembers, and places anew; where there is no other pair, a decode worker may prefill by itself, or it is tried again.
+Neither of them can act on it: a prefill worker does not know whether there is another decode worker to send to. Without
+this, every request placed on such a pair would wait for seconds, for as long as a partition between the two lasts. It
+only says whom to place without; where nobody else is there, placement takes them all the same.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from cluster.errors import BatonError, PeerLostError
-from cluster.membership.reader import Members
 from cluster.membership.types import WorkerInfo
 from router.dispatch.probation import Probation
-from router.placement.types import Placed, PlacementRequest
+from router.placement.types import Placed
 
 log = logging.getLogger(__name__)
 
 
 class Pairs:
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._apart = Probation(clock)
+    def __init__(self, clock: Callable[[], float] = time.monotonic, rng: random.Random | None = None):
+        self._apart: Probation[tuple[str, str]] = Probation(clock)
+        self._rng = rng or random.Random()
 
     def failed(self, placed: Placed, reason: BatonError) -> None:
-        """The prefill worker's, which could not reach a decode worker that answers us."""
+        """What the prefill worker said of an attempt whose decode worker answers us."""
         p, d = placed.prefill, placed.decode
-        if p is None or not isinstance(reason, PeerLostError):
+        if p is None or not _not_reached(reason):
             return
-        if self._apart.failed(_name(p, d)):
-            log.warning("%s does not reach %s, and both answer us: apart for a while", p.name, d.name)
+        if self._apart.failed((p.name, d.name)):
+            log.warning("%s does not reach %s, and both answer us: %s", p.name, d.name, reason.message)
 
     def met(self, placed: Placed) -> None:
         if placed.prefill is not None:
-            self._apart.answered(_name(placed.prefill, placed.decode))
+            self._apart.answered((placed.prefill.name, placed.decode.name))
 
-    def elsewhere(
-        self, placed: Placed, request: PlacementRequest, members: Members
-    ) -> PlacementRequest | None:
-        """What to ask of placement instead: without its decode worker, or, where that is the only one, without its
-        prefill worker. None: it may stand, because nothing is known of the pair, or this request is to try it, or
-        there is nobody else."""
-        p, d = placed.prefill, placed.decode
-        if p is None or self._apart.may_try(_name(p, d)):
-            return None
-        others = any(one.name != d.name and not request.excludes(one) for one in members.decode)
-        out = d if others else p
-        return None if request.excludes(out) else replace(request, excluded=request.excluded | {out.name})
+    @property
+    def any_apart(self) -> bool:
+        return bool(self._apart.names())
+
+    def left_out(self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo]) -> frozenset[str]:
+        """Names without which no two of the others are apart: first who is apart from most; of equals one by chance, so
+        that both go on working, with others. Never the last decode worker; the last prefill worker only if it reaches
+        none, and then a decode worker may prefill by itself."""
+        apart = self._apart.names()
+        ps, ds = {one.name for one in prefill}, {one.name for one in decode}
+        out: set[str] = set()
+        while left := [(p, d) for p, d in apart if p in ps and d in ds]:
+            kept = ds if len(ds) == 1 else ps if len(ps) == 1 and len(left) < len(ds) else set()
+            times = Counter(name for pair in left for name in pair if name not in kept)
+            worst = self._rng.choice([name for name in sorted(times) if times[name] == max(times.values())])
+            out.add(worst)
+            ps.discard(worst)
+            ds.discard(worst)
+        return frozenset(out)
 
 
-def _name(prefill: WorkerInfo, decode: WorkerInfo) -> str:
-    return f"{prefill.name} {decode.name}"
+def _not_reached(reason: BatonError) -> bool:
+    """Over the control stream, or by the transport that is required."""
+    return isinstance(reason, PeerLostError) or reason.field == "require_transport"

@@ -9,57 +9,46 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+Name = TypeVar("Name")
 FIRST_SECONDS = 1.0
 MOST_SECONDS = 16.0
-TRY_SECONDS = 5.0  # within which a try ends; if it ends otherwise (its client went), the next one may
 
 
 @dataclass(frozen=True)
 class _Out:
     until: float
     seconds: float  # how long it is out this time
-    tried: bool = False  # `until` is the end of a try
 
 
-class Probation:
+class Probation(Generic[Name]):
     """Of anything that has a name. Who has not failed for MOST_SECONDS after its time begins anew."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._out: dict[str, _Out] = {}
+        self._out: dict[Name, _Out] = {}
 
-    def failed(self, name: str) -> bool:
+    def failed(self, name: Name) -> bool:
         """Whether that is news: what was under way with the first failure may fail later, and counts once."""
         now = self._clock()
         self._out = {one: out for one, out in self._out.items() if now < out.until + MOST_SECONDS}
         known = self._out.get(name)
-        if known is not None and not known.tried and now < known.until:
+        if known is not None and now < known.until:
             return False
         seconds = FIRST_SECONDS if known is None else min(2 * known.seconds, MOST_SECONDS)
         self._out[name] = _Out(now + seconds, seconds)
         return True
 
-    def failed_again(self, name: str) -> None:
+    def failed_again(self, name: Name) -> None:
         """Only if it had failed before: this alone is no reason."""
         if name in self._out:
             self.failed(name)
 
-    def may_try(self, name: str) -> bool:
-        """Once its time is over one may, and the others wait for how that ends."""
-        out = self._out.get(name)
-        if out is None:
-            return True
-        now = self._clock()
-        if now < out.until:
-            return False
-        self._out[name] = _Out(now + TRY_SECONDS, out.seconds, tried=True)
-        return True
-
-    def answered(self, name: str) -> None:
+    def answered(self, name: Name) -> None:
         self._out.pop(name, None)
 
-    def names(self) -> frozenset[str]:
+    def names(self) -> frozenset[Name]:
         """Who is not to be tried now."""
         now = self._clock()
         return frozenset(name for name, out in self._out.items() if now < out.until)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.block_hash import make_salt
@@ -20,8 +19,9 @@ from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
 from router.dispatch.pairs import Pairs
 from router.live.recorder import Recorder
+from router.placement.generations import generation_of
 from router.placement.placement import Placement
-from router.placement.types import Placed, PlacementRequest
+from router.placement.types import Generation
 from router.quota.quota import Quota
 from router.resume import Tickets
 from router.telemetry.arrival import Arrival
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import Tracing
 
 MAX_SALTS = 4096  # tenants whose salt is kept at hand
-MOST_PLACED_ANEW = 4  # in a cluster that has fallen to pieces; then the pair is tried
 
 
 class Services:
@@ -78,18 +77,19 @@ class Services:
         if not self.members.all:
             raise UnavailableError("no worker is there", retry_after_seconds=1.0)
 
-    async def place(self, request: PlacementRequest) -> tuple[PlacementRequest, Placed]:
-        """Anew for a pair that is apart; the request is the one that was charged. Raises UnavailableError or
-        OverloadedError; then nothing is charged."""
-        placed = await self.placement.place(request)
-        for _ in range(MOST_PLACED_ANEW):
-            other = self.pairs.elsewhere(placed, request, self.members)
-            if other is None:
-                break
-            self.placement.release(request.transfer_id)
-            request = replace(other, transfer_id=self.new_transfer_id())
-            placed = await self.placement.place(request)
-        return request, placed
+    def avoided(self, generation: Generation, excluded: frozenset[str]) -> frozenset[str]:
+        """`excluded`, those that are suspect, and of those that do not reach each other one of each two."""
+        out = excluded | self.liveness.suspects
+        if not self.pairs.any_apart:
+            return out
+        prefill, decode = (
+            [one for one in mine if not out & {one.worker_id, one.name}] or mine  # as placement takes them
+            for mine in (
+                [one for one in workers if generation_of(one) == generation]
+                for workers in (self.members.prefill, self.members.decode)
+            )
+        )
+        return out | self.pairs.left_out(prefill, decode)
 
     def salt(self, model_id: str, prefix_scope: str) -> bytes:
         """Of a model's block hashes, for those who share prefixes."""

@@ -63,7 +63,7 @@ class Placement:
         self._rng = rng or random.Random()
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
         self._dirty = asyncio.Event()  # Redis must be told what this router has charged
-        # A cancelled request's place was charged in Redis, and nobody took it.
+        # What a call charged that was given up, no request carries.
         self._place = ScriptCall(config.redis_url, script_source(), on_unheard=self._dirty.set)
         self._settle = ScriptCall(config.redis_url, settle_source())
         tag = f"{{{config.namespace}}}:"

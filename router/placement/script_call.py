@@ -23,7 +23,8 @@ _MORE = object()
 
 class ScriptCall:
     def __init__(self, url: str, script: str, on_unheard: Callable[[], None] = lambda: None):
-        """`on_unheard`: an answer came that nobody waits for any more; what the script did is done."""
+        """`on_unheard`: a call was given up (cancelled, too late, its connection lost), and again if its answer comes all
+        the same: what the script does may be done."""
         # Deadlines of its own would start a task for every command of the handshake.
         self._pool = redis.asyncio.ConnectionPool.from_url(url, socket_timeout=None)
         self._script = script
@@ -97,9 +98,10 @@ class _Line(asyncio.Protocol):
         deadline = self._loop.call_later(seconds, self._late, answer)
         try:
             return await answer
-        except asyncio.CancelledError:
-            if not answer.cancelled():  # it had come already
-                self._on_unheard()
+        except redis.ResponseError:
+            raise
+        except BaseException:
+            self._on_unheard()
             raise
         finally:
             deadline.cancel()

@@ -154,7 +154,7 @@ def test_an_agent_that_a_later_epochs_link_uses_stays(sending):
     for write in sending.endpoint.writes["agent-d@1"]:
         write.state = "done"
     wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
-    wait_for(lambda: "d@1" not in sending.rank._peers, 60, "the first link is let go")
+    wait_for(lambda: "d@1" not in sending.rank._peers._ranks, 60, "the first link is let go")
     assert "agent-d@1" in sending.endpoint.connected
     sending.rank.handle(m.Disconnect("d@2"))
     wait_for(lambda: "agent-d@1" not in sending.endpoint.connected, 60, "and so is the second")

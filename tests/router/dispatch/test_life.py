@@ -21,6 +21,7 @@ from router.completion import Completion
 from router.dispatch import life
 from router.dispatch.attempt import Ended, Source, TokenCame
 from router.dispatch.mailbox import Mailbox
+from router.dispatch.pairs import Pairs
 from router.dispatch.services import Services
 from router.placement.calibration import Calibration
 from router.placement.types import Generation, Placed, PlacementRequest
@@ -155,7 +156,18 @@ class World:
         self.released: list[bytes] = []
         self.excluded: list[frozenset[str]] = []
         self.calibration = Calibration()
-        members: Any = SimpleNamespace(all=["somebody"], decode=[])
+        facts = {
+            "place": "",
+            "host": "here",
+            "location": Location(),
+            "model_id": "m",
+            "page_size": 16,
+            "layout": b"",
+        }
+        self.p, self.d = (
+            SimpleNamespace(worker_id=name, address=name, epoch=1, name=name, **facts) for name in ("p", "d")
+        )
+        members: Any = SimpleNamespace(all=[self.p, self.d], prefill=[self.p], decode=[self.d])
         stand_in: Any = self
         config = RouterConfig(model=Path("/none"), max_attempts=50)
         self.services = Services(config, text, members, stand_in, stand_in, stand_in)
@@ -170,13 +182,7 @@ class World:
     async def place(self, request: PlacementRequest) -> Placed:
         self.excluded.append(request.excluded)
         self.placed.append(request.transfer_id)
-        p, d = (
-            SimpleNamespace(
-                worker_id=name, address=name, epoch=1, name=name, place="", host="here", location=Location()
-            )
-            for name in ("p", "d")
-        )
-        return Placed(p, d, 0, 0, False)  # type: ignore[arg-type]
+        return Placed(self.p, self.d, 0, 0, False)  # type: ignore[arg-type]
 
     def prefilled(self, transfer_id: bytes) -> None:
         """Placement's accounts are its own tests' matter."""
@@ -233,12 +239,14 @@ def test_every_position_comes_once_and_in_order(text, scripts):
     assert all(attempt.closed or attempt.has_ended for attempt in world.attempts), "a worker was not told"
 
 
-async def test_a_pair_that_could_not_meet_is_placed_anew_until_it_meets(text, monkeypatch):
+async def test_workers_that_could_not_meet_are_kept_apart_until_they_meet(text, monkeypatch):
     world = World(text, [(["prefill aborted"], "aborted")])
+    world.services.pairs = Pairs(lambda: 0.0)
     monkeypatch.setattr(life, "Attempt", world.attempt)
+    world.scripts *= 2
     await deliver(world)
-    # Not d, by the request's own memory; then not the pair, by the router's: d is the only decode worker.
-    assert world.excluded == [set(), {"d"}, {"d", "p"}]
-    assert world.released == world.placed
+    # Not d, by the request's own memory; not p, by the router's, as d is the only one. They come all the same, and meet.
+    assert world.excluded == [set(), {"d", "p"}, {"d", "p"}]
+    assert not world.services.pairs.any_apart
     await deliver(world)
-    assert world.excluded[3:] == [set()], "they have met since"
+    assert world.excluded[3:] == [set()]

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cluster.errors import BlocksExhaustedError, PeerLostError
+from cluster.errors import BlocksExhaustedError, PeerLostError, TransportError
 from cluster.membership.types import WorkerInfo
 from router.dispatch.pairs import Pairs
-from router.dispatch.probation import FIRST_SECONDS, TRY_SECONDS
-from router.placement.types import Placed, PlacementRequest
+from router.dispatch.probation import FIRST_SECONDS
+from router.placement.types import Placed
 
 
 def worker(role: str, index: int) -> WorkerInfo:
     return WorkerInfo(f"{role}-{index}", 1, 0, role, "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
 
 
-P0, P1, D0, D1 = worker("prefill", 0), worker("prefill", 1), worker("decode", 0), worker("decode", 1)
+PS, DS = ([worker(role, index) for index in range(4)] for role in ("prefill", "decode"))
 LOST = PeerLostError("nothing heard")
 
 
 def placed(prefill: WorkerInfo | None, decode: WorkerInfo) -> Placed:
     return Placed(prefill, decode, 0, 0, True)
-
-
-def request(*excluded: str) -> PlacementRequest:
-    return PlacementRequest(b"t", b"", 1, 1, excluded=frozenset(excluded))
-
-
-def members(*decode: WorkerInfo) -> Any:
-    return SimpleNamespace(decode=list(decode))
 
 
 @pytest.fixture
@@ -41,54 +35,72 @@ def clock():
 
 @pytest.fixture
 def pairs(clock):
-    made = Pairs(lambda: clock.now)
-    made.failed(placed(P0, D0), LOST)
-    return made
+    return Pairs(lambda: clock.now, random.Random(1))
 
 
-def test_another_decode_worker_is_asked_for(pairs):
-    other = pairs.elsewhere(placed(P0, D0), request("x"), members(D0, D1))
-    assert other.excluded == {"x", D0.name}
+def test_one_of_two_is_left_out_and_either_goes_on_with_others(pairs):
+    pairs.failed(placed(PS[0], DS[0]), LOST)
+    assert {pairs.left_out(PS[:2], DS[:2]) for _ in range(40)} == {
+        frozenset({PS[0].name}),
+        frozenset({DS[0].name}),
+    }
 
 
-@pytest.mark.parametrize("others", [(), (D1,)])
-def test_with_the_only_decode_worker_another_prefill_worker(pairs, others):
-    """The only one that is left for this request."""
-    other = pairs.elsewhere(placed(P0, D0), request(D1.worker_id), members(D0, *others))
-    assert other.excluded == {D1.worker_id, P0.name}
+def test_who_is_not_there_is_not_left_out(pairs):
+    """Other generations, and what the request leaves out by itself."""
+    pairs.failed(placed(PS[0], DS[0]), LOST)
+    assert not pairs.left_out(PS[:2], DS[1:])
+    assert not pairs.left_out(PS[1:], DS)
 
 
-@pytest.mark.parametrize("good", [placed(P0, D1), placed(P1, D0), placed(None, D0)])
-def test_each_of_them_goes_on_with_others(pairs, good):
-    assert pairs.elsewhere(good, request(), members(D0, D1)) is None
+def test_who_reaches_nobody_is_left_out_alone(pairs):
+    for decode in DS:
+        pairs.failed(placed(PS[0], decode), LOST)
+    assert pairs.left_out(PS, DS) == {PS[0].name}
 
 
-def test_with_nobody_else_it_stands(pairs):
-    assert pairs.elsewhere(placed(P0, D0), request(P0.name), members(D0)) is None
+def test_the_last_decode_worker_stays(pairs):
+    pairs.failed(placed(PS[0], DS[0]), LOST)
+    assert pairs.left_out(PS[:2], DS[:1]) == {PS[0].name}
+    assert pairs.left_out(PS[:1], DS[:1]) == {PS[0].name}, "it may prefill by itself"
 
 
-def test_it_is_tried_again_after_a_while_and_used_once_they_have_met(pairs, clock):
+def test_the_last_prefill_worker_stays_while_it_reaches_somebody(pairs):
+    pairs.failed(placed(PS[0], DS[0]), LOST)
+    assert pairs.left_out(PS[:1], DS[:2]) == {DS[0].name}
+    pairs.failed(placed(PS[0], DS[1]), LOST)
+    assert pairs.left_out(PS[:1], DS[:2]) == {PS[0].name}
+
+
+def test_they_are_tried_again_after_a_while_and_used_once_they_have_met(pairs, clock):
+    pair = placed(PS[0], DS[0])
+    pairs.failed(pair, LOST)
     clock.now += FIRST_SECONDS
-    assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None
-    pairs.failed(placed(P0, D0), LOST)
+    assert not pairs.any_apart
+    pairs.failed(pair, LOST)
     clock.now += FIRST_SECONDS
-    assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is not None, "twice as long"
-    clock.now += FIRST_SECONDS
-    assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None
-    pairs.met(placed(P0, D0))
-    assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None
+    assert pairs.any_apart, "twice as long"
+    pairs.met(pair)
+    assert not pairs.any_apart
 
 
-def test_one_request_tries_and_the_others_wait_for_how_it_ends(pairs, clock):
-    clock.now += FIRST_SECONDS
-    tries = [pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None for _ in range(5)]
-    assert tries == [True, False, False, False, False]
-    clock.now += TRY_SECONDS
-    assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None, "its client has left it"
+@pytest.mark.parametrize("reason", [LOST, TransportError("NIXL does not reach d", field="require_transport")])
+def test_both_ways_of_not_reaching_count(pairs, reason):
+    pairs.failed(placed(PS[0], DS[0]), reason)
+    assert pairs.any_apart
 
 
-def test_only_who_could_not_be_reached_counts(clock):
-    pairs = Pairs(lambda: clock.now)
-    pairs.failed(placed(P0, D0), BlocksExhaustedError("full"))
-    pairs.failed(placed(None, D0), LOST)
-    assert pairs.elsewhere(placed(P0, D0), request(), members(D0, D1)) is None
+def test_nothing_else_counts(pairs):
+    pairs.failed(placed(PS[0], DS[0]), BlocksExhaustedError("full"))
+    pairs.failed(placed(None, DS[0]), LOST)
+    assert not pairs.any_apart
+
+
+@given(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3))), st.integers(0, 99))
+def test_whatever_is_apart_those_left_reach_each_other_and_a_decode_worker_is_left(apart, seed):
+    pairs = Pairs(rng=random.Random(seed))
+    for p, d in sorted(apart):
+        pairs.failed(placed(PS[p], DS[d]), LOST)
+    out = pairs.left_out(PS, DS)
+    assert any(one.name not in out for one in DS)
+    assert not [(p, d) for p, d in apart if PS[p].name not in out and DS[d].name not in out]
