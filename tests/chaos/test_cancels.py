@@ -29,10 +29,10 @@ def test_cancelled_requests_leave_nothing_behind(checkpoint, tmp_path):
 
 def test_the_run_is_judged_by_leaks_errors_and_time(tmp_path):
     good = Round("s", 0, cancelled=60, reclaimed_seconds=1.9)
-    slow = Round("s", 1, cancelled=60, reclaimed_seconds=2.1)
+    slow = Round("s", 1, cancelled=60, reclaimed_seconds=2.1, held_last=["d: attempts = 1"])
     bad = Round("s", 2, cancelled=60, leaks=["2 blocks held"], errors=["InternalError: x"])
     assert not verdict([good])
-    assert verdict([good, slow]) == ["round 1: reclaimed after 2.10 s"]
+    assert verdict([good, slow]) == ["round 1: reclaimed after 2.10 s, at last d: attempts = 1"]
     assert len(verdict([good, bad])) == 2
     assert "120 cancelled" in summary([good, slow])
     assert "max 2.10 s" in summary([good, slow])
