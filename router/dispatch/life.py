@@ -220,6 +220,7 @@ class RequestLife:
                 self._generation = self._services.placement.generation(self._generation)
                 spec = self._spec(choices, self._generation)
                 request = self._placement_request(choices, spec, self._generation)
+                request = self._services.without_parted(request)
                 placed = await self._services.placement.place(request)
             except errors.UnavailableError:
                 if time.monotonic() + 0.1 > deadline:
@@ -241,7 +242,7 @@ class RequestLife:
             chain=index_keys(hashes),
             token_count=len(packed) // 4,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=self._services.avoided(generation, frozenset(self._excluded)),
+            excluded=self._services.liveness.suspects | self._excluded,
             generation=generation,
             explain=c.explain,
             urgency=self._hurry.urgency,

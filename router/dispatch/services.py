@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.block_hash import make_salt
@@ -19,9 +20,9 @@ from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
 from router.dispatch.pairs import Pairs
 from router.live.recorder import Recorder
-from router.placement.generations import generation_of
+from router.placement.generations import usable
 from router.placement.placement import Placement
-from router.placement.types import Generation
+from router.placement.types import PlacementRequest
 from router.quota.quota import Quota
 from router.resume import Tickets
 from router.telemetry.arrival import Arrival
@@ -77,19 +78,12 @@ class Services:
         if not self.members.all:
             raise UnavailableError("no worker is there", retry_after_seconds=1.0)
 
-    def avoided(self, generation: Generation, excluded: frozenset[str]) -> frozenset[str]:
-        """`excluded`, those that are suspect, and of those that do not reach each other one of each two."""
-        out = excluded | self.liveness.suspects
+    def without_parted(self, request: PlacementRequest) -> PlacementRequest:
+        """Of workers that do not reach each other, the request leaves one of each two out."""
         if not self.pairs.any_apart:
-            return out
-        prefill, decode = (
-            [one for one in mine if not out & {one.worker_id, one.name}] or mine  # as placement takes them
-            for mine in (
-                [one for one in workers if generation_of(one) == generation]
-                for workers in (self.members.prefill, self.members.decode)
-            )
-        )
-        return out | self.pairs.left_out(prefill, decode)
+            return request
+        prefill, decode = usable(self.members.prefill, request), usable(self.members.decode, request)
+        return replace(request, excluded=request.excluded | self.pairs.left_out(prefill, decode))
 
     def salt(self, model_id: str, prefix_scope: str) -> bytes:
         """Of a model's block hashes, for those who share prefixes."""

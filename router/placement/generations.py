@@ -13,12 +13,23 @@ from functools import lru_cache
 
 from cluster.errors import UnavailableError
 from cluster.membership.types import WorkerInfo
-from router.placement.types import Generation, Mode
+from router.placement.types import Generation, Mode, PlacementRequest
 from wire import common_pb2
 
 
 def generation_of(worker: WorkerInfo) -> Generation:
     return Generation(worker.model_id, worker.page_size, _comparable(worker.layout))
+
+
+def within(generation: Generation | None, workers: list[WorkerInfo]) -> list[WorkerInfo]:
+    return workers if generation is None else [one for one in workers if generation_of(one) == generation]
+
+
+def usable(workers: list[WorkerInfo], request: PlacementRequest) -> list[WorkerInfo]:
+    """Of the request's generation, without those that failed it, unless nobody else is left."""
+    workers = within(request.generation, workers)
+    others = [worker for worker in workers if not request.excludes(worker)]
+    return others or workers
 
 
 @lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ from cluster.telemetry.histogram import CALL_SECONDS, STAGE_SECONDS, Histogram
 from cluster.topology import LEVELS
 from router.placement.calibration import Calibration
 from router.placement.candidates import Candidates
-from router.placement.generations import Generations, generation_of
+from router.placement.generations import Generations, usable, within
 from router.placement.local_view import LocalView
 from router.placement.script_call import Argument, ScriptCall
 from router.placement.types import Charge, Generation, Mode, Placed, PlacementRequest
@@ -172,24 +172,18 @@ class Placement:
         """All who are there, put together once a membership; without those that failed this request."""
         members = self._members
         if request.excluded:
-            prefill = self._usable(_within(request.generation, members.prefill), request)
+            prefill = usable(members.prefill, request)
             if self.mode in ("fallback", "auto") and all(request.excludes(w) for w in prefill):
                 prefill = []  # those that are left have failed this request, and others may prefill
-            decode = self._usable(_within(request.generation, members.decode), request)
+            decode = usable(members.decode, request)
             return Candidates([] if self.mode == "always" else prefill, decode, self.mode)
         self._look()
         known = self._everybody.get(request.generation)
         if known is None:
-            prefill = [] if self.mode == "always" else _within(request.generation, members.prefill)
-            known = Candidates(prefill, _within(request.generation, members.decode), self.mode)
+            prefill = [] if self.mode == "always" else within(request.generation, members.prefill)
+            known = Candidates(prefill, within(request.generation, members.decode), self.mode)
             self._everybody[request.generation] = known
         return known
-
-    @staticmethod
-    def _usable(workers: list[WorkerInfo], request: PlacementRequest) -> list[WorkerInfo]:
-        """Without those that failed this request, unless nobody else is left."""
-        others = [worker for worker in workers if not request.excludes(worker)]
-        return others or workers
 
     async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:
         """None: the best of them is leaving, or has left."""
@@ -340,10 +334,6 @@ class Placement:
             self._dirty.set()
         finally:
             self._settlings += 1
-
-
-def _within(generation: Generation | None, workers: list[WorkerInfo]) -> list[WorkerInfo]:
-    return workers if generation is None else [one for one in workers if generation_of(one) == generation]
 
 
 def _too_late(request: PlacementRequest, first_token_seconds: float) -> OverloadedError:
