@@ -95,6 +95,7 @@ class DecodeToPrefill(_message.Message):
     COMMITTED_FIELD_NUMBER: _builtins.int
     ABORTED_FIELD_NUMBER: _builtins.int
     PROBE_RESULT_FIELD_NUMBER: _builtins.int
+    DRAINED_ACK_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
@@ -115,6 +116,8 @@ class DecodeToPrefill(_message.Message):
     @_builtins.property
     def probe_result(self) -> Global___ProbeResult: ...
     @_builtins.property
+    def drained_ack(self) -> Global___DrainedAck: ...
+    @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeToPrefill]:
         """said after this one: what had queued up goes together"""
 
@@ -129,13 +132,14 @@ class DecodeToPrefill(_message.Message):
         committed: Global___Committed | None = ...,
         aborted: Global___Aborted | None = ...,
         probe_result: Global___ProbeResult | None = ...,
+        drained_ack: Global___DrainedAck | None = ...,
         more: _abc.Iterable[Global___DecodeToPrefill] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "beat", b"beat", "committed", b"committed", "message", b"message", "part_result", b"part_result", "probe_result", b"probe_result", "reserve_reply", b"reserve_reply", "slot_grant", b"slot_grant", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "beat", b"beat", "committed", b"committed", "drained_ack", b"drained_ack", "message", b"message", "part_result", b"part_result", "probe_result", b"probe_result", "reserve_reply", b"reserve_reply", "slot_grant", b"slot_grant", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "beat", b"beat", "committed", b"committed", "message", b"message", "more", b"more", "part_result", b"part_result", "probe_result", b"probe_result", "reserve_reply", b"reserve_reply", "slot_grant", b"slot_grant", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "beat", b"beat", "committed", b"committed", "drained_ack", b"drained_ack", "message", b"message", "more", b"more", "part_result", b"part_result", "probe_result", b"probe_result", "reserve_reply", b"reserve_reply", "slot_grant", b"slot_grant", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "beat", "reserve_reply", "slot_grant", "part_result", "committed", "aborted", "probe_result"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "beat", "reserve_reply", "slot_grant", "part_result", "committed", "aborted", "probe_result", "drained_ack"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -177,8 +181,12 @@ class Hello(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    DIGEST_KINDS_FIELD_NUMBER: _builtins.int
     decode_epoch: _builtins.int
     """as the prefill worker knows it"""
+    digests: _builtins.str
+    """the sender's setting: "off" | "sample" | "all" """
     @_builtins.property
     def prefill(self) -> _common_pb2.WorkerRef: ...
     @_builtins.property
@@ -189,6 +197,10 @@ class Hello(_message.Message):
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """in order of preference"""
 
+    @_builtins.property
+    def digest_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what the sender can compute, in order of preference"""
+
     def __init__(
         self,
         *,
@@ -197,10 +209,12 @@ class Hello(_message.Message):
         layout: _common_pb2.KvLayout | None = ...,
         ranks: _abc.Iterable[Global___RankEndpoint] | None = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        digests: _builtins.str = ...,
+        digest_kinds: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_epoch", b"decode_epoch", "layout", b"layout", "prefill", b"prefill", "ranks", b"ranks", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_epoch", b"decode_epoch", "digest_kinds", b"digest_kinds", "digests", b"digests", "layout", b"layout", "prefill", b"prefill", "ranks", b"ranks", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -216,9 +230,15 @@ class Welcome(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    DIGEST_KIND_FIELD_NUMBER: _builtins.int
     decode_epoch: _builtins.int
     transport: _builtins.str
     slot_bytes: _builtins.int
+    digests: _builtins.str
+    """the setting of this pair: the stricter one of both sides"""
+    digest_kind: _builtins.str
+    """of every part of this pair"""
     @_builtins.property
     def layout(self) -> _common_pb2.KvLayout: ...
     @_builtins.property
@@ -236,10 +256,12 @@ class Welcome(_message.Message):
         transport: _builtins.str = ...,
         slot_bytes: _builtins.int = ...,
         refused: _common_pb2.ErrorDetail | None = ...,
+        digests: _builtins.str = ...,
+        digest_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "refused", b"refused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_epoch", b"decode_epoch", "layout", b"layout", "ranks", b"ranks", "refused", b"refused", "slot_bytes", b"slot_bytes", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_epoch", b"decode_epoch", "digest_kind", b"digest_kind", "digests", b"digests", "layout", b"layout", "ranks", b"ranks", "refused", b"refused", "slot_bytes", b"slot_bytes", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -590,6 +612,8 @@ Global___AbortHandoff: _TypeAlias = AbortHandoff  # noqa: Y015
 
 @_typing.final
 class Drained(_message.Message):
+    """Every write of the transfer is terminal. Repeated until it is acknowledged, on later streams as well."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
@@ -606,6 +630,27 @@ class Drained(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Drained: _TypeAlias = Drained  # noqa: Y015
+
+@_typing.final
+class DrainedAck(_message.Message):
+    """Drained was read and acted upon, or the transfer was not in doubt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainedAck: _TypeAlias = DrainedAck  # noqa: Y015
 
 @_typing.final
 class Committed(_message.Message):
