@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check test-system chaos soak cancels fuzz explore proto chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
+.PHONY: help demo test test-long check test-system chaos soak cancels fuzz explore mutants proto chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,10 @@ ROUNDS ?= 10
 explore: $(STAMP)  ## Property tests and state machines with new random events each round: ROUNDS=10
 	@for round in $$(seq $(ROUNDS)); do echo "round $$round of $(ROUNDS)"; \
 		BATON_EXPLORE=1 $(BIN)/python -m pytest -q --no-header -m "not system" -k "(hypothesis or machine) and not fuzz" tests $(MORE) || exit 1; done
+
+ONLY ?=
+mutants: $(STAMP)  ## Deliberate mistakes in a scratch copy, one at a time: prints those that no test notices; ONLY=kv
+	$(BIN)/python -m tests.mutants --only "$(ONLY)"
 
 MINUTES ?= 60
 soak: $(STAMP)  ## Load with cancels and faults for a while; memory, descriptors and accounts must stay flat
