@@ -11,7 +11,17 @@ from pathlib import Path
 from tests.fuzz.tally import Tally
 
 RESULTS = Path("out/fuzz/results.jsonl")
-PARTS = ("test_http", "test_openapi", "test_grpc", "test_workers", "test_handoff", "test_models")
+PARTS = (
+    "test_http",
+    "test_openapi",
+    "test_grpc",
+    "test_workers",
+    "test_handoff",
+    "test_models",
+    "test_extremes",
+    "test_hostile_peers",
+    "test_router_extremes",
+)
 
 
 def main() -> int:
