@@ -26,6 +26,7 @@ BatonError
 │   ├── PeerLostError                                      connection broken, or no beat for 5 s
 │   └── TransportError                                     NIXL or gRPC could not move the bytes
 └── InternalError                  500 INTERNAL            a fault of ours
+    └── EngineRequestError                                 one request's computation failed in an engine
 """
 
 from __future__ import annotations
@@ -180,6 +181,21 @@ class TransportError(HandoffError):
 
 class InternalError(BatonError):
     pass
+
+
+class EngineRequestError(InternalError):
+    """The computation of one request failed in an engine that goes on with the others."""
+
+    retryable = True  # the fault may lie in one worker's memory or cache
+
+
+def engine_request_error(error: Exception) -> EngineRequestError:
+    """What an exception in the engine's work for one request is to those who asked for it."""
+    if isinstance(error, EngineRequestError):
+        return error
+    wrapped = EngineRequestError(f"the request failed in the engine: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def _all_subclasses(cls: type[BatonError]) -> list[type[BatonError]]:

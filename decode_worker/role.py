@@ -6,12 +6,12 @@ import asyncio
 import logging
 import time
 
-from cluster.errors import BatonError, CancelledError, DrainingError, InternalError
+from cluster.errors import BatonError, CancelledError, DrainingError, InternalError, engine_request_error
 from cluster.faults.points import Point
 from cluster.telemetry.arrivals import Arrivals
 from decode_worker import attempt_trace
 from decode_worker.attempt import DecodeAttempt, DecodeState
-from engine.request import EngineRequest, RequestDone, StepOutput
+from engine.request import EngineRequest, RequestDone, StepOutput, TokenOutput
 from kv_transfer.base import HandoffState
 from kv_transfer.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2
@@ -136,21 +136,37 @@ class DecodeRole:
             self._at_tokens(output.tokens[0].request_id)
         for token in output.tokens:
             attempt = self.by_engine_id.get(token.request_id)
-            if attempt is not None:
-                if attempt.token_came(output.began) and attempt.local:
-                    self.arrivals.first_token(attempt.first_token_seconds)
-                self._leave(attempt)
-                attempt.log.add(token_to_wire(token))
-                self._pause_if_unread(attempt)
+            if attempt is None:
+                continue
+            try:
+                self._token(attempt, token, output.began)
+            except Exception as error:
+                self._failed(attempt, error)
         for done in output.done:
-            self._done(done)
+            attempt = self.by_engine_id.get(done.request_id)
+            if attempt is None:
+                continue
+            try:
+                self._done(attempt, done)
+            except Exception as error:
+                self._failed(attempt, error)
         for engine_id in output.evicted_reservations:
             self._core.spawn(self._evicted(bytes.fromhex(engine_id)))
 
-    def _done(self, done: RequestDone) -> None:
-        attempt = self.by_engine_id.get(done.request_id)
-        if attempt is None:
-            return
+    def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
+        if attempt.token_came(step_began) and attempt.local:
+            self.arrivals.first_token(attempt.first_token_seconds)
+        self._leave(attempt)
+        attempt.log.add(token_to_wire(token))
+        self._pause_if_unread(attempt)
+
+    def _failed(self, attempt: DecodeAttempt, error: Exception) -> None:
+        """An exception in the work for one attempt ends that attempt: what follows in the output is others'."""
+        log.error("attempt failed", extra={"request_id": attempt.request_id}, exc_info=error)
+        self._core.spawn(self._core.host.call(lambda engine: engine.abort(attempt.engine_id)))
+        self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, engine_request_error(error))
+
+    def _done(self, attempt: DecodeAttempt, done: RequestDone) -> None:
         self._at_done(done.request_id)
         if attempt.local:
             attempt.report.cached_tokens = done.cached_tokens
@@ -158,7 +174,9 @@ class DecodeRole:
             attempt.report.prompt_compute_seconds = done.prompt_compute_seconds
             attempt.chunks = done.chunks
         outcome = common_pb2.ATTEMPT_OUTCOME_PREEMPTED if done.preempted else common_pb2.ATTEMPT_OUTCOME_DONE
-        self.end(attempt.transfer_id, outcome, None)
+        if done.error is not None:
+            outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
+        self.end(attempt.transfer_id, outcome, done.error)
 
     async def _evicted(self, transfer_id: bytes) -> None:
         """The engine took a reservation's blocks back for requests that already run."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from cluster.block_hash import HASH_BYTES
-from cluster.errors import CancelledError, InvalidRequestError
+from cluster.errors import CancelledError, EngineRequestError, InvalidRequestError
 from cluster.faults.points import Point
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from decode_worker.role import DecodeRole
@@ -81,7 +81,11 @@ class Takeover:
         # Before the engine hears of it: its own tokens must come after these.
         for token in first_tokens:
             attempt.log.add(token)
-        await self._core.host.call(lambda engine: engine.commit(attempt.engine_id, first))
+        try:
+            await self._core.host.call(lambda engine: engine.commit(attempt.engine_id, first))
+        except EngineRequestError as error:  # the router hears why, not only that it was aborted
+            self._role.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
+            raise
         if attempt.machine.may(DecodeState.DECODING):  # or its last token was here before this answer
             attempt.machine.to(DecodeState.DECODING)
         self._at_committed(transfer_id)

@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
 
 from cluster.block_hash import hash_block, hash_blocks, pack_tokens
 from cluster.config import EngineConfig
-from cluster.errors import BlocksExhaustedError, ContextLengthError, InvalidRequestError
+from cluster.errors import (
+    BlocksExhaustedError,
+    ContextLengthError,
+    EngineRequestError,
+    InvalidRequestError,
+    engine_request_error,
+)
 from cluster.state_machine import StateMachine
 from engine.cache.block_pool import BlockPool
 from engine.model.config import ModelConfig
+from engine.next_tokens import Ends, Wanted, next_tokens
 from engine.plan import PlanItem, StepPlan
+from engine.progress import StepSpan, note_computed
 from engine.request import (
     ChainReport,
     EngineRequest,
     EngineStats,
-    PromptChunk,
     RequestDone,
     StepOutput,
     TokenOutput,
 )
-from engine.sampling.sampler import Row, sample
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.states import TRANSITIONS
 from engine.scheduler.states import SequenceState as S
 from engine.scheduler.victim import choose_victim
 from engine.step_times import StepTimes
-from engine.stop import finish_reason, forbidden
+
+log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -167,11 +175,18 @@ class Engine:
         if not waiting:  # a step has asked for its blocks before this was its turn
             raise BlocksExhaustedError(f"nothing is reserved for {request_id}", retry_after_seconds=0.05)
         (sequence,) = waiting
-        sequence.num_computed = len(sequence.tokens)
-        self._register(sequence, len(sequence.tokens))
-        sequence.machine.to(S.RUNNING)
-        self._scheduler.running.append(sequence)
-        self._fork(sequence, first_tokens)
+        choices = {token.choice for token in first_tokens}
+        if sequence.choice not in choices or all(token.finish is not None for token in first_tokens):
+            raise InvalidRequestError("first_tokens: none is there to go on with", field="first_tokens")
+        try:
+            sequence.num_computed = len(sequence.tokens)
+            self._register(sequence, len(sequence.tokens))
+            sequence.machine.to(S.RUNNING)
+            self._scheduler.running.append(sequence)
+            self._fork(sequence, first_tokens)
+        except Exception as error:  # all its parts have landed: nothing is written to its blocks any more
+            self.abort(request_id)
+            raise engine_request_error(error) from error
 
     def _fork(self, first: Sequence, tokens: Seq[TokenOutput]) -> None:
         """Gives every choice its first token; blocks are shared, the last one is copied when written to."""
@@ -182,12 +197,12 @@ class Engine:
             sibling = Sequence(first.request, token.choice, [*first.tokens, token.token_id], first.arrival)
             sibling.num_computed = len(first.tokens)
             used = self._scheduler.blocks_for(len(first.tokens))
-            sibling.blocks = first.blocks[:used]
-            self._pool.hold(sibling.blocks)
             sibling.hashes = list(first.hashes)
             sibling.registered_blocks = first.registered_blocks
             sibling.machine.to(S.RUNNING)
-            family.append(sibling)
+            self._pool.hold(first.blocks[:used])
+            sibling.blocks = first.blocks[:used]
+            family.append(sibling)  # whatever fails from here on: its blocks have an owner
             if token.finish is None:
                 self._scheduler.running.append(sibling)
             else:
@@ -224,9 +239,10 @@ class Engine:
         copies, self._scheduler.copies = self._scheduler.copies, []
         logits = self._runner.execute(StepPlan(items, copies))
         self.steps += 1
-        self._advance(scheduled, began, time.monotonic())
-        self._sample([s for s, n in scheduled if s.missing == 0], logits, output)
         tokens = sum(count for _, count in scheduled)
+        self._advance(scheduled, StepSpan(began, time.monotonic(), tokens), output)
+        wanting = [s for (s, _), item in zip(scheduled, items, strict=True) if item.wants_logits]
+        self._sample(wanting, logits, output)
         self.step_times.add(tokens, len(scheduled), time.monotonic() - began)
         return output
 
@@ -257,19 +273,26 @@ class Engine:
 
     # --- after the forward pass ----------------------------------------------------------------------------
 
-    def _advance(self, scheduled: list[tuple[Sequence, int]], began: float, ended: float) -> None:
-        seconds_a_token = (ended - began) / sum(count for _, count in scheduled)
+    def _advance(self, scheduled: list[tuple[Sequence, int]], step: StepSpan, output: StepOutput) -> None:
         for sequence, count in scheduled:
-            prompt = max(0, min(sequence.num_computed + count, sequence.num_prompt) - sequence.num_computed)
-            sequence.computed_prompt_tokens += prompt
-            sequence.prompt_compute_seconds += prompt * seconds_a_token
-            self._count["computed"] += prompt
-            if prompt and (count < sequence.missing or sequence.chunks):
-                self._count["chunks"] += 1
-            if prompt or count > 1:
-                sequence.chunks.append(PromptChunk(began, ended, count))
-            sequence.num_computed += count
-            self._register(sequence, sequence.num_computed)
+            if sequence.state is not S.RUNNING:  # another choice of its request has failed
+                continue
+            try:
+                note_computed(sequence, count, step, self._count)
+                self._register(sequence, sequence.num_computed)
+            except Exception as error:
+                self._fail(sequence, engine_request_error(error), output)
+
+    def _fail(self, sequence: Sequence, error: EngineRequestError, output: StepOutput) -> None:
+        """Ends the whole request. One that exports keeps its blocks until `abort`: they may still be read."""
+        request_id = sequence.request.request_id
+        log.error("request %s fails: %s", request_id, error.message, exc_info=error.__cause__)
+        output.done.append(replace(self._done(self._requests[request_id]), error=error))
+        if sequence.request.export:
+            self._scheduler.remove(sequence)
+            sequence.machine.to(S.HELD)
+        else:
+            self.abort(request_id)
 
     def _register(self, sequence: Sequence, tokens: int) -> None:
         """The prefix cache learns of every block that the first `tokens` tokens fill."""
@@ -288,56 +311,30 @@ class Engine:
         self._on_chain(ChainReport(sequence.hashes[:full], full))
 
     def _sample(self, sequences: list[Sequence], logits: Tensor, output: StepOutput) -> None:
-        rows: list[Row] = []
-        owners: list[Sequence] = []
-        source: list[int] = []
-        eos = self._runner.model_config.eos_token_ids
-        for index, sequence in enumerate(sequences):
-            fresh = len(self._requests[sequence.request.request_id]) == 1 and len(
-                sequence.tokens
-            ) == sequence.num_prompt + len(sequence.request.output_tokens)
-            n = sequence.request.n if fresh else 1
-            for extra in range(n):
-                count = len(sequence.tokens) - sequence.num_prompt
-                rows.append(
-                    Row(
-                        sequence.request.sampling,
-                        sequence.choice + extra,
-                        sequence.tokens,
-                        sequence.num_prompt,
-                        forbidden(count, sequence.request.sampling, eos),
-                    )
-                )
-                owners.append(sequence)
-                source.append(index)
-        if not rows:
-            return
-        picked = sample(logits[source], rows)
-        by_owner: dict[int, list[TokenOutput]] = {}
-        for owner, row, token in zip(owners, rows, picked, strict=True):
-            params = owner.request.sampling
-            reason = finish_reason(
-                token.token_id,
-                len(owner.tokens) - owner.num_prompt + 1,
-                len(owner.tokens) + 1,
-                params,
-                eos,
-                self._max_len,
-            )
-            out = TokenOutput(
-                owner.request.request_id,
-                row.choice,
-                len(owner.tokens),
-                token.token_id,
-                token.logprob,
-                token.top,
-                reason,
-            )
-            output.tokens.append(out)
-            by_owner.setdefault(id(owner), []).append(out)
-            self._count["output"] += 1
-        for owner in {id(o): o for o in owners}.values():
-            self._took(owner, by_owner[id(owner)], output)
+        """`sequences`: of each row of `logits`."""
+        wanted = [
+            Wanted(sequence, row, self._new_choices(sequence))
+            for row, sequence in enumerate(sequences)
+            if sequence.state is S.RUNNING
+        ]
+        ends = Ends(self._runner.model_config.eos_token_ids, self._max_len)
+        for one, answer in zip(wanted, next_tokens(wanted, logits, ends), strict=True):
+            if one.sequence.state is not S.RUNNING:  # another choice of its request has failed
+                continue
+            try:
+                if isinstance(answer, EngineRequestError):
+                    raise answer
+                self._took(one.sequence, answer, output)
+                output.tokens.extend(answer)
+                self._count["output"] += len(answer)
+            except Exception as error:
+                self._fail(one.sequence, engine_request_error(error), output)
+
+    def _new_choices(self, sequence: Sequence) -> int:
+        """How many are drawn from its logits: where the prompt ends, its choices part."""
+        request = sequence.request
+        fresh = len(sequence.tokens) == sequence.num_prompt + len(request.output_tokens)
+        return request.n if fresh and len(self._requests[request.request_id]) == 1 else 1
 
     def _took(self, sequence: Sequence, tokens: list[TokenOutput], output: StepOutput) -> None:
         request_id = sequence.request.request_id
@@ -349,8 +346,8 @@ class Engine:
         self._fork(sequence, tokens)
         family = self._requests[request_id]
         if all(s.state is S.FINISHED for s in family):
-            del self._requests[request_id]
             output.done.append(self._done(family))
+            del self._requests[request_id]
 
     def _done(self, family: list[Sequence], preempted: bool = False) -> RequestDone:
         first = family[0]

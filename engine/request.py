@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from cluster.errors import EngineRequestError
+
 
 class FinishReason(Enum):
     STOP = "stop"
@@ -82,7 +84,7 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class RequestDone:
-    """A request left the engine's batch (every choice finished, or it was given back)."""
+    """A request left the engine's batch: every choice finished, it was given back, or its computation failed."""
 
     request_id: str
     preempted: bool = False  # given back to the router at its position
@@ -90,6 +92,9 @@ class RequestDone:
     computed_prompt_tokens: int = 0
     prompt_compute_seconds: float = 0.0  # its share, by tokens, of the steps that computed them
     chunks: tuple[PromptChunk, ...] = ()
+    error: EngineRequestError | None = (
+        None  # why it failed; blocks that it exports stay its own until `abort`
+    )
 
 
 @dataclass(frozen=True)

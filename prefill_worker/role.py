@@ -7,7 +7,14 @@ import logging
 import time
 
 from cluster.block_hash import hash_blocks
-from cluster.errors import BatonError, BlocksExhaustedError, CancelledError, DrainingError, InternalError
+from cluster.errors import (
+    BatonError,
+    BlocksExhaustedError,
+    CancelledError,
+    DrainingError,
+    InternalError,
+    engine_request_error,
+)
 from cluster.faults.points import Point
 from cluster.telemetry.arrivals import Arrivals
 from engine.request import StepOutput
@@ -85,12 +92,20 @@ class PrefillRole:
         """Hears of every engine step, on the loop."""
         for token in output.tokens:
             attempt = self._by_engine_id.get(token.request_id)
-            if attempt is not None:
-                attempt.tokens.append(token)
+            if attempt is None or attempt.prefilled.done():
+                continue
+            try:
                 attempt.log.add(token_to_wire(token))
+                attempt.tokens.append(token)
+            except Exception as error:
+                attempt.prefilled.set_exception(engine_request_error(error))
         for done in output.done:
             attempt = self._by_engine_id.get(done.request_id)
-            if attempt is not None and not attempt.prefilled.done():
+            if attempt is None or attempt.prefilled.done():
+                continue
+            if done.error is not None:
+                attempt.prefilled.set_exception(done.error)
+            else:
                 attempt.prefilled.set_result(Prefilled(attempt.tokens, done))
 
     async def _run(self, attempt: PrefillAttempt) -> None:

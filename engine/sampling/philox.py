@@ -28,10 +28,11 @@ def philox4x32(counter: tuple[U64, U64, U64, U64], key: tuple[U64, U64]) -> tupl
 
 
 def uniform(seeds: list[int], choices: list[int], positions: list[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) per row."""
-    seed = np.array(seeds, dtype=np.uint64)
-    position = np.array(positions, dtype=np.uint64)
-    choice = np.array(choices, dtype=np.uint64)
+    """One number in [0, 1) per row. Numbers count modulo their width: one row's must not fail the others."""
+    seed, position, choice = (
+        np.array([number & 0xFFFFFFFFFFFFFFFF for number in column], dtype=np.uint64)
+        for column in (seeds, positions, choices)
+    )
     counter = (position & _MASK, position >> _SHIFT, choice & _MASK, np.zeros_like(choice))
     high, low, _, _ = philox4x32(counter, (seed & _MASK, seed >> _SHIFT))
     bits = (high << np.uint64(21)) | (low >> np.uint64(11))

@@ -3,24 +3,34 @@
 Order of operations, per row:
  1. log probabilities are taken from the raw logits (where asked for)
  2. logit_bias is added
- 3. repetition penalty (prompt and output), then presence and frequency penalties (output)
+ 3. repetition penalty (prompt and output; its result is kept within ±1e30: a tiny penalty makes no infinity), then
+    presence and frequency penalties (output)
  4. min_tokens: end-of-sequence and stop ids are forbidden until reached
- 5. temperature 0: the largest logit, the lowest id among equals; done
- 6. logits / temperature
+ 5. temperature below 1e-5: the largest logit, the lowest id among equals; done
+ 6. logits / temperature, which is at least 1e-2
  7. top-k, then min-p, then top-p on what is left
  8. inverse CDF at uniform(seed, choice, position); by falling probability where 7 has sorted, else by token id
+
+A row fails alone: its logits hold NaN or +inf, every token of it is forbidden, or its parameters cannot be applied.
+-inf is a token that the model excludes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cluster.errors import EngineRequestError, engine_request_error
 from engine.request import SamplingParams
 from engine.sampling.philox import uniform
+
+GREEDY_BELOW = 1e-5  # temperatures
+LOWEST_TEMPERATURE = 1e-2  # what is drawn at: two logits 1 apart are then e^100 apart
+LARGEST_LOGIT = 1e30  # after the repetition penalty; divided by the lowest temperature it is still finite
 
 
 @dataclass(frozen=True)
@@ -41,22 +51,42 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
-    """logits [rows, vocab] fp32; may be changed in place."""
-    raw = [_logprobs(logits[i]) if row.params.logprobs else None for i, row in enumerate(rows)]
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled | EngineRequestError]:
+    """logits [rows, vocab] fp32; may be changed in place. For each row its token, or why it has none."""
+    raw: list[Tensor | None] = [None] * len(rows)
+    failed: dict[int, EngineRequestError] = {}
     for i, row in enumerate(rows):
-        adjust(logits[i], row)
-    chosen: list[int] = logits.argmax(-1).tolist()
-    random = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    if random:
-        draws = uniform(
-            [rows[i].params.seed for i in random],
-            [rows[i].choice for i in random],
-            [len(rows[i].tokens) for i in random],
-        )
-        for i, draw in zip(random, draws, strict=True):
-            chosen[i] = _draw(logits[i], rows[i].params, float(draw))
-    return [_result(token, raw[i], rows[i].params) for i, token in enumerate(chosen)]
+        try:
+            raw[i] = _logprobs(logits[i]) if row.params.logprobs else None
+            adjust(logits[i], row)
+        except Exception as error:
+            failed[i] = engine_request_error(error)
+    best = logits.argmax(-1, keepdim=True)  # of a row with a NaN: the NaN
+    chosen: list[int] = best[:, 0].tolist()
+    finite: list[bool] = logits.gather(-1, best)[:, 0].isfinite().tolist()
+    random = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
+    draws = dict(zip(random, _uniform([rows[i] for i in random]), strict=True))
+    results: list[Sampled | EngineRequestError] = []
+    for i, row in enumerate(rows):
+        try:
+            if i in failed:
+                raise failed[i]
+            if not finite[i]:
+                raise EngineRequestError("the model's logits are not finite, or every token is forbidden")
+            token = _draw(logits[i], row.params, draws[i]) if i in draws else chosen[i]
+            results.append(_result(token, raw[i], row.params))
+        except Exception as error:
+            results.append(engine_request_error(error))
+    return results
+
+
+def _uniform(rows: Sequence[Row]) -> list[float]:
+    if not rows:
+        return []
+    draws: list[float] = uniform(
+        [row.params.seed for row in rows], [row.choice for row in rows], [len(row.tokens) for row in rows]
+    ).tolist()
+    return draws
 
 
 def _logprobs(logits: Tensor) -> Tensor:
@@ -70,7 +100,10 @@ def _result(token: int, raw: Tensor | None, params: SamplingParams) -> Sampled:
     if params.top_logprobs:
         values, ids = raw.topk(min(params.top_logprobs, raw.shape[0]))
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return Sampled(token, float(raw[token]), top)
+    own = float(raw[token])
+    if not math.isfinite(own):
+        raise EngineRequestError("the model's logits are not finite")
+    return Sampled(token, own, top)
 
 
 def adjust(logits: Tensor, row: Row) -> None:
@@ -82,9 +115,10 @@ def adjust(logits: Tensor, row: Row) -> None:
     if params.repetition_penalty != 1.0:
         ids = torch.tensor(sorted(set(row.tokens)), device=logits.device)
         seen = logits[ids]
-        logits[ids] = torch.where(
+        scaled = torch.where(
             seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty
-        )
+        ).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+        logits[ids] = torch.where(seen.isfinite(), scaled, seen)
     if params.presence_penalty or params.frequency_penalty:
         output = torch.tensor(row.tokens[row.num_prompt :], dtype=torch.int64, device=logits.device)
         if output.numel():
@@ -107,7 +141,7 @@ def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
     Sorted candidates are enough where they hold the mass that top-p asks for; else all are sorted.
     """
-    scaled = logits / params.temperature
+    scaled = logits / max(params.temperature, LOWEST_TEMPERATURE)
     vocab = scaled.shape[0]
     if params.top_k == 0 and params.top_p >= 1.0 and params.min_p == 0.0:
         return torch.arange(vocab, device=logits.device), torch.softmax(scaled, -1).double()
@@ -133,7 +167,11 @@ def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
 
 def _invert(mass: Tensor, draw: float) -> int:
-    """The first index whose cumulated mass exceeds draw · total. `mass` needs no normalising."""
+    """The first index whose cumulated mass exceeds draw · total. `mass` needs no normalising. Raises
+    EngineRequestError where nothing has any: logits so large that their quotients by the temperature are infinite."""
     cumulated = mass.cumsum(-1)
-    index = int(torch.searchsorted(cumulated, draw * cumulated[-1], right=True))
+    total = float(cumulated[-1])
+    if not (0.0 < total < math.inf):
+        raise EngineRequestError("the logits give no distribution to draw from")
+    index = int(torch.searchsorted(cumulated, draw * total, right=True))
     return min(index, int(mass.nonzero()[-1]))

@@ -40,6 +40,7 @@ class FakeRunner:
         self.page_size = PAGE
         self.config = EngineConfig(model=Path("/fake"), max_model_len=CONTEXT, page_size=PAGE, **settings)  # type: ignore[arg-type]
         self.cache = torch.zeros(num_blocks, PAGE, dtype=torch.int64)
+        self.sick: set[str] = set()  # requests whose logits are not numbers
         self.model_config = ModelConfig(
             family="fake",
             vocab_size=VOCAB,
@@ -78,5 +79,7 @@ class FakeRunner:
                 used = self.cache[item.block_ids[: -(-item.end // PAGE)]].flatten()[: item.end].tolist()
                 row = torch.zeros(VOCAB)
                 row[next_token(used)] = 1.0
+                if item.request_id in self.sick:
+                    row[:] = torch.nan
                 logits.append(row)
         return torch.stack(logits) if logits else torch.zeros(0, VOCAB)

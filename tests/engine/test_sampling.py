@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.errors import EngineRequestError
 from engine.request import FinishReason, SamplingParams
 from engine.sampling.philox import philox4x32, uniform
-from engine.sampling.sampler import Row, candidates, sample
+from engine.sampling.sampler import Row, Sampled, candidates, sample
 from engine.stop import finish_reason, forbidden
 
 VOCAB = 400
@@ -149,6 +150,97 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert result.token_id == 9
     assert math.isclose(result.logprob, float(reference[9]), rel_tol=1e-5)
     assert [token for token, _ in result.top] == reference.topk(3).indices.tolist()
+
+
+CUTS = [
+    {},
+    {"top_p": 0.9},
+    {"top_p": 1e-45},
+    {"top_k": 5},
+    {"top_k": 2**31},
+    {"min_p": 1.0},
+    {"min_p": 1e-30},
+]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-20, 9.9e-6])
+def test_a_temperature_below_1e_5_is_greedy(temperature, cut):
+    x = torch.tensor([[1.0, 1.001, 1.001, 0.9]])
+    for seed in range(20):
+        assert sample(x.clone(), [row(temperature=temperature, seed=seed, **cut)]) == [Sampled(1)]
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"min_p": 1e-9}])
+@pytest.mark.parametrize("temperature", [1.1e-5, 1e-3, 9.9e-3])
+def test_a_temperature_below_1e_2_is_1e_2(temperature, cut):
+    x = torch.tensor([[1.0, 1.001, 1.001, 0.9]])
+    draws, expected = (
+        [sample(x.clone(), [row(temperature=t, seed=seed, **cut)])[0] for seed in range(60)]
+        for t in (temperature, 1e-2)
+    )
+    assert draws == expected
+    assert len(set(draws)) == 3, "0.1 apart is e^10 apart, 0.001 is next to nothing"
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, *({"temperature": 1.0, **cut} for cut in CUTS)])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_fails_alone(value, settings):
+    x = logits(rows=3)
+    x[1, 7] = value
+    rows = [row(**settings), row(logprobs=True, **settings), row(**settings)]
+    first, second, third = sample(x.clone(), rows)
+    assert isinstance(second, EngineRequestError)
+    alone = sample(x[[0, 2]].clone(), [rows[0], rows[2]])
+    assert [first, third] == alone
+    assert isinstance(first, Sampled)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "hides", [{"banned": (7,), "logprobs": True}, {"tokens": [7], "repetition_penalty": 2.0}]
+)
+def test_no_adjustment_hides_that_logits_are_not_finite(value, hides):
+    x = logits()
+    x[0, 7] = value
+    (result,) = sample(x, [row(**hides)])
+    assert isinstance(result, EngineRequestError)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_row_without_any_token_left_fails(cut):
+    for temperature in (0.0, 1.0):
+        x = logits()
+        (result,) = sample(x, [row(temperature=temperature, banned=tuple(range(VOCAB)), **cut)])
+        assert isinstance(result, EngineRequestError)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_tokens_that_the_model_excludes_are_never_drawn(cut):
+    x = torch.full((1, VOCAB), -math.inf)
+    x[0, 3], x[0, 5] = 0.0, 0.5
+    for seed in range(30):
+        (result,) = sample(x.clone(), [row(temperature=2.0, seed=seed, **cut)])
+        assert isinstance(result, Sampled) and result.token_id in (3, 5)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_tiny_repetition_penalty_makes_no_infinity(cut):
+    """What was said is then certain to come again; which of it, is open."""
+    x = logits().abs()
+    seen = [1, 2, 3]
+    for temperature in (0.0, 1e-2, 1.0, 100.0):
+        settings = {"temperature": temperature, "repetition_penalty": 1e-38, **cut}
+        (result,) = sample(x.clone(), [row(seen, **settings)])
+        assert isinstance(result, Sampled) and result.token_id in seen
+
+
+def test_parameters_that_cannot_be_applied_fail_their_row_alone():
+    x = logits(rows=3)
+    good = row(temperature=1.0, seed=3)
+    first, second, third = sample(x.clone(), [good, row(logit_bias={VOCAB: 1.0}), good])
+    assert isinstance(second, EngineRequestError) and isinstance(second.__cause__, IndexError)
+    assert [first, third] == sample(x[[0, 2]].clone(), [good, good])
 
 
 def test_when_a_choice_ends():

@@ -38,7 +38,7 @@ class Handoff:
         self.aborted = 0
         self.finished = False
 
-    def start(self, request_id: str) -> None:
+    async def start(self, request_id: str) -> None:
         """Nothing is sent."""
 
     async def finish(self, first_tokens: Any, report: Any) -> HandoffReport:
@@ -76,7 +76,7 @@ class PrefillMachine(RuleBasedStateMachine):
     def build(self, leaves_after: int) -> None:
         self.leaves_after = leaves_after  # steps
         self.steps = 0
-        runner = FakeRunner(24, max_batch_tokens=16)
+        self.runner = runner = FakeRunner(24, max_batch_tokens=16)
         self.engine = Engine(runner, runner.config, secret=b"s")
         self.sender = Sender()
 
@@ -164,6 +164,10 @@ class PrefillMachine(RuleBasedStateMachine):
     def step(self) -> None:
         if self.engine.has_work:
             self.inside(lambda: self.role.on_output(self.engine.step()))
+
+    @rule(transfer=TRANSFERS)
+    def its_logits_are_no_numbers(self, transfer: bytes) -> None:
+        self.runner.sick.add(transfer.hex())
 
     @rule(transfer=TRANSFERS, well=st.booleans())
     def handoff_ends(self, transfer: bytes, well: bool) -> None:

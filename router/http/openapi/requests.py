@@ -64,7 +64,7 @@ def _token(front: Front) -> Schema:
 def _sampling(front: Front) -> dict[str, Schema]:
     config, room = front.config, _room(front)
     return {
-        "temperature": optional(number(0, 100, description="0 = greedy")),
+        "temperature": optional(number(0, 100, description="below 1e-5 greedy; below 1e-2 as 1e-2")),
         "top_k": optional(integer(-(2**31), front.text.vocab_size, description="0 and less = all")),
         "top_p": optional({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "min_p": optional(number(0, 1)),

@@ -1,0 +1,95 @@
+"""A request that fails in the engine ends its attempt, typed: committed, local, or between the two."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.errors import EngineRequestError
+from decode_worker import role as role_module
+from decode_worker.attempt import DecodeState
+from engine.engine import Engine
+from kv_transfer.base import HandoffState
+from tests.decode_worker.decode_world import DecodeWorld
+from tests.decode_worker.test_commit import TRANSFER, close, finish, ready_to_commit
+from tests.decode_worker.test_local_prefill import Local
+from tests.waiting import until
+from wire import common_pb2
+
+
+def assert_engine_error(end: common_pb2.AttemptEnd) -> None:
+    assert end.outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
+    assert end.error.code == EngineRequestError.__name__ and end.error.retryable
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+async def test_logits_that_are_not_finite_end_a_decoding_attempt(steps):
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    attempt = world.role.attempts.get(TRANSFER)
+    finish(stream)
+    await until(lambda: attempt.machine.state is DecodeState.DECODING, "committed")
+    for _ in range(steps):
+        world.step()
+    world.core.runner.sick.add(TRANSFER.hex())
+    world.step()
+    assert attempt.machine.state is DecodeState.ENDED
+    assert len(attempt.log.tokens) == 1 + steps, "what came before is told"
+    assert_engine_error(attempt.log._end)
+    assert world.core.engine.stats().blocks_held == 0
+    await close(world)
+
+
+async def test_a_commit_that_fails_in_the_engine_says_so_to_both(monkeypatch):
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    attempt = world.role.attempts.get(TRANSFER)
+
+    def fails(*arguments):
+        raise ZeroDivisionError("of this request")
+
+    monkeypatch.setattr(Engine, "_fork", fails)
+    finish(stream)
+    await until(lambda: world.receiver.live == 0 and not world.rank.unanswered, "the hand-off has ended")
+    await until(lambda: attempt.machine.state is DecodeState.ENDED, "the attempt has ended")
+    assert_engine_error(attempt.log._end)
+    (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
+    assert aborted.error.code == EngineRequestError.__name__
+    assert await world.role.abort(TRANSFER) is HandoffState.ABORTED
+    assert world.core.engine.stats().blocks_held == 0
+    assert stream.open and not world.role.by_engine_id
+    await close(world)
+
+
+async def run_beside_others(local: Local) -> None:
+    await local.run()
+    assert_engine_error(local.outcomes["bad"])
+    for name in ("before", "after"):
+        assert local.outcomes[name].outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+    local.check_nothing_is_left()
+
+
+async def test_a_local_prompt_that_fails_ends_alone():
+    local = Local()
+    local.ask("before")
+    bad = local.ask("bad")
+    local.ask("after")
+    local.core.engine._runner.sick.add(bad.hex())
+    await run_beside_others(local)
+
+
+@pytest.mark.parametrize("function", ["token_to_wire", "_done"])
+async def test_an_exception_while_its_output_is_told_ends_the_attempt_alone(function, monkeypatch):
+    local = Local()
+    local.ask("before")
+    bad = local.ask("bad")
+    local.ask("after")
+    owner = role_module if function == "token_to_wire" else role_module.DecodeRole
+    real = getattr(owner, function)
+
+    def fails(*arguments):
+        if bad.hex() in (getattr(arguments[-1], "request_id", ""),):
+            raise OverflowError("of this request")
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, function, fails)
+    await run_beside_others(local)

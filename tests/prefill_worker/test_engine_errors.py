@@ -1,0 +1,87 @@
+"""A prompt that fails in the engine ends its attempt, typed; its hand-off is aborted before its blocks are free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.errors import EngineRequestError
+from prefill_worker import role as role_module
+from prefill_worker.attempt import PrefillState
+from tests.prefill_worker.test_prefill_machine import Handoff, PrefillMachine
+from wire import common_pb2
+
+GOOD, BAD = bytes([1]) * 16, bytes([2]) * 16
+
+
+class Watching(Handoff):
+    """Looks, when it is aborted, whether its blocks are still held."""
+
+    def __init__(self, machine: PrefillMachine):
+        super().__init__(machine.loop)
+        self.machine = machine
+        self.held_when_aborted = 0
+
+    async def abort(self, reason: str) -> None:
+        await super().abort(reason)
+        self.held_when_aborted = len(self.machine.engine.block_ids(BAD.hex()))
+
+
+@pytest.fixture
+def machine() -> Iterator[PrefillMachine]:
+    made = PrefillMachine()
+    made.build(leaves_after=60)
+    yield made
+    made.teardown()
+
+
+def end_of(machine: PrefillMachine, transfer: bytes) -> common_pb2.AttemptEnd:
+    attempt = machine.opened[transfer]
+    assert attempt.task is not None
+    machine.loop.run_until_complete(asyncio.wait_for(attempt.task, 60))
+    assert attempt.log._end is not None
+    return attempt.log._end
+
+
+def both_in_the_engine(machine: PrefillMachine) -> Watching:
+    for transfer in (GOOD, BAD):
+        machine.run(transfer, False, 4)
+        handoff = Watching(machine)
+        machine.inside(lambda given=handoff, to=transfer: machine.sender.asked[to].set_result(given))
+    return handoff
+
+
+def assert_only_bad_failed(machine: PrefillMachine, handoff: Watching) -> None:
+    failed = end_of(machine, BAD)
+    assert failed.outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
+    assert failed.error.code == EngineRequestError.__name__ and failed.error.retryable
+    assert machine.opened[BAD].machine.state is PrefillState.DRAINED
+    assert handoff.aborted == 1
+    assert handoff.held_when_aborted == 2
+    machine.handoff_ends(GOOD, True)
+    assert end_of(machine, GOOD).outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+    assert machine.engine.stats().blocks_held == 0
+    machine.whole()
+
+
+def test_logits_that_are_not_finite_end_the_attempt(machine):
+    handoff = both_in_the_engine(machine)
+    machine.runner.sick.add(BAD.hex())
+    machine.step()
+    assert_only_bad_failed(machine, handoff)
+
+
+def test_a_token_that_cannot_be_told_ends_its_attempt(machine, monkeypatch):
+    real = role_module.token_to_wire
+
+    def fails(token):
+        if token.request_id == BAD.hex():
+            raise OverflowError("of this token")
+        return real(token)
+
+    monkeypatch.setattr(role_module, "token_to_wire", fails)
+    handoff = both_in_the_engine(machine)
+    machine.step()
+    assert_only_bad_failed(machine, handoff)
