@@ -26,6 +26,8 @@ BatonError
 │   ├── PeerLostError                                      connection broken, or no beat for 5 s
 │   └── TransportError                                     NIXL or gRPC could not move the bytes
 └── InternalError                  500 INTERNAL            a fault of ours
+    ├── EngineRequestError                                 an engine failed on this request and runs on
+    └── EngineFailedError                                  an engine failed while it ran this request, and ends
 """
 
 from __future__ import annotations
@@ -180,6 +182,15 @@ class TransportError(HandoffError):
 
 class InternalError(BatonError):
     pass
+
+
+class EngineRequestError(InternalError):
+    # Another worker's engine may do better. The router tries one; who hears of it at last has had both.
+    retryable = True
+
+
+class EngineFailedError(InternalError):
+    retryable = True
 
 
 def _all_subclasses(cls: type[BatonError]) -> list[type[BatonError]]:

@@ -20,6 +20,7 @@ from router.completion import Completion, Delta, Outcome
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.charged import charged
 from router.dispatch.choice import ChoiceStream, GapError
+from router.dispatch.engine_failures import EngineFailures
 from router.dispatch.hurry import Hurry
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.patience import Patience
@@ -86,6 +87,7 @@ class RequestLife:
         self.trace_id = self._trace.trace_id if self._trace is not None else ""
         self._hurry = Hurry(services.config, completion, self._received)
         self._excluded: set[str] = set()
+        self._engine_failures = EngineFailures()
         self._generation: Generation | None = None  # the workers that have it
         self._deltas: Mailbox[Delta]
         self._work: asyncio.Task[None] | None = None
@@ -163,12 +165,9 @@ class RequestLife:
                 self.truth.retries[type(retry.reason).__name__] += 1
                 log.info("attempt over: %s", retry, extra={"request_id": self._completion.request_id})
                 progress = sum(choice.new_tokens for choice in choices) > before
+                costly = bool(attempt.lost & attempt.heard) or isinstance(retry.reason, errors.InternalError)
                 pause = patience.pause_seconds(
-                    retry.reason,
-                    retry.pause_seconds,
-                    progress=progress,
-                    costly=bool(attempt.lost & attempt.heard)
-                    or isinstance(retry.reason, errors.InternalError),
+                    retry.reason, retry.pause_seconds, progress=progress, costly=costly
                 )
                 await asyncio.sleep(pause)
                 machine.to(LifeState.PLACING)
@@ -242,7 +241,7 @@ class RequestLife:
             chain=index_keys(hashes),
             token_count=len(packed) // 4,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=self._services.liveness.suspects | self._excluded,
+            excluded=self._services.liveness.suspects | self._excluded | self._engine_failures.names,
             generation=generation,
             explain=c.explain,
             urgency=self._hurry.urgency,
@@ -338,6 +337,7 @@ class RequestLife:
                 raise _Retry(errors.PeerLostError("the decode worker ended early"))
             return
         reason = event.error or self._reason(event)
+        self._engine_failures.note(attempt.worker_of(event.source), reason)
         if isinstance(reason, errors.InvalidRequestError):
             raise reason
         if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:
