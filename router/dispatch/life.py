@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from enum import Enum
 from functools import cached_property
 
@@ -64,21 +65,17 @@ class RequestLife:
     """`start` it with the mailbox its deltas go to; `outcome` tells the whole truth after the mailbox has ended."""
 
     def __init__(
-        self,
-        completion: Completion,
-        services: Services,
-        first_shown: int = 0,
-        arrival: Arrival | None = None,
+        self, completion: Completion, services: Services, first_shown: int = 0, arrival: Arrival | None = None
     ):
         """`first_shown`: the number of its first choice in an answer to several prompts."""
         self._completion = completion
         self._services = services
-        self._choices = [
-            ChoiceStream(i, completion, services.text, first_shown + i) for i in range(completion.n)
-        ]
         self._packed_prompt = pack_tokens(completion.prompt_tokens)
         self._name = name_of(completion.tenant, completion.request_id, self._packed_prompt)
         self._resumed = services.tickets.check(completion, self._name)  # another router had taken it in
+        self._choices = [
+            ChoiceStream(i, completion, services.text, first_shown + i) for i in range(completion.n)
+        ]
         self.truth = Truth()
         arrival = arrival or Arrival()
         self._received = arrival.received
@@ -89,6 +86,7 @@ class RequestLife:
         self._excluded: set[str] = set()
         self._engine_failures = EngineFailures()
         self._generation: Generation | None = None  # the workers that have it
+        self.on_charged: Callable[[], None] = lambda: None  # from now on the ticket is worth something
         self._deltas: Mailbox[Delta]
         self._work: asyncio.Task[None] | None = None
         self.worker_ids: list[str] = []
@@ -128,6 +126,7 @@ class RequestLife:
                 asyncio.timeout(self._completion.deadline_seconds),
                 charged(self._services, self._completion, self._name, resumed=self._resumed, use=self._use),
             ):
+                self.on_charged()
                 await self._run_choices(self._choices)
         except TimeoutError:
             seconds = self._completion.deadline_seconds
@@ -235,7 +234,7 @@ class RequestLife:
         c, secret = self._completion, self._services.config.secret.encode()
         packed = spec.prompt_tokens + spec.output_tokens
         hashes = hash_blocks(packed, generation.page_size, secret=secret, salt=spec.salt)
-        taken_in = bool(self.truth.attempts or self._resumed)  # it is not refused any more
+        taken_in = bool(self.truth.attempts or c.resume_tokens)  # it is not refused any more
         return PlacementRequest(
             transfer_id=self._services.new_transfer_id(),
             chain=index_keys(hashes),
