@@ -26,7 +26,8 @@ BatonError
 │   ├── PeerLostError                                      connection broken, or no beat for 5 s
 │   └── TransportError                                     NIXL or gRPC could not move the bytes
 └── InternalError                  500 INTERNAL            a fault of ours
-    └── EngineRequestError                                 one request's computation failed in an engine
+    ├── EngineRequestError                                 an engine failed on this request and runs on
+    └── EngineFailedError                                  an engine failed while it ran this request, and ends
 """
 
 from __future__ import annotations
@@ -186,7 +187,14 @@ class InternalError(BatonError):
 class EngineRequestError(InternalError):
     """The computation of one request failed in an engine that goes on with the others."""
 
-    retryable = True  # the fault may lie in one worker's memory or cache
+    # The fault may lie in one worker's memory or cache: the router tries one other engine.
+    retryable = True
+
+
+class EngineFailedError(InternalError):
+    """An engine failed in a step that ran this request, and its worker ends."""
+
+    retryable = True
 
 
 def engine_request_error(error: Exception) -> EngineRequestError:

@@ -6,7 +6,13 @@ import asyncio
 import logging
 import time
 
-from cluster.errors import BatonError, CancelledError, DrainingError, InternalError, engine_request_error
+from cluster.errors import (
+    BatonError,
+    CancelledError,
+    DrainingError,
+    EngineFailedError,
+    engine_request_error,
+)
 from cluster.faults.points import Point
 from cluster.telemetry.arrivals import Arrivals
 from decode_worker import attempt_trace
@@ -128,6 +134,13 @@ class DecodeRole:
             await self._core.host.call(lambda engine: engine.abort(engine_id))
             self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_PREEMPTED, error)
 
+    def failed(self, word: BatonError) -> None:
+        """No engine is asked any more: what it held is gone with it."""
+        for attempt in self.attempts.all():
+            inside = attempt.engine_id in self.by_engine_id
+            if inside or not isinstance(word, EngineFailedError):
+                self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, word)
+
     # --- the engine's side -----------------------------------------------------------------------------
 
     def on_output(self, output: StepOutput) -> None:
@@ -216,7 +229,7 @@ class DecodeRole:
             self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
         except Exception as error:
             log.exception("attempt failed", extra={"request_id": attempt.request_id})
-            failure = InternalError(f"{type(error).__name__}: {error}")
+            failure = engine_request_error(error)
             self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, failure)
 
     async def _enter(self, attempt: DecodeAttempt, request: EngineRequest) -> None:

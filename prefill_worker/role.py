@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -12,12 +13,13 @@ from cluster.errors import (
     BlocksExhaustedError,
     CancelledError,
     DrainingError,
+    EngineFailedError,
     InternalError,
     engine_request_error,
 )
 from cluster.faults.points import Point
 from cluster.telemetry.arrivals import Arrivals
-from engine.request import StepOutput
+from engine.request import EngineRequest, StepOutput
 from kv_transfer.base import HandoffSpec
 from kv_transfer.part_times import PartTimes
 from kv_transfer.sender import HandoffSender, OutgoingHandoff
@@ -51,6 +53,7 @@ class PrefillRole:
         self._at_computed = core.faults.point(Point.PREFILL_COMPUTED)
         self._at_finished = core.faults.point(Point.PREFILL_FINISHED)
         self.ended = outcome_counts()  # attempts
+        self._has_failed = False
 
     def open(self, request: prefill_pb2.PrefillRunRequest) -> PrefillAttempt:
         """The attempt of this transfer id: a repeated Run gets the first one's. Raises BatonError."""
@@ -88,6 +91,20 @@ class PrefillRole:
             attempt.given_back = True
             await self.cancel(attempt)
 
+    def failed(self, word: BatonError) -> None:
+        """The engine gives nothing any more: what it held ends with `word`, what waits goes back."""
+        self._has_failed = True
+        for attempt in self.attempts.all():
+            prefilled = attempt.prefilled
+            if not prefilled.done() and attempt.engine_id in self._by_engine_id:
+                prefilled.set_exception(word)
+                prefilled.exception()  # retrieved, also where the attempt ends before it looks
+            elif isinstance(word, EngineFailedError) or (prefilled.done() and prefilled.exception()):
+                continue
+            elif attempt.task is not None:
+                attempt.given_back = True
+                attempt.task.cancel()
+
     def on_output(self, output: StepOutput) -> None:
         """Hears of every engine step, on the loop."""
         for token in output.tokens:
@@ -114,7 +131,8 @@ class PrefillRole:
             await self._prefill(attempt)
             end.outcome = common_pb2.ATTEMPT_OUTCOME_DONE
         except (BlocksExhaustedError, DrainingError) as error:  # the decode worker has no room, or leaves
-            end.outcome = common_pb2.ATTEMPT_OUTCOME_REFUSED
+            if not self._has_failed:
+                end.outcome = common_pb2.ATTEMPT_OUTCOME_REFUSED
             end.error.CopyFrom(error.to_wire())
         except BatonError as error:
             end.error.CopyFrom(error.to_wire())
@@ -187,7 +205,7 @@ class PrefillRole:
         if attempt.trace is not None:
             handoff.parts = attempt.parts = PartTimes()
         await handoff.start(attempt.engine_id)
-        await self._core.host.call(lambda engine: engine.add(request))
+        await self._add(request)
         prefilled = await attempt.prefilled
         self.arrivals.first_token(time.monotonic() - attempt.received)
         report = attempt.report
@@ -200,6 +218,15 @@ class PrefillRole:
         report.computed_prompt_tokens = prefilled.done.computed_prompt_tokens
         report.prompt_compute_seconds = prefilled.done.prompt_compute_seconds
         return prefilled
+
+    async def _add(self, request: EngineRequest) -> None:
+        try:
+            await self._core.host.call(lambda engine: engine.add(request))
+        except BatonError:
+            raise
+        except Exception as error:
+            log.exception("the engine refused a request", extra={"request_id": request.request_id})
+            raise engine_request_error(error) from error
 
     async def _hand_over(
         self, attempt: PrefillAttempt, handoff: OutgoingHandoff, prefilled: Prefilled
@@ -219,9 +246,11 @@ class PrefillRole:
         report.transport = result.transport
 
     async def _free(self, attempt: PrefillAttempt) -> None:
-        """Blocks of a computed prompt become prefix cache; of any other they are free."""
+        """Blocks of a computed prompt become prefix cache; of any other they are free. An engine that has stopped
+        holds nothing, and its refusal must not stand in for the error that ended the attempt."""
         engine_id = attempt.engine_id
-        if attempt.machine.state is PrefillState.RELEASED:
-            await self._core.host.call(lambda engine: engine.release(engine_id))
-        else:
-            await self._core.host.call(lambda engine: engine.abort(engine_id))
+        with contextlib.suppress(DrainingError):
+            if attempt.machine.state is PrefillState.RELEASED:
+                await self._core.host.call(lambda engine: engine.release(engine_id))
+            else:
+                await self._core.host.call(lambda engine: engine.abort(engine_id))

@@ -4,7 +4,8 @@
     name   = BLAKE2b(tenant, request id, prompt)
 
 The stream's first event carries it. A client whose router died shows it at another one beside the tokens it holds:
-half an answer must not be refused for being late. Tokens alone prove nothing, anybody can make some up.
+half an answer must not be refused for being late. Tokens alone prove nothing, anybody can make some up: they are
+refused. A ticket without tokens is that of a request whose router died before its first token: it has been charged.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import struct
 import time
 from collections.abc import Callable
 
+from cluster.errors import InvalidRequestError
 from router.completion import Completion
 
 NAME_BYTES = 16
@@ -44,12 +46,22 @@ class Tickets:
         return self._ticket(int(self._clock()), name, seed)
 
     def check(self, completion: Completion, name: bytes) -> bool:
-        """Was this request taken in by a router of this deployment, not too long ago?"""
-        ticket = completion.resume_ticket
-        if not completion.resume_tokens or len(ticket) != 8 + MAC_BYTES:
+        """Was this request taken in by a router of this deployment, not too long ago? Raises InvalidRequestError where
+        it was not and brings tokens all the same."""
+        valid = self._is_valid(completion.resume_ticket, name, completion.sampling.seed)
+        if completion.resume_tokens and not valid:
+            raise InvalidRequestError(
+                "resume_ticket: resume_tokens need the ticket of this request's first event, at most "
+                f"{self._seconds:.0f} s old, with the seed it carries; or send the request anew without them",
+                field="resume_ticket",
+            )
+        return valid
+
+    def _is_valid(self, ticket: bytes, name: bytes, seed: int) -> bool:
+        if len(ticket) != 8 + MAC_BYTES:
             return False
         (issued,) = struct.unpack_from("<Q", ticket)
-        expected = self._ticket(issued, name, completion.sampling.seed)
+        expected = self._ticket(issued, name, seed)
         return hmac.compare_digest(ticket, expected) and abs(self._clock() - issued) <= self._seconds
 
     def _ticket(self, issued: int, name: bytes, seed: int) -> bytes:

@@ -75,6 +75,7 @@ class Validator:
             raise UnknownModelError(
                 f"model: {asked.model!r} is not served here; {self.served_name!r} is", field="model"
             )
+        self.check_lengths(len(prompt), len(asked.resume_tokens))
         tokens = self._tokens("prompt", prompt)
         if not tokens:
             raise _refuse("prompt", "is empty; at least one token is needed", 1)
@@ -82,11 +83,18 @@ class Validator:
         n = self._integer("n", asked.n, 1, 1, self._config.max_choices)
         if resumed and n > 1:
             raise _refuse("resume_tokens", "a resumed request has one choice", "n = 1")
+        sampling = self._sampling(asked, len(tokens))
+        if resumed and len(resumed) >= sampling.max_tokens:
+            raise _refuse(
+                "resume_tokens",
+                f"{len(resumed)} tokens are held already of at most {sampling.max_tokens}",
+                f"< max_tokens = {sampling.max_tokens}",
+            )
         return Completion(
             request_id=self._request_id(asked.request_id),
             model=self.served_name,
             prompt_tokens=tokens,
-            sampling=self._sampling(asked, len(tokens)),
+            sampling=sampling,
             n=n,
             stop=self._stops(asked.stop),
             include_stop_text=asked.include_stop_text,
@@ -99,6 +107,16 @@ class Validator:
                 self._config.request_seconds, asked.deadline_seconds or self._config.request_seconds
             ),
         )
+
+    def check_lengths(self, prompt_tokens: int, resume_tokens: int = 0) -> None:
+        """Before anything walks over the tokens: a message may carry millions. Raises ContextLengthError."""
+        for name, tokens in (("prompt", prompt_tokens), ("resume_tokens", prompt_tokens + resume_tokens)):
+            if tokens >= self.max_model_len:
+                raise ContextLengthError(
+                    f"{name}: {tokens} tokens leave no room in a context of {self.max_model_len}",
+                    field=name,
+                    limit=str(self.max_model_len),
+                )
 
     @staticmethod
     def _request_id(given: str) -> str:
@@ -123,10 +141,10 @@ class Validator:
                 given = defaults.get(name)
             return self._number(name, default if given is None else given, low, high)
 
-        stop_ids = self._tokens("stop_token_ids", asked.stop_token_ids)
         most = self._config.max_stop_token_ids
-        if len(stop_ids) > most:
+        if len(asked.stop_token_ids) > most:
             raise _refuse("stop_token_ids", f"at most {most} are allowed", most)
+        stop_ids = self._tokens("stop_token_ids", asked.stop_token_ids)
         max_tokens = self._max_tokens(asked.max_tokens, prompt)
         seed = self._integer("seed", asked.seed, secrets.randbits(63), -(2**63), 2**64 - 1)
         return common_pb2.SamplingParams(
@@ -155,12 +173,6 @@ class Validator:
 
     def _max_tokens(self, asked: int | None, prompt: int) -> int:
         room = self.max_model_len - prompt
-        if room < 1:
-            raise ContextLengthError(
-                f"prompt: {prompt} tokens leave no room in a context of {self.max_model_len}",
-                field="prompt",
-                limit=str(self.max_model_len),
-            )
         if asked is None:
             return room
         wanted = self._integer("max_tokens", asked, 1, 1, 2**31)

@@ -63,8 +63,8 @@ class GenerateRequest(_message.Message):
     explain: _builtins.bool
     """report the placement decision in the last event"""
     resume_ticket: _builtins.bytes
-    """The ticket of the first event, with resume_tokens: the request was taken in already, so it is neither refused nor
-    charged again. Without it, or with one of another request, it is a new request.
+    """The ticket of the first event: the request was taken in already, so it is neither refused nor charged again.
+    resume_tokens need it: without it, or with one of another request, they are refused.
     """
     reconnects: _builtins.int
     """routers this request (by its request_id) was lost with before"""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from wire import common_pb2
 from worker.attempt_log import AttemptLog
 from worker.ended import EndedAttempts
 
+log = logging.getLogger(__name__)
 DETACH_SECONDS = 1.5
 
 
@@ -124,9 +126,13 @@ class Attempts(Generic[A]):
         await self._follow_ups.complete(self._cancel_and_forget(attempt))
 
     async def cancel_all(self) -> None:
-        """Ends every attempt there is now; their readers hear it."""
+        """Ends every attempt there is now; their readers hear it. One that cannot be cancelled does not keep the
+        others."""
         for attempt in self.all():
-            await self._cancel_and_forget(attempt)
+            try:
+                await self._cancel_and_forget(attempt)
+            except Exception:
+                log.exception("attempt %s could not be cancelled", attempt.transfer_id.hex())
 
     async def close(self) -> None:
         """Cancels what is left."""
@@ -142,9 +148,11 @@ class Attempts(Generic[A]):
         self._follow_ups.spawn(self._cancel_and_forget(attempt))
 
     async def _cancel_and_forget(self, attempt: A) -> None:
-        if not attempt.log.ended:
-            await self._cancel(attempt)
-        self.forget(attempt.transfer_id)
+        try:
+            if not attempt.log.ended:
+                await self._cancel(attempt)
+        finally:
+            self.forget(attempt.transfer_id)
 
     def _stop_timer(self, transfer_id: bytes) -> None:
         timer = self._timers.pop(transfer_id, None)

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from cluster.addresses import advertised, join
 from cluster.config import WorkerConfig
-from cluster.errors import DrainingError, InternalError, StaleEpochError
+from cluster.errors import BatonError, DrainingError, EngineFailedError, InternalError, StaleEpochError
 from cluster.faults.orders import open_faults
 from cluster.follow_ups import FollowUps
 from cluster.index.reporter import ChainReporter
@@ -50,6 +50,7 @@ T = TypeVar("T")
 WIRE_VERSION = 1
 RESYNC_SECONDS = 10.0
 REJOIN_SECONDS = 10.0
+RANK_DEATH_SECONDS = 0.25  # between a step that a dead rank broke and the end of its pipe
 
 
 class WorkerCore:
@@ -83,6 +84,7 @@ class WorkerCore:
         self.runner = runner = self.ranks.runner
         self.page_size = runner.page_size
         self.on_output: Callable[[StepOutput], None] = lambda output: None
+        self.on_failed: Callable[[BatonError], None] = lambda word: None
         self.on_fenced: Callable[[], Awaitable[None]] = _nothing
         self.status: Callable[[], dict[str, Any]] = dict
         self.collectors: list[Collector] = []  # of the role
@@ -102,7 +104,7 @@ class WorkerCore:
         self.host = EngineHost(
             self.engine,
             on_output=self._output,
-            on_failure=self.fail,
+            on_failure=self._engine_failed,
             step_stall_seconds=config.step_stall_seconds,
         )
         self.health.engine_moves = self.host.healthy
@@ -280,9 +282,28 @@ class WorkerCore:
         with contextlib.suppress(RuntimeError):  # the loop has closed: the worker ends anyway
             self._loop.call_soon_threadsafe(self.fail, error)
 
+    def _engine_failed(self, error: BaseException) -> None:
+        """On the loop: a step raised. A rank's death breaks the leader's step too, and its pipe tells a moment later."""
+        if self.ranks.remote:
+            self._loop.call_later(RANK_DEATH_SECONDS, self._end_failed, error)
+        else:
+            self._end_failed(error)
+
+    def _end_failed(self, error: BaseException) -> None:
+        """Requests that a failed step ran are named as its possible cause, but not where the error has a name: what
+        is lost with a rank or a peer no request has done."""
+        if self.failed.done():
+            return
+        if not isinstance(error, BatonError):
+            name = type(error).__name__
+            self.on_failed(EngineFailedError(f"the engine failed while it ran this request: {name}"))
+        self.fail(error)
+
     def fail(self, error: BaseException) -> None:
+        """This worker ends. Its attempts end first, with a word of which routers need not wait for the connection."""
         if not self.failed.done():
             self.failed.set_result(error)
+            self.on_failed(DrainingError(f"{self.worker_id} has failed and ends"))
 
     def _scraped(self) -> dict[str, Any]:
         """Nothing, until there is an engine to ask."""

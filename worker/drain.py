@@ -17,6 +17,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from cluster.errors import BatonError
+
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.02
 SUCCESSOR_SECONDS = 0.5  # how often the registry is asked
@@ -37,6 +39,10 @@ class Leaving(Protocol):
 
     async def give_back_running(self) -> None:
         """Ends everything, each attempt at its position."""
+        ...
+
+    def failed(self, word: BatonError) -> None:
+        """The worker has failed. EngineFailedError ends what the engine held, anything else all there is."""
         ...
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from cluster.errors import InternalError
+from cluster.errors import DrainingError
 from engine.engine import Engine
 from engine.request import StepOutput
 
@@ -85,7 +85,8 @@ class EngineHost:
         return self._clock() - since if since is not None else 0.0
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Runs `function(engine)` between two steps; its result or error comes back here."""
+        """Runs `function(engine)` between two steps; its result or error comes back here. Raises DrainingError once the
+        engine has stopped: another worker takes the request, whatever stopped this one."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -98,7 +99,7 @@ class EngineHost:
                 loop.call_soon_threadsafe(_set_result, future, result)
 
         if self._stopping or self._failed is not None:
-            raise InternalError(f"the engine has stopped: {self._failed or 'shutting down'}")
+            raise DrainingError("the engine of this worker has stopped")
         self._commands.put(command)
         if self._stopping:  # since the look above: the thread may have gone through what waits already
             self._refuse_the_rest()

@@ -32,6 +32,7 @@ class RoleWorker:
         self._side = side
         self._draining: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
+        core.on_failed = role.failed
         core.on_fenced = self._fenced
 
     @property

@@ -68,7 +68,7 @@ class StreamProgress:
         resumed.options.seed = self._started.seed
         if self._held[0].token_ids:
             resumed.resume_tokens.ids.extend(self._held[0].token_ids)
-            resumed.resume_ticket = self._started.resume_ticket
+        resumed.resume_ticket = self._started.resume_ticket
         return resumed
 
     def feed(self, event: pb.GenerateResponse) -> Chunk | None:

@@ -92,6 +92,10 @@ class Attempt:
         work = report.prefill_queue_seconds + report.prefill_seconds
         return max(0.0, self.prefilled_at - self.started - work)
 
+    def worker_of(self, source: Source) -> WorkerInfo:
+        prefill = self.placed.prefill
+        return prefill if source is Source.PREFILL and prefill is not None else self.placed.decode
+
     @property
     def is_local(self) -> bool:
         return self.placed.prefill is None

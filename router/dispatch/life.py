@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from enum import Enum
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from router.completion import Completion, Delta, Outcome
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.charged import charged
 from router.dispatch.choice import ChoiceStream, GapError
+from router.dispatch.engine_failures import EngineFailures
 from router.dispatch.hurry import Hurry
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.patience import Patience
@@ -63,21 +65,17 @@ class RequestLife:
     """`start` it with the mailbox its deltas go to; `outcome` tells the whole truth after the mailbox has ended."""
 
     def __init__(
-        self,
-        completion: Completion,
-        services: Services,
-        first_shown: int = 0,
-        arrival: Arrival | None = None,
+        self, completion: Completion, services: Services, first_shown: int = 0, arrival: Arrival | None = None
     ):
         """`first_shown`: the number of its first choice in an answer to several prompts."""
         self._completion = completion
         self._services = services
-        self._choices = [
-            ChoiceStream(i, completion, services.text, first_shown + i) for i in range(completion.n)
-        ]
         self._packed_prompt = pack_tokens(completion.prompt_tokens)
         self._name = name_of(completion.tenant, completion.request_id, self._packed_prompt)
         self._resumed = services.tickets.check(completion, self._name)  # another router had taken it in
+        self._choices = [
+            ChoiceStream(i, completion, services.text, first_shown + i) for i in range(completion.n)
+        ]
         self.truth = Truth()
         arrival = arrival or Arrival()
         self._received = arrival.received
@@ -86,7 +84,9 @@ class RequestLife:
         self.trace_id = self._trace.trace_id if self._trace is not None else ""
         self._hurry = Hurry(services.config, completion, self._received)
         self._excluded: set[str] = set()
+        self._engine_failures = EngineFailures()
         self._generation: Generation | None = None  # the workers that have it
+        self.on_charged: Callable[[], None] = lambda: None  # from now on the ticket is worth something
         self._deltas: Mailbox[Delta]
         self._work: asyncio.Task[None] | None = None
         self.worker_ids: list[str] = []
@@ -126,6 +126,7 @@ class RequestLife:
                 asyncio.timeout(self._completion.deadline_seconds),
                 charged(self._services, self._completion, self._name, resumed=self._resumed, use=self._use),
             ):
+                self.on_charged()
                 await self._run_choices(self._choices)
         except TimeoutError:
             seconds = self._completion.deadline_seconds
@@ -163,12 +164,9 @@ class RequestLife:
                 self.truth.retries[type(retry.reason).__name__] += 1
                 log.info("attempt over: %s", retry, extra={"request_id": self._completion.request_id})
                 progress = sum(choice.new_tokens for choice in choices) > before
+                costly = bool(attempt.lost & attempt.heard) or isinstance(retry.reason, errors.InternalError)
                 pause = patience.pause_seconds(
-                    retry.reason,
-                    retry.pause_seconds,
-                    progress=progress,
-                    costly=bool(attempt.lost & attempt.heard)
-                    or isinstance(retry.reason, errors.InternalError),
+                    retry.reason, retry.pause_seconds, progress=progress, costly=costly
                 )
                 await asyncio.sleep(pause)
                 machine.to(LifeState.PLACING)
@@ -236,13 +234,13 @@ class RequestLife:
         c, secret = self._completion, self._services.config.secret.encode()
         packed = spec.prompt_tokens + spec.output_tokens
         hashes = hash_blocks(packed, generation.page_size, secret=secret, salt=spec.salt)
-        taken_in = bool(self.truth.attempts or self._resumed)  # it is not refused any more
+        taken_in = bool(self.truth.attempts or c.resume_tokens)  # it is not refused any more
         return PlacementRequest(
             transfer_id=self._services.new_transfer_id(),
             chain=index_keys(hashes),
             token_count=len(packed) // 4,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=self._services.liveness.suspects | self._excluded,
+            excluded=self._services.liveness.suspects | self._excluded | self._engine_failures.names,
             generation=generation,
             explain=c.explain,
             urgency=self._hurry.urgency,
@@ -338,6 +336,7 @@ class RequestLife:
                 raise _Retry(errors.PeerLostError("the decode worker ended early"))
             return
         reason = event.error or self._reason(event)
+        self._engine_failures.note(attempt.worker_of(event.source), reason)
         if isinstance(reason, errors.InvalidRequestError):
             raise reason
         if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:

@@ -25,6 +25,7 @@ from wire import inference_pb2 as pb
 Context = grpc.aio.ServicerContext[Any, Any]
 M = TypeVar("M", bound=Message)
 SERVICE = "baton.v1.Inference"
+_CHARGED = Delta(0, "", ())
 
 
 class InferenceService:
@@ -70,6 +71,7 @@ class InferenceService:
     async def _completion(self, request: pb.GenerateRequest, context: Context) -> Completion:
         text = self._front.text
         kind = request.WhichOneof("prompt")
+        self._front.validator.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
         if kind == "text":
             prompt = await text.encode(request.text)
         elif kind == "token_ids":
@@ -162,10 +164,17 @@ def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
 
 async def _responses(life: RequestLife, completion: Completion) -> AsyncGenerator[pb.GenerateResponse, None]:
     deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
+    if completion.rate_limits:
+        # Who pays by request holds its ticket before the first token: if this router dies, the next one must not
+        # charge it again. Others need none until there is something to resume, and are spared the message.
+        life.on_charged = lambda: deltas.add(_CHARGED)
     life.start(deltas)
     started: pb.Started | None = None
     try:
         while came := await deltas.take():
+            if came[0] is _CHARGED:
+                yield pb.GenerateResponse(started=_started(life, completion))
+                came = came[1:]
             for chunk in _chunks(came):
                 if started is None:
                     started = _started(life, completion)

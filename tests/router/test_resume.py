@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.errors import InvalidRequestError
 from router.completion import Completion
 from router.resume import GRACE_SECONDS, Tickets, name_of
 from wire import common_pb2
@@ -37,22 +38,36 @@ def test_any_router_of_the_deployment_knows_it():
 )
 def test_it_is_for_one_tenant_request_and_prompt(name):
     ticket = tickets().issue(NAME, SEED)
-    assert not tickets().check(completion(ticket), name_of(*name))
+    with pytest.raises(InvalidRequestError):
+        tickets().check(completion(ticket), name_of(*name))
+    assert not tickets().check(completion(ticket, resume_tokens=[]), name_of(*name))
+
+
+def refused(made: Completion, by: Tickets) -> bool:
+    """With tokens it is no request at all, without them a new one."""
+    with pytest.raises(InvalidRequestError) as caught:
+        by.check(made, NAME)
+    assert caught.value.field == "resume_ticket"
+    return not by.check(replace(made, resume_tokens=[]), NAME)
 
 
 def test_nothing_else_opens():
     ticket = tickets().issue(NAME, SEED)
     flipped = bytes([ticket[0] ^ 1]) + ticket[1:]
     for wrong in (b"", b"x", flipped, ticket[:-1], ticket + b"x", ticket[:-1] + bytes([ticket[-1] ^ 1])):
-        assert not tickets().check(completion(wrong), NAME)
-    assert not tickets("another").check(completion(ticket), NAME)
-    assert not tickets().check(completion(ticket, resume_tokens=[]), NAME), "it has nothing to resume"
-    assert not tickets().check(completion(ticket, sampling=common_pb2.SamplingParams(seed=8)), NAME)
+        assert refused(completion(wrong), tickets())
+    assert refused(completion(ticket), tickets("another"))
+    assert refused(completion(ticket, sampling=common_pb2.SamplingParams(seed=8)), tickets())
+
+
+def test_a_ticket_alone_is_that_of_a_request_that_was_charged():
+    assert tickets().check(completion(tickets().issue(NAME, SEED), resume_tokens=[]), NAME)
 
 
 def test_it_ends_with_the_longest_request():
     ticket = tickets().issue(NAME, SEED)
-    assert not tickets(now=NOW + 601 + GRACE_SECONDS).check(completion(ticket), NAME)
+    assert tickets(now=NOW + 600 + GRACE_SECONDS).check(completion(ticket), NAME)
+    assert refused(completion(ticket), tickets(now=NOW + 601 + GRACE_SECONDS))
 
 
 def test_names_do_not_run_into_each_other():

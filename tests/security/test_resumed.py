@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -19,6 +20,7 @@ from cluster.errors import OverloadedError
 from cluster.rpc import error_from_rpc
 from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
 from tests.waiting import wait_for
+from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
 
 TOKENS = 150
@@ -94,23 +96,41 @@ def test_the_one_request_of_a_minute_outlives_its_router(begun, keys, first, sec
     assert caught.value.retry_after_seconds < 75, "one request, 170 tokens: not two"
 
 
+@contextlib.contextmanager
+def asking(router: Router, key: str, new: int, **fields: Any) -> Iterator[Iterator[pb.GenerateResponse]]:
+    request = generate_request(
+        [5] * 20, {"max_tokens": new, "seed": 1}, model="", request_id="r", explain=False
+    )
+    request.resume_tokens.ids.extend(fields.pop("held", []))
+    for name, value in fields.items():
+        setattr(request, name, value)
+    with grpc.insecure_channel(router.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        yield stub.Generate(request, timeout=30, metadata=(("authorization", f"Bearer {key}"),))
+
+
+def refusal(router: Router, key: str, **fields: Any) -> str:
+    with asking(router, key, 3, **fields) as events, pytest.raises(grpc.RpcError) as caught:
+        list(events)
+    return error_from_rpc(caught.value).field
+
+
 def test_made_up_tokens_open_nothing(keys, second):
-    """Without the ticket of its first event a request is a new one, whatever it claims to hold."""
-    key = keys.add("liar", requests_per_minute=1)
+    """Without the ticket of its first event a request that claims to hold tokens is refused."""
+    key = keys.add("liar")
     wait_for_key(second, key)
-
-    def ask(ticket: bytes) -> None:
-        request = generate_request(
-            [5] * 20, {"max_tokens": 3, "seed": 1}, model="", request_id="r", explain=False
-        )
-        request.resume_tokens.ids.extend([7, 7])
-        request.resume_ticket = ticket
-        with grpc.insecure_channel(second.grpc) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
-            list(stub.Generate(request, timeout=30, metadata=(("authorization", f"Bearer {key}"),)))
-
-    ask(b"")
     for made_up in (b"", bytes(24), secrets.token_bytes(24), secrets.token_bytes(500)):
-        with pytest.raises(grpc.RpcError) as caught:
-            ask(made_up)
-        assert error_from_rpc(caught.value).field == "requests_per_minute"
+        assert refusal(second, key, held=[7, 7], resume_ticket=made_up) == "resume_ticket"
+
+
+def test_a_charge_is_not_taken_over_without_its_ticket(keys, second):
+    """A name, a prompt and a count of lost routers can be made up: asked so, it is charged as any other."""
+    key = keys.add("counts", requests_per_minute=1)
+    wait_for_key(second, key)
+    with asking(second, key, TOKENS) as events:
+        first = next(events)
+        assert first.started.resume_ticket, "it has been charged, and runs"
+        assert refusal(second, key, reconnects=1) == "requests_per_minute"
+        assert refusal(second, key, reconnects=1, resume_ticket=bytes(24)) == "requests_per_minute"
+        with asking(second, key, TOKENS, reconnects=1, resume_ticket=first.started.resume_ticket) as again:
+            assert next(again).started.request_id == "r"

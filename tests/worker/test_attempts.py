@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.errors import StaleTransferError
+from cluster.errors import DrainingError, StaleTransferError
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 from worker.attempts import Attempts
@@ -100,3 +100,20 @@ async def test_a_cancel_whose_caller_hangs_up_is_done_to_its_end():
         await caller
     may_end.set()
     await gone(attempts)
+
+
+async def test_one_that_cannot_be_cancelled_does_not_keep_the_others():
+    """An engine that has stopped refuses every call: the worker must still end each attempt, and itself."""
+    cancelled: list[bytes] = []
+
+    async def cancel(attempt):
+        if attempt.transfer_id == b"0" * 16:
+            raise DrainingError("the engine has stopped")
+        cancelled.append(attempt.transfer_id)
+
+    attempts = Attempts(cancel=cancel, max_attempts=4, detach_seconds=60.0)
+    for name in (b"0", b"1"):
+        attempts.open(Attempt(name * 16))
+    await attempts.close()
+    assert cancelled == [b"1" * 16]
+    assert len(attempts) == 0

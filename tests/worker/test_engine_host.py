@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import InternalError
+from cluster.errors import DrainingError
 from engine.request import StepOutput
 from worker.engine_host import EngineHost
 
@@ -51,5 +51,5 @@ async def test_who_comes_too_late_is_told():
     host = make(FullEngine())
     host.start()
     await host.stop()
-    with pytest.raises(InternalError):
+    with pytest.raises(DrainingError):
         await asyncio.wait_for(host.call(lambda e: e.steps), 60)

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cluster.errors import DrainingError
+from cluster.errors import BatonError, DrainingError
 from tests.virtual_time import VirtualLoop
 from worker.core import WorkerCore
 from worker.drain import END_SECONDS, LOOK_SECONDS, SUCCESSOR_SECONDS, drain
@@ -49,6 +49,9 @@ class Role:
         assert self._machine.engine_moves, "a hung engine gives nothing back"
         self._end(self.waiting)
         self._end(self.running)
+
+    def failed(self, word: BatonError) -> None:
+        raise AssertionError("its core does not fail here")
 
     def _end(self, which: set[int]) -> None:
         self.given_back += which

@@ -19,7 +19,7 @@ from cluster.errors import BatonError, BlocksExhaustedError, PeerLostError
 from cluster.topology import Location
 from router.completion import Completion
 from router.dispatch import life
-from router.dispatch.attempt import Ended, Source, TokenCame
+from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.pairs import Pairs
 from router.dispatch.services import Services
@@ -87,6 +87,8 @@ class Scripted:
 
     def __post_init__(self) -> None:
         self.events: Mailbox[Any] = Mailbox(512)
+
+    worker_of = Attempt.worker_of
 
     @property
     def is_local(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cluster.config import RouterConfig
-from cluster.errors import OverloadedError
+from cluster.errors import InvalidRequestError, OverloadedError
 from router.completion import Completion, Delta
 from router.dispatch.life import RequestLife
 from router.dispatch.mailbox import Mailbox
@@ -47,9 +47,9 @@ async def services(checkpoint, namespace):
     text.close()
 
 
-async def place(services: Services, ticket: bytes = b"", resume: tuple[int, ...] = ()) -> PlacementRequest:
+def completion(ticket: bytes = b"", resume: tuple[int, ...] = ()) -> Completion:
     sampling = common_pb2.SamplingParams(max_tokens=4, seed=3)
-    completion = Completion(
+    return Completion(
         "req-1",
         "m",
         [5, 6],
@@ -58,7 +58,10 @@ async def place(services: Services, ticket: bytes = b"", resume: tuple[int, ...]
         resume_ticket=ticket,
         deadline_seconds=30.0,
     )
-    life = RequestLife(completion, services)
+
+
+async def place(services: Services, ticket: bytes = b"", resume: tuple[int, ...] = ()) -> PlacementRequest:
+    life = RequestLife(completion(ticket, resume), services)
     deltas: Mailbox[Delta] = Mailbox(8)
     life.start(deltas)
     with pytest.raises(OverloadedError):
@@ -80,9 +83,15 @@ async def test_a_new_request_has_a_target(services):
     assert 0 < asked.deadline_seconds <= 30
 
 
-async def test_tokens_alone_change_nothing(services):
-    assert (await place(services, resume=(7, 8))).target_seconds > 0
-    assert (await place(services, b"made up", (7, 8))).target_seconds > 0
+@pytest.mark.parametrize("shown", [b"", b"made up", bytes(24)])
+async def test_tokens_need_the_ticket(services, shown):
+    """Before anything walks over them."""
+    services.text.close()
+    services.text = None
+    with pytest.raises(InvalidRequestError) as caught:
+        await place(services, shown, (7, 8))
+    assert caught.value.field == "resume_ticket"
+    assert not caught.value.retryable
 
 
 async def test_half_an_answer_is_not_refused_for_being_late(services):
@@ -90,5 +99,17 @@ async def test_half_an_answer_is_not_refused_for_being_late(services):
     assert asked.target_seconds == asked.deadline_seconds == 0.0
 
 
-async def test_a_ticket_without_tokens_is_worth_nothing(services):
+async def test_an_attempt_that_failed_makes_it_taken_in(services):
+    life = RequestLife(completion(), services)
+    generation = services.placement.generation(None)
+
+    def asked() -> PlacementRequest:
+        return life._placement_request(life._choices, life._spec(life._choices, generation), generation)
+
+    assert asked().target_seconds > 0
+    life.truth.attempts = 1
+    assert asked().target_seconds == asked().deadline_seconds == 0.0
+
+
+async def test_a_ticket_without_tokens_has_nothing_to_lose(services):
     assert (await place(services, ticket(services))).target_seconds > 0

@@ -1,0 +1,211 @@
+"""Every bound of a request: the exact value is taken, one beyond it is refused by name. Lengths come before everything
+that walks over what a client sent."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, overload
+
+import pytest
+
+from cluster.config import RouterConfig
+from cluster.errors import (
+    BatonError,
+    ContextLengthError,
+    InvalidRequestError,
+    ModelError,
+    UnknownModelError,
+)
+from router.validate import MAX_PRIORITY, MAX_REQUEST_ID, Asked, Validator
+
+VOCAB, CONTEXT = 100, 64
+CONFIG = RouterConfig(
+    model=Path("/models/m"),
+    max_choices=3,
+    max_stop_strings=2,
+    max_stop_string_characters=10,
+    max_stop_token_ids=4,
+    max_logit_bias=3,
+    max_logprobs=5,
+    request_seconds=60.0,
+)
+
+
+def validator(generation: dict[str, Any] | None = None, **config: Any) -> Validator:
+    text: Any = SimpleNamespace(
+        vocab_size=VOCAB, max_position_embeddings=CONTEXT, generation=generation or {}
+    )
+    return Validator(CONFIG.model_copy(update=config), text)
+
+
+class Long(Sequence[int]):
+    """Of a length, and nothing may look at what is in it."""
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("walked over")
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("walked over")
+
+
+# field, the last value within, the first beyond
+BOUNDS: list[tuple[str, Any, Any]] = [
+    ("temperature", 0.0, -1e-9),
+    ("temperature", 100.0, 100.1),
+    ("top_k", VOCAB, VOCAB + 1),
+    ("top_k", -(2**31), -(2**31) - 1),
+    ("top_p", 1.0, 1.0001),
+    ("top_p", 1e-9, 0.0),
+    ("min_p", 0.0, -1e-9),
+    ("min_p", 1.0, 1.0001),
+    ("repetition_penalty", 1e-9, 0.0),
+    ("repetition_penalty", 100.0, 100.1),
+    ("presence_penalty", -2.0, -2.1),
+    ("presence_penalty", 2.0, 2.1),
+    ("frequency_penalty", -2.0, -2.1),
+    ("frequency_penalty", 2.0, 2.1),
+    ("seed", 2**64 - 1, 2**64),
+    ("seed", -(2**63), -(2**63) - 1),
+    ("n", 1, 0),
+    ("n", 3, 4),
+    ("max_tokens", 1, 0),
+    ("max_tokens", CONTEXT - 4, CONTEXT - 3),
+    ("min_tokens", 0, -1),
+    ("min_tokens", CONTEXT - 4, CONTEXT - 3),
+    ("logprobs", 0, -1),
+    ("logprobs", 5, 6),
+    ("priority", MAX_PRIORITY, MAX_PRIORITY + 1),
+    ("priority", -MAX_PRIORITY, -MAX_PRIORITY - 1),
+    ("stop", ("a", "b"), ("a", "b", "c")),
+    ("stop", ("x" * 10,), ("x" * 11,)),
+    ("stop", ("x",), ("",)),
+    ("stop_token_ids", (1, 2, 3, 4), (1, 2, 3, 4, 5)),
+    ("stop_token_ids", (VOCAB - 1,), (VOCAB,)),
+    ("stop_token_ids", (0,), (-1,)),
+    ("logit_bias", {1: 0.0, 2: 0.0, 3: 0.0}, {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}),
+    ("logit_bias", {VOCAB - 1: 1.0}, {VOCAB: 1.0}),
+    ("logit_bias", {1: 100.0}, {1: 100.1}),
+    ("logit_bias", {1: -100.0}, {1: -100.1}),
+    ("request_id", "r" * MAX_REQUEST_ID, "r" * (MAX_REQUEST_ID + 1)),
+    ("request_id", "r", "r\n"),
+    ("model", "m", "n"),
+]
+PROMPT = [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("name", "within", "beyond"), BOUNDS)
+def test_the_last_value_is_taken_and_the_next_one_refused(name, within, beyond):
+    taken = validator().completion(PROMPT, Asked(**{name: within}))
+    assert taken.prompt_tokens == PROMPT
+    with pytest.raises(InvalidRequestError) as caught:
+        validator().completion(PROMPT, Asked(**{name: beyond}))
+    assert caught.value.field == name
+    assert not caught.value.retryable
+
+
+def test_what_is_taken_is_what_was_asked():
+    asked = Asked(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=-1, max_tokens=9, min_tokens=2, n=2)
+    made = validator().completion(PROMPT, asked)
+    sampling = made.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.25, 0.125)
+    assert (sampling.seed, sampling.max_tokens, sampling.min_tokens, made.n) == (2**64 - 1, 9, 2, 2)
+    assert not sampling.logprobs
+    assert validator().completion(PROMPT, Asked(logprobs=0)).sampling.logprobs
+
+
+def test_without_max_tokens_the_rest_of_the_context_is_there():
+    assert validator().completion(PROMPT, Asked()).sampling.max_tokens == CONTEXT - 4
+    assert validator(max_model_len=10).completion(PROMPT, Asked()).sampling.max_tokens == 6
+    assert validator(max_model_len=CONTEXT + 1).max_model_len == CONTEXT, "no longer than the model's own"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, True, "1"])
+def test_what_is_no_number_is_refused(value):
+    for name in ("temperature", "n", "max_tokens"):
+        with pytest.raises(InvalidRequestError) as caught:
+            validator().completion(PROMPT, Asked(**{name: value}))
+        assert caught.value.field == name
+
+
+@pytest.mark.parametrize(("asked", "left"), [(60.0, 60.0), (61.0, 60.0), (1.0, 1.0), (None, 60.0)])
+def test_a_deadline_is_at_most_the_router_s(asked, left):
+    assert validator().completion(PROMPT, Asked(deadline_seconds=asked)).deadline_seconds == left
+
+
+def test_an_unknown_model_is_named():
+    with pytest.raises(UnknownModelError):
+        validator().completion(PROMPT, Asked(model="other"))
+
+
+def test_defaults_that_are_wrong_are_the_model_s_fault():
+    with pytest.raises(ModelError):
+        validator({"temperature": -1.0})
+
+
+# --- lengths -----------------------------------------------------------------------------------------------------------
+
+
+def refused(prompt: Sequence[int], asked: Asked) -> BatonError:
+    with pytest.raises(BatonError) as caught:
+        validator().completion(prompt, asked)
+    assert not caught.value.retryable, "asking again is no help"
+    return caught.value
+
+
+def test_a_prompt_leaves_room_for_a_token():
+    assert validator().completion([1] * (CONTEXT - 1), Asked()).sampling.max_tokens == 1
+    error = refused([1] * CONTEXT, Asked())
+    assert isinstance(error, ContextLengthError) and error.field == "prompt"
+    assert refused([], Asked()).field == "prompt"
+    assert refused([VOCAB], Asked()).field == "prompt"
+    assert validator().completion([0, VOCAB - 1], Asked()).prompt_tokens == [0, VOCAB - 1]
+
+
+def test_prompt_and_held_tokens_leave_room_for_a_token():
+    held = CONTEXT - 4 - 1
+    assert len(validator().completion(PROMPT, Asked(resume_tokens=[1] * held)).resume_tokens) == held
+    error = refused(PROMPT, Asked(resume_tokens=[1] * (held + 1)))
+    assert isinstance(error, ContextLengthError) and error.field == "resume_tokens"
+
+
+def test_held_tokens_are_fewer_than_were_asked_for():
+    assert validator().completion(PROMPT, Asked(resume_tokens=[1] * 7, max_tokens=8)).resume_tokens
+    assert refused(PROMPT, Asked(resume_tokens=[1] * 8, max_tokens=8)).field == "resume_tokens"
+    assert validator().completion(PROMPT, Asked(resume_tokens=[VOCAB - 1])).resume_tokens
+    assert refused(PROMPT, Asked(resume_tokens=[VOCAB])).field == "resume_tokens"
+
+
+def test_a_resumed_request_has_one_choice():
+    assert validator().completion(PROMPT, Asked(resume_tokens=[1], n=1)).n == 1
+    assert refused(PROMPT, Asked(resume_tokens=[1], n=2)).field == "resume_tokens"
+
+
+@pytest.mark.parametrize("length", [CONTEXT, 500_000, 2**40])
+def test_what_is_too_long_is_not_walked_over(length):
+    assert refused(Long(length), Asked()).field == "prompt"
+    assert refused(PROMPT, Asked(resume_tokens=Long(length))).field == "resume_tokens"
+
+
+def test_a_list_that_is_too_long_is_not_walked_over():
+    assert refused(PROMPT, Asked(stop_token_ids=Long(500_000))).field == "stop_token_ids"
+
+
+def test_requests_get_names_of_their_own():
+    names = {validator().completion(PROMPT, Asked()).request_id for _ in range(3)}
+    assert len(names) == 3
+    own = secrets.token_hex(4)
+    assert validator().completion(PROMPT, Asked(request_id=own)).request_id == own

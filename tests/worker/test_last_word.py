@@ -1,0 +1,182 @@
+"""A worker whose engine fails says so on every stream before it ends: what the failed step ran is named as its possible
+cause, everything else goes back. Real workers, real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.block_hash import pack_tokens
+from cluster.config import EngineConfig, TransferConfig, WorkerConfig
+from cluster.errors import EngineFailedError, EngineRequestError, InternalError, from_wire
+from decode_worker.worker import DecodeWorker
+from prefill_worker.worker import PrefillWorker
+from tests.checkpoints import prompt_ids
+from tests.waiting import until
+from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+LONG = 60.0
+
+
+class Pair:
+    def __init__(self, model: Path):
+        engine = EngineConfig(model=model, dtype="float32", kv_memory_bytes=8 << 20, max_batch_tokens=128)
+        transfer = TransferConfig(
+            transport="grpc", ring_bytes=1 << 20, ring_max_bytes=4 << 20, slot_bytes=1 << 16
+        )
+        self.decode = DecodeWorker(WorkerConfig(role="decode", engine=engine, transfer=transfer))
+        self.prefill = PrefillWorker(WorkerConfig(role="prefill", engine=engine, transfer=transfer))
+        self.channels: list[grpc.aio.Channel] = []
+
+    async def start(self) -> None:
+        await self.decode.start()
+        await self.prefill.start()
+        self.channels = [grpc.aio.insecure_channel(one.address) for one in (self.decode, self.prefill)]
+
+    async def stop(self) -> None:
+        for channel in self.channels:
+            await channel.close()
+        await self.prefill.stop()
+        await self.decode.stop()
+
+    def spec(self, length: int) -> common_pb2.GenerateSpec:
+        return common_pb2.GenerateSpec(
+            model_id=self.decode._core.model_id,
+            prompt_tokens=pack_tokens(prompt_ids(length)),
+            sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True),
+            n=1,
+            salt=bytes(16),
+        )
+
+    def run_local(self, number: int) -> Any:
+        stub: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channels[0])
+        epoch = self.decode.epoch
+        return stub.Run(
+            decode_pb2.DecodeRunRequest(
+                wire_version=1,
+                transfer_id=bytes([number]) * 16,
+                request_id=f"r{number}",
+                worker_epoch=epoch,
+                spec=self.spec(20 + number),
+            )
+        )
+
+    def attach(self, number: int) -> Any:
+        stub: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channels[0])
+        return stub.Attach(
+            decode_pb2.AttachRequest(
+                wire_version=1,
+                transfer_id=bytes([number]) * 16,
+                request_id=f"r{number}",
+                worker_epoch=self.decode.epoch,
+            )
+        )
+
+    def run(self, number: int) -> Any:
+        stub: prefill_pb2_grpc.PrefillAsyncStub = prefill_pb2_grpc.PrefillStub(self.channels[1])
+        return stub.Run(
+            prefill_pb2.PrefillRunRequest(
+                wire_version=1,
+                transfer_id=bytes([number]) * 16,
+                request_id=f"r{number}",
+                worker_epoch=self.prefill.epoch,
+                spec=self.spec(40),
+                decode=self.decode._core.ref,
+                admission_deadline_ms=30_000,
+            )
+        )
+
+
+@pytest.fixture
+async def pair(checkpoint):
+    made = Pair(checkpoint("llama"))
+    await made.start()
+    yield made
+    async with asyncio.timeout(LONG):
+        await made.stop()
+
+
+async def end_of(call: Any) -> common_pb2.AttemptEnd:
+    async with asyncio.timeout(LONG):
+        async for event in call:
+            if event.WhichOneof("event") == "end":
+                return event.end
+    raise AssertionError("the stream ended without saying how")
+
+
+def breaks(worker: Any, error: BaseException) -> None:
+    def step() -> Any:
+        raise error
+
+    worker._core.engine.step = step
+
+
+async def test_what_a_failed_decode_engine_ran_is_named_and_what_waits_goes_back(pair):
+    running, waiting = pair.run_local(1), pair.attach(2)
+    ends = [asyncio.ensure_future(end_of(call)) for call in (running, waiting)]
+    await until(
+        lambda: len(pair.decode._role.attempts) == 2 and len(pair.decode._role.by_engine_id) == 1, "runs"
+    )
+    breaks(pair.decode, IndexError("an index"))
+    await pair.decode.wait_failed()
+    stopping = asyncio.create_task(pair.decode.stop())
+    first, second = await asyncio.gather(*ends)
+    assert first.error.code == "EngineFailedError"
+    assert "IndexError" in first.error.message
+    assert second.error.code == "DrainingError"
+    assert {first.outcome, second.outcome} == {common_pb2.ATTEMPT_OUTCOME_ABORTED}
+    await asyncio.wait_for(stopping, LONG)
+
+
+async def test_what_a_failed_prefill_engine_ran_is_named(pair):
+    breaks(pair.prefill, IndexError("an index"))
+    ending = asyncio.ensure_future(end_of(pair.run(3)))
+    await asyncio.wait_for(pair.prefill.wait_failed(), LONG)
+    stopping = asyncio.create_task(pair.prefill.stop())
+    said = await ending
+    assert (said.outcome, said.error.code) == (common_pb2.ATTEMPT_OUTCOME_ABORTED, "EngineFailedError")
+    await asyncio.wait_for(stopping, LONG)
+
+
+@pytest.mark.parametrize("how", ["named", "rank"])
+async def test_no_request_is_the_cause_where_the_failure_has_another(pair, how):
+    """A rank that dies breaks the leader's step, too."""
+    ending = asyncio.ensure_future(end_of(pair.run_local(4)))
+    await until(lambda: len(pair.decode._role.by_engine_id) == 1, "runs")
+    core = pair.decode._core
+    if how == "named":
+        breaks(pair.decode, InternalError("rank 1 did not finish its part"))
+    else:
+        core.ranks.remote.append(None)  # it has one; the step breaks first, its pipe tells a moment later
+        breaks(pair.decode, RuntimeError("connection closed by peer"))
+        await until(lambda: not core.host.healthy(), "the step has failed")
+        core._rank_exited(1)
+    await asyncio.wait_for(pair.decode.wait_failed(), LONG)
+    assert (await ending).error.code == "DrainingError"
+    core.ranks.remote.clear()
+
+
+async def test_an_engine_that_refuses_a_request_lives_on(pair):
+    def add(request: Any) -> None:
+        raise KeyError("a fault of ours")
+
+    engine = pair.decode._core.engine
+    whole, engine.add = engine.add, add
+    said = await end_of(pair.run_local(5))
+    assert said.error.code == "EngineRequestError"
+    engine.add = whole
+    assert (await end_of(pair.run_local(6))).outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+    other = pair.prefill._core.engine
+    other.add = add
+    said = await end_of(pair.run(7))
+    assert (said.outcome, said.error.code) == (common_pb2.ATTEMPT_OUTCOME_ABORTED, "EngineRequestError")
+    assert pair.prefill.healthy() and pair.decode.healthy()
+
+
+def test_the_class_survives_the_wire():
+    assert type(from_wire(EngineFailedError("x").to_wire())) is EngineFailedError
+    assert type(from_wire(EngineRequestError("x").to_wire())) is EngineRequestError
