@@ -36,11 +36,11 @@ from engine.request import (
     StepOutput,
     TokenOutput,
 )
+from engine.scheduler.growth import HIGHEST_RANK, reservation_for
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence import Sequence, rank_of
 from engine.scheduler.states import TRANSITIONS
 from engine.scheduler.states import SequenceState as S
-from engine.scheduler.victim import choose_victim
 from engine.step_times import StepTimes
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class Engine:
         total = self._scheduler.blocks_for(min(length + growth_tokens, self._max_len))
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
-        if need > self._scheduler.room(held):
+        if need > self._scheduler.room(held, rank_of(request)):
             raise BlocksExhaustedError(
                 f"{need} KV blocks are needed, {self._pool.free} are free", retry_after_seconds=0.05
             )
@@ -248,15 +248,13 @@ class Engine:
 
     # --- when blocks are short (the scheduler asks) --------------------------------------------------------
 
-    def evict_reservation(self, output: StepOutput) -> bool:
+    def evict_reservation(self, output: StepOutput, rank: int = HIGHEST_RANK) -> bool:
         """Its blocks stay its own until its owner calls `abort`: only he can tell that nobody writes to them."""
         everyone = [s for family in self._requests.values() for s in family]
         if any(s.state is S.EVICTED for s in everyone):
             return True
-        reserved = [s for s in everyone if s.state is S.WAITING_FOR_KV]
-        if not reserved:
+        if (victim := reservation_for(rank, everyone)) is None:
             return False
-        victim = choose_victim(reserved, everyone)
         victim.machine.to(S.EVICTED)
         output.evicted_reservations.append(victim.request.request_id)
         self._count["evicted"] += 1

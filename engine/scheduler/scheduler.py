@@ -10,6 +10,7 @@ from cluster.config import EngineConfig
 from engine.cache.block_pool import BlockPool
 from engine.plan import BlockCopy
 from engine.request import StepOutput
+from engine.scheduler.growth import SetAside
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.states import SequenceState as S
 from engine.scheduler.victim import choose_victim
@@ -18,9 +19,9 @@ from engine.scheduler.victim import choose_victim
 class Owner(Protocol):
     """What the scheduler asks of the engine when blocks are short."""
 
-    def evict_reservation(self, output: StepOutput) -> bool:
+    def evict_reservation(self, output: StepOutput, rank: int) -> bool:
         """Asks the owner of the least important and youngest reservation for its blocks, unless one was asked
-        before and has not answered. False: there is none."""
+        before and has not answered. False: there is none of `rank` or a lower class."""
 
     def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
         """A preempted sequence that is too long to be computed again here leaves. False: it stays and waits."""
@@ -37,6 +38,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.copies: list[BlockCopy] = []
         self._short: list[tuple[Sequence, int]] = []  # who was left out of the last step for so many blocks
+        self._set_aside = SetAside(config.page_size, config.max_model_len)
 
     def enqueue(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -46,16 +48,20 @@ class Scheduler:
         for queue in (self.waiting, self.running):
             if sequence in queue:
                 queue.remove(sequence)
+        self._set_aside.remove(sequence)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting) or any(not s.paused for s in self.running)
 
-    def room(self, held: list[int]) -> int:
-        """Free blocks for something new that takes the cached blocks `held` as well. What running sequences wait for is
-        theirs before anything new is let in."""
-        owed = sum(n for s, n in self._short if s.state is S.RUNNING and not s.paused)
-        return self._pool.free - self._pool.free_among(held) - owed
+    def room(self, held: list[int], rank: int) -> int:
+        """Free blocks for something new of class `rank` that takes the cached blocks `held` as well. What running
+        sequences of that class or a higher one wait for, or have set aside for their growth, is theirs first."""
+        owed = {s: self._set_aside.owed(s) for s in self._set_aside.sequences()}
+        for sequence, count in self._short:
+            owed[sequence] = max(count, owed.get(sequence, 0))
+        theirs = sum(n for s, n in owed.items() if s.state is S.RUNNING and not s.paused and s.rank <= rank)
+        return self._pool.free - self._pool.free_among(held) - theirs
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._page)
@@ -95,7 +101,7 @@ class Scheduler:
         else:
             count = min(missing, budget)
         need = self.blocks_for(len(sequence.tokens)) - len(held)
-        if need > self.room(held):
+        if need > self.room(held, sequence.rank):
             return 0
         self._pool.hold(held)
         sequence.blocks = held + self._pool.take(need)
@@ -128,7 +134,10 @@ class Scheduler:
     def _make_room(self, wanting: Sequence, output: StepOutput, busy: set[int]) -> bool:
         """False: `wanting` itself had to go, or it waits. The blocks of a reservation cannot be had within a step:
         parts of its KV may be landing in them until its owner has seen to it that none does."""
-        if self._owner.evict_reservation(output):
+        before = len(output.evicted_reservations)
+        if self._owner.evict_reservation(output, wanting.rank):
+            if len(output.evicted_reservations) > before:
+                self._set_aside.evicted_for(wanting)
             return False
         victims = [s for s in self.running if id(s) not in busy or s is wanting]
         victim = choose_victim(victims, self.running)

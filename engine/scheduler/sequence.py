@@ -9,6 +9,11 @@ from engine.request import EngineRequest, PromptChunk
 from engine.scheduler.states import TRANSITIONS, SequenceState
 
 
+def rank_of(request: EngineRequest) -> int:
+    """Of its class: high before normal before batch. Within a class a larger number buys nothing."""
+    return (request.priority < 0) - (request.priority > 0)
+
+
 @dataclass(eq=False)
 class Sequence:
     """
@@ -48,8 +53,7 @@ class Sequence:
 
     @property
     def rank(self) -> int:
-        """Of its class: high before normal before batch. Within a class a larger number buys nothing."""
-        return (self.request.priority < 0) - (self.request.priority > 0)
+        return rank_of(self.request)
 
     @property
     def order(self) -> tuple[int, int]:
