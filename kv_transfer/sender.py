@@ -121,6 +121,15 @@ class OutgoingHandoff:
             await asyncio.wait([future], timeout=left)
         future.result()
 
+    async def drained(self) -> None:
+        """Returns when no rank reads from the request's blocks any more, nor will: the blocks may be given back. Comes
+        true only after `finish` or `abort`; raises CancelledError where the sender closes before."""
+        await asyncio.shield(self._all_drained)
+
+    def give_up_draining(self) -> None:
+        """This process ends: the blocks are not given to another request any more."""
+        self._all_drained.cancel()
+
     async def abort(self, reason: str) -> None:
         """Stops posting and tells D; says Drained once every write is terminal (in the background)."""
         if self._closed:
@@ -165,6 +174,8 @@ class OutgoingHandoff:
             case m.TransferDrained():
                 self._drained_ranks.add(event.source_rank)
                 if len(self._drained_ranks) == len(self._sender.ranks):
+                    if not self._all_drained.done():
+                        self._all_drained.set_result(None)
                     self._sender.say_drained(self, self._link)
 
     def on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
@@ -364,6 +375,8 @@ class HandoffSender:
         deadline = time.monotonic() + 2.0
         while self._live and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
+        for handoff in self._live.values():
+            handoff.give_up_draining()
         for link in list(self._links.values()):
             await link.close()
         for rank in self.ranks:

@@ -245,9 +245,8 @@ class SenderRank:
         return range(job.flow.head_begin - self._heads[0], job.flow.head_end - self._heads[0])
 
     def _pieces(self, opened: m.OpenTransfer, job: Job) -> list[Tensor] | None:
-        """The part where it lies, if that is in large pieces: no copy. The engine keeps the blocks until D has them;
-        when a hand-off ends early they may get other contents while a write still reads them, and what then lands
-        lies in a quarantined slot that nobody reads."""
+        """The part where it lies, if that is in large pieces: no copy. The engine keeps the blocks until this rank has
+        said TransferDrained, however the hand-off ends."""
         if opened.transport != "nixl":
             return None
         heads = self._own_heads(job)
@@ -339,9 +338,11 @@ class SenderRank:
 
     def _close_transfer(self, transfer_id: bytes) -> None:
         transfer = self._transfers.get(transfer_id)
-        if transfer is not None:
-            transfer.closing = True
-            self._by_request.pop(transfer.opened.request_id, None)
+        if transfer is None:  # it was never opened here, and now it never will be
+            self.on_event(m.TransferDrained(transfer_id, self.rank))
+            return
+        transfer.closing = True
+        self._by_request.pop(transfer.opened.request_id, None)
 
     def _finish_closing(self, transfer: Transfer) -> bool:
         """Says Drained once no write is pending: an error counts as terminal, never as "did not land"."""

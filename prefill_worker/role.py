@@ -9,6 +9,7 @@ import time
 from cluster.block_hash import hash_blocks
 from cluster.errors import BatonError, BlocksExhaustedError, CancelledError, DrainingError, InternalError
 from cluster.faults.points import Point
+from cluster.follow_ups import FollowUps
 from cluster.telemetry.arrivals import Arrivals
 from engine.request import StepOutput
 from kv_transfer.base import HandoffSpec
@@ -25,6 +26,7 @@ from worker.core import WorkerCore
 from worker.validate import check_spec
 
 log = logging.getLogger(__name__)
+FREE_SECONDS = 1.0  # a cancel's answer waits so long for writes that still read the request's blocks
 
 
 class PrefillRole:
@@ -38,6 +40,7 @@ class PrefillRole:
             cancel=self.cancel, max_attempts=core.config.max_queued_requests
         )
         self._by_engine_id: dict[str, PrefillAttempt] = {}
+        self._freeing = FollowUps()  # of ended attempts whose blocks are still read from
         self.arrivals = Arrivals()
         self._at_admitted = core.faults.point(Point.PREFILL_ADMITTED)
         self._at_reserved = core.faults.point(Point.PREFILL_RESERVED)
@@ -61,10 +64,20 @@ class PrefillRole:
         return attempt
 
     async def cancel(self, attempt: PrefillAttempt) -> None:
-        """Ends an attempt at once; returns when its blocks are free."""
+        """Ends an attempt at once. Its blocks are free once no write reads from them (`freed`)."""
         if attempt.task is not None and not attempt.task.done():
             attempt.task.cancel()
             await asyncio.wait([attempt.task], timeout=5.0)
+
+    async def freed(self, attempt: PrefillAttempt, seconds: float | None = None) -> bool:
+        """Waits until an attempt that has ended holds no block; False: `seconds` were not enough, as over TCP to a
+        decode worker that was stopped."""
+        try:
+            async with asyncio.timeout(FREE_SECONDS if seconds is None else seconds):
+                await attempt.freed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def idle(self) -> bool:
         return len(self.attempts) == 0
@@ -149,7 +162,8 @@ class PrefillRole:
             if inside:
                 self.admission.leave(tokens)
             self._by_engine_id.pop(attempt.engine_id, None)
-            await self._free(attempt)
+            # Its end is told meanwhile: a write to a decode worker that was stopped may never end.
+            self._freeing.spawn(self._free(attempt, handoff))
 
     async def _reserve(self, attempt: PrefillAttempt) -> OutgoingHandoff:
         request = attempt.request
@@ -203,10 +217,15 @@ class PrefillRole:
         report.kv_bytes_shipped = result.bytes_shipped
         report.transport = result.transport
 
-    async def _free(self, attempt: PrefillAttempt) -> None:
-        """Blocks of a computed prompt become prefix cache; of any other they are free."""
+    async def _free(self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None) -> None:
+        """Computed blocks become prefix cache, the others are free: once every rank has said that it reads none of them
+        any more. A part read later would be another request's KV under this one's hashes."""
         engine_id = attempt.engine_id
-        if attempt.machine.state is PrefillState.RELEASED:
-            await self._core.host.call(lambda engine: engine.release(engine_id))
-        else:
+        try:
+            if handoff is not None:
+                await self._core.host.call(lambda engine: engine.park(engine_id))
+                await handoff.drained()
             await self._core.host.call(lambda engine: engine.abort(engine_id))
+        except InternalError as error:  # the engine has stopped, and its blocks with it
+            log.debug("blocks were not given back: %s", error)
+        attempt.freed.set()

@@ -46,4 +46,5 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._role.attempts.remember_ended(request.transfer_id)
             return prefill_pb2.PrefillCancelResponse(known=False)
         await self._role.attempts.cancel(attempt)
+        await self._role.freed(attempt)
         return prefill_pb2.PrefillCancelResponse(known=True)
