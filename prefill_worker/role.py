@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from cluster.block_hash import hash_blocks
 from cluster.errors import BatonError, BlocksExhaustedError, CancelledError, DrainingError, InternalError
 from cluster.faults.points import Point
+from cluster.first_token import ends_with_first_token
 from cluster.follow_ups import FollowUps
 from cluster.telemetry.arrivals import Arrivals
 from engine.request import StepOutput
@@ -47,6 +49,10 @@ class PrefillRole:
         self._at_computed = core.faults.point(Point.PREFILL_COMPUTED)
         self._at_finished = core.faults.point(Point.PREFILL_FINISHED)
         self.ended = outcome_counts()  # attempts
+
+    @property
+    def worker_id(self) -> str:
+        return self._core.worker_id
 
     def open(self, request: prefill_pb2.PrefillRunRequest) -> PrefillAttempt:
         """The attempt of this transfer id: a repeated Run gets the first one's. Raises BatonError."""
@@ -144,13 +150,15 @@ class PrefillRole:
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
             attempt.machine.to(PrefillState.ADMITTED)
             self._at_admitted(attempt.transfer_id)
-            handoff = await self._reserve(attempt)
-            self._at_reserved(attempt.transfer_id)
+            if not ends_with_first_token(spec):
+                handoff = await self._reserve(attempt)
+                self._at_reserved(attempt.transfer_id)
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
             prefilled = await self._compute(attempt, handoff)
             self.admission.leave(tokens)
             inside = False
-            await self._hand_over(attempt, handoff, prefilled)
+            if handoff is not None:
+                await self._hand_over(attempt, handoff, prefilled)
             attempt.machine.to(PrefillState.RELEASED)
         except BaseException as error:
             attempt.machine.to(PrefillState.DRAINING)
@@ -178,14 +186,17 @@ class PrefillRole:
         remaining = max(0.05, attempt.deadline - time.monotonic())
         return await self._sender.reserve(request.decode, spec, remaining)
 
-    async def _compute(self, attempt: PrefillAttempt, handoff: OutgoingHandoff) -> Prefilled:
+    async def _compute(self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None) -> Prefilled:
         attempt.machine.to(PrefillState.COMPUTING)
         started = time.monotonic()
         self._by_engine_id[attempt.engine_id] = attempt
         request = request_from_wire(attempt.engine_id, attempt.request.spec, prefill_only=True)
-        if attempt.trace is not None:
-            handoff.parts = attempt.parts = PartTimes()
-        await handoff.start(attempt.engine_id)
+        if handoff is None:
+            request = replace(request, export=False)
+        else:
+            if attempt.trace is not None:
+                handoff.parts = attempt.parts = PartTimes()
+            await handoff.start(attempt.engine_id)
         await self._core.host.call(lambda engine: engine.add(request))
         prefilled = await attempt.prefilled
         self.arrivals.first_token(time.monotonic() - attempt.received)

@@ -121,7 +121,7 @@ class Link:
 
     def detach(self, handoff: OutgoingHandoff) -> None: ...
 
-    async def close(self, *, final: bool = True) -> None:
+    async def close(self) -> None:
         self.lost = True
 
     def of(self, kind: str) -> list[Any]:

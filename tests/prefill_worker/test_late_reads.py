@@ -118,7 +118,7 @@ async def test_cancel_waits_for_reads_for_a_moment_only(monkeypatch):
 
 
 async def test_one_that_was_never_started_gives_everything_back():
-    """Cancelled between its reservation and its first layer: no rank knows of it, and none would say that it is drained."""
+    """Cancelled between its reservation and its first layer: no rank knows of it, and none would say it is drained."""
     async with world() as one:
         spec_handoff = one.role._sender.reserve
         made = []
@@ -153,5 +153,3 @@ async def test_a_worker_that_stops_does_not_wait_for_a_stuck_peer():
     await until(lambda: not one.role._freeing._tasks, "nothing waits for ever")
     assert one.engine.stats().blocks_held == PARTS
     await one.role.attempts.close()
-
-
