@@ -18,6 +18,7 @@ BatonError
 │   ├── ConfigError                                        a flag, variable or file is wrong
 │   └── ModelError                                         unknown architecture, missing tensor, wrong shape
 ├── HandoffError                   503 UNAVAILABLE         between workers; the router dispatches again
+│   ├── WireVersionError                                   another version of the wire; names both
 │   ├── LayoutMismatchError                                KV that can't be converted; names the field
 │   ├── BlocksExhaustedError                               the decode worker has no room now
 │   ├── StaleEpochError                                    addressed to an earlier life of this worker
@@ -150,6 +151,10 @@ class HandoffError(BatonError):
     grpc_status = grpc.StatusCode.UNAVAILABLE
     http_status = 503
     retryable = True
+
+
+class WireVersionError(HandoffError):
+    retryable = False
 
 
 class LayoutMismatchError(HandoffError):

@@ -11,6 +11,7 @@ from cluster.errors import (
     CancelledError,
     DrainingError,
     EngineFailedError,
+    StaleEpochError,
     engine_request_error,
 )
 from cluster.faults.points import Point
@@ -76,6 +77,15 @@ class DecodeRole:
         entering = self._enter_in_turn(attempt, asked, patience)
         attempt.entering = asyncio.get_running_loop().create_task(entering)
         return attempt
+
+    def check_abort(self, request: decode_pb2.AbortRequest) -> None:
+        """Raises StaleEpochError where the attempt was with an earlier life of this worker: what it held then has
+        ended, and may not begin now. Nothing has committed that the router could still read."""
+        try:
+            self._core.check_epoch(request.worker_epoch)
+        except StaleEpochError:
+            self.attempts.remember_ended(request.transfer_id)
+            raise
 
     async def abort(self, transfer_id: bytes, reason: BatonError | None = None) -> HandoffState:
         """The arbiter's answer: COMMITTED stays, everything else is ABORTED now and for good."""

@@ -10,6 +10,7 @@ import grpc
 
 from cluster import rpc
 from cluster.errors import BatonError
+from cluster.wire_version import check_wire_version
 from decode_worker.exited_peers import ExitedPeers
 from decode_worker.role import DecodeRole
 from kv_transfer.base import HandoffState
@@ -32,6 +33,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.AttachRequest, context: Context
     ) -> AsyncIterator[common_pb2.AttemptEvent]:
         try:
+            check_wire_version(request.wire_version, self._core.worker_id)
             check_transfer_id(request.transfer_id)
             check_name("request_id", request.request_id)
             attempt = self._role.attach(request)
@@ -46,6 +48,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.DecodeRunRequest, context: Context
     ) -> AsyncIterator[common_pb2.AttemptEvent]:
         try:
+            check_wire_version(request.wire_version, self._core.worker_id)
             check_transfer_id(request.transfer_id)
             check_name("request_id", request.request_id)
             attempt = self._role.run(request)
@@ -58,6 +61,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:
         await _checked(request.transfer_id, context)
+        try:
+            self._role.check_abort(request)
+        except BatonError as error:
+            await rpc.abort(context, error)
         # A router that hangs up while it waits must not leave half of it done.
         state = await self._core.follow_ups.complete(self._role.abort(request.transfer_id))
         committed = state is HandoffState.COMMITTED

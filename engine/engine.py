@@ -124,6 +124,13 @@ class Engine:
     def release(self, request_id: str) -> None:
         self.abort(request_id)
 
+    def park(self, request_id: str) -> None:
+        """It is computed no further, and keeps its blocks until `abort`: writes may still read from them."""
+        for sequence in self._requests.get(request_id, ()):
+            self._scheduler.remove(sequence)
+            if sequence.state is S.RUNNING:
+                sequence.machine.to(S.HELD)
+
     def _finish(self, sequence: Sequence) -> None:
         if sequence.state is S.FINISHED:
             return

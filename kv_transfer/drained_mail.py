@@ -1,15 +1,15 @@
-"""Drained messages whose decode worker could not be told at once.
+"""Drained messages, kept until the decode worker has acknowledged them.
 
-It keeps slots in doubt, and grants us nothing, until it hears. Its doubt outlives its epochs, so messages are kept by
-worker; where no other hand-off opens a stream to it, one is opened for them. That is given up after a while, the
-messages are not: a worker that was stopped, or cut off, for an hour still has the slots in doubt when it is back.
+Until it has acted on one it keeps slots in doubt. Each is said at once on a stream that lives, on every later stream, and
+about once a second on one that lives on. The doubt outlives the worker's epochs, so messages are kept by worker; where no
+hand-off opens a stream to it, one is opened for them. That is given up after a while, the messages are not: a worker that
+was stopped, or cut off, for an hour still has the slots in doubt when it is back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from wire import common_pb2
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 4096  # of one worker
+MAX_TOGETHER = 256  # said at a time: a stream's queue is bounded, and has other messages to carry
 MAX_GIVEN_UP = 256  # workers that could not be reached; most are gone for good, and their end is a fence
 TRIES = 30
 TRY_SECONDS = 1.0
@@ -37,61 +38,117 @@ class DrainedMail:
         said it lives under, 0 if it said none."""
         self._open = open_stream
         self._current_epoch = current_epoch
-        self._waiting: dict[str, deque[bytes]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[str, dict[bytes, float]] = {}  # when each was said last; the longest ago first
         self._delivering: set[str] = set()
+        self._answered: set[str] = set()  # workers that have acknowledged something since the last look
         self._given_up: dict[str, None] = {}  # the longest first
         self._follow_ups = FollowUps()
 
-    def keep(self, decode: common_pb2.WorkerRef, transfer_id: bytes) -> None:
-        self._waiting.setdefault(decode.worker_id, deque(maxlen=MAX_WAITING)).append(transfer_id)
+    def keep(self, decode: common_pb2.WorkerRef, transfer_id: bytes, stream: Stream | None = None) -> None:
+        """`stream`: one that lives; it is said there at once."""
+        waiting = self._waiting.setdefault(decode.worker_id, {})
+        if stream is None:
+            waiting[transfer_id] = -TRY_SECONDS
+        else:
+            self._say(waiting, transfer_id, stream)
+        while len(waiting) > MAX_WAITING:
+            del waiting[next(iter(waiting))]
+        self._start(decode, at_once=stream is None)
+
+    def acknowledged(self, worker_id: str, transfer_id: bytes) -> None:
+        """It is in doubt about this transfer no more."""
+        waiting = self._waiting.get(worker_id, {})
+        if waiting.pop(transfer_id, None) is None:
+            return
+        self._answered.add(worker_id)
+        if not waiting:
+            self._forget(worker_id)
+
+    def hand_over(self, decode: common_pb2.WorkerRef, stream: Stream) -> None:
+        """The stream is up: it says what waits, however long it has."""
+        self._given_up.pop(decode.worker_id, None)
+        if decode.worker_id in self._waiting:
+            self._repeat(decode.worker_id, stream, self._loop.time())
+            self._start(decode, at_once=False)
+
+    def waits_for(self, worker_id: str) -> bool:
+        return worker_id in self._waiting
+
+    def close(self) -> None:
+        """This process ends, and that proves what was to be said."""
+        self._waiting.clear()
+
+    # --- until it is acknowledged -------------------------------------------------------------------------
+
+    def _say(self, waiting: dict[bytes, float], transfer_id: bytes, stream: Stream) -> None:
+        waiting.pop(transfer_id, None)
+        waiting[transfer_id] = self._loop.time()
+        stream.say_drained(transfer_id)
+
+    def _repeat(self, worker_id: str, stream: Stream, said_before: float) -> None:
+        waiting = self._waiting.get(worker_id, {})
+        due = [transfer_id for transfer_id, said in waiting.items() if said <= said_before]
+        for transfer_id in due[:MAX_TOGETHER]:
+            self._say(waiting, transfer_id, stream)
+
+    def _start(self, decode: common_pb2.WorkerRef, *, at_once: bool) -> None:
         if decode.worker_id not in self._delivering:
             self._given_up.pop(decode.worker_id, None)
             self._delivering.add(decode.worker_id)
-            self._follow_ups.spawn(self._deliver(decode))
+            self._follow_ups.spawn(self._deliver(decode, at_once))
 
-    def hand_over(self, worker_id: str, stream: Stream) -> None:
-        """The stream is up: it says what waits, however long it has."""
-        self._given_up.pop(worker_id, None)
-        for transfer_id in self._waiting.pop(worker_id, ()):
-            stream.say_drained(transfer_id)
-
-    async def _deliver(self, decode: common_pb2.WorkerRef) -> None:
-        """Says so when it fails for the first time, and how it ended then; not at every try."""
+    async def _deliver(self, decode: common_pb2.WorkerRef, at_once: bool) -> None:
+        """Says so when a stream fails for the first time, and how it ended then; not at every try. A stream counts as
+        one try, however long it lives."""
         worker_id, failed, in_vain = decode.worker_id, False, 0
+        last: Stream | None = None
         try:
-            while self._waiting.get(worker_id) and in_vain < TRIES:
+            while True:
+                if not at_once:
+                    await asyncio.sleep(TRY_SECONDS)
+                at_once = False
+                if worker_id not in self._waiting:
+                    break
+                if worker_id in self._answered:
+                    self._answered.discard(worker_id)
+                    in_vain = 0
+                if in_vain >= TRIES:
+                    break
                 try:
-                    await self._try(decode)
+                    async with asyncio.timeout(TRY_SECONDS):
+                        stream = await self._open(decode)
+                    in_vain += stream is not last
+                    last = stream
+                    self._repeat(worker_id, stream, self._loop.time() - TRY_SECONDS)
                 except (errors.BatonError, TimeoutError) as error:
+                    in_vain += 1
                     if not failed:
                         log.info("%s has not heard yet what is drained: %s", worker_id, _words(error))
                     failed = True
                     decode = self._as_it_is_now(decode)
-                in_vain += bool(self._waiting.get(worker_id))
-                await asyncio.sleep(TRY_SECONDS)
-            if left := self._waiting.get(worker_id):
-                log.info(
-                    "%s was not told of %d drained transfers: not until it is back", worker_id, len(left)
-                )
-                self._give_up(worker_id)
-            elif failed:
-                log.info("%s has heard what is drained", worker_id)
         finally:
             self._delivering.discard(worker_id)
+            self._answered.discard(worker_id)
+        self._tell_the_end(worker_id, failed)
+
+    def _tell_the_end(self, worker_id: str, failed: bool) -> None:
+        left = len(self._waiting.get(worker_id, ()))
+        if left:
+            log.info("%s was not told of %d drained transfers: not until it is back", worker_id, left)
+            self._give_up(worker_id)
+        elif failed:
+            log.info("%s has heard what is drained", worker_id)
 
     def _give_up(self, worker_id: str) -> None:
         """Whoever opens the next stream to it brings the mail."""
         self._given_up[worker_id] = None
         while len(self._given_up) > MAX_GIVEN_UP:
-            oldest = next(iter(self._given_up))
-            del self._given_up[oldest]
-            self._waiting.pop(oldest, None)
+            self._forget(next(iter(self._given_up)))
 
-    async def _try(self, decode: common_pb2.WorkerRef) -> None:
-        async with asyncio.timeout(TRY_SECONDS):
-            stream = await self._open(decode)
-        # One that was up before has not asked for what came since.
-        self.hand_over(decode.worker_id, stream)
+    def _forget(self, worker_id: str) -> None:
+        self._given_up.pop(worker_id, None)
+        self._waiting.pop(worker_id, None)
 
     def _as_it_is_now(self, decode: common_pb2.WorkerRef) -> common_pb2.WorkerRef:
         epoch = self._current_epoch(decode)

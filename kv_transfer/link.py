@@ -11,7 +11,6 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import grpc
 from cluster import errors, rpc
 from cluster.faults.points import meddle
 from kv_transfer import messages as m
+from kv_transfer.check_replies import check_welcome, stricter
 from kv_transfer.outbox import Outbox
 from wire import common_pb2, decode_pb2_grpc, handoff_pb2
 
@@ -33,8 +33,6 @@ LOST_SECONDS = 5.0
 ANSWER_SECONDS = 5.0  # D says yes or no between two steps of its engine
 LINGER_SECONDS = 10.0
 PROBE_SECONDS = 3.0
-MAX_REMEMBERED_DRAINED = 4096
-READ_SECONDS = 2.0  # what was sent longer before D was last heard, D had read
 MAX_MESSAGE_BYTES = 64 << 20
 
 
@@ -45,6 +43,8 @@ class LinkToDecode:
         self.decode_layout = common_pb2.KvLayout()
         self.transport = ""
         self.slot_bytes = 0
+        self.digests: str = sender.config.digests  # of this pair: the stricter setting of both
+        self.digest_kind = ""  # of this pair; "" = each rank's own
         self.lost = False
         self._sender = sender
         loop = asyncio.get_running_loop()
@@ -54,8 +54,6 @@ class LinkToDecode:
         self._outbox: Outbox[handoff_pb2.PrefillToDecode] = Outbox()
         self._handoffs: dict[bytes, OutgoingHandoff] = {}
         self._reserving: dict[bytes, asyncio.Future[handoff_pb2.ReserveReply]] = {}
-        self._drained: deque[tuple[float, bytes]] = deque(maxlen=MAX_REMEMBERED_DRAINED)
-        self._final = False
         self._welcomed = False
         self._last_heard = time.monotonic()
         self._idle_since = time.monotonic()
@@ -94,11 +92,7 @@ class LinkToDecode:
             self._lose(errors.PeerLostError(f"{self.name} takes no messages"))
 
     def say_drained(self, transfer_id: bytes) -> None:
-        """Heard sooner or later: what a stream takes with it when it breaks is said again on the next."""
-        if self.lost:
-            self._sender.mail.keep(self.decode, transfer_id)
-            return
-        self._drained.append((time.monotonic(), transfer_id))
+        """Whoever says it keeps it until it is acknowledged (`DrainedMail`)."""
         self.send(drained=handoff_pb2.Drained(transfer_id=transfer_id))
 
     def attach(self, handoff: OutgoingHandoff) -> None:
@@ -122,7 +116,7 @@ class LinkToDecode:
         except BaseException:
             # D may have reserved by now: it must not keep what nobody will fill.
             self.send(abort=handoff_pb2.AbortHandoff(transfer_id=reserve.transfer_id, reason="given up"))
-            self.say_drained(reserve.transfer_id)
+            self._sender.is_drained(self, reserve.transfer_id)
             raise
         finally:
             del self._reserving[reserve.transfer_id]
@@ -132,9 +126,7 @@ class LinkToDecode:
         if not self._probe.done():
             self._probe.set_result(False)
 
-    async def close(self, *, final: bool = True) -> None:
-        """`final`: this process ends, and with it every doubt; nothing is said again."""
-        self._final = final
+    async def close(self) -> None:
         self._lose(errors.PeerLostError("closed"))
         for task in self._tasks:
             task.cancel()
@@ -174,14 +166,17 @@ class LinkToDecode:
                     handoff_pb2.RankEndpoint(rank=r.rank, agent_name=r.agent_name, agent_metadata=r.metadata)
                     for r in ranks
                 ],
-                transports=self._offered(all(rank.agent_name for rank in ranks)),
+                transports=self._offered(),
+                digests=self._sender.config.digests,
+                digest_kinds=self._sender.digest_kinds,
             )
         )
         while (message := await self._outbox.get()) is not None:
             yield message
 
-    def _offered(self, has_nixl: bool) -> list[str]:
+    def _offered(self) -> list[str]:
         wanted = self._sender.config.transport
+        has_nixl = all(rank.hello.agent_name for rank in self._sender.ranks)
         if wanted == "grpc" or not has_nixl:
             return ["grpc"]
         return ["nixl"] if wanted == "nixl" else ["nixl", "grpc"]
@@ -199,6 +194,8 @@ class LinkToDecode:
         elif kind == "probe_result":
             if not self._probe.done():
                 self._probe.set_result(reply.probe_result.arrived)
+        elif kind == "drained_ack":
+            self._sender.mail.acknowledged(self.decode.worker_id, reply.drained_ack.transfer_id)
         elif kind is not None and kind != "beat":
             handoff = self._handoffs.get(getattr(reply, kind).transfer_id)
             if handoff is not None:
@@ -206,10 +203,14 @@ class LinkToDecode:
 
     async def _welcome(self, welcome: handoff_pb2.Welcome) -> None:
         self._welcomed = True
-        self._sender.learn_epoch(self.decode.worker_id, welcome.decode_epoch)
-        if welcome.HasField("refused"):
-            self._lose(errors.from_wire(welcome.refused))
+        self._sender.known.lives_under(self.decode.worker_id, welcome.decode_epoch)
+        try:
+            self._check(welcome)
+        except errors.BatonError as error:
+            self._lose(error)
             return
+        self.digests = stricter(self._sender.config.digests, welcome.digests)
+        self.digest_kind = welcome.digest_kind
         self.decode_layout = welcome.layout
         self.slot_bytes = welcome.slot_bytes
         self.transport = welcome.transport
@@ -223,15 +224,22 @@ class LinkToDecode:
                 return
             log.warning("NIXL does not reach %s: this pair uses gRPC", self.name)
             self.transport = "grpc"
-        self._sender.mail.hand_over(self.decode.worker_id, self)
+        self._sender.mail.hand_over(self.decode, self)
         if not self._ready.done():
             self._ready.set_result(None)
+
+    def _check(self, welcome: handoff_pb2.Welcome) -> None:
+        """Raises what D refused the pair for, or what is wrong with its answer."""
+        if welcome.HasField("refused"):
+            raise errors.from_wire(welcome.refused)
+        sender = self._sender
+        check_welcome(welcome, self.decode, sender.layout, self._offered(), sender.digest_kinds)
 
     async def _probe_nixl(self, welcome: handoff_pb2.Welcome) -> bool:
         """One notification from every rank: it arrives, or the pair does without NIXL. Connections that are there
         from earlier may have broken unnoticed: then a second one, over new ones."""
         worker_id = self.decode.worker_id
-        for anew in (False, True) if worker_id in self._sender.reached else (False,):
+        for anew in (False, True) if self._sender.known.was_reached(worker_id) else (False,):
             if self.lost:
                 return False
             self._probe = asyncio.get_running_loop().create_future()
@@ -240,7 +248,7 @@ class LinkToDecode:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     if await self._probe:
-                        self._sender.reached.add(worker_id)
+                        self._sender.known.is_reached(worker_id)
                         return True
         return False
 
@@ -274,9 +282,6 @@ class LinkToDecode:
                 future.set_exception(error)
         for handoff in list(self._handoffs.values()):
             handoff.fail(error)
-        for sent, transfer_id in () if self._final else self._drained:
-            if sent > self._last_heard - READ_SECONDS:
-                self._sender.mail.keep(self.decode, transfer_id)
         for rank in self._sender.ranks:
             rank.handle(m.Disconnect(self.name))
         self._sender.link_closed(self)

@@ -56,6 +56,8 @@ class OpenTransfer:
     prefill_epoch: int
     decode_epoch: int
     acknowledge: bool = False  # by TransferOpened
+    digests: str = ""  # as the pair has agreed; "" = this rank's own setting
+    digest_kind: str = ""
 
 
 @dataclass(frozen=True)

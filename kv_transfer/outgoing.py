@@ -105,6 +105,7 @@ class Transfer:
     complete_tokens: int = 0
     announced: bool = False
     closing: bool = False
+    failed: bool = False  # an exception of ours: it goes no further, and waits to be closed
     _seen_first: bool = False
     _layers: list[int] = field(default_factory=list)  # of the current token range, not yet cut into a job
     _tokens: range = range(0)
@@ -121,7 +122,9 @@ class Transfer:
     @property
     def cuttable(self) -> bool:
         return (
-            not self.closing and bool(self.computed) and self.computed[-1][0] == self.cutting.num_layers - 1
+            not (self.closing or self.failed)
+            and bool(self.computed)
+            and self.computed[-1][0] == self.cutting.num_layers - 1
         )
 
     @property

@@ -16,8 +16,11 @@ from cluster.telemetry.histogram import STAGE_SECONDS, Histogram
 from cluster.tls import Peers
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffReport, HandoffSpec
+from kv_transfer.check_replies import check_ranks, read_grant
+from kv_transfer.digest import SUM64, XXH3_128
 from kv_transfer.drained_mail import DrainedMail
 from kv_transfer.geometry import plan_flows
+from kv_transfer.known_workers import KnownWorkers
 from kv_transfer.link import ANSWER_SECONDS, LinkToDecode
 from kv_transfer.part_times import PartTimes
 from kv_transfer.ranks import Rank
@@ -27,6 +30,7 @@ from wire import common_pb2, handoff_pb2
 log = logging.getLogger(__name__)
 TRANSPORTS = ("nixl", "grpc")
 STALL_SECONDS = 10.0  # D grants in turn: one hand-off may wait for others, but not for so long
+LAST_WORDS_SECONDS = 1.0  # a sender that closes waits so long until Drained is acknowledged
 
 
 class OutgoingHandoff:
@@ -48,6 +52,7 @@ class OutgoingHandoff:
         self._all_drained: asyncio.Future[None] = loop.create_future()
         self._closed = False
         self._progressed = 0.0
+        self._source_ranks, self._target_ranks = len(sender.ranks), link.decode_layout.tensor_parallel
         # Whoever awaits them hears of a failure; nobody may.
         for future in (self._all_opened, self._all_gathered, self._committed, self._all_drained):
             future.add_done_callback(lambda f: f.cancelled() or f.exception())
@@ -80,6 +85,8 @@ class OutgoingHandoff:
                     prefill_epoch=self._sender.worker.epoch,
                     decode_epoch=peer.decode.epoch,
                     acknowledge=index in self._unopened,
+                    digests=peer.digests,
+                    digest_kind=peer.digest_kind,
                 )
             )
         if self._unopened:
@@ -120,6 +127,15 @@ class OutgoingHandoff:
                 )
             await asyncio.wait([future], timeout=left)
         future.result()
+
+    async def drained(self) -> None:
+        """Returns when no rank reads from the request's blocks any more, nor will: the blocks may be given back. Comes
+        true only after `finish` or `abort`; raises CancelledError where the sender closes before."""
+        await asyncio.shield(self._all_drained)
+
+    def give_up_draining(self) -> None:
+        """This process ends: the blocks are not given to another request any more."""
+        self._all_drained.cancel()
 
     async def abort(self, reason: str) -> None:
         """Stops posting and tells D; says Drained once every write is terminal (in the background)."""
@@ -165,30 +181,29 @@ class OutgoingHandoff:
             case m.TransferDrained():
                 self._drained_ranks.add(event.source_rank)
                 if len(self._drained_ranks) == len(self._sender.ranks):
+                    if not self._all_drained.done():
+                        self._all_drained.set_result(None)
                     self._sender.say_drained(self, self._link)
 
     def on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
+        try:
+            self._on_reply(reply)
+        except errors.TransportError as error:  # it makes no sense: the stream's other hand-offs go on
+            self.fail(error)
+
+    def _on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
         match reply.WhichOneof("message"):
             case "slot_grant":
-                self._progressed = time.monotonic()
                 grant = reply.slot_grant
+                granted = read_grant(grant, self._source_ranks, self._target_ranks)
+                self._progressed = time.monotonic()
                 if self.parts is not None:
                     self.parts.granted(grant.source_rank, grant.target_rank, grant.part)
-                self._sender.ranks[grant.source_rank].handle(
-                    m.Granted(
-                        transfer_id=grant.transfer_id,
-                        target_rank=grant.target_rank,
-                        part=grant.part,
-                        slot=grant.slot,
-                        generation=grant.generation,
-                        address=grant.address,
-                        device=grant.device,
-                        deadline_seconds=grant.deadline_seconds,
-                    )
-                )
+                self._sender.ranks[grant.source_rank].handle(granted)
             case "part_result":
-                self._progressed = time.monotonic()
                 result = reply.part_result
+                check_ranks(result.source_rank, result.target_rank, self._source_ranks, self._target_ranks)
+                self._progressed = time.monotonic()
                 if self.parts is not None and result.verified:
                     self.parts.verified(result.source_rank, result.target_rank, result.part)
                 self._sender.count_part(result.verified)
@@ -229,9 +244,8 @@ class HandoffSender:
         self.config = config
         self._links: dict[str, LinkToDecode] = {}
         self._live: dict[bytes, OutgoingHandoff] = {}
-        self._epochs: dict[str, int] = {}  # of decode workers, as they said last
-        self.reached: set[str] = set()  # by NIXL: decode workers
-        self.mail = DrainedMail(self._link, lambda decode: self._epochs.get(decode.worker_id, 0))
+        self.known = KnownWorkers()
+        self.mail = DrainedMail(self._link, lambda decode: self.known.epoch(decode.worker_id))
         self._loop = asyncio.get_running_loop()
         self.handoffs = 0
         self.parts = 0
@@ -287,9 +301,6 @@ class HandoffSender:
         await link.ready()
         return link
 
-    def learn_epoch(self, worker_id: str, epoch: int) -> None:
-        self._epochs[worker_id] = epoch
-
     def link_closed(self, link: LinkToDecode) -> None:
         if self._links.get(link.name) is link:
             del self._links[link.name]
@@ -298,11 +309,13 @@ class HandoffSender:
         """Every write of the hand-off is terminal: D may reuse what it quarantined."""
         self._live.pop(handoff.transfer_id, None)
         link.detach(handoff)
+        self.is_drained(link, handoff.transfer_id)
+
+    def is_drained(self, link: LinkToDecode, transfer_id: bytes) -> None:
+        """Said until D acknowledges it, on the link of the hand-off or on its worker's next."""
         current = self._links.get(link.name, link)
-        if not current.lost and current.is_ready:
-            current.say_drained(handoff.transfer_id)
-        else:
-            self.mail.keep(link.decode, handoff.transfer_id)
+        lives = not current.lost and current.is_ready
+        self.mail.keep(link.decode, transfer_id, current if lives else None)
 
     async def rejoin(self, worker: common_pb2.WorkerRef) -> None:
         """Under a new epoch, after this worker was fenced: what is under way ends, and is drained on new streams."""
@@ -310,7 +323,13 @@ class HandoffSender:
         for handoff in list(self._live.values()):
             await handoff.abort("this worker was fenced")
         for link in list(self._links.values()):
-            await link.close(final=False)
+            await link.close()
+
+    @property
+    def digest_kinds(self) -> Sequence[str]:
+        """What parts may carry, in order of preference. Every rank computes on the same kind of device."""
+        own = next((rank for rank in self.ranks if isinstance(rank, SenderRank)), None)
+        return own.digest_kinds if own is not None else (XXH3_128, SUM64)
 
     def handed_over(self, transport: str, shipped_bytes: int, exposed_seconds: float) -> None:
         self.counts["committed"] += 1
@@ -364,7 +383,19 @@ class HandoffSender:
         deadline = time.monotonic() + 2.0
         while self._live and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
+        for handoff in self._live.values():
+            handoff.give_up_draining()
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while self._has_last_words() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        self.mail.close()
         for link in list(self._links.values()):
             await link.close()
         for rank in self.ranks:
             await asyncio.to_thread(rank.close)
+
+    def _has_last_words(self) -> bool:
+        """Is anything not acknowledged that a stream which lives could still carry?"""
+        return any(
+            self.mail.waits_for(link.decode.worker_id) for link in self._links.values() if link.is_ready
+        )

@@ -23,16 +23,17 @@ from cluster.config import TransferConfig
 from cluster.errors import TransportError
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
-from kv_transfer.digest import Digests, digest
+from kv_transfer.digest import digest
 from kv_transfer.geometry import gather, pieces, wait_copied
 from kv_transfer.memory import Staging
 from kv_transfer.outgoing import Cutting, Job, Part, Transfer, part_header
+from kv_transfer.pair_digests import PairDigests, kinds_on
+from kv_transfer.poll_pace import PollPace
 from kv_transfer.rank_peers import RankPeers
 from kv_transfer.transports.base import Endpoint
 
 log = logging.getLogger(__name__)
 
-FAST_POLL_SECONDS = 30e-6
 IDLE_POLL_SECONDS = 0.25
 PROBE_SECONDS = 3.0
 MAX_PARTS_AHEAD = 32  # of one hand-off: asked for, and not yet verified
@@ -57,19 +58,19 @@ class SenderRank:
         self._cache = kv_cache
         self._heads = kv_head_range
         self._endpoint = endpoint
-        self._config = config
         self._staging = Staging(max(config.staging_bytes, 2 * config.slot_bytes), kv_cache.device)
         if endpoint is not None:
             endpoint.register(self._staging.buffer)
             if kv_cache.device.type == "cpu":
                 endpoint.register(kv_cache)
-        self._digests = Digests(kv_cache.device, config.digests, config.digest_sample_share)
+        self._digests = PairDigests(kv_cache.device, config)
         self._at_granted = faults.point(Point.SENDER_GRANTED)
         self._at_written = faults.point(Point.SENDER_WRITTEN)
         self._transfers: dict[bytes, Transfer] = {}
         self._by_request: dict[str, Transfer] = {}
         self._peers = RankPeers(endpoint, self._writes_to)
         self._probing_until = 0.0
+        self._pace = PollPace(time.monotonic())
         self._inbox: deque[Any] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -89,6 +90,10 @@ class SenderRank:
         return m.PeerRank(self.rank, "" if self._endpoint is None else self._endpoint.name, b"")
 
     @property
+    def digest_kinds(self) -> Sequence[str]:
+        return kinds_on(self._cache.device)
+
+    @property
     def staging_used_bytes(self) -> int:
         return self._staging.size - self._staging.free_bytes
 
@@ -99,9 +104,14 @@ class SenderRank:
     ) -> None:
         """ExportSink. Notes the fact; wakes our thread once a step's worth of layers is worth a part."""
         transfer = self._by_request.get(request_id)
-        if transfer is not None and transfer.note(layer, token_begin, token_end, block_ids):
-            with self._wake:
-                self._wake.notify()
+        if transfer is None or transfer.failed:
+            return
+        try:
+            if transfer.note(layer, token_begin, token_end, block_ids):
+                with self._wake:
+                    self._wake.notify()
+        except Exception as error:  # an engine outlives what one hand-off does to it
+            self._fail(transfer, error)
 
     # --- any thread --------------------------------------------------------------------------------------
 
@@ -129,7 +139,7 @@ class SenderRank:
     def _run(self) -> None:
         try:
             self._work()
-        except Exception as error:  # a hand-off's own failures end that hand-off only
+        except Exception as error:  # of no single hand-off: `_fail` has seen to those
             log.exception("rank %d sends nothing any more", self.rank)
             self.on_event(m.RankFailed(self.rank, repr(error)))
 
@@ -137,9 +147,16 @@ class SenderRank:
         while not self._closing:
             worked = self._handle_inbox()
             for transfer in self._known():
-                worked |= self._advance(transfer)
+                try:
+                    worked |= self._advance(transfer)
+                except (
+                    Exception
+                ) as error:  # this thread serves every hand-off: it outlives what one does to it
+                    self._fail(transfer, error)
             worked |= self._peers.let_go()
-            if not worked:
+            if worked:
+                self._pace.happened(time.monotonic())
+            else:
                 self._pause()
         if self._endpoint is not None:
             self._endpoint.close()
@@ -149,11 +166,14 @@ class SenderRank:
         return list(self._transfers.values())
 
     def _pause(self) -> None:
+        now = time.monotonic()
         writing = any(transfer.writing for transfer in self._known())
-        probing = time.monotonic() < self._probing_until
+        probing = now < self._probing_until
         if self._endpoint is not None and (probing or not writing):
             self._endpoint.notifications()  # drives progress for our peers
-        pause = FAST_POLL_SECONDS if writing else 1e-3 if probing else IDLE_POLL_SECONDS
+        pause = self._pace.pause(now) if writing else IDLE_POLL_SECONDS
+        if probing:
+            pause = min(pause, 1e-3)
         with self._wake:
             ready = self._inbox or self._closing or any(t.cuttable for t in self._known())
             if not ready:
@@ -163,25 +183,44 @@ class SenderRank:
         worked = False
         while self._inbox:
             worked = True
-            match self._inbox.popleft():
-                case m.Connect() as message:
-                    self._connect(message)
-                case m.OpenTransfer() as message:
-                    self._peers.mend(message.peer)
-                case m.Disconnect() as message:
-                    self._peers.link_lost(message.peer)
-                case m.Granted() as message:
-                    self._granted(message)
-                case m.PartAnswered() as message:
-                    self._answered(message)
-                case m.CloseTransfer() as message:
-                    self._close_transfer(message.transfer_id)
+            message = self._inbox.popleft()
+            try:
+                self._handle_one(message)
+            except Exception as error:
+                transfer = self._transfers.get(getattr(message, "transfer_id", b""))
+                if transfer is None:
+                    raise
+                self._fail(transfer, error)
         return worked
+
+    def _handle_one(self, message: Any) -> None:
+        match message:
+            case m.Connect():
+                self._connect(message)
+            case m.OpenTransfer():
+                self._peers.mend(message.peer)
+            case m.Disconnect():
+                self._peers.link_lost(message.peer)
+            case m.Granted():
+                self._granted(message)
+            case m.PartAnswered():
+                self._answered(message)
+            case m.CloseTransfer():
+                self._close_transfer(message.transfer_id)
+
+    def _fail(self, transfer: Transfer, error: Exception) -> None:
+        """Said once. What it has posted is looked at until it is terminal; nothing more is posted."""
+        if transfer.failed:
+            return
+        transfer.failed = True
+        transfer_id = transfer.opened.transfer_id
+        log.error("hand-off %s fails at rank %d", transfer_id.hex(), self.rank, exc_info=error)
+        self.on_event(m.TransferFailed(transfer_id, f"{type(error).__name__}: {error}"))
 
     def _connect(self, message: m.Connect) -> None:
         try:
             self._peers.connect(message)
-        except TransportError as error:
+        except Exception as error:  # whatever it is, it is between us and this peer
             self.on_event(m.ProbeFailed(message.peer, str(error)))
         if self._endpoint is not None:
             self._probing_until = time.monotonic() + PROBE_SECONDS
@@ -193,6 +232,8 @@ class SenderRank:
         worked = self._poll_writes(transfer)
         if transfer.closing:
             return self._finish_closing(transfer) or worked
+        if transfer.failed:
+            return worked
         worked |= transfer.cut()
         for part in transfer.ask(MAX_PARTS_AHEAD):
             part.pieces = self._pieces(transfer.opened, part.job)
@@ -234,7 +275,7 @@ class SenderRank:
         if data is not None:
             wait_copied(self._cache)  # computed and gathered: NIXL knows nothing of CUDA's streams
             target = part.job.flow.target_rank
-            part.digest_kind = self._digests.kind_of(opened.transfer_id, self.rank, target, part.index)
+            part.digest_kind = self._digests.kind_of(opened, self.rank, target, part.index)
             part.digest = digest(data, part.digest_kind)
             for other in transfer.parts.values():  # the notification of the write before this one leaves now
                 if other.write is not None:
@@ -245,9 +286,8 @@ class SenderRank:
         return range(job.flow.head_begin - self._heads[0], job.flow.head_end - self._heads[0])
 
     def _pieces(self, opened: m.OpenTransfer, job: Job) -> list[Tensor] | None:
-        """The part where it lies, if that is in large pieces: no copy. The engine keeps the blocks until D has them;
-        when a hand-off ends early they may get other contents while a write still reads them, and what then lands
-        lies in a quarantined slot that nobody reads."""
+        """The part where it lies, if that is in large pieces: no copy. The engine keeps the blocks until this rank has
+        said TransferDrained, however the hand-off ends."""
         if opened.transport != "nixl":
             return None
         heads = self._own_heads(job)
@@ -339,9 +379,11 @@ class SenderRank:
 
     def _close_transfer(self, transfer_id: bytes) -> None:
         transfer = self._transfers.get(transfer_id)
-        if transfer is not None:
-            transfer.closing = True
-            self._by_request.pop(transfer.opened.request_id, None)
+        if transfer is None:  # it was never opened here, and now it never will be
+            self.on_event(m.TransferDrained(transfer_id, self.rank))
+            return
+        transfer.closing = True
+        self._by_request.pop(transfer.opened.request_id, None)
 
     def _finish_closing(self, transfer: Transfer) -> bool:
         """Says Drained once no write is pending: an error counts as terminal, never as "did not land"."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
+from dataclasses import replace
 
 from cluster.block_hash import hash_blocks
 from cluster.errors import (
@@ -18,6 +18,8 @@ from cluster.errors import (
     engine_request_error,
 )
 from cluster.faults.points import Point
+from cluster.first_token import ends_with_first_token
+from cluster.follow_ups import FollowUps
 from cluster.telemetry.arrivals import Arrivals
 from engine.request import EngineRequest, StepOutput
 from kv_transfer.base import HandoffSpec
@@ -34,6 +36,7 @@ from worker.core import WorkerCore
 from worker.validate import check_spec
 
 log = logging.getLogger(__name__)
+FREE_SECONDS = 1.0  # a cancel's answer waits so long for writes that still read the request's blocks
 
 
 class PrefillRole:
@@ -47,6 +50,7 @@ class PrefillRole:
             cancel=self.cancel, max_attempts=core.config.max_queued_requests
         )
         self._by_engine_id: dict[str, PrefillAttempt] = {}
+        self._freeing = FollowUps()  # of ended attempts whose blocks are still read from
         self.arrivals = Arrivals()
         self._at_admitted = core.faults.point(Point.PREFILL_ADMITTED)
         self._at_reserved = core.faults.point(Point.PREFILL_RESERVED)
@@ -54,6 +58,10 @@ class PrefillRole:
         self._at_finished = core.faults.point(Point.PREFILL_FINISHED)
         self.ended = outcome_counts()  # attempts
         self._has_failed = False
+
+    @property
+    def worker_id(self) -> str:
+        return self._core.worker_id
 
     def open(self, request: prefill_pb2.PrefillRunRequest) -> PrefillAttempt:
         """The attempt of this transfer id: a repeated Run gets the first one's. Raises BatonError."""
@@ -71,10 +79,20 @@ class PrefillRole:
         return attempt
 
     async def cancel(self, attempt: PrefillAttempt) -> None:
-        """Ends an attempt at once; returns when its blocks are free."""
+        """Ends an attempt at once. Its blocks are free once no write reads from them (`freed`)."""
         if attempt.task is not None and not attempt.task.done():
             attempt.task.cancel()
             await asyncio.wait([attempt.task], timeout=5.0)
+
+    async def freed(self, attempt: PrefillAttempt, seconds: float | None = None) -> bool:
+        """Waits until an attempt that has ended holds no block; False: `seconds` were not enough, as over TCP to a
+        decode worker that was stopped."""
+        try:
+            async with asyncio.timeout(FREE_SECONDS if seconds is None else seconds):
+                await attempt.freed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def idle(self) -> bool:
         return len(self.attempts) == 0
@@ -164,13 +182,15 @@ class PrefillRole:
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
             attempt.machine.to(PrefillState.ADMITTED)
             self._at_admitted(attempt.transfer_id)
-            handoff = await self._reserve(attempt)
-            self._at_reserved(attempt.transfer_id)
+            if not ends_with_first_token(spec):
+                handoff = await self._reserve(attempt)
+                self._at_reserved(attempt.transfer_id)
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
             prefilled = await self._compute(attempt, handoff)
             self.admission.leave(tokens)
             inside = False
-            await self._hand_over(attempt, handoff, prefilled)
+            if handoff is not None:
+                await self._hand_over(attempt, handoff, prefilled)
             attempt.machine.to(PrefillState.RELEASED)
         except BaseException as error:
             attempt.machine.to(PrefillState.DRAINING)
@@ -182,7 +202,8 @@ class PrefillRole:
             if inside:
                 self.admission.leave(tokens)
             self._by_engine_id.pop(attempt.engine_id, None)
-            await self._free(attempt)
+            # Its end is told meanwhile: a write to a decode worker that was stopped may never end.
+            self._freeing.spawn(self._free(attempt, handoff))
 
     async def _reserve(self, attempt: PrefillAttempt) -> OutgoingHandoff:
         request = attempt.request
@@ -197,14 +218,17 @@ class PrefillRole:
         remaining = max(0.05, attempt.deadline - time.monotonic())
         return await self._sender.reserve(request.decode, spec, remaining)
 
-    async def _compute(self, attempt: PrefillAttempt, handoff: OutgoingHandoff) -> Prefilled:
+    async def _compute(self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None) -> Prefilled:
         attempt.machine.to(PrefillState.COMPUTING)
         started = time.monotonic()
         self._by_engine_id[attempt.engine_id] = attempt
         request = request_from_wire(attempt.engine_id, attempt.request.spec, prefill_only=True)
-        if attempt.trace is not None:
-            handoff.parts = attempt.parts = PartTimes()
-        await handoff.start(attempt.engine_id)
+        if handoff is None:
+            request = replace(request, export=False)
+        else:
+            if attempt.trace is not None:
+                handoff.parts = attempt.parts = PartTimes()
+            await handoff.start(attempt.engine_id)
         await self._add(request)
         prefilled = await attempt.prefilled
         self.arrivals.first_token(time.monotonic() - attempt.received)
@@ -245,12 +269,15 @@ class PrefillRole:
         report.kv_bytes_shipped = result.bytes_shipped
         report.transport = result.transport
 
-    async def _free(self, attempt: PrefillAttempt) -> None:
-        """Blocks of a computed prompt become prefix cache; of any other they are free. An engine that has stopped
-        holds nothing, and its refusal must not stand in for the error that ended the attempt."""
+    async def _free(self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None) -> None:
+        """Computed blocks become prefix cache, the others are free: once every rank has said that it reads none of them
+        any more. A part read later would be another request's KV under this one's hashes."""
         engine_id = attempt.engine_id
-        with contextlib.suppress(DrainingError):
-            if attempt.machine.state is PrefillState.RELEASED:
-                await self._core.host.call(lambda engine: engine.release(engine_id))
-            else:
-                await self._core.host.call(lambda engine: engine.abort(engine_id))
+        try:
+            if handoff is not None:
+                await self._core.host.call(lambda engine: engine.park(engine_id))
+                await handoff.drained()
+            await self._core.host.call(lambda engine: engine.abort(engine_id))
+        except (DrainingError, InternalError) as error:  # the engine has stopped, and its blocks with it
+            log.debug("blocks were not given back: %s", error)
+        attempt.freed.set()

@@ -10,6 +10,7 @@ import grpc
 
 from cluster import rpc
 from cluster.errors import BatonError
+from cluster.wire_version import check_wire_version
 from prefill_worker.role import PrefillRole
 from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
 from worker.validate import check_name, check_transfer_id
@@ -25,6 +26,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.PrefillRunRequest, context: Context
     ) -> AsyncIterator[common_pb2.AttemptEvent]:
         try:
+            check_wire_version(request.wire_version, self._role.worker_id)
             check_transfer_id(request.transfer_id)
             check_name("request_id", request.request_id)
             attempt = self._role.open(request)
@@ -46,4 +48,5 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             self._role.attempts.remember_ended(request.transfer_id)
             return prefill_pb2.PrefillCancelResponse(known=False)
         await self._role.attempts.cancel(attempt)
+        await self._role.freed(attempt)
         return prefill_pb2.PrefillCancelResponse(known=True)

@@ -30,6 +30,7 @@ from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing
 from cluster.tls import Peers, make_identity
 from cluster.topology import Locating
+from cluster.wire_version import WIRE_VERSION
 from engine.engine import Engine
 from engine.request import ChainReport, StepOutput
 from wire import common_pb2
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-WIRE_VERSION = 1
 RESYNC_SECONDS = 10.0
 REJOIN_SECONDS = 10.0
 RANK_DEATH_SECONDS = 0.25  # between a step that a dead rank broke and the end of its pipe

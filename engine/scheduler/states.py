@@ -1,7 +1,7 @@
 """The life of a sequence in the engine.
 
 WAITING ──admitted──► RUNNING ──► FINISHED
-   ▲                  │  ▲  └─prefill_only─► HELD ──► FINISHED
+   ▲                  │  ▲  └─prefill_only, or parked─► HELD ──► FINISHED
    └───preempted──────┘  └─commit─ WAITING_FOR_KV (reserved, KV on its way)
                                         └──growth wants its blocks──► EVICTED (until nobody writes) ──► FINISHED
 """

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from cluster import errors, rpc
+from cluster.first_token import ends_with_first_token
 from cluster.membership.types import WorkerInfo
+from cluster.wire_version import WIRE_VERSION
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import LOST_SECONDS, Liveness, Watch
 from router.dispatch.mailbox import Mailbox
@@ -28,7 +30,6 @@ from wire import common_pb2, decode_pb2, prefill_pb2
 if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import OpenSpan
 
-WIRE_VERSION = 1
 CONTROL_SECONDS = 2.0
 MAX_EVENTS = 512
 
@@ -119,6 +120,9 @@ class Attempt:
             return
         self._first_call = remote = self._run(self.placed.prefill, admission_deadline_ms)
         self._read(Source.PREFILL, self.placed.prefill, lambda: remote)
+        if ends_with_first_token(self.spec):  # the prefill worker asks no decode worker
+            self.finished.add(Source.DECODE)
+            return
         attach = decode_pb2.AttachRequest(
             wire_version=WIRE_VERSION,
             transfer_id=self.transfer_id,
@@ -236,7 +240,8 @@ class Attempt:
     @property
     def has_ended(self) -> bool:
         """Every worker has said its end: `close` has nothing to do."""
-        return len(self.finished) == len(self._tasks)
+        waited_for = {Source.DECODE} if self.is_local else {Source.PREFILL, Source.DECODE}
+        return waited_for <= self.finished
 
     async def close(self) -> None:
         """Cancels at both workers what has not ended; returns when they have answered or are out of reach."""

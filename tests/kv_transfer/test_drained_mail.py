@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -14,13 +15,15 @@ from wire import common_pb2
 
 
 class Worker:
-    """A decode worker that lives under `epoch`; streams to it stay up once opened."""
+    """A decode worker that lives under `epoch`; streams to it stay up once opened. It acknowledges what it hears to
+    `mail`."""
 
     def __init__(self, epoch: int):
         self.epoch = epoch
         self.known = 0
         self.heard: list[bytes] = []
         self.opened = 0
+        self.mail: DrainedMail | None = None
 
     async def open(self, decode: common_pb2.WorkerRef) -> Worker:
         self.opened += 1
@@ -31,6 +34,12 @@ class Worker:
 
     def say_drained(self, transfer_id: bytes) -> None:
         self.heard.append(transfer_id)
+        if self.mail is not None:
+            self.mail.acknowledged("d", transfer_id)
+
+    def answered_by(self, mail: DrainedMail) -> DrainedMail:
+        self.mail = mail
+        return mail
 
 
 @pytest.fixture(autouse=True)
@@ -38,36 +47,108 @@ def _short_pauses(monkeypatch):
     monkeypatch.setattr(drained_mail, "TRY_SECONDS", 0.02)
 
 
+def ref(epoch: int, worker_id: str = "d") -> common_pb2.WorkerRef:
+    return common_pb2.WorkerRef(worker_id=worker_id, epoch=epoch)
+
+
 async def test_a_stream_that_is_up_takes_it_at_once():
     worker = Worker(epoch=7)
-    mail = DrainedMail(worker.open, lambda decode: worker.known)
-    mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
-    await until(lambda: worker.heard == [b"one"], "it has heard")
-    mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"two")
+    mail = worker.answered_by(DrainedMail(worker.open, lambda decode: worker.known))
+    mail.keep(ref(7), b"one", worker)
+    assert worker.heard == [b"one"]
+    mail.keep(ref(7), b"two")
     await until(lambda: worker.heard == [b"one", b"two"], "it has heard")
+    assert not mail.waits_for("d")
 
 
 async def test_a_worker_that_rejoined_hears_under_its_new_epoch():
     worker = Worker(epoch=8)
-    mail = DrainedMail(worker.open, lambda decode: worker.known)
-    mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
-    mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"two")
+    mail = worker.answered_by(DrainedMail(worker.open, lambda decode: worker.known))
+    mail.keep(ref(7), b"one")
+    mail.keep(ref(7), b"two")
     await until(lambda: worker.heard == [b"one", b"two"], "it has heard")
+
+
+async def test_what_is_not_acknowledged_is_said_on_every_stream_and_from_time_to_time():
+    worker, other = Worker(epoch=7), Worker(epoch=7)
+    mail = DrainedMail(worker.open, lambda decode: worker.known)
+    mail.keep(ref(7), b"one", worker)
+    await until(lambda: worker.heard.count(b"one") >= 3, "said again")
+    mail.hand_over(ref(7), other)
+    assert other.heard == [b"one"]
+    mail.acknowledged("d", b"one")
+    said = len(worker.heard)
+    await asyncio.sleep(0.1)
+    assert len(worker.heard) == said
+    assert not mail.waits_for("d") and not mail._delivering
+
+
+async def test_an_acknowledgement_of_something_else_changes_nothing():
+    worker = Worker(epoch=7)
+    mail = DrainedMail(worker.open, lambda decode: worker.known)
+    mail.keep(ref(7), b"one", worker)
+    mail.acknowledged("d", b"two")
+    mail.acknowledged("e", b"one")
+    assert mail.waits_for("d")
+    mail.close()
+
+
+async def test_a_worker_that_acknowledges_is_never_given_up(monkeypatch):
+    """However often its stream changes while there is always something that it has not come to yet."""
+    monkeypatch.setattr(drained_mail, "TRIES", 3)
+    streams: list[Worker] = []
+
+    async def open_anew(decode: common_pb2.WorkerRef) -> Worker:
+        streams.append(Worker(7))
+        return streams[-1]
+
+    mail = DrainedMail(open_anew, lambda decode: 7)
+    number = 0
+    mail.keep(ref(7), bytes([number]))
+    while len(streams) < 10:
+        mail.keep(ref(7), bytes([number + 1]))
+        mail.acknowledged("d", bytes([number]))
+        number += 1
+        count = len(streams)
+        await until(lambda count=count: len(streams) > count, "tried again")
+    assert not mail._given_up
+    mail.close()
+
+
+async def test_more_than_a_stream_carries_at_once_is_said_little_by_little(monkeypatch):
+    monkeypatch.setattr(drained_mail, "MAX_TOGETHER", 4)
+    worker = Worker(epoch=7)
+    mail = DrainedMail(worker.open, lambda decode: worker.known)
+    mail._waiting["d"] = {bytes([i]): 0.0 for i in range(10)}
+    mail.hand_over(ref(7), worker)
+    assert len(worker.heard) == 4
+    await until(lambda: len(set(worker.heard)) == 10, "all of them")
+    mail.close()
+
+
+async def test_of_one_worker_only_so_many_are_kept(monkeypatch):
+    monkeypatch.setattr(drained_mail, "MAX_WAITING", 3)
+    worker = Worker(epoch=7)
+    mail = DrainedMail(worker.open, lambda decode: worker.known)
+    for number in range(5):
+        mail.keep(ref(7), bytes([number]), worker)
+    assert set(mail._waiting["d"]) == {b"\x02", b"\x03", b"\x04"}
+    mail.close()
 
 
 async def test_one_that_is_back_after_a_long_time_hears(monkeypatch, caplog):
     monkeypatch.setattr(drained_mail, "TRIES", 3)
     worker = Worker(epoch=8)
-    mail = DrainedMail(worker.open, lambda decode: 0)  # it never says under which epoch it lives
+    mail = worker.answered_by(DrainedMail(worker.open, lambda decode: 0))  # it never says which epoch it is
     with caplog.at_level(logging.INFO, logger=drained_mail.__name__):
-        mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
+        mail.keep(ref(7), b"one")
         await until(lambda: worker.opened == 3 and len(caplog.messages) == 2, "tried, and said so")
     began, ended = caplog.messages  # however many tries there were
     assert "another epoch" in began
     assert "not until it is back" in ended
-    mail.hand_over("d", worker)
+    mail.hand_over(ref(8), worker)
     assert worker.heard == [b"one"]
-    mail.hand_over("d", worker)
+    mail.hand_over(ref(8), worker)
     assert worker.heard == [b"one"]
 
 
@@ -77,20 +158,23 @@ async def test_of_those_that_are_gone_for_good_only_so_many_are_kept(monkeypatch
     worker = Worker(epoch=8)
     mail = DrainedMail(worker.open, lambda decode: 0)
     for name in ("d0", "d1", "d2"):
-        mail.keep(common_pb2.WorkerRef(worker_id=name, epoch=7), name.encode())
+        mail.keep(ref(7, name), name.encode())
         await until(lambda: not mail._delivering, "given up")
     assert set(mail._waiting) == {"d1", "d2"}
-    mail.hand_over("d1", worker)
-    mail.keep(common_pb2.WorkerRef(worker_id="d2", epoch=8), b"again")  # it is tried again, with what waits
+    mail.hand_over(ref(8, "d1"), worker)
+    mail.acknowledged("d1", b"d1")
+    mail.keep(ref(8, "d2"), b"again")  # it is tried again, with what waits
+    await until(lambda: worker.heard[1:] == [b"d2", b"again"], "heard")
+    mail.acknowledged("d2", b"d2")
+    mail.acknowledged("d2", b"again")
     await until(lambda: not mail._delivering, "heard")
-    assert worker.heard == [b"d1", b"d2", b"again"]
-    assert not mail._waiting and not mail._given_up
+    assert not mail._waiting and not mail._given_up and not mail._answered
 
 
 async def test_one_that_was_late_to_hear_is_named_twice(caplog):
     worker = Worker(epoch=8)
-    mail = DrainedMail(worker.open, lambda decode: worker.known)
+    mail = worker.answered_by(DrainedMail(worker.open, lambda decode: worker.known))
     with caplog.at_level(logging.INFO, logger=drained_mail.__name__):
-        mail.keep(common_pb2.WorkerRef(worker_id="d", epoch=7), b"one")
+        mail.keep(ref(7), b"one")
         await until(lambda: worker.heard == [b"one"] and len(caplog.messages) == 2, "heard, and said so")
     assert "has heard" in caplog.messages[1]

@@ -1,5 +1,5 @@
-"""Drained messages on their way to decode workers that come, go, hang and live under other epochs: each is said once, to
-whom it was meant for, as soon as its worker can be reached; how long it could not makes no difference."""
+"""Drained messages on their way to decode workers that come, go, hang, live under other epochs, and read without acting on
+what they read: each is said to whom it was meant for until it is acknowledged; how long that takes makes no difference."""
 
 from __future__ import annotations
 
@@ -13,9 +13,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.errors import PeerLostError, StaleEpochError
 from kv_transfer.drained_mail import TRIES, TRY_SECONDS, DrainedMail
+from tests.reached import Reached
 from tests.virtual_time import VirtualLoop
 from wire import common_pb2
 
+REACHED = Reached(
+    [
+        "said at once",
+        "kept without a stream",
+        "said on a new stream",
+        "acts at once",
+        "acknowledged late",
+        "given up",
+    ]
+)
 WORKERS = st.sampled_from(["d0", "d1"])
 
 
@@ -27,11 +38,22 @@ class Worker:
     epoch: int = 1
     known: int = 0  # the epoch P has heard
     answers: str = "yes"  # | "no" | "never"
+    acts: bool = True  # on what it reads, and says so
     heard: list[bytes] = field(default_factory=list)
+    acted: set[bytes] = field(default_factory=set)
+    acknowledge: Any = None
 
     def say_drained(self, transfer_id: bytes) -> None:
         assert self.answers == "yes", "said to one that is not there"
+        assert transfer_id not in self.acted, "said again after it was acknowledged"
         self.heard.append(transfer_id)
+        if self.acts:
+            self.act()
+
+    def act(self) -> None:
+        for transfer_id in self.heard:
+            self.acted.add(transfer_id)
+            self.acknowledge(self.worker_id, transfer_id)
 
 
 class DrainedMailMachine(RuleBasedStateMachine):
@@ -49,6 +71,8 @@ class DrainedMailMachine(RuleBasedStateMachine):
             return DrainedMail(self.open, lambda ref: self.workers[ref.worker_id].known)
 
         self.mail = self.loop.run(make())
+        for worker in self.workers.values():
+            worker.acknowledge = self.mail.acknowledged
 
     async def open(self, decode: common_pb2.WorkerRef) -> Worker:
         worker = self.workers[decode.worker_id]
@@ -77,7 +101,18 @@ class DrainedMailMachine(RuleBasedStateMachine):
             self.number += 1
             transfer_id = self.number.to_bytes(16, "big")
             self.kept[name].append((transfer_id, self.loop.time()))
-            self.inside(self.mail.keep, ref, transfer_id)
+            stream = worker if worker.answers == "yes" and not stale else None
+            self.inside(self.mail.keep, ref, transfer_id, stream)
+            REACHED.hit("said at once" if stream is not None else "kept without a stream")
+
+    @rule(name=WORKERS, acts=st.booleans())
+    def reads_without_acting(self, name: str, acts: bool) -> None:
+        """Or comes at last to what it has read."""
+        worker = self.workers[name]
+        worker.acts = acts
+        if acts:
+            REACHED.hit("acknowledged late" if worker.heard and self.missing(name) else "acts at once")
+            self.inside(worker.act)
 
     @rule(name=WORKERS, answers=st.sampled_from(["yes", "yes", "no", "never"]))
     def changes(self, name: str, answers: str) -> None:
@@ -94,8 +129,11 @@ class DrainedMailMachine(RuleBasedStateMachine):
         worker = self.workers[name]
         if worker.answers == "yes":
             worker.known = worker.epoch
-            self.inside(self.mail.hand_over, name, worker)
-            assert not self.missing(name), "the stream is up, and it has not heard"
+            ref = common_pb2.WorkerRef(worker_id=name, epoch=worker.epoch, address="a")
+            if self.missing(name):
+                REACHED.hit("said on a new stream")
+            self.inside(self.mail.hand_over, ref, worker)
+            assert not self.unheard(name), "the stream is up, and it has not heard"
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 10.0, 3.0 * TRIES * TRY_SECONDS]))
     def time_passes(self, seconds: float) -> None:
@@ -103,18 +141,26 @@ class DrainedMailMachine(RuleBasedStateMachine):
         for name, since in self.away_since.items():
             if since is None and seconds >= 10.0 and name not in self.mail._given_up:
                 # A try takes a second, the pause behind it another; a new epoch costs one more.
-                assert not self.missing(name), "it can be reached, and has not heard"
+                assert not self.unheard(name), "it can be reached, and has not heard"
+                if self.workers[name].acts:
+                    assert not self.missing(name), "it has acted, and was not believed"
             if seconds > 2.5 * TRIES * TRY_SECONDS:
-                assert name not in self.mail._delivering, "it is tried for ever"
+                tried = name in self.mail._delivering
+                assert not tried or self.workers[name].answers == "yes", "it is tried for ever"
+            if name in self.mail._given_up:
+                REACHED.hit("given up")
 
     def missing(self, name: str) -> set[bytes]:
+        """What it has not acknowledged."""
+        return {transfer for transfer, _ in self.kept[name]} - self.workers[name].acted
+
+    def unheard(self, name: str) -> set[bytes]:
         return {transfer for transfer, _ in self.kept[name]} - set(self.workers[name].heard)
 
     @invariant()
-    def each_is_said_once_and_to_the_right_one(self) -> None:
+    def each_is_said_to_the_right_one(self) -> None:
         for name, worker in self.workers.items():
-            said = [transfer for transfer, _ in self.kept[name] if transfer in set(worker.heard)]
-            assert worker.heard == said, "twice, out of order, or another's"
+            assert set(worker.heard) <= {transfer for transfer, _ in self.kept[name]}, "another's"
 
     @invariant()
     def nothing_is_forgotten(self) -> None:
@@ -135,12 +181,21 @@ class DrainedMailMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for name in self.workers:
             self.changes(name, "yes")
+            if hasattr(self, "mail"):
+                self.reads_without_acting(name, True)
         if hasattr(self, "mail"):
             self.time_passes(3.0 * TRIES * TRY_SECONDS)
             for name in self.workers:
                 self.another_hand_off_opens_a_stream(name)
+                assert not self.mail.waits_for(name), "not acknowledged in the end"
         self.loop.close()
 
 
 DrainedMailMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
-TestDrainedMail = DrainedMailMachine.TestCase
+
+
+class TestDrainedMail(DrainedMailMachine.TestCase):
+    @classmethod
+    def tearDownClass(cls) -> None:
+        super().tearDownClass()
+        REACHED.check()

@@ -141,7 +141,7 @@ async def test_links_that_end_keep_the_pairs_connection():
             assert report.transport == "nixl"
             assert_same(prefill, decode, TOKENS)
             for one in list(prefill.sender._links.values()):
-                await one.close(final=False)
+                await one.close()
         assert not removed
 
 
@@ -150,7 +150,7 @@ async def test_a_probe_that_fails_is_sent_again_over_a_new_connection(monkeypatc
     async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
         await prefill.send(decode.ref, TOKENS)
         for one in list(prefill.sender._links.values()):
-            await one.close(final=False)
+            await one.close()
         endpoint = prefill.ranks[0]._endpoint
         notify, sent, forget, forgotten = endpoint.notify, [], endpoint.forget, []
 

@@ -1,0 +1,87 @@
+"""Drained is said until it is acknowledged: that its bytes were read proves nothing about what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from kv_transfer import drained_mail, sender
+from tests.kv_transfer.pair import config, prefill_side
+from tests.kv_transfer.scripted_decode import scripted_decode
+from tests.waiting import until
+
+TOKENS = 16
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(drained_mail, "TRY_SECONDS", 0.05)
+    monkeypatch.setattr(sender, "LAST_WORDS_SECONDS", 0.05)
+
+
+async def given_up(prefill, decode):
+    """The transfer id of a hand-off that was aborted: nothing of it is on its way."""
+    handoff = await prefill.open(decode.ref, TOKENS)
+    await handoff.abort("no more")
+    await handoff.drained()
+    return handoff.transfer_id
+
+
+async def test_it_is_repeated_on_a_stream_that_lives_until_it_is_acknowledged():
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        transfer = await given_up(prefill, decode)
+        await until(lambda: list(decode.drained()).count(transfer) >= 4, "said again and again")
+        assert len(decode.streams) == 1
+        decode.acknowledge(decode.streams[0], transfer)
+        await until(lambda: not prefill.sender.mail.waits_for("decode"), "acknowledged")
+        await asyncio.sleep(0.1)  # what was on its way
+        said = len(list(decode.drained()))
+        await asyncio.sleep(0.3)  # several pauses between two repetitions
+        assert len(list(decode.drained())) == said
+
+
+async def test_what_a_worker_has_only_read_is_said_on_its_next_stream():
+    """However long ago: it read it, was busy, and its stream broke before it came to it."""
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        transfer = await given_up(prefill, decode)
+        await until(lambda: transfer in set(decode.drained()), "it has read it")
+        (link,) = prefill.sender._links.values()
+        link._last_heard = time.monotonic() + 3600.0  # it has been heard since, too
+        decode.streams[0].end()
+        await until(lambda: len(decode.streams) > 1, "a stream is opened for it")
+        await until(lambda: bool(decode.streams[1].of("drained")), "said on the next stream")
+        assert decode.streams[1].of("drained")[0].transfer_id == transfer
+        decode.acknowledge(decode.streams[1], transfer)
+        await until(lambda: not prefill.sender.mail.waits_for("decode"), "acknowledged")
+
+
+async def test_every_hand_off_is_said_and_nothing_is_left():
+    async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
+        transfers = [await given_up(prefill, decode) for _ in range(20)]
+        await until(lambda: not prefill.sender.mail.waits_for("decode"), "all acknowledged")
+        assert set(decode.drained()) == set(transfers)
+        assert prefill.sender.live == 0
+
+
+async def test_a_reservation_that_was_given_up_is_said_too(monkeypatch):
+    """D may have reserved, and granted; nobody will write there."""
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        await given_up(prefill, decode)
+        monkeypatch.setattr(decode.streams[0], "say", lambda **message: None)
+        opening = asyncio.create_task(prefill.open(decode.ref, TOKENS))
+        await until(lambda: len(decode.streams[0].of("reserve")) == 2, "asked")
+        opening.cancel()
+        await asyncio.wait([opening])
+        transfer = decode.streams[0].of("reserve")[1].transfer_id
+        await until(lambda: transfer in set(decode.drained()), "said")
+        assert transfer in prefill.sender.mail._waiting["decode"]
+
+
+async def test_a_sender_that_closes_waits_a_moment_for_the_last_words():
+    async with scripted_decode(acknowledges=True) as decode:
+        async with prefill_side(config("grpc")) as prefill:
+            handoff = await prefill.open(decode.ref, TOKENS)
+            await handoff.abort("this worker stops")
+        assert handoff.transfer_id in set(decode.drained())

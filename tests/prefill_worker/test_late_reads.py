@@ -1,0 +1,155 @@
+"""Blocks stay a request's own until no write reads from them, however it ended and whatever is said about digests: a part
+that is read after another request has taken its blocks is that other request's KV under this one's hashes."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cluster.errors import PeerLostError
+from kv_transfer import messages as m
+from prefill_worker import role as role_module
+from prefill_worker.attempt import PrefillAttempt
+from tests.prefill_worker.late_reads import PREFILL, World
+from tests.waiting import until
+from wire import handoff_pb2
+
+MINE, STRANGERS = 11, 71  # tokens
+A, B = b"a" * 16, b"b" * 16
+PARTS = 8  # of the prompt: a block each
+
+
+@asynccontextmanager
+async def world(digests: str = "off"):
+    made = World(digests)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def cancelled(one: World, attempt: PrefillAttempt) -> None:
+    await one.role.cancel(attempt)
+
+
+async def aborted_by_decode(one: World, attempt: PrefillAttempt) -> None:
+    error = PeerLostError("no more").to_wire()
+    one.reply(attempt, aborted=handoff_pb2.Aborted(transfer_id=attempt.transfer_id, error=error))
+
+
+async def decode_lost(one: World, attempt: PrefillAttempt) -> None:
+    one.link.lost = True
+    one.sender._live[attempt.transfer_id].fail(PeerLostError("silent"))
+    one.rank.handle(m.Disconnect(one.link.name))
+
+
+async def fenced(one: World, attempt: PrefillAttempt) -> None:
+    await one.role.attempts.cancel_all()
+    await one.sender.rejoin(PREFILL)
+
+
+async def committed(one: World, attempt: PrefillAttempt) -> None:
+    """D has every part, by its own account: a handle may need one more look."""
+    await until(lambda: bool(one.link.of("finish")), "finish is said")
+    one.reply(attempt, committed=handoff_pb2.Committed(transfer_id=attempt.transfer_id))
+
+
+ENDS = [cancelled, aborted_by_decode, decode_lost, fenced, committed]
+
+
+@pytest.mark.parametrize("digests", ["off", "sample", "all"])
+@pytest.mark.parametrize("ends", ENDS)
+async def test_a_late_read_finds_the_requests_own_kv(ends, digests):
+    async with world(digests) as one:
+        attempt = one.run(A, [MINE] * 32)
+        await one.computed(attempt)
+        await one.grant_all(attempt, PARTS)
+        await ends(one, attempt)
+        await until(lambda: attempt.log.ended, "its end is told, whatever is still read")
+        one.run(B, [STRANGERS] * 44)  # needs more than what was free beside it
+        for _ in range(20):
+            await one.steps()
+            await asyncio.sleep(0.005)
+        assert one.engine.stats().blocks_held >= PARTS
+        for write in one.endpoint.writes:
+            for piece in write.read():
+                assert (piece.view(one.runner.kv.dtype) == MINE).all(), "another request's KV was read"
+        await until(attempt.freed.is_set, "given back")
+        await one.steps()
+        assert one.engine.stats().blocks_held == 11, "the first request still holds some"
+
+
+@pytest.mark.parametrize("ends", ENDS)
+async def test_a_request_that_ended_is_computed_no_further(ends):
+    """Also where its blocks are still read: a step of a prompt that nobody wants costs others theirs."""
+    if ends is committed:
+        pytest.skip("it is computed to its end")
+    async with world() as one:
+        attempt = one.run(A, [MINE] * 40)
+        object.__setattr__(one.engine._config, "max_batch_tokens", 16)
+        await until(lambda: one.engine.has_work, "the engine has it")
+        await one.steps()
+        await one.grant_all(attempt, 4)
+        await ends(one, attempt)
+        await until(lambda: not one.engine.has_work, "nothing more to compute")
+        assert one.engine.stats().blocks_held == 10
+        for write in one.endpoint.writes:
+            write.state = "done"
+        await until(lambda: one.engine.stats().blocks_held == 0, "given back")
+        one.engine.check_integrity()
+
+
+async def test_cancel_waits_for_reads_for_a_moment_only(monkeypatch):
+    """Its answer says that the blocks are free, as it does nearly always; a stopped decode worker must not hold it up."""
+    async with world() as one:
+        attempt = one.run(A, [MINE] * 32)
+        await one.computed(attempt)
+        await one.grant_all(attempt, PARTS)
+        await one.role.cancel(attempt)
+        monkeypatch.setattr(role_module, "FREE_SECONDS", 0.05)
+        assert not await one.role.freed(attempt)
+        waiting = asyncio.create_task(one.role.freed(attempt, 60.0))
+        for write in one.endpoint.writes:
+            write.state = "done"
+        assert await waiting
+        assert one.engine.stats().blocks_held == 0
+
+
+async def test_one_that_was_never_started_gives_everything_back():
+    """Cancelled between its reservation and its first layer: no rank knows of it, and none would say it is drained."""
+    async with world() as one:
+        spec_handoff = one.role._sender.reserve
+        made = []
+
+        async def reserve(*arguments):
+            handoff = await spec_handoff(*arguments)
+
+            async def start(request_id: str) -> None:
+                raise PeerLostError("before any rank was told")
+
+            handoff.start = start
+            made.append(handoff)
+            return handoff
+
+        one.sender.reserve = reserve
+        attempt = one.run(A, [MINE] * 32)
+        await until(lambda: attempt.log.ended, "ended")
+        await until(lambda: one.sender.live == 0, "no hand-off is left")
+        assert one.link.of("drained") == [A]
+        assert one.engine.stats().blocks_held == 0
+        assert len(made) == 1
+
+
+async def test_a_worker_that_stops_does_not_wait_for_a_stuck_peer():
+    one = World()
+    attempt = one.run(A, [MINE] * 32)
+    await one.computed(attempt)
+    await one.grant_all(attempt, PARTS)
+    await one.role.cancel(attempt)
+    async with asyncio.timeout(10):
+        await one.sender.close()
+    await until(lambda: not one.role._freeing._tasks, "nothing waits for ever")
+    assert one.engine.stats().blocks_held == PARTS
+    await one.role.attempts.close()
