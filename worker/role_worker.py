@@ -82,6 +82,7 @@ class RoleWorker:
             Exception
         ):  # a fault of ours; who does not leave the registry is waited for until its lease runs out
             log.exception("draining ended early")
+        await self._core.end_silent_ranks()
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._attempts.close()
