@@ -339,6 +339,10 @@ class WorkerCore:
             for worker in workers
         )
 
+    async def cut_off(self) -> None:
+        """After a failure: nothing here can be finished, and routers go on elsewhere as soon as their streams break."""
+        await self.server.stop(0)
+
     async def end_silent_ranks(self) -> None:
         """The engine's thread, and whoever waits for it, would wait for them."""
         await asyncio.to_thread(self.ranks.watch.kill_silent, LOST_SECONDS)

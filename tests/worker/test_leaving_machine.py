@@ -85,6 +85,7 @@ class LeavingMachine(RuleBasedStateMachine):
                 start_draining=self.start_draining,
                 stop=self.core_stops,
                 end_silent_ranks=self.nothing,
+                failed=self.loop.create_future(),
             )
             self.health.engine_moves = self.core.host.healthy
             self.health.registered = lambda: self.registered
