@@ -6,6 +6,8 @@ import contextlib
 
 import psutil
 
+RANK_MARK = "--multiprocessing-fork"  # on the command line of a process that Python has spawned
+
 
 def rank_pids(leader: int) -> list[int]:
     """Empty once the leader is gone."""
@@ -19,4 +21,11 @@ def rank_pids(leader: int) -> list[int]:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    return "--multiprocessing-fork" in process.cmdline()
+    return RANK_MARK in process.cmdline()
+
+
+def leader_of(rank: int) -> int | None:
+    """None once the rank is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(rank).ppid()
+    return None
