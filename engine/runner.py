@@ -12,7 +12,7 @@ from engine.attention.base import AttentionBackend
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.ops.base import LayerOps
-from engine.parallel.group import TpGroup
+from engine.parallel.group import Arrivals, TpGroup
 from engine.plan import ExportSink, PlanItem, StepPlan
 
 
@@ -40,6 +40,11 @@ class ModelRunner:
         self._ops = ops
         self._attention = attention
         self._group = group
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """How far this rank has come in the operations that it shares with the others."""
+        return self._group.arrivals
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor:

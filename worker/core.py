@@ -38,6 +38,7 @@ from worker import readings
 from worker.build import make_model_id
 from worker.engine_host import EngineHost
 from worker.health import Health, Phase
+from worker.rank_watch import LOST_SECONDS
 from worker.ranks import Ranks, open_ranks
 from worker.self_check import SelfCheck
 from worker.server import WorkerServer
@@ -95,6 +96,7 @@ class WorkerCore:
         self._registration: Registration | None = None
         self._reporter: ChainReporter | None = None
         self._ticking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._self_check: SelfCheck | None = None
         self._checking: asyncio.Task[None] | None = None
         self.follow_ups = FollowUps()
@@ -106,6 +108,7 @@ class WorkerCore:
             on_output=self._output,
             on_failure=self._engine_failed,
             step_stall_seconds=config.step_stall_seconds,
+            ranks_answer=self.ranks.watch.healthy,
         )
         self.health.engine_moves = self.host.healthy
         self.peers = Peers(make_identity(config.tls_cert, config.tls_key, config.tls_ca))
@@ -116,7 +119,7 @@ class WorkerCore:
     def _load(self) -> Ranks:
         ranks = open_ranks(self.config, self.epoch)
         for rank in ranks.remote:
-            rank.on_exit = self._rank_exited
+            rank.on_failed = self._rank_failed
             rank.on_leaving = lambda: self._drain_wanted_from_thread("exit")
         self.health.to(Phase.WARMING_UP)
         ranks.runner.warm_up()
@@ -156,8 +159,12 @@ class WorkerCore:
         return SpecLimits(self.model_id, self.runner.model_config.vocab_size, config.max_batch_requests)
 
     def beat_step(self) -> int | None:
-        """The step counter a beat carries; None while the engine hangs: a hung engine is a dead one."""
-        return self.host.steps if self.host.healthy() else None
+        """The step counter a beat carries; None while the engine or a rank hangs: a hung engine is a dead one."""
+        return self.host.steps if self._speaks() else None
+
+    def _speaks(self) -> bool:
+        """Whether beats and lease renewals go out."""
+        return self.host.healthy() and self.ranks.watch.prompt()
 
     def trace_of(self, spec: common_pb2.GenerateSpec) -> Context | None:
         """The router's span that this worker's spans hang on. None: nothing of the request is traced here."""
@@ -184,6 +191,9 @@ class WorkerCore:
         self.host.start()
         await self.server.start()
         self._ticking = self._loop.create_task(self.health.tick())
+        self._watching = self._loop.create_task(
+            self.ranks.watch.run(self.fail, self.config.step_stall_seconds)
+        )
         self.loop_lag.start()
         if self.config.fault_orders is not None:
             self._self_check = SelfCheck(self.host, self.books)
@@ -224,7 +234,7 @@ class WorkerCore:
             self.config.redis_url,
             self.config.namespace,
             info,
-            healthy=self.host.healthy,
+            healthy=self._speaks,
             status=self.published_status,
             rejoin=self._rejoin_from_thread,
             on_drain=self._drain_wanted_from_thread,
@@ -276,9 +286,9 @@ class WorkerCore:
     def _output(self, output: StepOutput) -> None:
         self.on_output(output)
 
-    def _rank_exited(self, rank: int) -> None:
-        """On the pipe's thread: a worker without one of its ranks can compute nothing."""
-        error = InternalError(f"rank {rank} has died")
+    def _rank_failed(self, reason: str) -> None:
+        """On any thread: a worker without one of its ranks can compute nothing."""
+        error = InternalError(reason)
         with contextlib.suppress(RuntimeError):  # the loop has closed: the worker ends anyway
             self._loop.call_soon_threadsafe(self.fail, error)
 
@@ -350,6 +360,14 @@ class WorkerCore:
             for worker in workers
         )
 
+    async def cut_off(self) -> None:
+        """After a failure: nothing here can be finished, and routers go on elsewhere as soon as their streams break."""
+        await self.server.stop(0)
+
+    async def end_silent_ranks(self) -> None:
+        """The engine's thread, and whoever waits for it, would wait for them."""
+        await asyncio.to_thread(self.ranks.watch.kill_silent, LOST_SECONDS)
+
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Leaves the cluster first, so that nothing new comes; then ends streams, follow-ups and the engine."""
         self.health.to(Phase.LEAVING)
@@ -360,12 +378,13 @@ class WorkerCore:
         await self.server.stop(grace_seconds)
         self.loop_lag.stop()
         await self.follow_ups.wait(grace_seconds)
-        for task in (self._ticking, self._checking):
+        for task in (self._ticking, self._watching, self._checking):
             if task is not None:
                 task.cancel()
         await asyncio.to_thread(self._exporter.close)
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
+        await self.end_silent_ranks()
         await self.host.stop()
         await asyncio.to_thread(self.ranks.close, between_steps=self.host.ended_well)
 

@@ -22,6 +22,8 @@ T = TypeVar("T")
 Command = Callable[[], None]
 log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.005
+JOIN_LOOK_SECONDS = 0.1
+LAST_SECONDS = 2.0  # for a thread whose engine has failed, or hangs
 
 
 class EngineHost:
@@ -38,12 +40,14 @@ class EngineHost:
         on_output: Callable[[StepOutput], None],
         on_failure: Callable[[BaseException], None],
         step_stall_seconds: float,
+        ranks_answer: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engine = engine
         self._on_output = on_output
         self._on_failure = on_failure
         self._step_stall_seconds = step_stall_seconds
+        self._ranks_answer = ranks_answer
         self._clock = clock
         # Bounded by the requests a worker admits: every command belongs to one.
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -59,9 +63,15 @@ class EngineHost:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread after the step in progress; what still waits is refused."""
+        """Ends the thread after the step in progress; what still waits is refused. A thread that hangs is left."""
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join, self._step_stall_seconds)
+        await asyncio.to_thread(self._join)
+
+    def _join(self) -> None:
+        deadline = self._clock() + self._step_stall_seconds
+        while self._thread.is_alive() and self.healthy() and self._clock() < deadline:
+            self._thread.join(JOIN_LOOK_SECONDS)
+        self._thread.join(LAST_SECONDS)
 
     @property
     def ended_well(self) -> bool:
@@ -73,8 +83,9 @@ class EngineHost:
         return self._engine.steps
 
     def healthy(self) -> bool:
-        """False once the engine failed, or has work and has not finished a step for `step_stall_seconds`."""
-        if self._failed is not None:
+        """False once the engine failed, or has work and has not finished a step for `step_stall_seconds`, and while
+        one of its ranks does not answer."""
+        if self._failed is not None or not self._ranks_answer():
             return False
         since = self._busy_since
         return since is None or self._clock() - since < self._step_stall_seconds

@@ -25,7 +25,6 @@ from cluster.errors import SetupError
 from worker.rank_process import START_SECONDS, RemoteRank
 
 log = logging.getLogger(__name__)
-LEAVE_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 
 
@@ -49,10 +48,16 @@ class RankActor:
         self._actor = actor
         self._ended = ended  # never has a value: it fails when the process is gone
 
-    def end(self) -> None:
+    def end(self, seconds: float) -> None:
         import ray
 
-        ray.wait([self._ended], timeout=LEAVE_SECONDS)
+        with contextlib.suppress(Exception):  # Ray itself is gone: what it started ends with it
+            ray.wait([self._ended], timeout=seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        import ray
+
         with contextlib.suppress(Exception):  # gone already, or Ray itself is: both are an end
             ray.kill(self._actor)
 

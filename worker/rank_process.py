@@ -5,6 +5,7 @@ through a pipe, both ways, so that moving KV never waits for a step.
 
     leader ──plan (gloo/NCCL)──►  rank: engine thread = its main thread
     leader ◄──messages (pipe)──►  rank: pipe thread → its hand-off endpoint
+    leader ◄───beats (pipe)─────  rank: a thread that says how far the main thread has come (worker/rank_watch.py)
 
 A rank whose place is about to go (the file that LEAVING_FILE names appears) says so, and the whole worker drains.
 """
@@ -12,6 +13,7 @@ A rank whose place is about to go (the file that LEAVING_FILE names appears) say
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.process
 import os
@@ -24,10 +26,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.errors import SetupError
+from engine.parallel.group import Arrivals
+from worker.rank_outbox import RankOutbox
 
 START_SECONDS = 300.0
 LEAVING_FILE = "BATON_LEAVING_FILE"  # in the environment of ranks in pods of their own
 LEAVING_LOOK_SECONDS = 1.0
+BEAT_SECONDS = 0.25
+END_SECONDS = 10.0
 
 
 class RankEndpoint(Protocol):
@@ -56,6 +62,13 @@ class _Leaving:
 
 
 @dataclass(frozen=True)
+class _Beat:
+    """Said again and again: this process runs. `arrived`: at so many of the group's operations."""
+
+    arrived: int
+
+
+@dataclass(frozen=True)
 class _Close:
     pass
 
@@ -63,8 +76,11 @@ class _Close:
 class RankProcess(Protocol):
     """Where a rank runs."""
 
-    def end(self) -> None:
-        """It has been told to close: waits a little, then makes sure of it."""
+    def end(self, seconds: float) -> None:
+        """It has been told to close: waits so long, then makes sure of it."""
+
+    def kill(self) -> None:
+        """At once."""
 
 
 class SpawnedProcess:
@@ -73,10 +89,13 @@ class SpawnedProcess:
     def __init__(self, process: multiprocessing.process.BaseProcess):
         self._process = process
 
-    def end(self) -> None:
-        self._process.join(10.0)
+    def end(self, seconds: float) -> None:
+        self._process.join(seconds)
         if self._process.is_alive():
             self._process.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 def spawn_rank(rank: int, target: Callable[..., None], *arguments: Any) -> RemoteRank:
@@ -94,16 +113,28 @@ def spawn_rank(rank: int, target: Callable[..., None], *arguments: Any) -> Remot
 class RemoteRank:
     """The leader's handle on a rank elsewhere; has the same face as the endpoint it stands for."""
 
-    def __init__(self, rank: int, pipe: Connection, process: RankProcess):
+    def __init__(
+        self,
+        rank: int,
+        pipe: Connection,
+        process: RankProcess,
+        outbox: RankOutbox | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.rank = rank
         self._pipe = pipe
         self._process = process
+        self._outbox = outbox or RankOutbox(pipe, f"rank-{rank}-outbox")
+        self._clock = clock
+        self._heard = clock()
+        self._arrived = 0
+        self.failure = ""  # what ended it, once it has failed
         self.hello: Any = None
         self.on_event: Callable[[Any], None] = lambda event: None
-        self.on_exit: Callable[[int], None] = lambda rank: None
+        self.on_failed: Callable[[str], None] = lambda reason: None  # once, on any thread
         self.on_leaving: Callable[[], None] = lambda: None  # perhaps more than once
         self._closing = False
-        self._send_lock = threading.Lock()
+        self._failing = threading.Lock()
         self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}-pipe", daemon=True)
 
     def wait_ready(self) -> None:
@@ -117,35 +148,61 @@ class RemoteRank:
         if isinstance(first, _Failed):
             raise SetupError(f"rank {self.rank} could not start: {first.reason}")
         self.hello = first.hello
+        self._heard = self._clock()
         self._thread.start()
+        self._outbox.start()
 
     def handle(self, message: Any) -> None:
-        with self._send_lock:
-            self._pipe.send(message)
+        """Never waits. A rank that has let too many messages pile up has failed."""
+        if not self.failure and not self._outbox.put(message):
+            self._fail(f"rank {self.rank} reads none of the messages that wait for it")
 
-    def close(self) -> None:
+    def silent_seconds(self, leader: Arrivals) -> float:
+        """See worker/rank_watch.py; infinity once it has failed."""
+        if self.failure:
+            return math.inf
+        now, arrived = self._clock(), leader.count
+        waited = now - leader.at if self._arrived < arrived else 0.0
+        return max(now - self._heard, self._outbox.stuck_seconds(), waited)
+
+    def start_closing(self) -> None:
         """The rank's engine loop has been told to stop by its leader's group; this ends the rest."""
         self._closing = True
-        with contextlib.suppress(OSError):  # it is gone already, which is what was wanted
-            self.handle(_Close())
-        self._process.end()
+        self._outbox.put(_Close())
+
+    def end(self, seconds: float) -> None:
+        """After `start_closing`."""
+        self._process.end(seconds)
+
+    def kill(self) -> None:
+        self._closing = True
+        self._process.kill()
+
+    def _fail(self, reason: str) -> None:
+        with self._failing:
+            if self.failure or self._closing:
+                return
+            self.failure = reason
+        self.on_failed(reason)
 
     def _listen(self) -> None:
         while True:
             try:
                 event = self._pipe.recv()
             except (EOFError, OSError):
-                if not self._closing:
-                    self.on_exit(self.rank)
+                self._fail(f"rank {self.rank} has died")
                 return
-            if isinstance(event, _Leaving):
+            self._heard = self._clock()
+            if isinstance(event, _Beat):
+                self._arrived = event.arrived
+            elif isinstance(event, _Leaving):
                 self.on_leaving()
             else:
                 self.on_event(event)
 
 
-def serve_pipe(pipe: Connection, endpoint: RankEndpoint, hello: Any) -> None:
-    """In the rank: tells the leader it is ready, then passes messages both ways on a thread."""
+def serve_pipe(pipe: Connection, endpoint: RankEndpoint, hello: Any, arrivals: Arrivals) -> None:
+    """In the rank: tells the leader it is ready, then passes messages both ways, and beats, on threads."""
     lock = threading.Lock()
 
     def send(event: Any) -> None:
@@ -155,10 +212,18 @@ def serve_pipe(pipe: Connection, endpoint: RankEndpoint, hello: Any) -> None:
     endpoint.on_event = send
     send(_Ready(hello))
     threading.Thread(target=_receive, args=(pipe, endpoint), name="leader-pipe", daemon=True).start()
+    threading.Thread(target=_beat, args=(arrivals, send), name="beats", daemon=True).start()
     if LEAVING_FILE in os.environ:
         file = Path(os.environ[LEAVING_FILE])
         file.unlink(missing_ok=True)  # of an earlier life of this container
         threading.Thread(target=_tell_leaving, args=(file, send), name="leaving", daemon=True).start()
+
+
+def _beat(arrivals: Arrivals, send: Callable[[Any], None]) -> None:
+    with contextlib.suppress(OSError):  # the leader is gone: `_receive` ends this process
+        while True:
+            send(_Beat(arrivals.count))
+            time.sleep(BEAT_SECONDS)
 
 
 def _tell_leaving(file: Path, send: Callable[[Any], None]) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,9 +30,11 @@ from kv_transfer.ranks import Rank
 from kv_transfer.receiver_rank import ReceiverRank
 from kv_transfer.sender_rank import SenderRank
 from worker.endpoints import open_endpoint
-from worker.rank_process import RemoteRank, report_failure, serve_pipe, spawn_rank
+from worker.rank_process import END_SECONDS, RemoteRank, report_failure, serve_pipe, spawn_rank
+from worker.rank_watch import QUIET_SECONDS, RankWatch
 
 log = logging.getLogger(__name__)
+STOP_SECONDS = 2.0  # for the group's last operation
 
 
 @dataclass(frozen=True)
@@ -41,14 +45,22 @@ class Ranks:
     endpoints: list[Rank]
     addresses: list[list[int]]
     remote: list[RemoteRank]
+    watch: RankWatch
 
     def close(self, *, between_steps: bool = True) -> None:
-        """After the engine has stopped: further ranks leave their loops and end. In the middle of a step they would not
-        hear of it that way, and their leader would wait for them."""
-        if between_steps:
-            self.runner.stop_ranks()
+        """After the engine has stopped: further ranks leave their loops and end; those that are silent are killed. In
+        the middle of a step they would not hear of it that way, and their leader would wait for them."""
+        if between_steps and self.watch.prompt():
+            # Not here: a rank that hangs from this moment on would hold up the group's operation, and us.
+            stopping = threading.Thread(target=self.runner.stop_ranks, name="stop-ranks", daemon=True)
+            stopping.start()
+            stopping.join(STOP_SECONDS)
+        self.watch.kill_silent(QUIET_SECONDS)
         for rank in self.remote:
-            rank.close()
+            rank.start_closing()
+        deadline = time.monotonic() + END_SECONDS
+        for rank in self.remote:
+            rank.end(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,7 @@ def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
         [own, *(_RemoteEndpoint(rank) for rank in remote)],
         [addresses, *(rank.hello.addresses for rank in remote)],
         remote,
+        RankWatch(remote, runner.arrivals),
     )
 
 
@@ -155,7 +168,7 @@ def rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, add
     except Exception as error:
         report_failure(pipe, error)
         os._exit(1)
-    serve_pipe(pipe, endpoint, _Hello(endpoint.hello, addresses))
+    serve_pipe(pipe, endpoint, _Hello(endpoint.hello, addresses), runner.arrivals)
     try:
         runner.serve()
     except BaseException:

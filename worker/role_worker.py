@@ -75,6 +75,22 @@ class RoleWorker:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
+        if self._core.failed.done():
+            await self._core.cut_off()
+        await self._try_to_drain()
+        await self._core.end_silent_ranks()
+        deadline = asyncio.get_running_loop().time() + CLOSE_SECONDS
+        for close in (self._attempts.close, self._side.close):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await close()
+            except TimeoutError:
+                log.error("not all of it could be closed within %.0f s", CLOSE_SECONDS)
+            except BatonError as error:  # the engine has failed: there is nothing to give back
+                log.warning("not all of it could be closed: %s", error)
+        await self._core.stop()
+
+    async def _try_to_drain(self) -> None:
         try:
             await self.drain()
         except BatonError as error:  # the engine failed meanwhile: what is left is cut off below
@@ -83,13 +99,6 @@ class RoleWorker:
             Exception
         ):  # a fault of ours; who does not leave the registry is waited for until its lease runs out
             log.exception("draining ended early")
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await self._attempts.close()
-                await self._side.close()
-        except TimeoutError:
-            log.error("not all of it could be closed within %.0f s", CLOSE_SECONDS)
-        await self._core.stop()
 
     async def drain(self) -> None:
         """Once too: whoever asks later, by another way, joins in; the limits count from the first."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -13,14 +15,30 @@ from torch import Tensor
 from cluster.errors import ModelError, SetupError
 
 # A rank waits for its leader's next step as long as nobody asks anything; a dead leader is noticed by the pipe
-# between the two (worker/rank_process.py), not by a time-out of the collective.
+# between the two (worker/rank_process.py), a rank that hangs by its beats and arrivals (worker/rank_watch.py), not by
+# a time-out of the collective.
 IDLE_SECONDS = 10 * 365 * 86400
 JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they come; one that died on the way never does
+
+
+class Arrivals:
+    """How many of the group's operations this rank has come to, and when to the last one. Written by the thread that
+    runs its plans, read by any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self.at = clock()
+        self.count = 0
+
+    def arrive(self) -> None:
+        self.at = self._clock()  # first: who sees the new count must not see the old time
+        self.count += 1
 
 
 class TpGroup(Protocol):
     rank: int
     size: int
+    arrivals: Arrivals
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
@@ -36,6 +54,9 @@ class TpGroup(Protocol):
 class NullGroup:
     rank = 0
     size = 1
+
+    def __init__(self) -> None:
+        self.arrivals = Arrivals()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -81,17 +102,21 @@ class DistributedGroup:
         )
         self.rank = rank
         self.size = size
+        self.arrivals = Arrivals()
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        self.arrivals.arrive()
         dist.all_reduce(x)
         return x
 
     def gather_last(self, x: Tensor) -> Tensor:
+        self.arrivals.arrive()
         pieces = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(pieces, x.contiguous())
         return torch.cat(pieces, -1)
 
     def share(self, message: Any) -> Any:
+        self.arrivals.arrive()
         box = [message]
         dist.broadcast_object_list(box, src=0)
         return box[0]

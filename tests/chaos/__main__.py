@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from cluster.faults.points import Point
+from tests.bounds import PLACEMENT_BACK_SECONDS
 from tests.chaos.campaign import Campaign
 from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
@@ -25,7 +26,7 @@ from tests.chaos.evidence import judged_again
 from tests.chaos.faults import Striker
 from tests.chaos.report import bounded, point_hits, row_hits, sheets
 from tests.chaos.results import Result, append, percentile, read
-from tests.chaos.rows import MATRIX, PLACEMENT_BACK_SECONDS, ROWS, draw_fault
+from tests.chaos.rows import MATRIX, draw_fault, usual
 from tests.chaos.workload import Workload
 from tests.checkpoints import make_checkpoint
 
@@ -42,9 +43,12 @@ def main(
     kinds: Annotated[str, typer.Option(help="Only these rows, comma separated.")] = "",
     baton_clients: Annotated[int, typer.Option()] = 5,
     openai_clients: Annotated[int, typer.Option()] = 2,
+    tensor_parallel: Annotated[
+        int, typer.Option(envvar="TP", min=1, help="Ranks of each worker; above 1 they are victims too.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Directory of results and logs.")] = OUT,
 ) -> None:
-    names = [name.strip() for name in kinds.split(",") if name.strip()] or list(ROWS)
+    names = [name.strip() for name in kinds.split(",") if name.strip()] or usual(tensor_parallel)
     results_file = out / "results.jsonl"
     done = read(results_file, seed)
     if done:
@@ -58,7 +62,7 @@ def main(
 
     if first < faults:
         with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-            plan = Plan(seed, first, faults, names, baton_clients, openai_clients, out)
+            plan = Plan(seed, first, faults, names, baton_clients, openai_clients, tensor_parallel, out)
             run(Path(scratch), plan, on_result)
     if any(result.wrong for result in done):
         done = look_again(out, seed, done)
@@ -89,13 +93,14 @@ class Plan:
     names: list[str]
     baton_clients: int
     openai_clients: int
+    tensor_parallel: int
     out: Path
 
 
 def run(scratch: Path, plan: Plan, on_result: Callable[[Result], None]) -> None:
     """A cluster, a workload and a campaign; the cluster's logs are kept."""
     model = make_checkpoint(scratch / "model")
-    with run_chaos_cluster(scratch / "chaos", model) as cluster:
+    with run_chaos_cluster(scratch / "chaos", model, tensor_parallel=plan.tensor_parallel) as cluster:
         checker = Checker(model)
         try:
             asyncio.run(_campaign(cluster, checker, plan, on_result))

@@ -15,8 +15,9 @@ from tests.end_to_end.conftest import run_cluster
 from tests.network.run_proxy import RunningProxy, run_proxy
 
 REPLICAS = 2
-# Each decode worker has 256 blocks: when one dies, the other's are short.
-FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "3MiB")
+FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback")
+# Over the ranks of a worker. Each decode worker has 256 blocks: when one dies, the other's are short.
+KV_KIB = 3072
 # A ring so small that every prompt passes through it in parts, and slots are always in use.
 SMALL_RING = {"RING_BYTES": 524_288, "SLOT_BYTES": 16_384, "PART_BYTES": 16_384}
 
@@ -31,7 +32,9 @@ class ChaosCluster:
 
 
 @contextlib.contextmanager
-def run_chaos_cluster(directory: Path, model: Path, replicas: int = REPLICAS) -> Iterator[ChaosCluster]:
+def run_chaos_cluster(
+    directory: Path, model: Path, replicas: int = REPLICAS, tensor_parallel: int = 1
+) -> Iterator[ChaosCluster]:
     # SIGTERM ends it as Ctrl-C does: nothing that it started is left behind.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     orders = directory / "orders"
@@ -39,12 +42,14 @@ def run_chaos_cluster(directory: Path, model: Path, replicas: int = REPLICAS) ->
     environment = {f"BATON_TRANSFER__{name}": str(value) for name, value in SMALL_RING.items()}
     environment["BATON_FAULT_ORDERS"] = str(orders)
     counts = ("--routers", str(replicas), "--prefill", str(replicas), "--decode", str(replicas))
+    ranks = ("--prefill-tp", str(tensor_parallel), "--decode-tp", str(tensor_parallel))
+    memory = ("--kv-memory", f"{KV_KIB // tensor_parallel}KiB")
     with run_proxy() as network, contextlib.ExitStack() as stack:
         # Only while it starts: our own clients must not go through the proxy.
         with _environment({**environment, **network.environment}):
-            running = run_cluster(directory / "cluster", model, *FLAGS, *counts)
+            running = run_cluster(directory / "cluster", model, *FLAGS, *counts, *ranks, *memory)
             cluster = stack.enter_context(running)
-        target = Target(directory / "cluster" / "state.json", replicas)
+        target = Target(directory / "cluster" / "state.json", replicas, orders, tensor_parallel)
         logs, up_log = Path(cluster.state["logs"]), directory / "cluster" / "up.log"
         try:
             yield ChaosCluster(target, network, orders, logs, up_log)

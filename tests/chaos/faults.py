@@ -16,6 +16,7 @@ from tests.chaos.rows import ANY_MOMENT, Fault
 from tests.chaos.target import Target
 from tests.chaos.workload import Workload
 from tests.network.run_proxy import RunningProxy
+from tests.rank_processes import leader_of, rank_pids
 
 IN_FLIGHT_SECONDS = 20.0
 CROWD = 14
@@ -104,7 +105,8 @@ class Striker:
                 return None
             await asyncio.sleep(0.005)
         live = self._workload.live
-        hit = sum(any(self._target.pid_of(worker) in victims for worker in stream.workers) for stream in live)
+        workers = {*victims, *map(leader_of, victims)} if fault.row.rank else set(victims)
+        hit = sum(any(self._target.pid_of(worker) in workers for worker in stream.workers) for stream in live)
         routers = _doors(self._target.state()["router"], victims)
         began, in_flight, held = loop.time(), len(live), 0.0
         _send(victims, signal.SIGKILL if fault.row.act == "kill" else signal.SIGSTOP)
@@ -125,7 +127,9 @@ class Striker:
         if fault.row.role == "router":
             return [fault.rng.choice(pids)]
         busy = {self._target.pid_of(worker) for stream in live for worker in stream.workers} & set(pids)
-        return [fault.rng.choice(sorted(pid for pid in busy if pid is not None))] if busy else []
+        leaders = sorted(pid for pid in busy if pid is not None)
+        chosen = [rank for leader in leaders for rank in rank_pids(leader)] if fault.row.rank else leaders
+        return [fault.rng.choice(chosen)] if chosen else []
 
     # --- the network -------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import psutil
 import redis
 
 from tests.chaos.target import ROLES, Target, poll
+from tests.rank_processes import RANK_MARK
 
 QUIET_SECONDS = 15.0
 
@@ -85,7 +86,8 @@ def _reservations(url: str) -> list[str]:
 
 
 def _processes(target: Target) -> list[str]:
-    """Every process of this cluster, found by its directory on the command line, is one that the parent knows."""
+    """Every process of this cluster, found by its directory on the command line, is one that the parent knows; ranks,
+    found by the directory that they take orders from, are children of such."""
     state = target.state()
     directory = str(Path(state["logs"]).parent)
     known = {state["pid"], state["redis"]["pid"]}
@@ -95,4 +97,15 @@ def _processes(target: Target) -> list[str]:
         command = process.info["cmdline"] or []
         if any(directory in part for part in command) and process.info["pid"] not in known:
             orphans.append(f"orphan {process.info['pid']}: {' '.join(command)[:120]}")
+        elif RANK_MARK in command and _parent(process, str(target.orders)) not in (None, *known):
+            orphans.append(f"orphan rank {process.info['pid']}")
     return orphans
+
+
+def _parent(process: psutil.Process, orders: str) -> int | None:
+    """None: the process has ended, or is of another cluster."""
+    try:
+        ours = process.environ().get("BATON_FAULT_ORDERS") == orders
+        return process.ppid() if ours and process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None

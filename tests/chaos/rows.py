@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.faults.points import DROPPABLE, MESSAGES, Point
+from tests.bounds import KILL_SECONDS, STOP_SECONDS
 
-KILL_BOUND_SECONDS = 1.5
-STOP_BOUND_SECONDS = 6.5
-PLACEMENT_BACK_SECONDS = 2.0  # after Redis is
 ANY_MOMENT = ""  # a signal, whatever the victim is doing
 
 # The rows of the fault matrix in the hand-off's design.
@@ -70,8 +68,9 @@ class Row:
     points: tuple[str, ...] = (ANY_MOMENT,)
     choose: tuple[str, ...] = ()
     everyone: bool = False
-    bound_seconds: float | None = KILL_BOUND_SECONDS
-    cards: int = 1  # of each point, in a round
+    bound_seconds: float | None = KILL_SECONDS
+    cards: int = 1  # of each point, in a round; 0: drawn only where it is asked for by name
+    rank: bool = False  # the victim is a further rank of a tensor-parallel worker, not its leader
 
 
 def _messages(*kinds: str) -> tuple[str, ...]:
@@ -89,18 +88,22 @@ ROWS: dict[str, Row] = {
         "stop",
         P_BEFORE,
         choose=(ANY_MOMENT, *_names(*P_POINTS, Point.PREFILL_FINISHED)),
-        bound_seconds=STOP_BOUND_SECONDS,
+        bound_seconds=STOP_SECONDS,
     ),
     "stop decode": Row(
         "decode",
         "stop",
         D_DECODING,
         choose=(ANY_MOMENT, *_names(*D_POINTS, *DECODING)),
-        bound_seconds=STOP_BOUND_SECONDS,
+        bound_seconds=STOP_SECONDS,
     ),
-    "stop router": Row("router", "stop", bound_seconds=STOP_BOUND_SECONDS),
+    "kill rank prefill": Row("prefill", "kill", P_BEFORE, rank=True),
+    "kill rank decode": Row("decode", "kill", D_DECODING, rank=True),
+    "stop rank prefill": Row("prefill", "stop", P_BEFORE, rank=True, bound_seconds=STOP_SECONDS),
+    "stop rank decode": Row("decode", "stop", D_DECODING, rank=True, bound_seconds=STOP_SECONDS),
+    "stop router": Row("router", "stop", bound_seconds=STOP_SECONDS),
     "kill redis": Row("redis", "kill", REDIS),
-    "stop redis": Row("redis", "stop", REDIS, bound_seconds=STOP_BOUND_SECONDS),
+    "stop redis": Row("redis", "stop", REDIS, bound_seconds=STOP_SECONDS),
     "kill all prefill": Row("prefill", "kill", P_BEFORE, everyone=True),
     "kill all decode": Row("decode", "kill", D_DECODING, everyone=True, bound_seconds=None),
     "cancel": Row("client", "cancel", CLIENT),
@@ -112,17 +115,17 @@ ROWS: dict[str, Row] = {
     "double message": Row(
         "pair", "twice", LATE, choose=(*_messages(*SPOKEN), *_names(Point.LANDING_SCATTERED))
     ),
-    "late message": Row("pair", "delay", LATE, choose=_messages(*SPOKEN), bound_seconds=STOP_BOUND_SECONDS),
+    "late message": Row("pair", "delay", LATE, choose=_messages(*SPOKEN), bound_seconds=STOP_SECONDS),
     "stall": Row(
         "pair",
         "delay",
         LATE,
         choose=_names(*P_POINTS, *D_POINTS, Point.PREFILL_FINISHED, *DECODING),
-        bound_seconds=STOP_BOUND_SECONDS,
+        bound_seconds=STOP_SECONDS,
     ),
-    "cut prefill–decode": Row("prefill>decode", "cut", NETWORK, bound_seconds=STOP_BOUND_SECONDS),
-    "cut router–prefill": Row("router>prefill", "cut", NETWORK, bound_seconds=STOP_BOUND_SECONDS),
-    "cut router–decode": Row("router>decode", "cut", NETWORK, bound_seconds=STOP_BOUND_SECONDS),
+    "cut prefill–decode": Row("prefill>decode", "cut", NETWORK, bound_seconds=STOP_SECONDS),
+    "cut router–prefill": Row("router>prefill", "cut", NETWORK, bound_seconds=STOP_SECONDS),
+    "cut router–decode": Row("router>decode", "cut", NETWORK, bound_seconds=STOP_SECONDS),
     # What the machine alone does to a stream: the other rows' recoveries hold this much of it. Not in the deck.
     "nothing": Row("client", "nothing", bound_seconds=None, cards=0),
 }
@@ -141,13 +144,15 @@ class Fault:
     rng: random.Random
 
 
+def usual(tensor_parallel: int) -> list[str]:
+    """The rows of a run that asks for none by name."""
+    return [name for name, row in ROWS.items() if row.cards and (tensor_parallel > 1 or not row.rank)]
+
+
 def deck(names: Sequence[str]) -> list[tuple[str, str]]:
-    """(row, point) cards of one round; asked for by name, a row without cards has one."""
+    """(row, point) cards of one round."""
     return [
-        (name, point)
-        for name in names
-        for point in ROWS[name].points
-        for _ in range(ROWS[name].cards or len(names) < len(ROWS))
+        (name, point) for name in names for point in ROWS[name].points for _ in range(ROWS[name].cards or 1)
     ]
 
 

@@ -13,14 +13,18 @@ import httpx
 import psutil
 import redis
 
+from tests.rank_processes import rank_pids
+
 ROLES = ("prefill", "decode")
-WHOLE_SECONDS = 60.0
+WHOLE_SECONDS = 120.0  # two ranks that start on two cores, beside streams that go on, take most of a minute
 
 
 @dataclass(frozen=True)
 class Target:
     state_file: Path
     replicas: int  # of each of routers, prefill and decode workers
+    orders: Path  # what its processes take fault orders from
+    tensor_parallel: int = 1  # ranks of a worker
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(self.state_file.read_text())
@@ -92,6 +96,9 @@ class Target:
         expected = self.workers(state, "prefill") | self.workers(state, "decode")
         if len(expected) < 2 * self.replicas:
             return f"{2 * self.replicas - len(expected)} workers are missing"
+        for one in (one for role in ROLES for one in state[role]):
+            if len(rank_pids(one["pid"])) != self.tensor_parallel - 1:  # a worker ends with any of its ranks
+                return f"a rank of {one['id']} is missing"
         for view in await self.views():
             live = {worker["id"] for worker in view["workers"] if worker["lease"] == "live"}
             if not view["redis"]["ok"]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from cluster.config import EngineConfig
 from engine.build import load_runner
 from engine.engine import Engine
+from engine.parallel.group import Arrivals
 from engine.request import EngineRequest
 from engine.runner import ModelRunner
 
@@ -64,8 +65,10 @@ class ThreadGroup:
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, box: list[Any]):
         self.rank, self.size = rank, size
         self._barrier, self._box = barrier, box
+        self.arrivals = Arrivals()
 
     def _exchange(self, mine: Any) -> list[Any]:
+        self.arrivals.arrive()
         self._box[self.rank] = mine
         self._barrier.wait()
         everyone = list(self._box)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from cluster.errors import DrainingError
 from engine.request import StepOutput
-from worker.engine_host import EngineHost
+from tests.waiting import until
+from worker.engine_host import LAST_SECONDS, EngineHost
 
 
 class FullEngine:
@@ -26,9 +28,13 @@ class FullEngine:
         return StepOutput([], [], [], 0.0)
 
 
-def make(engine: Any) -> EngineHost:
+def make(engine: Any, step_stall_seconds: float = 5.0, **options: Any) -> EngineHost:
     return EngineHost(
-        engine, on_output=lambda output: None, on_failure=lambda error: None, step_stall_seconds=5.0
+        engine,
+        on_output=lambda output: None,
+        on_failure=lambda error: None,
+        step_stall_seconds=step_stall_seconds,
+        **options,
     )
 
 
@@ -53,3 +59,52 @@ async def test_who_comes_too_late_is_told():
     await host.stop()
     with pytest.raises(DrainingError):
         await asyncio.wait_for(host.call(lambda e: e.steps), 60)
+
+
+class HangingEngine:
+    """Its step waits for a rank that does not come."""
+
+    has_work = True
+    steps = 0
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+
+    def step(self) -> StepOutput:
+        self.came.wait()
+        raise ConnectionError("the rank has been killed")
+
+
+async def test_an_engine_that_waits_for_a_silent_rank_is_not_healthy_and_holds_up_no_shutdown():
+    engine, answers = HangingEngine(), [True]
+    host = make(engine, step_stall_seconds=600.0, ranks_answer=lambda: answers[0])
+    host.start()
+    await until(lambda: host.busy_seconds() > 0, "it steps")
+    assert host.healthy()
+    answers[0] = False
+    assert not host.healthy()
+    await asyncio.wait_for(host.stop(), 30)
+    assert not host.ended_well
+    engine.came.set()
+
+
+async def test_a_step_that_makes_progress_is_waited_for():
+    engine = HangingEngine()
+    host = make(engine, step_stall_seconds=600.0)
+    host.start()
+    await until(lambda: host.busy_seconds() > 0, "it steps")
+    stopping = asyncio.create_task(host.stop())
+    await asyncio.wait([stopping], timeout=LAST_SECONDS + 1.0)
+    assert not stopping.done()
+    engine.came.set()
+    await asyncio.wait_for(stopping, 30)
+
+
+async def test_a_step_without_end_is_not_waited_for():
+    engine = HangingEngine()
+    host = make(engine, step_stall_seconds=0.2)
+    host.start()
+    await until(lambda: not host.healthy(), "it stands still")
+    await asyncio.wait_for(host.stop(), 30)
+    assert not host.ended_well
+    engine.came.set()

@@ -87,6 +87,8 @@ class LeavingMachine(RuleBasedStateMachine):
                 config=SimpleNamespace(drain_migrate_seconds=MIGRATE, drain_seconds=LIMIT),
                 start_draining=self.start_draining,
                 stop=self.core_stops,
+                end_silent_ranks=self.nothing,
+                failed=self.loop.create_future(),
             )
             self.health.engine_moves = self.core.host.healthy
             self.health.registered = lambda: self.registered

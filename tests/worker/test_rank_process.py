@@ -1,0 +1,175 @@
+"""The leader's end of a rank in another process: nothing that the rank does, or fails to do, holds the leader up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from engine.parallel.group import Arrivals
+from tests.waiting import wait_for
+from worker.rank_outbox import RankOutbox
+from worker.rank_process import RemoteRank, serve_pipe, spawn_rank
+from worker.rank_watch import QUIET_SECONDS
+
+BIG = bytes(100_000)  # more than a pipe holds
+MANY = 64
+
+
+class Echo:
+    """An endpoint that says how much it was told."""
+
+    def __init__(self) -> None:
+        self.on_event: Callable[[Any], None] = lambda event: None
+
+    def handle(self, message: Any) -> None:
+        if message == "hang":
+            time.sleep(math.inf)
+        self.on_event(message if isinstance(message, int) else len(message))
+
+    def close(self) -> None:
+        return
+
+
+def rank_main(rank: int, pipe: Connection, arrived: int) -> None:
+    arrivals = Arrivals()
+    for _ in range(arrived):
+        arrivals.arrive()
+    serve_pipe(pipe, Echo(), os.getpid(), arrivals)
+    threading.Event().wait()
+
+
+@contextlib.contextmanager
+def spawned(arrived: int = 0) -> Iterator[tuple[RemoteRank, list[Any], list[str]]]:
+    """With what it has said, and how it failed."""
+    remote = spawn_rank(1, rank_main, arrived)
+    said: list[Any] = []
+    failures: list[str] = []
+    remote.on_event, remote.on_failed = said.append, failures.append
+    try:
+        remote.wait_ready()
+        yield remote, said, failures
+    finally:
+        with contextlib.suppress(TypeError, ProcessLookupError):  # it did not come up, or is gone
+            os.kill(remote.hello, signal.SIGCONT)
+        remote.kill()
+
+
+async def test_a_rank_that_does_not_read_holds_up_neither_the_loop_nor_its_timers():
+    with spawned() as (remote, said, _):
+        os.kill(remote.hello, signal.SIGSTOP)
+        fired = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.01, fired.set)
+        for number in range(MANY):
+            remote.handle(number)
+            remote.handle(BIG)
+        await asyncio.wait_for(fired.wait(), 10)
+        assert remote.silent_seconds(Arrivals()) < math.inf
+        os.kill(remote.hello, signal.SIGCONT)
+        await asyncio.to_thread(wait_for, lambda: len(said) == 2 * MANY, 30.0, "all of it has arrived")
+        assert said == [what for number in range(MANY) for what in (number, len(BIG))]
+
+
+def test_a_rank_that_lets_too_many_messages_pile_up_has_failed():
+    pipe, theirs = Pipe()
+    outbox = RankOutbox(pipe, "outbox", max_messages=3)
+    remote = RemoteRank(1, pipe, NoProcess(), outbox)
+    failures: list[str] = []
+    remote.on_failed = failures.append
+    for _ in range(3):
+        remote.handle(BIG)
+    assert not failures and not remote.failure
+    for _ in range(3):
+        remote.handle(BIG)
+    assert failures == [remote.failure] and "reads none of the messages" in remote.failure
+    assert remote.silent_seconds(Arrivals()) == math.inf
+    theirs.close()
+
+
+class NoProcess:
+    def __init__(self) -> None:
+        self.killed = False
+
+    def end(self, seconds: float) -> None:
+        return
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_a_stopped_rank_is_silent_until_it_wakes():
+    with spawned() as (remote, _, failures):
+        leader = Arrivals()
+        assert remote.silent_seconds(leader) < QUIET_SECONDS
+        os.kill(remote.hello, signal.SIGSTOP)
+        wait_for(lambda: remote.silent_seconds(leader) > QUIET_SECONDS, 30.0, "it is silent")
+        os.kill(remote.hello, signal.SIGCONT)
+        wait_for(lambda: remote.silent_seconds(leader) < QUIET_SECONDS, 30.0, "it is heard again")
+        assert not failures
+
+
+def test_a_rank_that_beats_but_reads_nothing_is_silent():
+    with spawned() as (remote, _, failures):
+        remote.handle("hang")
+        for _ in range(MANY):
+            remote.handle(BIG)
+        wait_for(lambda: remote.silent_seconds(Arrivals()) > 2.0, 30.0, "a write makes no progress")
+        assert not failures
+
+
+def test_a_rank_whose_main_thread_does_not_come_to_an_operation_is_silent():
+    """It beats and it reads."""
+    with spawned(arrived=2) as (remote, said, _):
+        clock = Clock()
+        leader = Arrivals(clock)
+        leader.arrive()
+        leader.arrive()
+        remote.handle(1)
+        wait_for(lambda: said, 30.0, "it has been heard")
+        remote._clock = clock  # what follows is decided by the leader's own clock
+        remote._heard = clock()
+        clock.now += 60.0
+        remote._heard = clock()
+        assert remote.silent_seconds(leader) == 0.0, (
+            "it has come to all that the leader has come to: a long step"
+        )
+        leader.arrive()
+        clock.now += 3.0
+        remote._heard = clock()
+        assert remote.silent_seconds(leader) == 3.0, "the leader waits for it at the third one"
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_killed_rank_has_failed_once():
+    with spawned() as (remote, _, failures):
+        os.kill(remote.hello, signal.SIGKILL)
+        wait_for(lambda: failures, 30.0, "it is noticed")
+        assert failures == ["rank 1 has died"] and remote.silent_seconds(Arrivals()) == math.inf
+        for _ in range(MANY):
+            remote.handle(BIG)  # into the void, not into an exception
+        assert len(failures) == 1
+
+
+def test_a_rank_that_was_told_to_close_has_not_failed():
+    with spawned() as (remote, _, failures):
+        remote.start_closing()
+        remote.end(30.0)
+        assert not failures and not remote.failure
+        with pytest.raises(ProcessLookupError):
+            os.kill(remote.hello, 0)

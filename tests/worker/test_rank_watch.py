@@ -1,0 +1,107 @@
+"""What a worker makes of ranks that are silent: when it stops saying that it lives, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from engine.parallel.group import Arrivals
+from tests.virtual_time import VirtualLoop
+from worker.rank_watch import LOST_SECONDS, QUIET_SECONDS, RankWatch
+
+PATIENCE = 30.0
+
+
+@dataclass
+class Rank:
+    rank: int = 1
+    silent: float = 0.0
+    failure: str = ""
+    killed: bool = False
+
+    def silent_seconds(self, leader: Arrivals) -> float:
+        return math.inf if self.failure else self.silent
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class Watched:
+    """A watch over two ranks, on a loop whose time is the test's."""
+
+    def __init__(self) -> None:
+        self.loop = VirtualLoop()
+        self.ranks = [Rank(1), Rank(2)]
+        self.watch = RankWatch(self.ranks, Arrivals())
+        self.failures: list[BaseException] = []
+        self.task = self.loop.create_task(self.watch.run(self.failures.append, PATIENCE, self.loop.time))
+
+    def close(self) -> None:
+        self.task.cancel()
+        self.loop.run(asyncio.wait([self.task]))
+        self.loop.close()
+
+
+@pytest.fixture
+def watched():
+    one = Watched()
+    yield one
+    one.close()
+
+
+def test_without_further_ranks_all_is_well():
+    watch = RankWatch([], Arrivals())
+    assert watch.prompt() and watch.healthy() and watch.silent_seconds() == 0.0
+
+
+def test_the_rank_that_is_silent_longest_decides():
+    ranks = [Rank(1, 0.1), Rank(2, 0.1)]
+    watch = RankWatch(ranks, Arrivals())
+    assert watch.prompt() and watch.healthy()
+    ranks[1].silent = QUIET_SECONDS
+    assert not watch.prompt() and watch.healthy()
+    ranks[1].silent, ranks[0].silent = 0.1, LOST_SECONDS
+    assert not watch.prompt() and not watch.healthy()
+
+
+def test_a_failed_rank_is_no_longer_healthy_and_fails_its_worker(watched):
+    watched.ranks[1].failure = "rank 2 has died"
+    assert not watched.watch.healthy()
+    watched.loop.pass_time(1.0)
+    assert [str(one) for one in watched.failures] == ["rank 2 has died"]
+    assert watched.task.done()
+
+
+def test_a_rank_that_stays_silent_fails_its_worker_in_the_end(watched):
+    watched.ranks[0].silent = 1000.0
+    watched.loop.pass_time(PATIENCE - 1.0)
+    assert not watched.failures
+    watched.loop.pass_time(2.0)
+    assert "rank 1 has not answered for 30 s" in str(watched.failures[0])
+
+
+def test_only_what_was_seen_without_a_break_counts(watched):
+    """A leader that was stopped itself finds old beats at its first look."""
+    for _ in range(4):
+        watched.ranks[0].silent = 1000.0
+        watched.loop.pass_time(PATIENCE - 2.0)
+        watched.ranks[0].silent = 0.0
+        watched.loop.pass_time(2.0)
+    assert not watched.failures
+
+
+def test_one_rank_s_silence_is_not_added_to_another_s(watched):
+    watched.ranks[0].silent = 1000.0
+    watched.loop.pass_time(PATIENCE - 2.0)
+    watched.ranks[0].silent, watched.ranks[1].silent = 0.0, 1000.0
+    watched.loop.pass_time(PATIENCE - 2.0)
+    assert not watched.failures
+
+
+def test_only_the_silent_ones_are_killed():
+    ranks = [Rank(1, LOST_SECONDS - 0.1), Rank(2, LOST_SECONDS), Rank(3, failure="rank 3 has died")]
+    RankWatch(ranks, Arrivals()).kill_silent(LOST_SECONDS)
+    assert [rank.killed for rank in ranks] == [False, True, True]
