@@ -24,7 +24,17 @@ local feeds, ttl, predict = ARGV[14], tonumber(ARGV[15]), tonumber(ARGV[16])
 local rate, np, count = tonumber(ARGV[17]), tonumber(ARGV[24]), tonumber(ARGV[25])
 local life, number, lease = tonumber(ARGV[21]), tonumber(ARGV[22]), tonumber(ARGV[23])
 local urgency, target, deadline = ARGV[18], tonumber(ARGV[19]), tonumber(ARGV[20])
-local function numbers(kind, packed, size) return {struct.unpack('>' .. string.rep(kind, #packed / size), packed)} end
+local AT_ONCE = 4000  -- values: Lua's stack takes 8,000
+local function numbers(kind, packed, size)
+  if #packed <= AT_ONCE * size then return {struct.unpack('>' .. string.rep(kind, #packed / size), packed)} end
+  local all = {}
+  for at = 1, #packed, AT_ONCE * size do
+    local part = string.sub(packed, at, at + AT_ONCE * size - 1)
+    local some = {struct.unpack('>' .. string.rep(kind, #part / size), part)}
+    for i = 1, #part / size do all[#all + 1] = some[i] end
+  end
+  return all
+end
 local capacities, slots, runs = numbers('d', ARGV[26], 8), numbers('I4', ARGV[27], 4), numbers('I4', ARGV[28], 4)
 local bandwidths, places = numbers('d', ARGV[12], 8), numbers('I4', ARGV[29], 4)
 local LOADS = 29
@@ -67,7 +77,16 @@ local cover, labels = match(prefix, chain, now, not records and now + ttl, KEYS[
 
 -- What waits at prefill workers, what lives at decode workers (and waits, where they prefill): one call.
 local may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and np == 0)
-local loads = call('HMGET', KEYS[2], unpack(ARGV, LOADS + 1))
+local loads
+if #ARGV <= AT_ONCE then
+  loads = call('HMGET', KEYS[2], unpack(ARGV, LOADS + 1))
+else
+  loads = {}
+  for at = LOADS + 1, #ARGV, AT_ONCE do
+    local some = call('HMGET', KEYS[2], unpack(ARGV, at, math.min(at + AT_ONCE - 1, #ARGV)))
+    for i = 1, #some do loads[#loads + 1] = some[i] end
+  end
+end
 
 local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
 local ship_rate = token_bytes / math.max(unpack(bandwidths))  -- at its best: whom it is paired with is not known yet

@@ -24,7 +24,7 @@ from cluster.topology import LEVELS
 from router.placement.calibration import Calibration
 from router.placement.calls import Calls
 from router.placement.candidates import Candidates
-from router.placement.generations import Generations, usable, within
+from router.placement.generations import Generations, usable
 from router.placement.local_view import LocalView
 from router.placement.rest import Rest
 from router.placement.script_call import Argument, ScriptCall
@@ -40,6 +40,7 @@ MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
 _TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty", "first_token")
 _TOO_LATE, _LEAVING, _VOID = -3, -4, -5
 _LATER_RUN = -1  # the answer to a table
+MAX_CANDIDATES_KEPT = 8  # by whom they leave out
 MAX_VIEWS = 3  # of the membership, for one placement
 _DECISIONS = [(who, by) for who in ("prefill_worker", "decode_worker") for by in ("redis", "router")]
 _REFUSALS = ("no_decode_worker", "no_prefill_worker", "too_late")
@@ -84,7 +85,7 @@ class Placement:
         self.calibration = Calibration()
         self._local = LocalView(self._rng)
         self._charges: dict[bytes, Charge] = {}
-        self._everybody: dict[Generation | None, Candidates] = {}
+        self._everybody: dict[tuple[Generation | None, frozenset[str]], Candidates] = {}
         self._generations = Generations([], [], self.mode)
         self._seen: list[WorkerInfo] | None = None  # the membership they were made of
         self._settlings = 0  # begun and ended: while it is odd, one is on its way
@@ -177,21 +178,22 @@ class Placement:
         return candidates
 
     def _all_candidates(self, request: PlacementRequest) -> Candidates:
-        """All who are there, put together once a membership; without those that failed this request."""
-        members = self._members
-        if request.excluded:
-            prefill = usable(members.prefill, request)
-            if self.mode in ("fallback", "auto") and all(request.excludes(w) for w in prefill):
-                prefill = []  # those that are left have failed this request, and others may prefill
-            decode = usable(members.decode, request)
-            return Candidates([] if self.mode == "always" else prefill, decode, self.mode)
+        """All who are there without those that failed this request, put together once a membership and set of those:
+        as long as one is suspect, all requests exclude it."""
         self._look()
-        known = self._everybody.get(request.generation)
-        if known is None:
-            prefill = [] if self.mode == "always" else within(request.generation, members.prefill)
-            known = Candidates(prefill, within(request.generation, members.decode), self.mode)
-            self._everybody[request.generation] = known
+        wanted = request.generation, request.excluded
+        known = self._everybody.pop(wanted, None) or self._put_together(request)
+        self._everybody[wanted] = known  # at the end: what is used stays
+        if len(self._everybody) > MAX_CANDIDATES_KEPT:
+            del self._everybody[next(iter(self._everybody))]
         return known
+
+    def _put_together(self, request: PlacementRequest) -> Candidates:
+        members = self._members
+        prefill = [] if self.mode == "always" else usable(members.prefill, request)
+        if self.mode in ("fallback", "auto") and prefill and all(request.excludes(w) for w in prefill):
+            prefill = []  # those that are left have failed this request, and others may prefill
+        return Candidates(prefill, usable(members.decode, request), self.mode)
 
     async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:
         """None: the best of them is leaving, or has left."""
