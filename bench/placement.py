@@ -6,6 +6,7 @@ import random
 import secrets
 import struct
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import redis
@@ -44,6 +45,7 @@ class Fleet:
         self.prefix = scripts.prefix(NAMESPACE, MODEL_ID)
         self._place = self.client.register_script(script_source())
         self._report = self.client.register_script(scripts.report())
+        self._numbers = count(1)
         for worker in self.workers:
             self.client.hset(keys.slot_owners(NAMESPACE), str(worker.slot), worker.name)
 
@@ -72,6 +74,7 @@ class Fleet:
                 keys.slot_owners(NAMESPACE),
                 *(self.tag + name for name in ("load", "routers", "calls", "chg:router")),
                 keys.drains(NAMESPACE),
+                self.tag + "answers:router",
             ],
             args=[
                 *(self.prefix, "router", chain, tokens, PAGE, 256, "never", self.rng.random()),
@@ -89,6 +92,7 @@ class Fleet:
                     0,
                     0,
                 ),
+                *(1, next(self._numbers), TTL_MS),
                 *self.candidates.arguments,
             ],
         )

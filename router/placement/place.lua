@@ -1,8 +1,9 @@
 -- One placement: match, score, charge, record. One call per dispatch attempt.
--- KEYS: owners, load, routers, calls, chg:<router>, drains
+-- KEYS: owners, load, routers, calls, chg:<router>, drains, answers:<router>
 -- ARGV: prefix, router, chain, tokens, page, output_tokens, mode, random, a, b, token_bytes, bandwidth,
 --       per_token_decode, feeds, ttl_ms, predict_ms, rate, urgency (high | normal | batch), target and deadline of the
---       first token (seconds, 0 = none), number of prefill candidates, number of candidates,
+--       first token (seconds, 0 = none), run of the router, number of the call, lease_ms of the router,
+--       number of prefill candidates, number of candidates,
 --       the decode workers' capacities (8-byte doubles, tokens, packed), slots (4-byte numbers, packed), runs of
 --       candidates of one place (4-byte number of the place, 4-byte index of its last one, packed), of every place
 --       what workers in it share (1 an NVLink clique, 2 a host) and the numbers of its rack and zone (0 = unknown), then
@@ -11,7 +12,8 @@
 -- mode: never | fallback | auto | always (local prefill at the decode worker)
 -- -> prefill index (0 = local), decode index, cached tokens at prefill, at decode, cost, terms…
 --    or -1: nobody is there, -2: no choice, -3, seconds to the first token: too late, or -4: the best is leaving or
---    has left, read the membership again; then nothing was charged
+--    has left, read the membership again, or -5: the router no longer waits for this call; then nothing was charged
+-- A call that is repeated gets the answer it got before, of the router's last ANSWERS calls that charged.
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
 local L, page, out = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -19,16 +21,39 @@ local mode, random = ARGV[7], tonumber(ARGV[8])
 local a, b = tonumber(ARGV[9]), tonumber(ARGV[10])
 local token_bytes, per_token = tonumber(ARGV[11]), tonumber(ARGV[13])
 local feeds, ttl, predict = ARGV[14], tonumber(ARGV[15]), tonumber(ARGV[16])
-local rate, np, count = tonumber(ARGV[17]), tonumber(ARGV[21]), tonumber(ARGV[22])
+local rate, np, count = tonumber(ARGV[17]), tonumber(ARGV[24]), tonumber(ARGV[25])
+local life, number, lease = tonumber(ARGV[21]), tonumber(ARGV[22]), tonumber(ARGV[23])
 local urgency, target, deadline = ARGV[18], tonumber(ARGV[19]), tonumber(ARGV[20])
-local function numbers(kind, packed, size) return {struct.unpack('>' .. string.rep(kind, #packed / size), packed)} end
-local capacities, slots, runs = numbers('d', ARGV[23], 8), numbers('I4', ARGV[24], 4), numbers('I4', ARGV[25], 4)
-local bandwidths, places = numbers('d', ARGV[12], 8), numbers('I4', ARGV[26], 4)
-local LOADS = 26
+local AT_ONCE = 4000  -- values: Lua's stack takes 8,000
+local function numbers(kind, packed, size)
+  if #packed <= AT_ONCE * size then return {struct.unpack('>' .. string.rep(kind, #packed / size), packed)} end
+  local all = {}
+  for at = 1, #packed, AT_ONCE * size do
+    local part = string.sub(packed, at, at + AT_ONCE * size - 1)
+    local some = {struct.unpack('>' .. string.rep(kind, #part / size), part)}
+    for i = 1, #part / size do all[#all + 1] = some[i] end
+  end
+  return all
+end
+local capacities, slots, runs = numbers('d', ARGV[26], 8), numbers('I4', ARGV[27], 4), numbers('I4', ARGV[28], 4)
+local bandwidths, places = numbers('d', ARGV[12], 8), numbers('I4', ARGV[29], 4)
+local LOADS = 29
+local ANSWERS = 256
 local BEST = 8
 local TIE = 1.05
 local SWEPT = 4  -- slots of dead workers looked for in a call; a hot node is visited often
 local call = redis.call
+
+local told = call('HMGET', KEYS[7], 'run', 'from', ARGV[22])
+local latest = tonumber(told[1] or 0)
+if life < latest then return {-5} end
+if life > latest then
+  call('DEL', KEYS[7])
+elseif told[3] then
+  return cmsgpack.unpack(told[3])
+elseif number < tonumber(told[2] or 0) then
+  return {-5}
+end
 
 call('INCR', KEYS[4])
 if count == np then return {-1} end
@@ -38,10 +63,12 @@ local records = feeds ~= 'reported' and #chain > 0
 -- An expired router's charges are dropped, one table a call.
 local dead = call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 1)[1]
 if dead then
-  local table_key = string.gsub(KEYS[5], 'chg:.*$', '') .. 'chg:' .. dead
-  local old = call('HGETALL', table_key)
-  for i = 1, #old, 2 do call('HINCRBY', KEYS[2], old[i], -tonumber(old[i + 1])) end
-  call('DEL', table_key)
+  local tag = string.gsub(KEYS[5], 'chg:.*$', '')
+  local old = call('HGETALL', tag .. 'chg:' .. dead)
+  for i = 1, #old, 2 do
+    if call('HINCRBY', KEYS[2], old[i], -tonumber(old[i + 1])) == 0 then call('HDEL', KEYS[2], old[i]) end
+  end
+  call('DEL', tag .. 'chg:' .. dead, tag .. 'answers:' .. dead)
   call('ZREM', KEYS[3], dead)
 end
 
@@ -50,7 +77,16 @@ local cover, labels = match(prefix, chain, now, not records and now + ttl, KEYS[
 
 -- What waits at prefill workers, what lives at decode workers (and waits, where they prefill): one call.
 local may_local = mode == 'always' or mode == 'auto' or (mode == 'fallback' and np == 0)
-local loads = call('HMGET', KEYS[2], unpack(ARGV, LOADS + 1))
+local loads
+if #ARGV <= AT_ONCE then
+  loads = call('HMGET', KEYS[2], unpack(ARGV, LOADS + 1))
+else
+  loads = {}
+  for at = LOADS + 1, #ARGV, AT_ONCE do
+    local some = call('HMGET', KEYS[2], unpack(ARGV, at, math.min(at + AT_ONCE - 1, #ARGV)))
+    for i = 1, #some do loads[#loads + 1] = some[i] end
+  end
+end
 
 local function prefill_seconds(u) return a * u + b * u * (L - u / 2) end
 local ship_rate = token_bytes / math.max(unpack(bandwidths))  -- at its best: whom it is paired with is not known yet
@@ -247,12 +283,17 @@ end
 charge(pending, u)
 if urgency ~= 'normal' then charge(urgency .. ':' .. pending, u) end
 charge(ARGV[LOADS + d], L + out)
+-- Without a lease the charges of a router that dies before it settles would stay for ever.
+call('ZADD', KEYS[3], 'NX', now + lease, router)
 
 if records then
   insert(prefix, chain, winner_slots, #chain / 8, false, now + predict, now + ttl, labels)
 end
 
-return {
+local answer = {
   p, d, hit(at), hit(d), u, tostring(cost[pick]), tostring(waits), tostring(compute),
   tostring(shipping[pick]), tostring(wait[d]), tostring(first),
 }
+call('HSET', KEYS[7], 'run', life, ARGV[22], cmsgpack.pack(answer))
+call('HDEL', KEYS[7], number - ANSWERS)
+return answer

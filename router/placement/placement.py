@@ -22,9 +22,11 @@ from cluster.redis.connect import connect_async
 from cluster.telemetry.histogram import CALL_SECONDS, STAGE_SECONDS, Histogram
 from cluster.topology import LEVELS
 from router.placement.calibration import Calibration
+from router.placement.calls import Calls
 from router.placement.candidates import Candidates
-from router.placement.generations import Generations, usable, within
+from router.placement.generations import Generations, usable
 from router.placement.local_view import LocalView
+from router.placement.rest import Rest
 from router.placement.script_call import Argument, ScriptCall
 from router.placement.types import Charge, Generation, Mode, Placed, PlacementRequest
 
@@ -36,7 +38,9 @@ SCRIPT_SECONDS = 0.1  # a hung Redis must not delay a request more than this
 RETRY_SECONDS = 0.5
 MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
 _TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty", "first_token")
-_TOO_LATE, _LEAVING = -3, -4
+_TOO_LATE, _LEAVING, _VOID = -3, -4, -5
+_LATER_RUN = -1  # the answer to a table
+MAX_CANDIDATES_KEPT = 8  # by whom they leave out
 MAX_VIEWS = 3  # of the membership, for one placement
 _DECISIONS = [(who, by) for who in ("prefill_worker", "decode_worker") for by in ("redis", "router")]
 _REFUSALS = ("no_decode_worker", "no_prefill_worker", "too_late")
@@ -69,19 +73,23 @@ class Placement:
         tag = f"{{{config.namespace}}}:"
         self._load_key, self._routers_key, self._calls_key = tag + "load", tag + "routers", tag + "calls"
         self._charges_key = tag + "chg:" + config.router_id
+        answers = tag + "answers:" + config.router_id
+        self._settle_keys = [self._load_key, self._routers_key, self._charges_key, answers, tag + "runs"]
         self._script_keys = [
             keys.slot_owners(config.namespace),
             *(self._load_key, self._routers_key, self._calls_key, self._charges_key),
             keys.drains(config.namespace),
+            answers,
         ]
+        self._numbers = Calls()
         self.calibration = Calibration()
         self._local = LocalView(self._rng)
         self._charges: dict[bytes, Charge] = {}
-        self._everybody: dict[Generation | None, Candidates] = {}
+        self._everybody: dict[tuple[Generation | None, frozenset[str]], Candidates] = {}
         self._generations = Generations([], [], self.mode)
         self._seen: list[WorkerInfo] | None = None  # the membership they were made of
         self._settlings = 0  # begun and ended: while it is odd, one is on its way
-        self._down_until = 0.0
+        self._rest = Rest(RETRY_SECONDS, self._rng)
         self._closed = False
         self._task: asyncio.Task[None] | None = None
         self.calls = 0
@@ -142,15 +150,16 @@ class Placement:
 
     async def _place_among(self, candidates: Candidates, request: PlacementRequest) -> Placed:
         for _ in range(MAX_VIEWS):
-            if time.monotonic() < self._down_until:
+            if not self._numbers.run or not self._rest.may_ask():
                 break
             try:
                 placed = await self._ask(request, candidates)
             except (redis.RedisError, TimeoutError, OSError) as error:
                 self.errors["place"] += 1
                 log.warning("placing without Redis: %s", error)
-                self._down_until = time.monotonic() + RETRY_SECONDS
+                self._rest.failed()
                 break
+            self._rest.answered()
             if placed is not None:
                 return placed
             await self._members.refresh()
@@ -169,32 +178,40 @@ class Placement:
         return candidates
 
     def _all_candidates(self, request: PlacementRequest) -> Candidates:
-        """All who are there, put together once a membership; without those that failed this request."""
-        members = self._members
-        if request.excluded:
-            prefill = usable(members.prefill, request)
-            if self.mode in ("fallback", "auto") and all(request.excludes(w) for w in prefill):
-                prefill = []  # those that are left have failed this request, and others may prefill
-            decode = usable(members.decode, request)
-            return Candidates([] if self.mode == "always" else prefill, decode, self.mode)
+        """All who are there without those that failed this request, put together once a membership and set of those:
+        as long as one is suspect, all requests exclude it."""
         self._look()
-        known = self._everybody.get(request.generation)
-        if known is None:
-            prefill = [] if self.mode == "always" else within(request.generation, members.prefill)
-            known = Candidates(prefill, within(request.generation, members.decode), self.mode)
-            self._everybody[request.generation] = known
+        wanted = request.generation, request.excluded
+        known = self._everybody.pop(wanted, None) or self._put_together(request)
+        self._everybody[wanted] = known  # at the end: what is used stays
+        if len(self._everybody) > MAX_CANDIDATES_KEPT:
+            del self._everybody[next(iter(self._everybody))]
         return known
+
+    def _put_together(self, request: PlacementRequest) -> Candidates:
+        members = self._members
+        prefill = [] if self.mode == "always" else usable(members.prefill, request)
+        if self.mode in ("fallback", "auto") and prefill and all(request.excludes(w) for w in prefill):
+            prefill = []  # those that are left have failed this request, and others may prefill
+        return Candidates(prefill, usable(members.decode, request), self.mode)
 
     async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:
         """None: the best of them is leaving, or has left."""
         workers = candidates.workers
         began, settlings = time.monotonic(), self._settlings
-        answer = await self._place(
-            self._script_keys,
-            [*self._arguments(request, candidates.model_id), *candidates.arguments],
-            2 * SCRIPT_SECONDS,
-        )
+        run, number = self._numbers.run, self._numbers.begin()
+        try:
+            identity = run, number, int(LEASE_SECONDS * 1000)
+            answer = await self._place(
+                self._script_keys,
+                [*self._arguments(request, candidates.model_id), *identity, *candidates.arguments],
+                2 * SCRIPT_SECONDS,
+            )
+        finally:
+            self._numbers.end(number)
         self.seconds.observe(time.monotonic() - began)
+        if int(answer[0]) == _VOID:
+            raise TimeoutError(f"another router uses the id {self._config.router_id!r}")
         if int(answer[0]) == _TOO_LATE:
             raise _too_late(request, float(answer[1]))
         if int(answer[0]) == _LEAVING:
@@ -313,27 +330,34 @@ class Placement:
                 renewed = time.monotonic()
             await asyncio.sleep(SETTLE_SECONDS)
 
-    async def _settle_once(self) -> None:
+    def _table(self) -> list[Argument]:
         table: Counter[str] = Counter()
         for charge in self._charges.values():
             table["p:" + charge.prefill] += charge.prefill_tokens
             if charge.urgency != "normal":
                 table[f"{charge.urgency}:p:{charge.prefill}"] += charge.prefill_tokens
             table["d:" + charge.decode] += charge.decode_tokens
-        pairs = [part for field, amount in table.items() if amount for part in (field, amount)]
+        return [part for field, amount in table.items() if amount for part in (field, amount)]
+
+    async def _settle_once(self) -> None:
         self._settlings += 1
         try:
-            await self._settle(
-                [self._load_key, self._routers_key, self._charges_key],
-                [self._config.router_id, int(LEASE_SECONDS * 1000), *pairs],
-                SCRIPT_SECONDS,
-            )
+            if not self._numbers.run:
+                self._numbers.restart(await self._send_table(0, 0, 0))
+            if await self._send_table(*self._numbers.settle(), *self._table()) == _LATER_RUN:
+                log.warning("another router uses the id %r; taking over", self._config.router_id)
+                self._numbers.restart(0)
+                self._dirty.set()
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors["settle"] += 1
             log.debug("charges wait for Redis: %s", error)
             self._dirty.set()
         finally:
             self._settlings += 1
+
+    async def _send_table(self, *arguments: Argument) -> int:
+        identity = self._config.router_id, int(LEASE_SECONDS * 1000)
+        return int(await self._settle(self._settle_keys, [*identity, *arguments], SCRIPT_SECONDS))
 
 
 def _too_late(request: PlacementRequest, first_token_seconds: float) -> OverloadedError:

@@ -13,6 +13,7 @@ from cluster.index import scripts
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
+from router.placement.calls import Calls
 from router.placement.candidates import Candidates
 from router.placement.placement import SETTLE_SECONDS, script_source, settle_source
 
@@ -48,6 +49,7 @@ class Router:
     name: str
     phase: float  # seconds: routers beat at different moments
     charges: Counter[str] = field(default_factory=Counter)
+    calls: Calls = field(default_factory=lambda: Calls(1))
     beats: bool = False  # at its next moment
 
 
@@ -137,9 +139,11 @@ class Simulation:
             keys.slot_owners(self._namespace),
             *(self._tag + name for name in names),
             keys.drains(self._namespace),
+            self._tag + f"answers:{router.name}",
         ]
 
     def _arguments(self, router: Router, request: Request) -> list[bytes | str | int | float]:
+        router.calls.end(number := router.calls.begin())
         return [
             *(scripts.prefix(self._namespace, "m"), router.name, request.chain, request.tokens, PAGE),
             *(
@@ -154,6 +158,7 @@ class Simulation:
                 "hybrid",
             ),
             *(HOUR_MS, HOUR_MS, self._rate, "normal", 0, 0),
+            *(router.calls.run, number, HOUR_MS),
             *self._candidates.arguments,
         ]
 
@@ -167,8 +172,9 @@ class Simulation:
     def _beat(self, router: Router) -> None:
         router.beats = False
         table = [part for name, amount in router.charges.items() if amount for part in (name, amount)]
-        names = ("load", "routers", f"chg:{router.name}")
-        self._settle(keys=[self._tag + name for name in names], args=[router.name, HOUR_MS, *table])
+        names = ("load", "routers", f"chg:{router.name}", f"answers:{router.name}", "runs")
+        told = [router.name, HOUR_MS, *router.calls.settle(), *table]
+        self._settle(keys=[self._tag + name for name in names], args=told)
 
     def _say(self, worker: WorkerInfo, chain: bytes) -> None:
         self._sequence[worker.slot] += 1

@@ -16,6 +16,7 @@ from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from router.placement.calibration import Calibration
 from router.placement.placement import Placement
+from router.placement.rest import Rest
 from router.placement.types import PlacementRequest, urgency_of
 
 TOKEN_SECONDS = 1e-3
@@ -139,7 +140,8 @@ async def test_classes_are_released_with_their_requests(placement):
 
 
 async def test_without_redis_a_routers_own_requests_count(placement):
-    placement._down_until = time.monotonic() + 60
+    placement._rest = Rest(120.0)
+    placement._rest.failed()
     for _ in range(2):
         assert not (await placement.place(request(6000))).from_redis
     with pytest.raises(OverloadedError):

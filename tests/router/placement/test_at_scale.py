@@ -1,0 +1,120 @@
+"""What a request costs the router and Redis where there are many workers, or many requests at once. Operations are
+counted, not timed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.config import RouterConfig
+from cluster.membership import keys
+from cluster.membership.types import WorkerInfo
+from cluster.redis.connect import connect
+from router.placement import placement as module
+from router.placement.placement import MAX_CANDIDATES_KEPT, Placement
+from router.placement.rest import Rest
+from router.placement.types import PlacementRequest
+
+INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 10_000)
+
+
+def fleet(pairs: int) -> Any:
+    """Members as a router sees them, without a registry behind."""
+    names = [(role, n) for role in ("prefill", "decode") for n in range(pairs)]
+    workers = [
+        replace(INFO, worker_id=f"{role}-{n}", slot=slot, role=role, host=f"h{n}")  # type: ignore[arg-type]
+        for slot, (role, n) in enumerate(names, 1)
+    ]
+    return SimpleNamespace(all=workers, prefill=workers[:pairs], decode=workers[pairs:])
+
+
+def request(excluded: frozenset[str] = frozenset()) -> PlacementRequest:
+    return PlacementRequest(secrets.token_bytes(16), b"", 100, 10, excluded)
+
+
+@pytest.fixture
+async def make(redis_url, namespace):
+    made = []
+
+    async def one(pairs: int) -> Placement:
+        config = RouterConfig(model="/m", redis_url=redis_url, namespace=namespace, local_prefill="never")
+        members = fleet(pairs)
+        client = connect(redis_url)
+        owners = {str(worker.slot): worker.name for worker in members.all}
+        client.hset(keys.slot_owners(namespace), mapping=owners)
+        client.close()
+        placement = Placement(config, members, random.Random(1))
+        made.append(placement)
+        await placement.start()
+        return placement
+
+    yield one
+    for placement in made:
+        await placement.close()
+
+
+async def test_a_suspect_does_not_make_every_request_rebuild_the_candidates(make, monkeypatch):
+    placement, built = await make(4), []
+    build = module.Candidates
+
+    def counted(*arguments: Any) -> Any:
+        built.append(arguments)
+        return build(*arguments)
+
+    monkeypatch.setattr(module, "Candidates", counted)
+    suspect = f"prefill-0@{1:016x}"
+    for _ in range(20):
+        placed = await placement.place(request(frozenset({suspect})))
+        assert placed.prefill is not None and placed.prefill.worker_id != "prefill-0"
+    assert len(built) == 1
+    for number in range(100):  # requests that failed somewhere, each with an exclusion of its own
+        await placement.place(request(frozenset({f"decode-{number}"})))
+    assert len(placement._everybody) <= MAX_CANDIDATES_KEPT, "what is kept has a bound"
+
+
+async def test_more_workers_than_lua_can_take_at_once(make, monkeypatch):
+    monkeypatch.setattr(module, "SCRIPT_SECONDS", 30.0)
+    placement = await make(4100)
+    placed = await placement.place(request())
+    assert placed.from_redis
+    assert placed.prefill is not None and placed.prefill.role == "prefill" and placed.decode.role == "decode"
+    again = await placement.place(request())
+    assert again.from_redis and (again.prefill, again.decode) != (placed.prefill, placed.decode)
+    assert not placement.errors
+
+
+async def test_after_a_pause_one_call_tries_redis(make, monkeypatch):
+    placement, asked = await make(2), []
+    way, ready = placement._place, asyncio.Event()
+    now = [100.0]
+    placement._rest = Rest(1.0, clock=lambda: now[0])
+
+    async def slow(*arguments: Any) -> Any:
+        asked.append(arguments)
+        await ready.wait()
+        if len(asked) == 1:
+            raise TimeoutError("not back yet")
+        return await way(*arguments)
+
+    monkeypatch.setattr(placement, "_place", slow)
+    placement._rest.failed()
+    assert not (await placement.place(request())).from_redis and not asked, "it rests"
+    for attempts in (1, 2):
+        now[0] += 1.0
+        ready.clear()
+        waiting = [asyncio.create_task(placement.place(request())) for _ in range(50)]
+        while sum(task.done() for task in waiting) < 49:
+            await asyncio.sleep(0)
+        assert len(asked) == attempts, "one tries, the others go on without"
+        ready.set()
+        placed = await asyncio.gather(*waiting)
+        assert sum(one.from_redis for one in placed) == attempts - 1
+    placed = await asyncio.gather(*(placement.place(request()) for _ in range(5)))
+    assert all(one.from_redis for one in placed)
+    monkeypatch.undo()

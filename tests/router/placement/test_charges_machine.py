@@ -1,0 +1,218 @@
+"""Routers charge and settle over a way to Redis that loses answers, repeats calls, and carries them out late and in
+another order; routers die, fall silent for longer than a lease, and come back under their names. Once every router that
+lives has settled, `load` is the sum of what they hold, and no call that arrives after that changes it. The scripts are
+the real ones, with a clock of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter, deque
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import redis
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from cluster.config import RouterConfig
+from cluster.membership import keys
+from cluster.membership.types import WorkerInfo
+from router.placement import placement as module
+from router.placement.placement import LEASE_SECONDS, Placement
+from router.placement.types import PlacementRequest
+
+NAMES = st.sampled_from(["one", "two"])
+# "repeated": the connection broke after the first, and the second was answered.
+WAYS = st.sampled_from(["well", "well", "repeated", "answer lost", "late"])
+REACHED: Counter[str] = Counter()
+
+
+Sent = tuple["Way", list[str], list[Any]]
+
+
+class Way:
+    """One script of one router, in place of its ScriptCall."""
+
+    def __init__(self, machine: Any, source: str):
+        self.machine = machine
+        self.source = source.replace(
+            "redis.call('TIME')", f"{{redis.call('GET', '{{{machine.namespace}}}:clock'), '0'}}"
+        )
+
+    def run(self, keys: Any, arguments: Any) -> Any:
+        return self.machine.client.eval(self.source, len(keys), *keys, *arguments)
+
+    async def __call__(self, keys: Any, arguments: Any, seconds: float) -> Any:
+        how = self.machine.way
+        REACHED[how] += 1
+        self.machine.sent.append((self, list(keys), list(arguments)))
+        if how == "late":
+            self.machine.late.append((self, list(keys), list(arguments)))
+            raise TimeoutError("Redis did not answer in time")
+        answer = self.run(keys, arguments)
+        if how == "repeated":
+            again = self.run(keys, arguments)
+            assert again == answer or self.machine.settles, "a repetition has another answer"
+            answer = again
+        if how == "answer lost":
+            raise TimeoutError("Redis did not answer in time")
+        return answer
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
+    class Charges(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.client = client
+            self.loop = asyncio.new_event_loop()
+            self.namespace = f"test-{secrets.token_hex(4)}"
+            self.now, self.way, self.settles = 1000, "well", False
+            self.late: list[Sent] = []
+            self.sent: deque[Sent] = deque(maxlen=12)  # the network may repeat them
+            self.routers: dict[str, Placement] = {}
+            self.held: dict[str, list[bytes]] = {}
+            self.gone: list[Placement] = []
+            self.tick(0)
+
+        def tick(self, seconds: float) -> None:
+            self.now += int(seconds)
+            client.set(f"{{{self.namespace}}}:clock", self.now)
+
+        @initialize()
+        def build(self) -> None:
+            info = WorkerInfo("p", 1, 1, "prefill", "m", "h:1", "", b"", "", "h", 4096, 10_000)
+            workers = [replace(info, worker_id=f"p{n}", slot=n) for n in (1, 2)]
+            workers += [replace(info, worker_id=f"d{n}", slot=n, role="decode") for n in (3, 4)]
+            for worker in workers:
+                client.hset(keys.slot_owners(self.namespace), str(worker.slot), worker.name)
+            self.members = SimpleNamespace(all=workers, prefill=workers[:2], decode=workers[2:])
+            for name in ("one", "two"):
+                self.comes(name, "well")
+
+        @rule(name=NAMES, way=WAYS)
+        def comes(self, name: str, way: str) -> None:
+            """At first, or after a death that was noticed by none."""
+            if old := self.routers.get(name):
+                self.gone.append(old)
+            config = RouterConfig(
+                model="/m",
+                redis_url=url,
+                namespace=self.namespace,
+                router_id=name,
+                local_prefill="never",
+            )
+            router = Placement(config, self.members)  # type: ignore[arg-type]
+            router._place = Way(self, module.script_source())  # type: ignore[assignment]
+            router._settle = Way(self, module.settle_source())  # type: ignore[assignment]
+            self.routers[name], self.held[name] = router, []
+            self.settle(name, way)  # as it starts
+
+        @rule(name=NAMES, way=WAYS, tokens=st.integers(1, 5000))
+        def places(self, name: str, way: str, tokens: int) -> None:
+            transfer, self.way = secrets.token_bytes(8), way
+            request = PlacementRequest(transfer, b"", tokens, 10)
+            placed = self.loop.run_until_complete(self.routers[name].place(request))
+            REACHED["placed by Redis" if placed.from_redis else "placed alone"] += 1
+            self.held[name].append(transfer)
+
+        @rule(name=NAMES, tokens=st.integers(1, 5000))
+        def places_well(self, name: str, tokens: int) -> None:
+            self.places(name, "well", tokens)
+
+        @rule(name=NAMES, pick=st.integers(0, 9), over=st.booleans())
+        def gets_on(self, name: str, pick: int, over: bool) -> None:
+            held = self.held[name]
+            if held and over:
+                self.routers[name].release(held.pop(pick % len(held)))
+            elif held:
+                self.routers[name].prefilled(held[pick % len(held)])
+
+        @rule(name=NAMES, way=WAYS)
+        def settles_once(self, name: str, way: str) -> None:
+            self.settle(name, way)
+
+        def settle(self, name: str, way: str) -> None:
+            self.way, self.settles = way, True
+            self.loop.run_until_complete(self.routers[name]._settle_once())
+            self.settles = False
+
+        @rule(data=st.data())
+        def a_late_call_arrives(self, data: st.DataObject) -> None:
+            if self.late:
+                way, names, arguments = self.late.pop(data.draw(st.integers(0, len(self.late) - 1)))
+                way.run(names, arguments)
+                REACHED["arrived late"] += 1
+
+        @rule(seconds=st.sampled_from([1, LEASE_SECONDS + 1]))
+        def time_passes(self, seconds: float) -> None:
+            """A lease long: those who did not settle meanwhile are taken for dead."""
+            self.tick(seconds)
+
+        def settled(self) -> None:
+            """Every router that lives has settled, until none was told of another run of its own."""
+            for _ in range(4):
+                for name in self.routers:
+                    self.settle(name, "well")
+
+        def load(self) -> dict[str, int]:
+            kept = client.hgetall(f"{{{self.namespace}}}:load")
+            return {field.decode(): int(amount) for field, amount in kept.items() if field}
+
+        def held_by_all(self) -> dict[str, int]:
+            total: Counter[str] = Counter()
+            for router in self.routers.values():
+                table = router._table()
+                total.update(dict(zip(map(str, table[::2]), map(int, table[1::2]), strict=True)))
+            return dict(total)
+
+        @rule(shuffle=st.randoms(use_true_random=False))
+        def all_settle(self, shuffle: Any) -> None:
+            sent = [*self.late, *self.sent]
+            self.late.clear()
+            self.settled()
+            assert self.load() == self.held_by_all()
+            shuffle.shuffle(sent)
+            for way, names, arguments in sent:
+                answer = way.run(names, arguments)
+                REACHED["void" if answer == [-5] else "arrived after all"] += 1
+                assert self.load() == self.held_by_all(), "a call that is over has changed the load"
+
+        def teardown(self) -> None:
+            if self.routers:
+                self.all_settle_at_the_end()
+            for router in [*self.routers.values(), *self.gone]:
+                self.loop.run_until_complete(router._client.aclose())
+            self.loop.close()
+            for key in client.scan_iter(f"{{{self.namespace}}}:*"):
+                client.delete(key)
+
+        def all_settle_at_the_end(self) -> None:
+            """Nothing of what routers have held stays, nor of those that died."""
+            for name in self.routers:
+                for transfer in self.held[name]:
+                    self.routers[name].release(transfer)
+            self.tick(LEASE_SECONDS + 1)
+            self.settled()
+            assert self.load() == {}
+            self.tick(LEASE_SECONDS + 1)
+            self.settled()
+            assert not client.keys(f"{{{self.namespace}}}:chg:*"), "a table without charges"
+
+    return Charges
+
+
+def test_charges_in_any_order(redis_url, monkeypatch):
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+    how = settings(
+        max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    with redis.Redis.from_url(redis_url) as client:
+        run_state_machine_as_test(machine(client, redis_url), settings=how)
+    for what in ("repeated", "answer lost", "arrived late", "void", "arrived after all", "placed by Redis"):
+        assert REACHED[what] > 5, f"hardly ever: {what}: {REACHED}"
