@@ -99,10 +99,10 @@ def check_handoff(doors: Doors, seconds: float, transport: str) -> str:
                 if timings.kv_bytes_shipped == 0:
                     continue
                 if transport in ("", timings.transport):
-                    return (
-                        f"{timings.kv_bytes_shipped} bytes of KV went from {timings.prefill_worker} to "
-                        f"{timings.decode_worker} over {timings.transport}"
-                    )
+                    way = ""
+                    if timings.decode_worker:  # only an admin's key is told who it was
+                        way = f" from {timings.prefill_worker} to {timings.decode_worker}"
+                    return f"{timings.kv_bytes_shipped} bytes of KV went{way} over {timings.transport}"
                 seen = f"KV went over {timings.transport}"
     wanted = f" over {transport}" if transport else ""
     raise InternalError(f"no hand-off{wanted} within {seconds:.0f} s: {seen}")

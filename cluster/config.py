@@ -264,6 +264,18 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     tokens_per_minute_per_tenant: int = Field(0, ge=0, description="of prompts and answers; as above")
     max_concurrent_requests_per_connection: int = Field(512, ge=0, description="0 = no limit of its own")
     api_keys_file: Path | None = Field(None, description="YAML or JSON list of API keys; none = no keys")
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        "refuse",
+        description="fields of an OpenAI request that mean nothing here: refused by name, or ignored as vLLM does; "
+        "fields that are known and not supported are refused either way",
+    )
+    priority_order: Literal["higher_first", "lower_first"] = Field(
+        "higher_first",
+        description="which number of an OpenAI request's `priority` is more important; vLLM: lower_first",
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (), description="origins whose pages may ask this router from a browser; * = all; none = no CORS"
+    )
     ui: bool = Field(True, description="serve the page at /ui: topology, percentiles, a playground")
     share_prefixes_across_tenants: bool = Field(
         False, description="let tenants hit each other's cached prefixes; timing then shows who sent what"

@@ -2,7 +2,7 @@
 
 BatonError
 ├── InvalidRequestError            400 INVALID_ARGUMENT    the request is wrong; `field` and `limit` say where
-│   ├── UnknownModelError          400 INVALID_ARGUMENT
+│   ├── UnknownModelError          404 INVALID_ARGUMENT
 │   ├── UnsupportedFieldError      400 INVALID_ARGUMENT
 │   └── ContextLengthError         400 INVALID_ARGUMENT
 ├── UnauthenticatedError           401 UNAUTHENTICATED     no API key, or not a valid one
@@ -77,7 +77,7 @@ class InvalidRequestError(BatonError):
 
 
 class UnknownModelError(InvalidRequestError):
-    pass
+    http_status = 404
 
 
 class UnsupportedFieldError(InvalidRequestError):

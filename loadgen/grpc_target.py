@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from loadgen.config import LoadConfig
-from loadgen.record import STAGES, RequestRecord, ServerTimings
+from loadgen.record import QUEUES, STAGES, RequestRecord, ServerTimings
 from loadgen.target import Clock, RequestFailed
 from loadgen.workload import ChatPrompt, Prompt, TextPrompt
 from wire import common_pb2, inference_pb2_grpc
@@ -77,8 +77,11 @@ def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
     record.usage_tokens = completed.usage.completion_tokens
     record.cached_tokens = completed.usage.cached_tokens
     timings = completed.timings
+    told = bool(
+        timings.decode_worker
+    )  # workers and queues are for admins' keys; the others' zeros say nothing
     record.timings = ServerTimings(
-        stages={stage: getattr(timings, stage) for stage in STAGES},
+        stages={stage: getattr(timings, stage) for stage in STAGES if told or stage not in QUEUES},
         total_seconds=timings.total_seconds,
         kv_bytes_shipped=timings.kv_bytes_shipped,
         not_shipped_tokens=timings.not_shipped_tokens,

@@ -140,7 +140,7 @@ def _tokens_in(choice: dict[str, Any], text: str | None, *, is_role: bool) -> in
 
 def _timings(said: dict[str, Any]) -> ServerTimings:
     return ServerTimings(
-        stages={stage: float(said.get(stage, 0.0)) for stage in STAGES},
+        stages={stage: float(said[stage]) for stage in STAGES if stage in said},
         total_seconds=float(said.get("total_seconds", 0.0)),
         kv_bytes_shipped=int(said.get("kv_bytes_shipped", 0)),
         not_shipped_tokens=int(said.get("not_shipped_tokens", 0)),

@@ -16,6 +16,7 @@ STAGES = (
     "decode_queue_seconds",
     "decode_seconds",
 )
+QUEUES = frozenset(stage for stage in STAGES if stage.endswith("_queue_seconds"))
 
 
 @dataclass(frozen=True)

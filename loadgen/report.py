@@ -97,11 +97,10 @@ class Report:
 
     @cached_property
     def stages(self) -> dict[str, Summary]:
-        """Where the server says the time went; empty for a server that does not say."""
-        timings = [record.timings for record in self.answered if record.timings is not None]
-        if not timings:
-            return {}
-        return {stage: summarise([said.stages.get(stage, 0.0) for said in timings]) for stage in STAGES}
+        """Where the server says the time went; without the stages of which it says nothing."""
+        said = [record.timings.stages for record in self.answered if record.timings is not None]
+        by_stage = {stage: [one[stage] for one in said if stage in one] for stage in STAGES}
+        return {stage: summarise(seconds) for stage, seconds in by_stage.items() if seconds}
 
     @property
     def kv_bytes_shipped(self) -> int:

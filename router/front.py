@@ -11,12 +11,14 @@ from cluster.auth.key_file import ApiKeys
 from cluster.auth.keys import ANYONE, Caller, RateLimits
 from cluster.errors import DrainingError, OverloadedError
 from router.completion import Completion
+from router.disclosure import check_explain
 from router.dispatch.life import RequestLife
 from router.dispatch.services import Services
 from router.limits import Places
 from router.live.live import Live, OwnState
 from router.live.report import RouterState
 from router.metrics import RouterMetrics
+from router.prefix_scope import prefix_scope
 from router.telemetry.arrival import Arrival
 from router.validate import Validator
 
@@ -61,6 +63,7 @@ class Front:
             except OverloadedError:
                 self.metrics.overloaded(caller.tenant)
                 raise
+            check_explain(completion, caller)
             self.requests += 1
             life = RequestLife(self._owned(completion, caller), self.services, first_shown, arrival)
             with self.metrics.request(life):
@@ -98,10 +101,10 @@ class Front:
 
     def _owned(self, completion: Completion, caller: Caller) -> Completion:
         """The request with its owner, who decides with whom it shares prefixes."""
-        if not caller.tenant:
-            return completion
         shared = self.config.share_prefixes_across_tenants
-        scope = "" if shared else caller.tenant
+        scope = prefix_scope("" if shared else caller.tenant, completion.cache_salt)
+        if not caller.tenant:
+            return replace(completion, prefix_scope=scope) if scope else completion
         return replace(
             completion,
             tenant=caller.tenant,

@@ -31,6 +31,7 @@ from router.front import Front
 from router.grpc.gate import KeyInterceptor
 from router.grpc.service import SERVICE, InferenceService
 from router.http.app import build_app
+from router.http.cors import with_cors
 from router.http.gate import Gate
 from router.http.protocol import HttpLimits, limited
 from router.metrics import RouterMetrics
@@ -110,7 +111,7 @@ class Router:
         self._socket = self._listen()
         self._http = uvicorn.Server(
             uvicorn.Config(
-                Gate(build_app(self.front), self.front),
+                with_cors(Gate(build_app(self.front), self.front), config.cors_origins),
                 http=limited(HttpLimits.of(config)),
                 ws="none",
                 log_config=None,

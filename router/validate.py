@@ -41,6 +41,7 @@ class Asked:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     include_stop_text: bool = False
     priority: int = 0
+    cache_salt: str = ""
     request_id: str = ""
     resume_tokens: Sequence[int] = ()
     resume_ticket: bytes = b""
@@ -99,6 +100,7 @@ class Validator:
             stop=self._stops(asked.stop),
             include_stop_text=asked.include_stop_text,
             priority=self._integer("priority", asked.priority, 0, -MAX_PRIORITY, MAX_PRIORITY),
+            cache_salt=asked.cache_salt,
             resume_tokens=resumed,
             resume_ticket=asked.resume_ticket,
             reconnects=asked.reconnects,

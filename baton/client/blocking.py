@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from baton.client.request import generate_request, tokenize_request
 from baton.client.routers import (
     CHANNEL_OPTIONS,
     Routers,
+    Shuffle,
     call_metadata,
     default_reconnects,
     pause_seconds,
@@ -38,6 +40,7 @@ class Client:
         api_key: sent with every call, where the routers ask for keys.
         tls: whom to trust and who we are, where the routers speak TLS; `ClientTls()` trusts the system's list.
         max_reconnects: how often one call may move on to another router; default: each router twice.
+        shuffle: puts the addresses, in place, into the order in which they are tried; default: a random one.
 
     Every method raises a class of `cluster.errors`.
     """
@@ -50,8 +53,9 @@ class Client:
         tls: ClientTls | None = None,
         timeout_seconds: float = 600.0,
         max_reconnects: int | None = None,
+        shuffle: Shuffle = random.shuffle,
     ) -> None:
-        self._routers = Routers(addresses)
+        self._routers = Routers(addresses, shuffle)
         self._tls = tls
         self._metadata = call_metadata(api_key)
         self._timeout_seconds = timeout_seconds

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 
 from cluster.errors import ConfigError
 
@@ -17,13 +18,21 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-class Routers:
-    """A ring of addresses. A failure moves on from the address that failed, once, whoever reports it."""
+Shuffle = Callable[[list[str]], None]
 
-    def __init__(self, addresses: str | Sequence[str]) -> None:
+
+class Routers:
+    """A ring of addresses. A failure moves on from the address that failed, once, whoever reports it.
+
+    Each client has them in an order of its own: clients given the same list spread over all routers, and those of a
+    router that dies spread over the others.
+    """
+
+    def __init__(self, addresses: str | Sequence[str], shuffle: Shuffle = random.shuffle) -> None:
         self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
         if not self._addresses:
             raise ConfigError("a client needs the address of at least one router", field="addresses")
+        shuffle(self._addresses)
         self._current = 0
 
     @property

@@ -37,7 +37,9 @@ class KeyEntry(BaseModel):
     weight: float = Field(1.0, gt=0, le=1000, description="share of a crowded cluster, beside other tenants'")
     expires_at: datetime.datetime | None = None
     revoked: bool = False
-    admin: bool = Field(False, description="may read /metrics and /v1/cluster")
+    admin: bool = Field(
+        False, description="may read /metrics and /v1/cluster; sees workers and queues of its requests"
+    )
     max_concurrent_requests: int | None = Field(
         None, ge=1, description="of the tenant; default: the router's"
     )

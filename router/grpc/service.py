@@ -11,8 +11,10 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from cluster import rpc
+from cluster.auth.keys import Caller
 from cluster.errors import BatonError, CancelledError, InvalidRequestError, UnknownModelError
 from router.completion import Completion, Delta
+from router.disclosure import timings_for, workers_for
 from router.dispatch.life import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestLife
 from router.dispatch.mailbox import Mailbox
 from router.front import Front
@@ -47,7 +49,7 @@ class InferenceService:
             completion = await self._completion(_parse(pb.GenerateRequest(), raw), context)
             caller = caller_of(self._front, context)
             with self._front.admit(completion, caller, context.peer(), arrival=arrival) as life:
-                await self._write(_responses(life, completion), context)
+                await self._write(_responses(life, completion, caller), context)
         except BatonError as error:
             await rpc.abort(context, error)
 
@@ -162,7 +164,9 @@ def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
     )
 
 
-async def _responses(life: RequestLife, completion: Completion) -> AsyncGenerator[pb.GenerateResponse, None]:
+async def _responses(
+    life: RequestLife, completion: Completion, caller: Caller
+) -> AsyncGenerator[pb.GenerateResponse, None]:
     deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
     if completion.rate_limits:
         # Who pays by request holds its ticket before the first token: if this router dies, the next one must not
@@ -177,25 +181,26 @@ async def _responses(life: RequestLife, completion: Completion) -> AsyncGenerato
                 came = came[1:]
             for chunk in _chunks(came):
                 if started is None:
-                    started = _started(life, completion)
+                    started = _started(life, completion, caller)
                     yield pb.GenerateResponse(started=started, chunk=chunk)
                 else:
                     yield pb.GenerateResponse(chunk=chunk)
     finally:
         life.stop()
     outcome = life.outcome
+    timings = timings_for(caller, outcome.timings)
     yield pb.GenerateResponse(
-        completed=pb.Completed(usage=outcome.usage, timings=outcome.timings, explanation=outcome.explanation)
+        completed=pb.Completed(usage=outcome.usage, timings=timings, explanation=outcome.explanation)
     )
 
 
-def _started(life: RequestLife, completion: Completion) -> pb.Started:
+def _started(life: RequestLife, completion: Completion, caller: Caller) -> pb.Started:
     return pb.Started(
         request_id=completion.request_id,
         model=completion.model,
         seed=completion.sampling.seed,
         prompt_tokens=len(completion.prompt_tokens),
-        worker_ids=life.worker_ids,
+        worker_ids=workers_for(caller, life.worker_ids),
         resume_ticket=life.resume_ticket(),
     )
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.errors import BatonError, InternalError, InvalidRequestError
+from cluster.errors import BatonError, InternalError, InvalidRequestError, UnknownModelError
 from cluster.telemetry.exposition import encode
 from router.front import Front
 from router.http.cluster_view import cluster_view
@@ -114,8 +114,7 @@ def _models(front: Front) -> Endpoint:
 def _model(front: Front) -> Endpoint:
     async def model(request: Request) -> Response:
         if request.path_params["model"] != front.validator.served_name:
-            body = error_body(InvalidRequestError("no such model", field="model"))
-            return _json(body, 404)
+            raise UnknownModelError("there is no such model", field="model")
         return _json(_model_object(front))
 
     return model

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
+from router.http.usage import StreamUsage
 from router.validate import Asked
 
 _SAMPLING = {
@@ -33,12 +34,20 @@ _SHARED = _SAMPLING | {
     "priority",
     "logprobs",
     "include_stop_str_in_output",
+    "best_of",
+    "cache_salt",
+    "truncate_prompt_tokens",
+    "max_completion_tokens",
+    "spaces_between_special_tokens",
 }
 PRIORITIES = {"high": 1, "normal": 0, "batch": -1}
 ROLES = ("system", "developer", "user", "assistant")
 MAX_TOKEN_DIGITS = 10  # of a token id that is a key
+MAX_CACHE_SALT = 256  # characters
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 COMPLETION = _SHARED | {"prompt"}
-CHAT = _SHARED | {"messages", "max_completion_tokens", "top_logprobs"}
+CHAT = _SHARED | {"messages", "top_logprobs", "reasoning_effort"}
 # They change nothing about the answer.
 HARMLESS = {
     "user",
@@ -59,20 +68,24 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", None),
     "response_format": ({"type": "text"}, None),
     "echo": (False, None),
-    "best_of": (1, None),
     "suffix": ("", None),
     "modalities": (["text"], None),
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
     "reasoning_effort": (None,),
+    "skip_special_tokens": (True, None),
+    "bad_words": ([], None),
     "guided_json": (None,),
     "prompt_logprobs": (None,),
 }
 
 
-def check(body: Mapping[str, Any], known: set[str]) -> None:
-    """Raises UnsupportedFieldError or InvalidRequestError naming the first field that can't be honoured."""
+def check(body: Mapping[str, Any], known: set[str], *, ignore_unknown: bool = False) -> None:
+    """Raises UnsupportedFieldError or InvalidRequestError naming the first field that can't be honoured.
+
+    `ignore_unknown` lets names pass that mean nothing here, never a supported name's value that is refused.
+    """
     for name, value in body.items():
         if name in known or name in HARMLESS:
             continue
@@ -80,7 +93,8 @@ def check(body: Mapping[str, Any], known: set[str]) -> None:
             if not _is_one_of(value, NEUTRAL[name]):
                 raise UnsupportedFieldError(f"{name}: is not supported yet", field=name)
             continue
-        raise UnsupportedFieldError(f"{name}: is not a field of this request", field=name)
+        if not ignore_unknown:
+            raise UnsupportedFieldError(f"{name}: is not a field of this request", field=name)
 
 
 def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
@@ -103,7 +117,7 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
 
 def stops(body: Mapping[str, Any]) -> list[str]:
     value = body.get("stop")
-    if value is None:
+    if value is None or value == "":
         return []
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
@@ -131,29 +145,80 @@ def bias(body: Mapping[str, Any]) -> dict[int, float]:
     return {int(key): weight for key, weight in value.items()}
 
 
-def include_usage(body: Mapping[str, Any]) -> bool:
+def stream_usage(body: Mapping[str, Any], *, ignore_unknown: bool = False) -> StreamUsage:
+    """Checked also where nothing is streamed, though it changes nothing then."""
     options = body.get("stream_options")
     if options is None:
-        return False
-    if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
-        raise _bad("stream_options", "may hold include_usage")
-    if not body.get("stream"):
-        raise _bad("stream_options", "needs stream = true")
+        return StreamUsage()
+    if not isinstance(options, dict):
+        raise _bad("stream_options", "must be an object")
+    if set(options) - set(STREAM_OPTIONS) and not ignore_unknown:
+        raise _bad("stream_options", f"may hold {', '.join(STREAM_OPTIONS)}")
     boolean(options, "include_obfuscation")  # changes nothing
-    return boolean(options, "include_usage")
+    return StreamUsage(boolean(options, "include_usage"), boolean(options, "continuous_usage_stats"))
 
 
-def priority(body: Mapping[str, Any]) -> Any:
-    """A class by name, or a number: above 0 is high, below is batch."""
+def priority(body: Mapping[str, Any], *, lower_first: bool = False) -> Any:
+    """A class by name, or a number: above 0 is high, below is batch; the other way round with `lower_first`."""
     value = body.get("priority")
     if isinstance(value, str):
         if value not in PRIORITIES:
             raise _bad("priority", f"must be a whole number or one of {', '.join(PRIORITIES)}")
         return PRIORITIES[value]
-    return 0 if value is None else value
+    if value is None:
+        return 0
+    return -value if lower_first and type(value) is int else value
 
 
-def asked(body: Mapping[str, Any], request_id: str, logprobs: int | None, max_tokens: Any) -> Asked:
+def cache_salt(body: Mapping[str, Any]) -> str:
+    value = body.get("cache_salt")
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_CACHE_SALT:
+        raise _bad("cache_salt", f"must be text of 1 … {MAX_CACHE_SALT} characters")
+    return value
+
+
+def truncated(body: Mapping[str, Any], prompt: list[int], context: int, max_tokens: Any) -> list[int]:
+    """The prompt's last `truncate_prompt_tokens` tokens. -1 leaves the answer its max_tokens of the context."""
+    value = body.get("truncate_prompt_tokens")
+    if value is None:
+        return prompt
+    if type(value) is not int or not (value == -1 or 1 <= value <= context):
+        raise _bad("truncate_prompt_tokens", f"must be -1 or 1 … {context}")
+    if value == -1:
+        answer = max_tokens if type(max_tokens) is int else 1
+        value = max(1, context - max(1, answer))
+    return prompt[-value:]
+
+
+def check_best_of(body: Mapping[str, Any]) -> None:
+    """The best n of n are all of them; to choose among more is not supported."""
+    best_of, n = body.get("best_of"), body.get("n")
+    if best_of is not None and not _is_one_of(best_of, (1 if n is None else n,)):
+        raise UnsupportedFieldError("best_of: must equal n", field="best_of")
+
+
+def reasoning_effort(body: Mapping[str, Any]) -> str | None:
+    """For the chat template, which may know the word."""
+    value = body.get("reasoning_effort")
+    if value is not None and not _is_one_of(value, REASONING_EFFORTS):
+        raise _bad("reasoning_effort", f"must be one of {', '.join(REASONING_EFFORTS)}")
+    return None if value is None else str(value)
+
+
+def asked(
+    body: Mapping[str, Any],
+    request_id: str,
+    logprobs: int | None,
+    max_tokens: Any,
+    *,
+    lower_first: bool = False,
+) -> Asked:
+    check_best_of(body)
+    boolean(
+        body, "spaces_between_special_tokens"
+    )  # special tokens are never shown: there is nothing to space
     sampling: dict[str, Any] = {name: body.get(name) for name in _SAMPLING}
     model = body.get("model", "")
     if not isinstance(model, str):
@@ -167,7 +232,8 @@ def asked(body: Mapping[str, Any], request_id: str, logprobs: int | None, max_to
         logprobs=logprobs,
         logit_bias=bias(body),
         include_stop_text=boolean(body, "include_stop_str_in_output"),
-        priority=priority(body),
+        priority=priority(body, lower_first=lower_first),
+        cache_salt=cache_salt(body),
         request_id=request_id,
         **sampling,
     )
@@ -184,7 +250,7 @@ def chat_logprobs(body: Mapping[str, Any]) -> int | None:
     return top if top is not None else 0
 
 
-def chat_max_tokens(body: Mapping[str, Any]) -> Any:
+def max_tokens(body: Mapping[str, Any]) -> Any:
     """The newer name goes before the older one, which must make sense all the same."""
     older, newer = body.get("max_tokens"), body.get("max_completion_tokens")
     if newer is None:
@@ -210,8 +276,15 @@ def _message(value: Any, index: int) -> dict[str, str]:
         raise _bad(f"{name}.role", f"{value['role']!r} is not supported")
     if not _is_one_of(value.get("tool_calls"), ([], None)):
         raise UnsupportedFieldError(f"{name}.tool_calls: is not supported yet", field=f"{name}.tool_calls")
+    if value.get("function_call") is not None:
+        raise UnsupportedFieldError(
+            f"{name}.function_call: is not supported yet", field=f"{name}.function_call"
+        )
     role = "system" if value["role"] == "developer" else value["role"]
-    return {"role": role, "content": _content(value.get("content"), name)}
+    content = value.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    return {"role": role, "content": _content(content, name)}
 
 
 def _content(content: Any, name: str) -> str:

@@ -19,41 +19,52 @@ from router.front import Front
 from router.http import fields
 from router.http.body import read_json
 from router.http.errors import error_body
+from router.http.events import Events, event
 from router.http.gate import caller_of, connection_of
 from router.http.reading import EventStream, Reading
-from router.http.shapes import Answer, ChatShape, CompletionShape, Shape, baton, usage
+from router.http.shapes import Answer, ChatShape, CompletionShape, Shape
 from router.telemetry.arrival import Arrival
-from router.validate import MAX_REQUEST_ID
-
-_DONE = b"data: [DONE]\n\n"
+from router.validate import MAX_REQUEST_ID, Asked
 
 
 class Generate:
     def __init__(self, front: Front):
         self._front = front
         self._config = front.config
+        self._ignore_unknown = front.config.unknown_fields == "ignore"
 
     async def chat(self, request: Request) -> Response:
         body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
         arrival = Arrival(request.headers.getlist)
-        fields.check(body, fields.CHAT)
-        rendered = self._front.text.render(fields.messages(body))
+        fields.check(body, fields.CHAT, ignore_unknown=self._ignore_unknown)
+        rendered = self._front.text.render(fields.messages(body), fields.reasoning_effort(body))
         prompt = await self._front.text.encode(rendered, special=False)
-        max_tokens = fields.chat_max_tokens(body)
-        asked = fields.asked(body, _request_id(request), fields.chat_logprobs(body), max_tokens)
-        completion = self._front.validator.completion(prompt, asked)
+        max_tokens = fields.max_tokens(body)
+        asked = self._asked(request, body, fields.chat_logprobs(body), max_tokens)
+        completion = self._completion(body, prompt, asked)
         return await self._answer(request, body, ChatShape, [completion], "chatcmpl-", arrival)
 
     async def completion(self, request: Request) -> Response:
         body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
         arrival = Arrival(request.headers.getlist)
-        fields.check(body, fields.COMPLETION)
+        fields.check(body, fields.COMPLETION, ignore_unknown=self._ignore_unknown)
         prompts = await self._prompts(body.get("prompt"))
         # OpenAI's default of 16 for this old endpoint, where a chat takes what the context leaves.
-        max_tokens = 16 if body.get("max_tokens") is None else body["max_tokens"]
-        asked = fields.asked(body, _request_id(request), body.get("logprobs"), max_tokens)
-        completions = [self._front.validator.completion(prompt, asked) for prompt in prompts]
+        given = fields.max_tokens(body)
+        asked = self._asked(request, body, body.get("logprobs"), 16 if given is None else given)
+        completions = [self._completion(body, prompt, asked) for prompt in prompts]
         return await self._answer(request, body, CompletionShape, completions, "cmpl-", arrival)
+
+    def _asked(
+        self, request: Request, body: Mapping[str, Any], logprobs: int | None, max_tokens: Any
+    ) -> Asked:
+        lower_first = self._config.priority_order == "lower_first"
+        return fields.asked(body, _request_id(request), logprobs, max_tokens, lower_first=lower_first)
+
+    def _completion(self, body: Mapping[str, Any], prompt: list[int], asked: Asked) -> Completion:
+        validator = self._front.validator
+        kept = fields.truncated(body, prompt, validator.max_model_len, asked.max_tokens)
+        return validator.completion(kept, asked)
 
     async def _prompts(self, value: Any) -> list[list[int]]:
         """A text, token ids, or a list of either."""
@@ -85,16 +96,17 @@ class Generate:
         prefix: str,
         arrival: Arrival,
     ) -> Response:
+        caller, connection = caller_of(request), connection_of(request)
         shape = kind(
             completions[0],
             self._front.text,
             int(time.time()),
             prefix + secrets.token_hex(12),
             fields.boolean(body, "return_token_ids"),
+            caller.admin,
         )
-        wants_usage = fields.include_usage(body)
+        wanted = fields.stream_usage(body, ignore_unknown=self._ignore_unknown)
         stack = contextlib.ExitStack()
-        caller, connection = caller_of(request), connection_of(request)
         with stack:
             lives = [
                 stack.enter_context(
@@ -114,7 +126,9 @@ class Generate:
                 raise
             held = stack.pop_all()
             held.callback(reading.stop)
-            return EventStream(_events(shape, reading, first, wants_usage), headers, held.close)
+            prompt_tokens = sum(len(one.prompt_tokens) for one in completions)
+            events = Events(shape, sum(life.choices for life in lives), wanted, prompt_tokens)
+            return EventStream(_stream(events, reading, first), headers, held.close)
 
     async def _whole(
         self, request: Request, shape: Shape, lives: Sequence[RequestLife], headers: dict[str, str]
@@ -132,37 +146,23 @@ class Generate:
         return Response(
             orjson.dumps(shape.whole(choices, outcomes)),
             media_type="application/json",
-            headers={**headers, **_timing_headers(outcomes[-1])},
+            headers={**headers, **_timing_headers(outcomes[-1], admin=shape.admin)},
         )
 
 
-async def _events(
-    shape: Shape, reading: Reading, first: list[Delta], wants_usage: bool
-) -> AsyncIterator[bytes]:
-    """One event a token; what came together is written together."""
-    begun: set[int] = set()
-    before, after = shape.around_choice(wants_usage)
+async def _stream(events: Events, reading: Reading, first: list[Delta]) -> AsyncIterator[bytes]:
     came = first
     try:
         while came:
-            frames: list[bytes] = []
-            for delta in came:
-                choice = shape.delta(delta.choice, delta, delta.choice not in begun)
-                begun.add(delta.choice)
-                frames += (before, orjson.dumps(choice), after)
-            yield b"".join(frames)
+            if frames := events.of(came):
+                yield frames
             came = await reading.take()
     except CancelledError:
         return
     except BatonError as error:
-        yield _event(error_body(error))
+        yield event(error_body(error))
         return
-    outcomes = [life.outcome for life in reading.lives]
-    last = shape.chunk([])
-    last["baton"] = baton(outcomes[-1])
-    if wants_usage:
-        last["usage"] = usage(outcomes)
-    yield _event(last) + _DONE
+    yield events.end([life.outcome for life in reading.lives])
 
 
 def _request_id(request: Request) -> str:
@@ -173,15 +173,14 @@ def _request_id(request: Request) -> str:
     return given
 
 
-def _timing_headers(outcome: Outcome) -> dict[str, str]:
+def _timing_headers(outcome: Outcome, *, admin: bool) -> dict[str, str]:
     timings = outcome.timings
-    return {
+    workers = {
         "x-baton-prefill-worker": timings.prefill_worker,
         "x-baton-decode-worker": timings.decode_worker,
+    }
+    return {
+        **(workers if admin else {}),
         "x-baton-kv-bytes-shipped": str(timings.kv_bytes_shipped),
         "x-baton-total-seconds": f"{timings.total_seconds:.6f}",
     }
-
-
-def _event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"

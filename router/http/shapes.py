@@ -9,6 +9,8 @@ from typing import Any
 import orjson
 
 from router.completion import Completion, Delta, Outcome
+from router.disclosure import ADMIN_TIMINGS
+from router.http.usage import usage
 from router.tokens.pieces import TextOffsets
 from router.tokens.tokenizer import ModelText
 from wire import common_pb2, inference_pb2
@@ -16,22 +18,12 @@ from wire import common_pb2, inference_pb2
 _TIMINGS = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
 
 
-def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    prompt = sum(outcome.usage.prompt_tokens for outcome in outcomes)
-    completion = sum(outcome.usage.completion_tokens for outcome in outcomes)
-    cached = sum(outcome.usage.cached_tokens for outcome in outcomes)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def baton(outcome: Outcome) -> dict[str, Any]:
-    """Timings in seconds, bytes shipped, transport, the workers' names: as in inference.proto."""
+def baton(outcome: Outcome, *, admin: bool) -> dict[str, Any]:
+    """Timings in seconds, bytes shipped, transport; for admins also queues and workers: as in inference.proto."""
     timings = outcome.timings
-    shown: dict[str, Any] = {name: getattr(timings, name) for name in _TIMINGS}
+    shown: dict[str, Any] = {
+        name: getattr(timings, name) for name in _TIMINGS if admin or name not in ADMIN_TIMINGS
+    }
     if outcome.explanation:
         shown["explanation"] = outcome.explanation
     return shown
@@ -60,6 +52,7 @@ class Shape:
     created: int
     id: str
     token_ids: bool  # vLLM's return_token_ids
+    admin: bool = True  # its client may see which workers did it, and their queues
 
     object_name = ""
     chunk_name = ""
@@ -72,16 +65,15 @@ class Shape:
             **self.head(self.object_name),
             "choices": choices,
             "usage": usage(outcomes),
-            "baton": baton(outcomes[-1]),
+            "baton": baton(outcomes[-1], admin=self.admin),
         }
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self.head(self.chunk_name), "choices": choices}
 
-    def around_choice(self, wants_usage: bool) -> tuple[bytes, bytes]:
-        """What stands before and after the one choice of every streamed chunk: written once an answer."""
-        head = b"data: " + orjson.dumps(self.head(self.chunk_name))[:-1] + b',"choices":['
-        return head, b'],"usage":null}\n\n' if wants_usage else b"]}\n\n"
+    def before_choice(self) -> bytes:
+        """What stands before the one choice of every streamed chunk: written once an answer."""
+        return b"data: " + orjson.dumps(self.head(self.chunk_name))[:-1] + b',"choices":['
 
     def choice(self, index: int, answer: Answer, prompt: Sequence[int]) -> dict[str, Any]:
         raise TypeError("use ChatShape or CompletionShape")

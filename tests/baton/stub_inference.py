@@ -39,6 +39,7 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
         self.skip_position_at: int | None = None  # a faulty router: leaves one token out
         self.end_early_at: int | None = None  # ends the stream, without an error, after so many tokens
         self.token_seconds = 0.0
+        self.names_workers = True  # as to an admin's key
         self.cancelled = threading.Event()
         self.hanging = threading.Event()
         self.default_seed = 42
@@ -61,7 +62,10 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
                 return
             for choice in range(request.options.n or 1):
                 yield self._chunk(request, seed, choice, prompt_tokens, index, index + 1 == max_tokens)
-        yield pb.GenerateResponse(completed=completed(prompt_tokens, max_tokens * (request.options.n or 1)))
+        farewell = completed(prompt_tokens, max_tokens * (request.options.n or 1))
+        if not self.names_workers:
+            farewell.timings.prefill_worker = farewell.timings.decode_worker = ""
+        yield pb.GenerateResponse(completed=farewell)
 
     def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
         self._refuse(context)

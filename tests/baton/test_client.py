@@ -39,11 +39,15 @@ def other() -> Iterator[StubRouter]:
 
 
 Outcome = tuple[list[Chunk], Completion]
+AS_GIVEN: dict[str, Any] = {"shuffle": lambda addresses: None}  # the first address is the first asked
 Streamer = Callable[..., Outcome]
 
 
 def _blocking(addresses: Any, prompt: Any, hook: Any = None, settings: Any = None, **options: Any) -> Outcome:
-    with baton.Client(addresses, **(settings or {})) as client, client.stream(prompt, **options) as stream:
+    with (
+        baton.Client(addresses, **AS_GIVEN, **(settings or {})) as client,
+        client.stream(prompt, **options) as stream,
+    ):
         chunks = []
         for chunk in stream:
             chunks.append(chunk)
@@ -55,7 +59,7 @@ def _blocking(addresses: Any, prompt: Any, hook: Any = None, settings: Any = Non
 def _asyncio(addresses: Any, prompt: Any, hook: Any = None, settings: Any = None, **options: Any) -> Outcome:
     async def run() -> Outcome:
         async with (
-            baton.AsyncClient(addresses, **(settings or {})) as client,
+            baton.AsyncClient(addresses, **AS_GIVEN, **(settings or {})) as client,
             client.stream(prompt, **options) as stream,
         ):
             chunks = []
@@ -284,10 +288,10 @@ async def test_aclose_cancels_the_request(router: StubRouter) -> None:
 
 
 async def test_tokenize_and_models_of_both_clients(router: StubRouter) -> None:
-    async with baton.AsyncClient(["127.0.0.1:1", router.address]) as client:
+    async with baton.AsyncClient(["127.0.0.1:1", router.address], **AS_GIVEN) as client:
         assert await client.tokenize("a bb ccc") == [1, 2, 3]
         assert (await client.models())[0].id == "stub"
-    with baton.Client(["127.0.0.1:1", router.address]) as blocking:
+    with baton.Client(["127.0.0.1:1", router.address], **AS_GIVEN) as blocking:
         assert blocking.tokenize([{"role": "user", "content": "dddd"}]) == [4]
         assert blocking.models()[0].max_model_len == 4096
 
@@ -315,7 +319,7 @@ async def test_aclose_from_another_task_ends_the_wait(router: StubRouter) -> Non
 
 def test_closing_the_client_ends_its_streams(router: StubRouter, other: StubRouter) -> None:
     router.inference.hang_after = 2
-    client = baton.Client([router.address, other.address])
+    client = baton.Client([router.address, other.address], **AS_GIVEN)
     stream = client.stream("x", max_tokens=5)
     closer = threading.Thread(target=lambda: (router.inference.hanging.wait(5), client.close()))
     closer.start()
@@ -329,7 +333,7 @@ def test_closing_the_client_ends_its_streams(router: StubRouter, other: StubRout
 
 async def test_aclosing_the_client_ends_its_streams(router: StubRouter, other: StubRouter) -> None:
     router.inference.hang_after = 2
-    client = baton.AsyncClient([router.address, other.address])
+    client = baton.AsyncClient([router.address, other.address], **AS_GIVEN)
     stream = client.stream("x", max_tokens=5)
 
     async def close() -> None:
@@ -347,7 +351,7 @@ def test_a_stream_that_is_closed_while_it_moves_on_stays_closed(
     router: StubRouter, other: StubRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router.inference.end_early_at = 1
-    with baton.Client([router.address, other.address]) as client:
+    with baton.Client([router.address, other.address], **AS_GIVEN) as client:
         stream = client.stream("x", max_tokens=5)
 
         def close_instead(*_: object) -> float:
@@ -363,7 +367,7 @@ async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
     router: StubRouter, other: StubRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router.inference.end_early_at = 1
-    async with baton.AsyncClient([router.address, other.address]) as client:
+    async with baton.AsyncClient([router.address, other.address], **AS_GIVEN) as client:
         stream = client.stream("x", max_tokens=5)
         monkeypatch.setattr("baton.client.asynchronous.pause_seconds", lambda *_: 1.0)
 

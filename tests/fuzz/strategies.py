@@ -54,7 +54,15 @@ _PLAUSIBLE: dict[str, Anything] = {
     "top_logprobs": st.integers(-1, 25),
     "logit_bias": st.dictionaries(st.one_of(texts, st.integers(-5, 600).map(str)), numbers, max_size=4),
     "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": leaves, "other": leaves}),
+    "stream_options": st.fixed_dictionaries(
+        {}, optional={"include_usage": leaves, "continuous_usage_stats": leaves, "other": leaves}
+    ),
+    "truncate_prompt_tokens": st.integers(-3, 70),
+    "cache_salt": texts,
+    "skip_special_tokens": leaves,
+    "spaces_between_special_tokens": leaves,
+    "bad_words": st.lists(texts, max_size=2),
+    "reasoning_effort": st.one_of(texts, st.sampled_from(["low", "high"])),
     "priority": st.integers(-40000, 40000),
     "return_token_ids": st.booleans(),
     "include_stop_str_in_output": st.booleans(),

@@ -44,7 +44,7 @@ READ = (
     "/ready",
 )
 # What is wrong may also be too large, or too slow for this router, before anybody looks at its schema.
-REFUSALS = [400, 408, 413, 431]
+REFUSALS = [400, 404, 408, 413, 431]
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 
 

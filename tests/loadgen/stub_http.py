@@ -115,11 +115,12 @@ class StubHttp:
             choice: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
             events.append({"choices": [{**choice, "finish_reason": None}]})
         closing: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
-        events.append({"choices": [{**closing, "finish_reason": "length"}]})
+        said = {"baton": TIMINGS} if self.baton else {}
+        events.append({"choices": [{**closing, "finish_reason": "length"}], **said})
         usage = {"prompt_tokens": 7, "completion_tokens": self.tokens}
         if self.baton:
             usage["prompt_tokens_details"] = {"cached_tokens": 3}  # type: ignore[assignment]
-        events.append({"choices": [], "usage": usage, **({"baton": TIMINGS} if self.baton else {})})
+        events.append({"choices": [], "usage": usage})
         if self.error_event_at is not None:
             events.insert(
                 self.error_event_at, {"error": {"type": "UnavailableError", "message": "worker lost"}}

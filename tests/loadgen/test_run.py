@@ -46,6 +46,17 @@ async def test_closed_loop_over_grpc_reports_everything(router: StubRouter) -> N
     assert len({tuple(request.token_ids.ids) for request in router.inference.requests}) == 6
 
 
+async def test_queues_that_a_key_is_not_shown_are_not_reported_as_none(router: StubRouter) -> None:
+    seen = (await run(config(router.address, requests=1))).to_json()["stages"]
+    router.inference.names_workers = False
+    hidden = (await run(config(router.address, requests=1))).to_json()["stages"]
+    assert set(seen) - set(hidden) == {
+        "router_queue_seconds",
+        "prefill_queue_seconds",
+        "decode_queue_seconds",
+    }
+
+
 async def test_closed_loop_over_http_reports_everything() -> None:
     async with StubHttp() as server:
         report = await run(config(server.url, requests=6, ignore_eos=True, extra_body={"top_k": 3}))
@@ -55,6 +66,8 @@ async def test_closed_loop_over_http_reports_everything() -> None:
     assert (found["prompt_tokens"], found["cached_tokens"]) == (42, 18)
     assert (found["kv_shipped_requests"], found["transport"]) == (6, "nixl")
     assert found["stages"]["decode_seconds"] == pytest.approx(0.02)
+    # Queues are for admins' keys: what was not said is not shown as nothing.
+    assert set(found["stages"]) == {"placement_seconds", "prefill_seconds", "decode_seconds"}
     body = server.bodies[0]
     assert (body["model"], body["top_k"], body["ignore_eos"]) == ("stub-model", 3, True)
     assert server.connections <= 3  # kept alive: one for each user, one for the model's name

@@ -80,7 +80,7 @@ def test_the_one_request_of_a_minute_outlives_its_router(begun, keys, first, sec
     key = keys.add(f"once-{begun}", requests_per_minute=1, tokens_per_minute=TOKENS)
     for router in (first, second):
         wait_for_key(router, key)
-    with Client([first.grpc, second.grpc], api_key=key) as client:
+    with Client([first.grpc, second.grpc], api_key=key, shuffle=lambda addresses: None) as client:
         stream = client.stream([5] * 20, max_tokens=TOKENS, temperature=0)
         if begun:
             for _ in range(KILL_AFTER):

@@ -51,3 +51,14 @@ def test_a_prefix_is_shared_within_a_tenant_only(shared, checkpoint, tmp_path):
             probe = {"authorization": f"Bearer {mine}"}
             hit = httpx.post(f"{cluster.http}/v1/completions", json=body, headers=probe, timeout=30).json()
             assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] >= PROMPT // 2
+
+            def salted(salt: str) -> int:
+                asked = {**body, "cache_salt": salt}
+                said = httpx.post(
+                    f"{cluster.http}/v1/completions", json=asked, headers=probe, timeout=30
+                ).json()
+                return said["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+            assert salted("one") == 0, "the prompt is cached, without a salt"
+            assert any(salted("one") >= PROMPT // 2 for _ in range(5))
+            assert salted("another") == 0

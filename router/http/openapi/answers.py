@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from router.disclosure import ADMIN_TIMINGS
 from router.front import Front
 from router.http.openapi.live import live_schema
 from router.http.openapi.schema import (
@@ -70,7 +71,9 @@ def _usage() -> Schema:
             "completion_tokens": COUNT,
             "total_tokens": COUNT,
             "prompt_tokens_details": record({"cached_tokens": COUNT}),
-        }
+        },
+        ["prompt_tokens", "completion_tokens", "total_tokens"],
+        description="while an answer is still streamed, without prompt_tokens_details",
     )
 
 
@@ -85,8 +88,8 @@ def _baton() -> Schema:
     timings = {field.name: kinds[field.cpp_type] for field in inference_pb2.Timings.DESCRIPTOR.fields}
     return record(
         {**timings, "explanation": text()},
-        list(timings),
-        description="where the time went (seconds), what was shipped, and who worked",
+        [name for name in timings if name not in ADMIN_TIMINGS],
+        description="where the time went (seconds) and what was shipped; queues and workers for admins' keys only",
     )
 
 
@@ -99,7 +102,7 @@ def _answer(name: str, choice: Schema) -> Schema:
 
 
 def _chunk(name: str, choice: Schema) -> Schema:
-    """The last one has no choices, and says where the time went."""
+    """The one that ends the last choice says where the time went. One with the usage and no choices may follow."""
     head = _head(name)
     properties = {**head, "choices": array(choice), "usage": optional(ref("Usage")), "baton": ref("Baton")}
     return record(properties, [*head, "choices"])

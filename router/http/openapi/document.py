@@ -27,7 +27,7 @@ _REFUSALS = {
     504: "The deadline passed.",
 }
 _ALWAYS = (400, 405, 408, 429, 431, 500)
-_GENERATE = (413, 503, 504)
+_GENERATE = (404, 413, 503, 504)
 _REQUEST_ID: Schema = {
     "name": "x-request-id",
     "in": "header",

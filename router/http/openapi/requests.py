@@ -24,10 +24,11 @@ TOKEN_KEY = f"^[0-9]{{1,{fields.MAX_TOKEN_DIGITS}}}$"
 
 def request_schemas(front: Front) -> dict[str, Schema]:
     """Beyond what a schema can say: prompt and max_tokens together fit the context, min_tokens ≤ max_tokens,
-    stream_options needs stream, top_logprobs needs logprobs."""
-    shared = {**_sampling(front), **_answer(front), **_not_used()}
+    top_logprobs needs logprobs, best_of is n."""
+    shared = {**_sampling(front), **_answer(front), **_prompt_fields(front), **_not_used()}
     return {
-        "CompletionRequest": record(
+        "CompletionRequest": _request(
+            front,
             {
                 "prompt": _prompt(front),
                 "logprobs": optional(integer(0, front.config.max_logprobs)),
@@ -35,21 +36,30 @@ def request_schemas(front: Front) -> dict[str, Schema]:
             },
             ["prompt"],
         ),
-        "ChatCompletionRequest": record(
+        "ChatCompletionRequest": _request(
+            front,
             {
                 "messages": array(_message(), minItems=1),
-                "max_completion_tokens": optional(
-                    integer(1, _room(front), description="goes before max_tokens")
-                ),
                 "logprobs": optional(BOOLEAN),
                 "top_logprobs": optional(
                     integer(0, front.config.max_logprobs, description="needs logprobs = true")
                 ),
                 **shared,
+                "reasoning_effort": one_of(
+                    [*fields.REASONING_EFFORTS, None], description="for chat templates that know it"
+                ),
             },
             ["messages"],
         ),
     }
+
+
+def _ignores_unknown(front: Front) -> bool:
+    return front.config.unknown_fields == "ignore"
+
+
+def _request(front: Front, properties: dict[str, Schema], required: list[str]) -> Schema:
+    return {**record(properties, required), "additionalProperties": _ignores_unknown(front)}
 
 
 def _room(front: Front) -> int:
@@ -73,9 +83,11 @@ def _sampling(front: Front) -> dict[str, Schema]:
         "frequency_penalty": optional(number(-2, 2)),
         "seed": optional(integer(-(2**63), 2**64 - 1, description="drawn by the router where there is none")),
         "n": optional(integer(1, config.max_choices)),
+        "best_of": optional(integer(1, config.max_choices, description="only the same number as n")),
         "max_tokens": optional(
             integer(1, room, description="of prompt and answer together the context is full")
         ),
+        "max_completion_tokens": optional(integer(1, room, description="goes before max_tokens")),
         "min_tokens": optional(integer(0, room)),
         "stop": optional(_stop(front)),
         "stop_token_ids": optional(array(_token(front), maxItems=config.max_stop_token_ids)),
@@ -93,15 +105,17 @@ def _sampling(front: Front) -> dict[str, Schema]:
 
 
 def _answer(front: Front) -> dict[str, Schema]:
+    lower = front.config.priority_order == "lower_first"
     return {
         "model": one_of(["", front.validator.served_name], description="empty = the served one"),
         "stream": optional(BOOLEAN),
         "stream_options": optional(
-            record(
-                {"include_usage": optional(BOOLEAN), "include_obfuscation": optional(BOOLEAN)},
-                [],
-                description="needs stream = true",
-            )
+            {
+                **record({name: optional(BOOLEAN) for name in fields.STREAM_OPTIONS}, []),
+                "additionalProperties": _ignores_unknown(front),
+                "description": "include_usage: a last chunk with the answer's usage and no choices; "
+                "continuous_usage_stats: each chunk with the usage so far; changes nothing without stream",
+            }
         ),
         "return_token_ids": optional(BOOLEAN),
         "include_stop_str_in_output": optional(BOOLEAN),
@@ -109,7 +123,33 @@ def _answer(front: Front) -> dict[str, Schema]:
             integer(-MAX_PRIORITY, MAX_PRIORITY),
             one_of(list(fields.PRIORITIES)),
             NULL,
-            description="a class: above 0 is high, 0 normal, below 0 batch",
+            description="a class: "
+            + (
+                "below 0 is high, 0 normal, above 0 batch"
+                if lower
+                else "above 0 is high, 0 normal, below 0 batch"
+            ),
+        ),
+    }
+
+
+def _prompt_fields(front: Front) -> dict[str, Schema]:
+    return {
+        "truncate_prompt_tokens": either(
+            integer(1, front.validator.max_model_len),
+            {"const": -1},
+            NULL,
+            description="only the prompt's last so many tokens are used; -1: those that leave room for max_tokens",
+        ),
+        "cache_salt": optional(
+            text(
+                minLength=1,
+                maxLength=fields.MAX_CACHE_SALT,
+                description="cached prefixes are shared only with the tenant's requests that have the same one",
+            )
+        ),
+        "spaces_between_special_tokens": optional(
+            {**BOOLEAN, "description": "changes nothing: special tokens are never shown"}
         ),
     }
 
@@ -128,8 +168,10 @@ def _not_used() -> dict[str, Schema]:
 
 def _stop(front: Front) -> Schema:
     config = front.config
-    string = text(minLength=1, maxLength=config.max_stop_string_characters)
-    return either(string, array(string, maxItems=config.max_stop_strings))
+    longest = config.max_stop_string_characters
+    string = text(minLength=1, maxLength=longest)
+    alone = text(maxLength=longest, description="empty = none")
+    return either(alone, array(string, maxItems=config.max_stop_strings))
 
 
 def _prompt(front: Front) -> Schema:
@@ -144,12 +186,18 @@ def _message() -> Schema:
         "properties": {"type": {"const": "text"}, "text": text()},
         "required": ["type", "text"],
     }
-    return {
-        "type": "object",
-        "properties": {
-            "role": one_of(fields.ROLES),
-            "content": either(text(), array(part)),
-            "tool_calls": one_of([[], None]),
+    content = either(text(), array(part))
+    none = {"tool_calls": one_of([[], None]), "function_call": NULL}
+    asking = [role for role in fields.ROLES if role != "assistant"]
+    return either(
+        {
+            "type": "object",
+            "properties": {"role": one_of(asking), "content": content, **none},
+            "required": ["role", "content"],
         },
-        "required": ["role", "content"],
-    }
+        {
+            "type": "object",
+            "properties": {"role": {"const": "assistant"}, "content": optional(content), **none},
+            "required": ["role"],
+        },
+    )

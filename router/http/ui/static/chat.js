@@ -104,20 +104,22 @@ async function read(chat, turn, messages) {
     temperature: Number(byId("temperature").value),
     max_tokens: Number(byId("max-tokens").value),
   };
+  let timings = null;
+  let usage = null;
   for await (const event of streamChat(body, chat.stop.signal)) {
     const piece = event.choices[0]?.delta.content;
     if (piece) {
       first ??= performance.now();
       turn.text(piece);
     }
-    if (event.baton) {
-      turn.add(el("p", { class: "facts" }, facts(event, first && (first - asked) / 1e3, (performance.now() - asked) / 1e3)));
-      turn.add(waterfall(event.baton));
-    }
+    timings = event.baton ?? timings; // on the chunk that ends the answer,
+    usage = event.usage ?? usage; // and the usage on one of its own, after it
   }
+  if (usage) turn.add(el("p", { class: "facts" }, facts(usage, first && (first - asked) / 1e3, (performance.now() - asked) / 1e3)));
+  if (timings) turn.add(waterfall(timings));
 }
 
-function facts({ usage }, firstSeconds, wholeSeconds) {
+function facts(usage, firstSeconds, wholeSeconds) {
   const said = [`${count(usage.completion_tokens)} tokens`];
   if (firstSeconds !== null) {
     said.push(`first after ${seconds(firstSeconds)}`);

@@ -46,5 +46,6 @@ function bar(stages) {
 function whereAndHow(timings) {
   const { prefill_worker: prefill, decode_worker: decode, kv_bytes_shipped: shipped, transport } = timings;
   if (!shipped) return decode ? `all on ${decode}` : "";
-  return `${prefill} → ${decode}, ${bytes(shipped)} of KV${transport ? ` by ${transport}` : ""}`;
+  const way = decode ? `${prefill} → ${decode}, ` : ""; // only admins are told who it was
+  return `${way}${bytes(shipped)} of KV${transport ? ` by ${transport}` : ""}`;
 }

@@ -1,0 +1,40 @@
+"""What only an admin's key is shown of a request: who worked on it, and how long it queued behind others'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.auth.keys import Caller
+from cluster.errors import ForbiddenError
+from router.completion import Completion
+from wire import inference_pb2
+
+ADMIN_TIMINGS = frozenset(
+    {
+        "router_queue_seconds",
+        "prefill_queue_seconds",
+        "decode_queue_seconds",
+        "prefill_worker",
+        "decode_worker",
+    }
+)
+
+
+def check_explain(completion: Completion, caller: Caller) -> None:
+    """Raises ForbiddenError: the explanation of a placement names all workers and their loads."""
+    if completion.explain and not caller.admin:
+        raise ForbiddenError("explain: needs a key with admin: true", field="explain")
+
+
+def timings_for(caller: Caller, timings: inference_pb2.Timings) -> inference_pb2.Timings:
+    if caller.admin:
+        return timings
+    shown = inference_pb2.Timings()
+    shown.CopyFrom(timings)
+    for name in ADMIN_TIMINGS:
+        shown.ClearField(name)  # type: ignore[arg-type]
+    return shown
+
+
+def workers_for(caller: Caller, worker_ids: Sequence[str]) -> Sequence[str]:
+    return worker_ids if caller.admin else ()
