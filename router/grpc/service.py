@@ -177,7 +177,7 @@ async def _responses(
     try:
         while came := await deltas.take():
             if came[0] is _CHARGED:
-                yield pb.GenerateResponse(started=_started(life, completion))
+                yield pb.GenerateResponse(started=_started(life, completion, caller))
                 came = came[1:]
             for chunk in _chunks(came):
                 if started is None:

@@ -13,6 +13,7 @@ import pytest
 from cluster.block_hash import pack_tokens
 from cluster.config import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import EngineFailedError, EngineRequestError, InternalError, from_wire
+from cluster.wire_version import WIRE_VERSION
 from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
 from tests.checkpoints import prompt_ids
@@ -57,7 +58,7 @@ class Pair:
         epoch = self.decode.epoch
         return stub.Run(
             decode_pb2.DecodeRunRequest(
-                wire_version=1,
+                wire_version=WIRE_VERSION,
                 transfer_id=bytes([number]) * 16,
                 request_id=f"r{number}",
                 worker_epoch=epoch,
@@ -69,7 +70,7 @@ class Pair:
         stub: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(self.channels[0])
         return stub.Attach(
             decode_pb2.AttachRequest(
-                wire_version=1,
+                wire_version=WIRE_VERSION,
                 transfer_id=bytes([number]) * 16,
                 request_id=f"r{number}",
                 worker_epoch=self.decode.epoch,
@@ -80,7 +81,7 @@ class Pair:
         stub: prefill_pb2_grpc.PrefillAsyncStub = prefill_pb2_grpc.PrefillStub(self.channels[1])
         return stub.Run(
             prefill_pb2.PrefillRunRequest(
-                wire_version=1,
+                wire_version=WIRE_VERSION,
                 transfer_id=bytes([number]) * 16,
                 request_id=f"r{number}",
                 worker_epoch=self.prefill.epoch,
