@@ -3,7 +3,8 @@
 A token counts as a near-tie, not as wrong, where the reference itself is undecided: its two best logits differ by
 less than GAP, the draw lies within EDGE of a border between two tokens, tokens whose logits differ by less than GAP
 stand in the other order in the distribution that the draw falls into, or the last token that top-p or top-k lets in
-is one of two. It is undecided, too, where it would give the token in float64 and only in fp32 would not: seen once in
+is one of two. The reference's distribution and draw are those of tests/sampling_oracle.py: nothing here asks the engine's
+sampler. It is undecided, too, where it would give the token in float64 and only in fp32 would not: seen once in
 a million tokens, its fp32 logits were off by 1.4e-4. Each token is judged after those that were really sent, so a
 stream that took the other side of a near-tie is judged on from there.
 
@@ -17,12 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.request import SamplingParams
-from engine.sampling.philox import uniform
-from engine.sampling.sampler import Row, adjust, candidates
+from tests import sampling_oracle as oracle
 from tests.checkpoints import exact_logits, reference_greedy, reference_logits
+from tests.sampling_oracle import Floats
 
 GAP = 1e-4
 EDGE = 1e-5
@@ -87,12 +89,11 @@ def judge(
     def look(logits: torch.Tensor, index: int) -> tuple[bool, bool]:
         """(it is the reference's, it is that or a near-tie)"""
         position = len(prompt) + index
-        row = logits[position - 1].clone()
-        adjust(row, Row(params, choice, tokens[:position], len(prompt), ()))
-        if params.temperature == 0:
+        raw = logits[position - 1].double().numpy()
+        row = oracle.adjusted(raw, params, tokens[:position], len(prompt))
+        if oracle.is_greedy(params):
             return _greedy(row, output[index], gap)
-        draw = float(uniform([params.seed], [choice], [position])[0])
-        return _sampled(row, output[index], params, draw)
+        return sampled(row, output[index], params, oracle.uniform(params.seed, choice, position))
 
     logits = reference_logits(model, tokens)
     judged = [look(logits, index) for index in range(len(output))]
@@ -103,47 +104,54 @@ def judge(
     return found
 
 
-def _greedy(row: torch.Tensor, token: int, gap: float) -> tuple[bool, bool]:
-    best = float(row.max())
-    return int(row.argmax()) == token, best - float(row[token]) < gap
+def _greedy(row: Floats, token: int, gap: float) -> tuple[bool, bool]:
+    best = row.max()
+    return int(row.argmax()) == token, bool(best - row[token] < gap)
 
 
-def _sampled(row: torch.Tensor, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:
+def sampled(row: Floats, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:
+    """(it is the definition's, it is that or a near-tie). `row` are adjusted logits."""
     exact, close = _drawn(row, token, params, draw)
     return exact, close or any(_drawn(row, token, other, draw)[1] for other in _undecided(row, params))
 
 
-def _drawn(row: torch.Tensor, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:
-    ids, mass = candidates(row, params)
-    borders = (mass.cumsum(-1) / mass.sum()).tolist()
-    index = int((ids == token).nonzero()[0]) if bool((ids == token).any()) else -1
-    if index < 0:
+def _drawn(row: Floats, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:
+    found = oracle.distribution(row, params)
+    borders = found.mass.cumsum()
+    where = np.flatnonzero(found.ids == token)
+    if not len(where):
         return False, False
+    index = int(where[0])
     low, high = borders[index - 1] if index else 0.0, borders[index]
-    first, last = _tied(row[ids] / params.temperature, index)
+    first, last = _tied(found, index)
     lowest, highest = borders[first - 1] if first else 0.0, borders[last]
-    return low <= draw < high, lowest - EDGE <= draw < highest + EDGE
+    return bool(low <= draw < high), bool(lowest - EDGE <= draw < highest + EDGE)
 
 
-def _undecided(row: torch.Tensor, params: SamplingParams) -> list[SamplingParams]:
-    """Who is the last candidate may be undecided too: at the edge of top-p, or between equals at that of top-k."""
+def _undecided(row: Floats, params: SamplingParams) -> list[SamplingParams]:
+    """Who is the last candidate may be undecided too: at the edge of top-p or min-p, or between equals at that of
+    top-k."""
     others = []
     if params.top_p < 1.0:
-        others = [replace(params, top_p=params.top_p + EDGE), replace(params, top_p=params.top_p - EDGE)]
+        shares = (max(params.top_p - EDGE, 0.0), min(params.top_p + EDGE, 1 - 1e-12))
+        others = [replace(params, top_p=share) for share in shares]
+    if params.min_p:
+        others += [replace(params, min_p=params.min_p * (1 + sign * EDGE)) for sign in (-1, 1)]
     if 0 < params.top_k < len(row):
-        values = row.topk(params.top_k + 1).values
-        if float(values[-2] - values[-1]) < GAP:
+        values = np.sort(row)[::-1][params.top_k - 1 : params.top_k + 1]
+        if values[0] - values[1] < GAP:
             others.append(replace(params, top_k=params.top_k + 1))
     return others
 
 
-def _tied(logits: torch.Tensor, index: int) -> tuple[int, int]:
+def _tied(found: oracle.Distribution, index: int) -> tuple[int, int]:
     """The run of candidates around `index` whose order the reference can't tell: they stand by falling probability."""
     first = last = index
-    if bool((logits[1:] > logits[:-1]).any()):
+    if not found.by_probability:
         return first, last  # in order of their ids: nothing to mix up
-    while first > 0 and float(logits[first - 1] - logits[first]) < GAP:
+    logits = found.logits
+    while first > 0 and logits[first - 1] - logits[first] < GAP:
         first -= 1
-    while last + 1 < len(logits) and float(logits[last] - logits[last + 1]) < GAP:
+    while last + 1 < len(logits) and logits[last] - logits[last + 1] < GAP:
         last += 1
     return first, last

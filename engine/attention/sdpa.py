@@ -62,7 +62,7 @@ class SdpaBackend:
         self._pages = kv_cache.new_empty(0)
         self._flat = kv_cache.new_empty(0)
         # Of this step: all layers of a step need the same few.
-        self._masks: dict[tuple[int, int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int], Tensor] = {}
         self._prompt_masks: dict[tuple[int, int, int, int], Tensor] = {}
 
     def begin(self, items: Sequence[PlanItem]) -> None:
@@ -106,34 +106,36 @@ class SdpaBackend:
             if span.blocks is None:
                 keys, values = k[rows].transpose(0, 1), v[rows].transpose(0, 1)
             else:
-                keys, values = self._gather(layer, span.blocks)
+                keys, values = self._gather(layer, span.blocks, span.end)
             if span.is_token:
-                mask = self._tail_mask(keys.shape[1], span.end, window)
+                mask = self._window_mask(span.end, window)
                 self._attend_token(q[rows] * self._scale, keys, values, mask, out[rows])
             else:
                 self._attend_prompt(q[rows], keys, values, span.begin, window, out[rows])
 
-    def _gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [kv_heads, tokens, dim] of whole blocks, in buffers that live as long as we do."""
-        s, count = self._shape, blocks.shape[0]
-        pages = self._pages[:count]
+    def _gather(self, layer: int, blocks: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [kv_heads, end, dim], in buffers that live as long as we do. Of the last block only what is
+        the sequence's: behind it lies what a former request left, and a weight of 0 does not hide a NaN."""
+        s, whole, rest = self._shape, end // self._shape.page_size, end % self._shape.page_size
+        pages = self._pages[: blocks.shape[0]]
         torch.index_select(self._cache[:, layer], 0, blocks, out=pages)
-        flat = self._flat[: pages.numel()].view(2, s.num_kv_heads, count, s.page_size, s.head_dim)
-        flat.copy_(pages.permute(1, 2, 0, 3, 4))
-        both = flat.view(2, s.num_kv_heads, count * s.page_size, s.head_dim)
+        both = self._flat[: 2 * s.num_kv_heads * end * s.head_dim].view(2, s.num_kv_heads, end, s.head_dim)
+        if whole:
+            filled = both[:, :, : end - rest].unflatten(2, (whole, s.page_size))
+            filled.copy_(pages[:whole].permute(1, 2, 0, 3, 4))
+        if rest:
+            both[:, :, end - rest :] = pages[whole, :, :, :rest]
         return both[0], both[1]
 
-    def _tail_mask(self, tokens: int, end: int, window: int) -> Tensor | None:
-        """Hides what is not of the sequence, or outside its window. A product over whole blocks needs no copy;
-        one over a slice of them makes torch clone keys and values first (a third of a step, measured)."""
-        first = max(0, end - window) if window else 0
-        if end == tokens and first == 0:
+    def _window_mask(self, end: int, window: int) -> Tensor | None:
+        """Hides the sequence's own tokens before its window. A product over all of them needs no copy; one over a
+        slice makes torch clone keys and values first (a third of a step, measured)."""
+        if not window or end <= window:
             return None
-        key = (tokens, end, first)
+        key = (end, window)
         if key not in self._masks:
-            mask = self._cache.new_zeros(1, tokens)
-            mask[:, end:] = float("-inf")
-            mask[:, :first] = float("-inf")
+            mask = self._cache.new_zeros(1, end)
+            mask[:, : end - window] = float("-inf")
             self._masks[key] = mask
         return self._masks[key]
 

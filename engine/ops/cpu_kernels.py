@@ -256,11 +256,11 @@ def _ask_for(address, size):
 
 
 @compiled
-def _scores(keys, coming, size, kv, group, page, dim8, q, out):
-    """out[head, token] = q[head] · key[token] for one block; meanwhile the block at `coming` is asked for."""
+def _scores(keys, coming, size, kv, group, page, tokens, dim8, q, out):
+    """out[head, token] = q[head] · key[token] for the first `tokens` of a block; meanwhile `coming` is asked for."""
     dim = 8 * len(dim8)
     for head in range(kv):
-        for token in range(page):
+        for token in range(tokens):
             row = (head * page + token) * dim
             _ask_for(coming + row * size, dim * size)
             for g in range(0, group - 1, 2):
@@ -279,11 +279,19 @@ def _scores(keys, coming, size, kv, group, page, dim8, q, out):
 
 
 @compiled
-def _mix(values, coming, size, kv, group, page, dim8, p, acc):
-    """acc[head] += p[head, token] · value[token] for one block; four tokens at a time spare the sums' way to memory."""
+def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
+    """acc[head] += p[head, token] · value[token] for the first `tokens` of a block, four at a time: that spares the
+    sums' way to memory. What lies behind them is a former request's: a weight of 0 would not hide a NaN."""
     dim = 8 * len(dim8)
+    fours = tokens // 4 * 4
     for head in range(kv):
-        for token in range(0, page, 4):
+        for token in range(fours, tokens):
+            row = (head * page + token) * dim
+            for g in range(head * group, head * group + group):
+                a = p[g, token]
+                for i in range(dim):
+                    acc[g, i] += a * _load(values, row + i)
+        for token in range(0, fours, 4):
             row = (head * page + token) * dim
             _ask_for(coming + row * size, 4 * dim * size)
             for g in range(head * group, head * group + group):
@@ -327,15 +335,15 @@ def attend_tokens(
             block = cache + (table[item * width + index] * block_stride + layer) * size
             after = table[item * width + index + 1] if index + 1 < high else table[item * width + low]
             coming = cache + (after * block_stride + layer + (0 if index + 1 < high else values)) * size
-            at = (index - low) * page
-            _scores(_at(block, kind), coming, size, kv, group, page, dim8, scaled, weights[:, at : at + page])
+            used, part = min(page, end - index * page), weights[:, (index - low) * page :]
+            _scores(_at(block, kind), coming, size, kv, group, page, used, dim8, scaled, part)
         _soften(weights, heads, begin - low * page, end - low * page)
         for index in range(low, high):
             block = cache + (table[item * width + index] * block_stride + layer + values) * size
             after = table[item * width + min(index + 1, high - 1)]
             coming = cache + (after * block_stride + layer + values) * size
-            at = (index - low) * page
-            _mix(_at(block, kind), coming, size, kv, group, page, dim8, weights[:, at : at + page], acc)
+            used, part = min(page, end - index * page), weights[:, (index - low) * page :]
+            _mix(_at(block, kind), coming, size, kv, group, page, used, dim8, part, acc)
         for head in range(heads):
             for i in range(dim):
                 _store(mixed, (row * heads + head) * dim + i, acc[head, i])
@@ -343,7 +351,7 @@ def attend_tokens(
 
 @compiled
 def _soften(weights, heads, begin, end):
-    """Softmax over tokens [begin, end); the others, which fill up the blocks, get no weight."""
+    """Softmax over tokens [begin, end); those before get no weight, those behind have no score and are not read."""
     for head in range(heads):
         whole = weights[head]
         row = whole[begin:end]
@@ -358,7 +366,6 @@ def _soften(weights, heads, begin, end):
         for i in range(row.shape[0]):
             row[i] *= share
         whole[:begin] = F(0.0)
-        whole[end:] = F(0.0)
 
 
 # --- attention over prompts -----------------------------------------------------------------------------------

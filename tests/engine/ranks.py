@@ -53,6 +53,7 @@ def run(engine: Engine, *requests: EngineRequest) -> Outputs:
         for token in step.tokens:
             outputs.tokens.setdefault((token.request_id, token.choice), []).append(token.token_id)
         for done in step.done:
+            assert done.error is None, done.error
             outputs.cached[done.request_id] = done.cached_tokens
     assert not engine.has_work
     assert engine.stats().blocks_held == 0

@@ -81,6 +81,29 @@ def test_the_tokens_are_hugging_faces_in_fp32(variant, device, tmp_path):
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_attention_in_bf16_is_that_of_plain_products(heads, window, page, backend, device):
     """Of a fresh prompt, a chunk and a token, whose blocks lie anywhere. Compared with fp32 over the same numbers."""
+    shape, cache, items, q, k, v = spread_step(heads, window, page, backend, device)
+    got = attend(backend, shape, cache, items, q, k, v)
+    plain = attend("sdpa", shape, cache.float(), items, q.float(), k.float(), v.float())
+    torch.testing.assert_close(got.float(), plain, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("page", [16, 256])
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_what_a_freed_block_holds_reaches_no_output(heads, page, value, backend, device):
+    """Neither what lies behind a sequence's last token in its last block, nor any other block."""
+    shape, cache, items, q, k, v = spread_step(heads, 0, page, backend, device)
+    left = torch.full_like(cache, value)
+    for item in items:
+        for first in range(0, item.end, page):
+            own = (item.block_ids[first // page], ..., slice(min(page, item.end - first)), slice(None))
+            left[own] = cache[own]
+    for name in sorted({backend, "sdpa"}):
+        clean = attend(name, shape, cache, items, q, k, v)
+        assert torch.equal(attend(name, shape, left, items, q, k, v), clean), name
+
+
+def spread_step(heads: tuple[int, int, int], window: int, page: int, backend: str, device: str):
     if backend == "varlen" and page not in TORCH_PAGE_SIZES:
         pytest.skip(f"torch's kernel takes no pages of {page}")
     shape = AttentionShape(*heads, page, (window,) * 2)
@@ -98,9 +121,7 @@ def test_attention_in_bf16_is_that_of_plain_products(heads, window, page, backen
         torch.randn(tokens, n, heads[2]).to(device, torch.bfloat16) for n in (heads[0], *[heads[1]] * 2)
     )
     put(cache, items, k, v, page)
-    got = attend(backend, shape, cache, items, q, k, v)
-    plain = attend("sdpa", shape, cache.float(), items, q.float(), k.float(), v.float())
-    torch.testing.assert_close(got.float(), plain, atol=2e-2, rtol=2e-2)
+    return shape, cache, items, q, k, v
 
 
 def put(cache: Tensor, items: list[PlanItem], k: Tensor, v: Tensor, page: int) -> None:
