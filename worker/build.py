@@ -1,4 +1,4 @@
-"""From a configuration to an engine that runs: model id, runner, tensor-parallel ranks."""
+"""The id of a model: what two workers must have in common to share KV and prefixes."""
 
 from __future__ import annotations
 
@@ -6,41 +6,40 @@ import hashlib
 import json
 from pathlib import Path
 
-from cluster.errors import ModelError
+from engine.build import compute_dtype
+from engine.model.config import ModelConfig
+from engine.model.weights import tensor_files
+from worker import weights_digest
 
-_SHAPE_KEYS = (
-    "architectures",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "sliding_window",
-)
-_SAMPLE_BYTES = 1 << 20
+# Keys of config.json that say nothing of what the engine computes: notes, training, defaults of generation (which are
+# the router's), and the types and end tokens, which are hashed as they are resolved. Any other key counts, known or not.
+_COSMETIC_KEYS = frozenset({
+    "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "auto_map",
+    "transformers_version", "transformers.js_config", "task_specific_params", "finetuning_task", "problem_type",
+    "id2label", "label2id", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+    "return_dict_in_generate", "output_scores", "torchscript", "use_bfloat16", "pretraining_tp", "gradient_checkpointing",
+    "initializer_range", "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "classifier_dropout",
+    "router_aux_loss_coef", "output_router_logits", "tokenizer_class", "prefix",
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "do_sample", "num_beams", "num_beam_groups", "max_length",
+    "min_length", "max_new_tokens", "repetition_penalty", "length_penalty", "diversity_penalty", "early_stopping",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
+    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    "forced_bos_token_id", "forced_eos_token_id", "bos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+    "dtype", "torch_dtype", "eos_token_id",
+})  # fmt: skip
 
 
-def make_model_id(model: Path) -> str:
-    """Names weights, rope and shapes: two workers with one id hold the same model.
+def make_model_id(model: Path, dtype: str = "auto") -> str:
+    """Two workers with one id compute the same. `dtype` is what the worker is told to compute in.
 
-    Weights are identified by file sizes and their headers and first MiB, not read whole: a start must not cost a pass over
-    hundreds of gigabytes. Raises ModelError if config.json can't be read.
+    Raises ModelError naming the key or the file.
     """
-    try:
-        config = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model}/config.json: {error}", field="config.json") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{model}/config.json holds no object", field="config.json")
+    config = ModelConfig.read(model)
+    raw = json.loads((model / "config.json").read_text())
+    facts = {key: value for key, value in raw.items() if key not in _COSMETIC_KEYS and value is not None}
+    resolved = {"compute": compute_dtype(dtype, config.dtype), "eos": sorted(config.eos_token_ids)}
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(json.dumps({key: config.get(key) for key in _SHAPE_KEYS}, sort_keys=True).encode())
-    for weights in sorted(model.glob("*.safetensors")):
-        digest.update(f"{weights.name}:{weights.stat().st_size}".encode())
-        with weights.open("rb") as file:
-            digest.update(file.read(_SAMPLE_BYTES))
+    digest.update(json.dumps([facts, resolved], sort_keys=True).encode())
+    for sample in weights_digest.samples(tensor_files(model)):
+        digest.update(sample)
     return f"{model.name}-{digest.hexdigest()}"

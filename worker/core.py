@@ -77,7 +77,7 @@ class WorkerCore:
         self.epoch = secrets.randbits(64) or 1
         self.faults = open_faults(config.fault_orders, config.worker_id)
         try:
-            self.model_id = make_model_id(config.engine.model)
+            self.model_id = make_model_id(config.engine.model, config.engine.dtype)
             self.ranks = self._load()
         except BaseException:
             self._exporter.close()

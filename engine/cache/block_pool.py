@@ -9,11 +9,10 @@ free + held = total, always.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from cluster.errors import BlocksExhaustedError
-
-Evicted = Callable[[list[bytes], int], None]
+from engine.cache.evicted_chains import Evicted, EvictedChains
 
 
 class BlockPool:
@@ -26,7 +25,7 @@ class BlockPool:
         self._parent: dict[bytes, bytes | None] = {}
         # Least recently used first: the next to be taken. Never used ones come before all cached ones.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._on_evicted = on_evicted
+        self._evicted = EvictedChains(self._parent, on_evicted)
 
     @property
     def total(self) -> int:
@@ -68,6 +67,7 @@ class BlockPool:
             self._forget(block)
             self._refs[block] = 1
             taken.append(block)
+        self._evicted.tell()
         return taken
 
     def drop(self, blocks: Sequence[int]) -> None:
@@ -87,6 +87,8 @@ class BlockPool:
         if block_hash in self._block_of:
             return False
         self._forget(block)
+        self._evicted.tell()
+        self._evicted.remembered(block_hash)
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
         self._parent[block_hash] = parent
@@ -95,12 +97,16 @@ class BlockPool:
     def chains(self) -> list[list[bytes]]:
         """Every cached prefix that is not the beginning of a longer one."""
         inner = {parent for parent in self._parent.values() if parent is not None}
-        return [self._chain(leaf) for leaf in self._block_of if leaf not in inner]
+        chains = [self._chain(leaf) for leaf in self._block_of if leaf not in inner]
+        return [chain for chain in chains if chain]
 
     def _chain(self, block_hash: bytes) -> list[bytes]:
+        """From the root; empty if an earlier block is gone."""
         chain: list[bytes] = []
         node: bytes | None = block_hash
-        while node is not None and node in self._parent:
+        while node is not None:
+            if node not in self._parent:
+                return []
             chain.append(node)
             node = self._parent[node]
         return chain[::-1]
@@ -108,11 +114,10 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
-            chain = self._chain(block_hash)
+            self._evicted.evicted(block_hash)
             self._hash_of[block] = None
             del self._block_of[block_hash]
             del self._parent[block_hash]
-            self._on_evicted(chain, len(chain) - 1)
 
     def check_integrity(self, references: Mapping[int, int]) -> None:
         """`references`: how many holders each block has, counted by those who hold."""

@@ -18,22 +18,7 @@ class Checkpoint:
         self._dtype = dtype
         self._device = device
         self._directory = directory
-        self._files = self._find(directory)
-
-    @staticmethod
-    def _find(directory: Path) -> dict[str, Path]:
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            try:
-                names = json.loads(index.read_text())["weight_map"]
-                return {name: _inside(directory, file) for name, file in names.items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelError(f"{index}: {error!r}", field=index.name) from error
-        single = directory / "model.safetensors"
-        if not single.exists():
-            raise ModelError(f"{directory} has no model.safetensors and no index", field="model.safetensors")
-        with _open(single) as handle:
-            return dict.fromkeys(handle.keys(), single)
+        self._files = tensor_files(directory)
 
     def get(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None
@@ -52,6 +37,22 @@ class Checkpoint:
                 raise ModelError(f"tensor {name} has shape {found}, expected {shape}", field=name)
             tensor: torch.Tensor = part[:, columns] if columns is not None else part[rows or slice(None)]
         return tensor.to(self._device, self._dtype).contiguous()
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """The file of every tensor of a checkpoint. Raises ModelError naming the file."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = json.loads(index.read_text())["weight_map"]
+            return {name: _inside(directory, file) for name, file in names.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index}: {error!r}", field=index.name) from error
+    single = directory / "model.safetensors"
+    if not single.exists():
+        raise ModelError(f"{directory} has no model.safetensors and no index", field="model.safetensors")
+    with _open(single) as handle:
+        return dict.fromkeys(handle.keys(), single)
 
 
 def _inside(directory: Path, file: str) -> Path:

@@ -4,6 +4,7 @@ chunks; then waiting ones are admitted while the token budget, the batch and the
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 from typing import Protocol
 
 from cluster.config import EngineConfig
@@ -70,14 +71,18 @@ class Scheduler:
         """(sequence, tokens to compute); their blocks are taken. What blocks run short for is told in `output`."""
         budget = self._config.max_batch_tokens
         scheduled: list[tuple[Sequence, int]] = []
+        busy: set[Sequence] = set()
         self._short.clear()
-        for sequence in sorted(self.running, key=lambda s: (s.missing > 1, *s.order)):
+        ordered = sorted(self.running, key=attrgetter("order"))
+        ordered.sort(key=lambda s: s.missing > 1)  # keeps the order among equals
+        for sequence in ordered:
             if sequence.paused or sequence.state is not S.RUNNING or budget <= 0:
                 continue
             count = min(sequence.missing, budget)
-            if not self._grow(sequence, sequence.num_computed + count, output, {id(s) for s, _ in scheduled}):
+            if not self._grow(sequence, sequence.num_computed + count, output, busy):
                 continue
             scheduled.append((sequence, count))
+            busy.add(sequence)
             budget -= count
         scheduled = [(s, n) for s, n in scheduled if s.state is S.RUNNING]
         while self.waiting and budget > 0 and len(self.running) < self._config.max_batch_requests:
@@ -113,14 +118,16 @@ class Scheduler:
         self.running.append(sequence)
         return count
 
-    def _grow(self, sequence: Sequence, tokens: int, output: StepOutput, busy: set[int]) -> bool:
+    def _grow(self, sequence: Sequence, tokens: int, output: StepOutput, busy: set[Sequence]) -> bool:
         """Blocks for the first `tokens` tokens, the written ones its own. False: it is not in this step."""
-        need = self.blocks_for(tokens) - len(sequence.blocks)
+        need = max(0, self.blocks_for(tokens) - len(sequence.blocks))
         tail = sequence.num_computed // self._page
         copy = tail < len(sequence.blocks) and self._pool.shared(sequence.blocks[tail])
-        while max(need, 0) + copy > self._pool.free:
+        if not need and not copy:
+            return True
+        while need + copy > self._pool.free:
             if not self._make_room(sequence, output, busy):
-                self._short.append((sequence, max(need, 0) + copy))
+                self._short.append((sequence, need + copy))
                 return False
         if copy:
             (fresh,) = self._pool.take(1)
@@ -131,7 +138,7 @@ class Scheduler:
             sequence.blocks.extend(self._pool.take(need))
         return True
 
-    def _make_room(self, wanting: Sequence, output: StepOutput, busy: set[int]) -> bool:
+    def _make_room(self, wanting: Sequence, output: StepOutput, busy: set[Sequence]) -> bool:
         """False: `wanting` itself had to go, or it waits. The blocks of a reservation cannot be had within a step:
         parts of its KV may be landing in them until its owner has seen to it that none does."""
         before = len(output.evicted_reservations)
@@ -139,7 +146,7 @@ class Scheduler:
             if len(output.evicted_reservations) > before:
                 self._set_aside.evicted_for(wanting)
             return False
-        victims = [s for s in self.running if id(s) not in busy or s is wanting]
+        victims = [s for s in self.running if s not in busy]
         victim = choose_victim(victims, self.running)
         self._preempt(victim, output)
         return victim is not wanting

@@ -34,9 +34,14 @@ class Sequence:
     prompt_compute_seconds: float = 0.0  # its share of the steps that computed its prompt
     chunks: list[PromptChunk] = field(default_factory=list)
     paused: bool = False
+    rank: int = field(init=False)
+    order: tuple[int, int] = field(init=False)  # who comes first: by class, then by arrival
     machine: StateMachine[SequenceState] = field(init=False)
 
     def __post_init__(self) -> None:
+        # Kept, not computed: a step looks at them for every running sequence.
+        self.rank = rank_of(self.request)
+        self.order = (self.rank, self.arrival)
         self.machine = StateMachine(SequenceState.WAITING, TRANSITIONS, self.request.request_id)
 
     @property
@@ -50,12 +55,3 @@ class Sequence:
     @property
     def missing(self) -> int:
         return len(self.tokens) - self.num_computed
-
-    @property
-    def rank(self) -> int:
-        return rank_of(self.request)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Who comes first: by class, then by arrival."""
-        return (self.rank, self.arrival)

@@ -1,0 +1,226 @@
+"""The order in which cached blocks are evicted, what is told of it, and what it costs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cache.block_pool import BlockPool
+
+
+def name(*path: int) -> bytes:
+    return bytes(path)
+
+
+def cache(pool: BlockPool, *path: int) -> list[int]:
+    """Blocks of a prompt whose prefixes are path[:1], path[:2], …; all of them held, those that were cached shared."""
+    hashes = [name(*path[: end + 1]) for end in range(len(path))]
+    held = pool.match(hashes)
+    pool.hold(held)
+    blocks = held + pool.take(len(hashes) - len(held))
+    for index in range(len(held), len(hashes)):
+        pool.remember(blocks[index], hashes[index], hashes[index - 1] if index else None)
+    return blocks
+
+
+# --- order --------------------------------------------------------------------------------------------------
+
+
+def test_the_tail_of_a_prefix_is_evicted_first() -> None:
+    pool = BlockPool(4)
+    blocks = cache(pool, 1, 2, 3, 4)
+    pool.drop(blocks)
+    assert [pool.take(1)[0] for _ in range(4)] == blocks[::-1]
+
+
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
+    pool = BlockPool(6)
+    first, second, third = cache(pool, 1, 2), cache(pool, 3, 4), cache(pool, 5, 6)
+    pool.drop(second)
+    pool.drop(first)
+    pool.drop(third)
+    pool.hold(second)  # used again, and with that the youngest
+    pool.drop(second)
+    assert pool.take(6) == [*first[::-1], *third[::-1], *second[::-1]]
+
+
+def test_blocks_that_hold_nothing_go_before_all_cached_ones() -> None:
+    """Also those that came back later: a block of a half-filled page is worth nothing to anybody."""
+    pool = BlockPool(5)
+    cached = cache(pool, 1, 2)
+    pool.drop(cached)
+    empty = pool.take(2)
+    pool.drop(empty)
+    assert set(pool.take(3)) == set(range(5)) - set(cached)
+    assert pool.match([name(1), name(1, 2)]) == cached
+
+
+def test_a_shared_prefix_outlives_its_tails() -> None:
+    pool = BlockPool(4)
+    one = cache(pool, 1, 2, 3)
+    other = cache(pool, 1, 2, 4)
+    pool.drop(one)
+    pool.drop(other)
+    assert pool.take(2) == [one[2], other[2]]
+    assert pool.match([name(1), name(1, 2), name(1, 2, 3)]) == one[:2]
+
+
+# --- what is told -------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_one_chain_is_told_once() -> None:
+    told: list[tuple[list[bytes], int]] = []
+    pool = BlockPool(8, lambda chain, held: told.append((list(chain), held)))
+    pool.drop(cache(pool, 1, 2, 3, 4))
+    pool.drop(cache(pool, 9, 8, 7, 6))
+    pool.take(6)
+    chains = [[name(*path[: end + 1]) for end in range(4)] for path in ((1, 2, 3, 4), (9, 8, 7, 6))]
+    assert told == [(chains[0], 0), (chains[1], 2)]
+
+
+def test_nothing_is_claimed_of_a_chain_whose_middle_is_gone() -> None:
+    """Two sequences compute one prefix at the same time; the first one's block is the cached one, and goes first."""
+    told: list[tuple[list[bytes], int]] = []
+    pool = BlockPool(5, lambda chain, held: told.append((list(chain), held)))
+    first = cache(pool, 1, 2)
+    own = pool.take(3)  # the same two blocks computed again, and one behind them
+    assert not pool.remember(own[0], name(1), None) and not pool.remember(own[1], name(1, 2), name(1))
+    assert pool.remember(own[2], name(1, 2, 3), name(1, 2))
+    pool.drop(first)
+    pool.take(1)  # 1-2 goes; 1-2-3 is still held, and out of reach
+    assert told == [([name(1), name(1, 2)], 1)]
+    assert pool.chains() == [[name(1)]]
+    pool.drop(own)
+    told.clear()
+    pool.take(4)
+    assert told == [([name(1), name(1, 2)], 0)]  # of 1-2-3 everything was told before
+
+
+def test_a_chain_of_which_blocks_go_in_another_order_is_held_up_to_its_first_gap() -> None:
+    told: list[tuple[int, int]] = []
+    pool = BlockPool(4, lambda chain, held: told.append((len(chain), held)))
+    blocks = cache(pool, 1, 2, 3, 4)
+    for block in (blocks[3], blocks[1], blocks[2]):
+        pool.drop([block])
+    for _ in range(3):
+        pool.take(1)
+    assert told == [(4, 3), (4, 1)]
+
+
+def test_a_block_that_is_cached_again_and_evicted_again_is_told_again() -> None:
+    told: list[tuple[int, int]] = []
+    pool = BlockPool(3, lambda chain, held: told.append((len(chain), held)))
+    first = cache(pool, 1, 2)
+    for _ in range(3):
+        pool.drop(first[1:])
+        pool.drop(pool.take(2))  # the empty block, and the tail
+        assert pool.match([name(1), name(1, 2)]) == first[:1]
+        first = first[:1] + pool.take(1)
+        pool.remember(first[1], name(1, 2), name(1))
+    assert told == [(2, 1)] * 3
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    steps=st.lists(
+        st.one_of(
+            prompts,
+            st.tuples(st.just("drop"), st.integers(0, 9)),
+            st.tuples(st.just("take"), st.integers(1, 6)),
+        ),
+        max_size=40,
+    )
+)
+def test_whoever_is_told_knows_what_is_cached(steps: list) -> None:
+    """An index that believes the last word on every chain finds what the pool finds, after every step."""
+    known: dict[bytes, bool] = {}
+
+    def told(chain: list[bytes], held: int) -> None:
+        for depth, block in enumerate(chain):
+            known[block] = depth < held
+
+    pool = BlockPool(12, told)
+    held: list[list[int]] = []
+    for step in steps:
+        if isinstance(step, list):
+            if len(step) > pool.free:
+                continue
+            held.append(cache(pool, *step))
+            known.update({name(*step[: end + 1]): True for end in range(len(step))})
+        elif step[0] == "drop" and held:
+            pool.drop(held.pop(step[1] % len(held)))
+        elif step[0] == "take" and step[1] <= pool.free:
+            pool.drop(pool.take(step[1]))
+        pool.check_integrity(_counted(held))
+        for path in itertools.chain.from_iterable(itertools.product(range(3), repeat=n) for n in (1, 2, 3)):
+            hashes = [name(*path[: end + 1]) for end in range(len(path))]
+            believed = next((i for i, one in enumerate(hashes) if not known.get(one)), len(hashes))
+            assert believed == len(pool.match(hashes)), path
+
+
+def _counted(held: list[list[int]]) -> dict[int, int]:
+    references: dict[int, int] = {}
+    for blocks in held:
+        for block in blocks:
+            references[block] = references.get(block, 0) + 1
+    return references
+
+
+# --- what it costs ------------------------------------------------------------------------------------------
+
+
+class Counted(bytes):
+    """A hash that counts how often a table looks at it."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Counted.looks += 1
+        return super().__hash__()
+
+
+BLOCKS = 2048
+
+
+def long_chain(tail: int = 0) -> list[Counted]:
+    shared = [Counted(index.to_bytes(16, "little")) for index in range(BLOCKS)]
+    return [*shared, Counted(tail.to_bytes(16, "big"))] if tail else shared
+
+
+def remember(pool: BlockPool, hashes: list[Counted]) -> list[int]:
+    blocks = pool.match(hashes)
+    pool.hold(blocks)
+    blocks += pool.take(len(hashes) - len(blocks))
+    for index, block in enumerate(blocks):
+        pool.remember(block, hashes[index], hashes[index - 1] if index else None)
+    return blocks
+
+
+@pytest.mark.parametrize("at_once", [BLOCKS, 128, 1])
+def test_taking_the_blocks_of_a_long_prompt_is_linear_in_their_number(at_once: int) -> None:
+    """A prompt of 32k tokens: at once, in chunks, and block by block as streams grow."""
+    told: list[int] = []
+    pool = BlockPool(BLOCKS, lambda chain, held: told.append(held))
+    pool.drop(remember(pool, long_chain()))
+    Counted.looks = 0
+    for _ in range(BLOCKS // at_once):
+        pool.take(at_once)
+    assert Counted.looks <= 12 * BLOCKS
+    assert told == list(range(BLOCKS - at_once, -1, -at_once))
+
+
+def test_many_tails_of_one_long_prefix_cost_no_walk_to_the_root_each() -> None:
+    told: list[tuple[int, int]] = []
+    pool = BlockPool(BLOCKS + 500, lambda chain, held: told.append((len(chain), held)))
+    for tail in range(1, 501):
+        pool.drop(remember(pool, long_chain(tail)))
+    Counted.looks = 0
+    pool.take(500)
+    assert Counted.looks <= 4 * BLOCKS + 20 * 500
+    assert told == [(BLOCKS + 1, BLOCKS)] * 500

@@ -1,0 +1,107 @@
+"""One step's choice: who is in it, in which order, and that finding out costs the same for each who runs."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+
+from engine.cache.block_pool import BlockPool
+from engine.engine import Engine
+from engine.request import EngineRequest, SamplingParams, StepOutput
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.states import SequenceState as S
+from tests.engine.fake_model import PAGE, FakeRunner
+
+
+class NoOwner:
+    def evict_reservation(self, output: StepOutput, rank: int) -> bool:
+        return False
+
+    def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
+        return False
+
+
+def request(name: str, tokens: int, priority: int = 0, new: int = 40) -> EngineRequest:
+    sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+    return EngineRequest(name, [len(name) + 3] * tokens, sampling, priority=priority)
+
+
+def running(count: int, tokens: int) -> Scheduler:
+    """So many streams at `tokens` tokens each, of which one is still to be computed."""
+    runner = FakeRunner(count * (tokens // PAGE + 2), max_batch_tokens=2048)
+    pool = BlockPool(runner.num_blocks)
+    scheduler = Scheduler(runner.config, pool, NoOwner(), Counter())
+    for number in range(count):
+        sequence = Sequence(request(f"{number}", tokens, number % 3 - 1), 0, [5] * (tokens + 1), number)
+        sequence.blocks = pool.take(tokens // PAGE)
+        sequence.num_computed = tokens
+        sequence.machine.to(S.RUNNING)
+        scheduler.running.append(sequence)
+    return scheduler
+
+
+def calls_of_a_step(count: int, tokens: int) -> int:
+    scheduler, calls = running(count, tokens), 0
+
+    def count_calls(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    output = StepOutput([], [], [])
+    sys.setprofile(count_calls)
+    try:
+        scheduled = scheduler.schedule(output)
+    finally:
+        sys.setprofile(None)
+    assert len(scheduled) == count
+    return calls
+
+
+@pytest.mark.parametrize("tokens", [6, 8], ids=["within a block", "each takes a block"])
+def test_a_step_costs_the_same_for_each_who_runs(tokens: int) -> None:
+    few, many = calls_of_a_step(32, tokens), calls_of_a_step(256, tokens)
+    assert many <= 8 * few
+    assert many <= 30 * 256
+
+
+def test_single_tokens_come_before_chunks_and_higher_classes_before_lower_ones() -> None:
+    runner = FakeRunner(64, max_batch_tokens=8)
+    engine = Engine(runner, runner.config, secret=b"s")
+    for name, priority in (("batch", -1), ("normal", 0), ("high", 1)):
+        engine.add(request(name, 4, priority))
+        engine.step()
+    engine.add(request("long and high", 40, 1))
+    engine.step()  # from now on it runs, in chunks of what the others leave
+    scheduled = engine._scheduler.schedule(StepOutput([], [], []))
+    assert [(s.request.request_id, count) for s, count in scheduled] == [
+        ("high", 1),
+        ("normal", 1),
+        ("batch", 1),
+        ("long and high", 5),
+    ]
+
+
+def test_the_oldest_of_a_class_comes_first() -> None:
+    scheduler = running(12, 6)
+    scheduler.running.reverse()
+    scheduled = scheduler.schedule(StepOutput([], [], []))
+    orders = [(s.rank, s.arrival) for s, _ in scheduled]
+    assert orders == sorted(orders) and len(orders) == 12
+
+
+def test_who_is_in_the_step_already_is_not_preempted_in_it() -> None:
+    """Though its tenant holds more: the step may have copied a block for it, and counts on it."""
+    runner = FakeRunner(11, max_batch_tokens=64)
+    engine = Engine(runner, runner.config, secret=b"s")
+    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    engine.add(EngineRequest("large", [3] * 6 * PAGE, sampling, tenant="a"))
+    engine.add(EngineRequest("small", [4] * 2 * PAGE, sampling, tenant="b"))
+    engine.step()
+    for _ in range(PAGE):
+        assert len(engine.step().tokens) == 2
+    assert engine.stats().blocks_free == 1
+    scheduled = [s.request.request_id for s, _ in engine._scheduler.schedule(StepOutput([], [], []))]
+    assert scheduled == ["large"]

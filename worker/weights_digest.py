@@ -1,0 +1,87 @@
+"""What identifies a checkpoint's weights without reading all of them: every tensor's name, type, shape and some bytes.
+
+A start must not cost a pass over hundreds of gigabytes. Tensors of up to 64 KiB (norms, biases) are read whole; of each
+larger one, sixteen pieces spread evenly from its first byte to its last, 64 KiB together, or less where so many are
+large that 256 MiB would not do for all. Of a 70B Llama (141 GB) that is 38 MiB. A change of single rows between the
+pieces stays unseen; another training, or another merge, does not.
+
+How tensors are spread over files, and how the files are called, says nothing of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ModelError
+
+WHOLE_BYTES = 64 << 10
+PIECES = 16
+MAX_SAMPLED_BYTES = 256 << 20
+MAX_HEADER_BYTES = 100_000_000  # what the format allows
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor's bytes are in its file."""
+
+    meaning: str  # type and shape
+    begin: int
+    end: int
+
+
+def samples(files: dict[str, Path]) -> Iterator[bytes]:
+    """What to hash of a checkpoint whose tensors, by name, are in these files. Raises ModelError naming the file."""
+    headers = {file: _read_header(file) for file in sorted(set(files.values()))}
+    stored: dict[str, _Stored] = {}
+    for name, file in files.items():
+        if name not in headers[file]:
+            raise ModelError(f"{file}: tensor {name} is not in it", field=file.name)
+        stored[name] = headers[file][name]
+    large = sum(one.end - one.begin > WHOLE_BYTES for one in stored.values())
+    each = min(WHOLE_BYTES, MAX_SAMPLED_BYTES // max(1, large)) // PIECES
+    opened = {file: os.open(file, os.O_RDONLY) for file in headers}
+    try:
+        for name, one in sorted(stored.items()):
+            yield f"\0{name}:{one.meaning}:".encode()
+            for begin, end in _spans(one, each):
+                yield os.pread(opened[files[name]], end - begin, begin)
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+
+def _spans(one: _Stored, piece: int) -> Iterator[tuple[int, int]]:
+    size = one.end - one.begin
+    if size <= WHOLE_BYTES:
+        yield one.begin, one.end
+        return
+    for number in range(PIECES):
+        begin = one.begin + (size - piece) * number // (PIECES - 1)
+        yield begin, begin + piece
+
+
+def _read_header(file: Path) -> dict[str, _Stored]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"its header of {length} bytes is not there")
+            header: dict[str, Any] = json.loads(opened.read(length))
+        data = 8 + length
+        return {name: _stored(entry, data, size) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
+        raise ModelError(f"{file}: {error!r}", field=file.name) from error
+
+
+def _stored(entry: dict[str, Any], data: int, size: int) -> _Stored:
+    begin, end = entry["data_offsets"]
+    if not 0 <= begin <= end <= size - data:
+        raise ValueError(f"data_offsets {begin}, {end} of {size - data} bytes")
+    return _Stored(f"{entry['dtype']}{entry['shape']}", data + begin, data + end)
