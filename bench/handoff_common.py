@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bench.checkpoint import SHAPE
 from cluster.config import TransferConfig
+from cluster.wire_version import WIRE_VERSION
 from engine.kv_cache import allocate
 from wire import common_pb2
 
@@ -26,7 +27,7 @@ def kv_cache(blocks: int) -> Tensor:
 
 def layout() -> common_pb2.KvLayout:
     return common_pb2.KvLayout(
-        wire_version=1,
+        wire_version=WIRE_VERSION,
         model_id="bench",
         dtype="bfloat16",
         page_size=PAGE_SIZE,

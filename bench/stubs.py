@@ -19,6 +19,7 @@ import grpc
 from cluster.config import Role
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from cluster.wire_version import WIRE_VERSION
 from wire import common_pb2, decode_pb2, prefill_pb2
 
 MODEL_ID = "bench-stub"
@@ -123,7 +124,7 @@ def _unary(parse: Callable[[bytes], Any], answer: Any) -> Any:
 
 def register(redis_url: str, namespace: str, role: Role, number: int, address: str) -> Registration:
     layout = common_pb2.KvLayout(
-        wire_version=1,
+        wire_version=WIRE_VERSION,
         model_id=MODEL_ID,
         dtype="bfloat16",
         page_size=16,

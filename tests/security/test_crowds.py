@@ -17,6 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from baton.client import Client
 from cluster.block_hash import pack_tokens
 from cluster.errors import OverloadedError
+from cluster.wire_version import WIRE_VERSION
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
 from tests.security.routers import KeyFile
@@ -180,7 +181,7 @@ def test_who_does_not_read_grpc_is_cut_off(crowd):
 def test_a_decode_worker_pauses_what_nobody_reads(crowd, checkpoint):
     cluster, _ = crowd
     request = decode_pb2.DecodeRunRequest(
-        wire_version=1,
+        wire_version=WIRE_VERSION,
         transfer_id=secrets.token_bytes(16),
         request_id="unread",
         worker_epoch=int(view_of(crowd, "decode")["epoch"], 16),
