@@ -14,6 +14,7 @@ from cluster.config import TransferConfig
 from cluster.errors import BatonError, DrainingError, StaleEpochError
 from cluster.faults.points import NO_FAULTS
 from cluster.follow_ups import FollowUps
+from cluster.wire_version import WIRE_VERSION
 from decode_worker.role import DecodeRole
 from decode_worker.takeover import Takeover
 from engine.engine import Engine
@@ -32,7 +33,7 @@ SECRET = b"s"
 
 def layout() -> common_pb2.KvLayout:
     return common_pb2.KvLayout(
-        wire_version=1,
+        wire_version=WIRE_VERSION,
         model_id="m",
         dtype="float32",
         page_size=PAGE,

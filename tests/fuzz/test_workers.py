@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cluster.block_hash import pack_tokens
 from cluster.errors import EngineRequestError, InternalError
 from cluster.rpc import ERROR_KEY, error_from_rpc
+from cluster.wire_version import WIRE_VERSION
 from tests.fuzz.conftest import BATCH, few
 from tests.fuzz.messages import changed, changing, damaged
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
@@ -95,6 +96,8 @@ def message(pair: Pair, method: str, transfer_id: bytes, prompt: list[int]) -> A
     """One that is right."""
     made = METHODS[method](**{} if method == "Decode/PeerExited" else {"transfer_id": transfer_id})
     names = {field.name for field in made.DESCRIPTOR.fields}
+    if "wire_version" in names:
+        made.wire_version = WIRE_VERSION
     if "worker_epoch" in names:
         made.worker_epoch = (pair.prefill if method.startswith("Prefill") else pair.decode).epoch
     if "spec" in names:

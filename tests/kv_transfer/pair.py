@@ -15,6 +15,7 @@ import grpc
 import torch
 
 from cluster.config import TransferConfig
+from cluster.wire_version import WIRE_VERSION
 from kv_transfer.base import HandoffReport, HandoffSpec, Reservation
 from kv_transfer.geometry import head_range
 from kv_transfer.receiver import HandoffReceiver
@@ -43,7 +44,7 @@ def config(transport: str, **more: Any) -> TransferConfig:
 
 def layout(tensor_parallel: int) -> common_pb2.KvLayout:
     return common_pb2.KvLayout(
-        wire_version=1,
+        wire_version=WIRE_VERSION,
         model_id="test",
         dtype="float32",
         page_size=PAGE,

@@ -1,0 +1,108 @@
+"""The Decode service over gRPC: whom a call is for. The router's own arbiter call is what asks."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from cluster import rpc
+from cluster.errors import StaleEpochError, StaleTransferError, WireVersionError
+from cluster.membership.types import WorkerInfo
+from cluster.wire_version import WIRE_VERSION
+from decode_worker.service import DecodeService
+from router.dispatch.attempt import Attempt
+from router.dispatch.channels import Channels
+from router.dispatch.liveness import Liveness
+from router.placement.types import Placed
+from tests.decode_worker.decode_world import DecodeWorld
+from wire import common_pb2, decode_pb2, decode_pb2_grpc
+from worker.core import WorkerCore
+
+EPOCH = 0x5EED
+T = b"t" * 16
+
+
+@asynccontextmanager
+async def serving():
+    world = DecodeWorld()
+    me = SimpleNamespace(worker_id="d", epoch=EPOCH)
+    world.core.check_epoch = lambda epoch: WorkerCore.check_epoch(me, epoch)
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    service = DecodeService(world.core, world.role, world.receiver)
+    decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
+    await server.start()
+    try:
+        yield world, address
+    finally:
+        await world.role.attempts.close()
+        await world.receiver.close()
+        await server.stop(None)
+
+
+def attach(**more: object) -> decode_pb2.AttachRequest:
+    fields = {"wire_version": WIRE_VERSION, "transfer_id": T, "request_id": "r", "worker_epoch": EPOCH}
+    return decode_pb2.AttachRequest(**{**fields, **more})
+
+
+def run(**more: object) -> decode_pb2.DecodeRunRequest:
+    sampling = common_pb2.SamplingParams(max_tokens=4)
+    spec = common_pb2.GenerateSpec(model_id="m", prompt_tokens=bytes(16), sampling=sampling, salt=bytes(16))
+    fields = {"wire_version": WIRE_VERSION, "transfer_id": T, "request_id": "r", "worker_epoch": EPOCH}
+    return decode_pb2.DecodeRunRequest(**{**fields, "spec": spec, **more})
+
+
+def arbiter(address: str, epoch: int) -> Attempt:
+    """The router's end of an attempt with a decode worker that lived under `epoch`."""
+    decode = WorkerInfo("d", epoch, 1, "decode", "m", address, "", b"", "", "h", 4096, 100)
+    placed = Placed(None, decode, 0, 0, True)
+    return Attempt("r", common_pb2.GenerateSpec(), placed, Channels(), Liveness(), 1.0, 0, transfer_id=T)
+
+
+async def refusal(call) -> Exception:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return rpc.error_from_rpc(caught.value)
+
+
+@pytest.mark.parametrize("version", [0, WIRE_VERSION - 1, WIRE_VERSION + 1])
+@pytest.mark.parametrize("made", [attach, run])
+async def test_a_call_of_another_wire_version_is_refused(made, version):
+    async with serving() as (world, address), grpc.aio.insecure_channel(address) as channel:
+        stub = decode_pb2_grpc.DecodeStub(channel)
+        error = await refusal((stub.Attach if made is attach else stub.Run)(made(wire_version=version)))
+        assert isinstance(error, WireVersionError)
+        assert str(version) in error.message and str(WIRE_VERSION) in error.message
+        assert not len(world.role.attempts)
+
+
+@pytest.mark.parametrize("epoch", [0, EPOCH - 1, EPOCH + 1])
+@pytest.mark.parametrize("made", [attach, run])
+async def test_a_call_for_an_earlier_life_is_refused(made, epoch):
+    async with serving() as (world, address), grpc.aio.insecure_channel(address) as channel:
+        stub = decode_pb2_grpc.DecodeStub(channel)
+        error = await refusal((stub.Attach if made is attach else stub.Run)(made(worker_epoch=epoch)))
+        assert isinstance(error, StaleEpochError)
+        assert error.field == "worker_epoch"
+        assert not len(world.role.attempts)
+
+
+async def test_what_an_earlier_life_held_has_not_committed_and_never_will():
+    """The router dispatches again: that is right, for nothing of it goes on here; also if its Attach comes late."""
+    async with serving() as (world, address):
+        for epoch in (EPOCH - 1, 0):
+            with pytest.raises(StaleEpochError):
+                await arbiter(address, epoch).ask_arbiter()
+        with pytest.raises(StaleTransferError):
+            world.role.attach(attach())
+
+
+async def test_an_abort_under_this_epoch_is_answered():
+    async with serving() as (world, address):
+        world.role.attach(attach())
+        assert not await arbiter(address, EPOCH).ask_arbiter()
+        assert world.role.attempts.is_ended(T)

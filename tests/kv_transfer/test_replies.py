@@ -1,0 +1,192 @@
+"""What a decode worker may say on the control stream that makes no sense, and what it costs: its hand-off, or the link."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.errors import HandoffError, LayoutMismatchError, StaleEpochError, TransportError
+from cluster.wire_version import WIRE_VERSION
+from kv_transfer import sender
+from kv_transfer.check_replies import stricter
+from kv_transfer.known_workers import KnownWorkers
+from tests.kv_transfer.pair import DECODE_EPOCH, config, layout, prefill_side
+from tests.kv_transfer.scripted_decode import scripted_decode, welcome
+from tests.waiting import until
+from wire import common_pb2, handoff_pb2
+
+TOKENS = 16
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(sender, "LAST_WORDS_SECONDS", 0.05)
+
+
+def other_layout(**fields):
+    found = layout(1)
+    for name, value in fields.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "field"),
+    [
+        ({"decode_epoch": DECODE_EPOCH + 1}, StaleEpochError, "decode_epoch"),
+        ({"layout": other_layout(wire_version=WIRE_VERSION - 1)}, LayoutMismatchError, "wire_version"),
+        ({"layout": other_layout(tensor_parallel=0)}, TransportError, "layout.tensor_parallel"),
+        ({"layout": other_layout(tensor_parallel=3)}, TransportError, "layout.tensor_parallel"),
+        ({"layout": other_layout(tensor_parallel=1026)}, TransportError, "layout.tensor_parallel"),
+        ({"transport": "pigeon"}, TransportError, "transport"),
+        ({"transport": "nixl"}, TransportError, "transport"),  # known, and not offered
+        ({"slot_bytes": 0}, TransportError, "slot_bytes"),
+        ({"digests": "some"}, TransportError, "digests"),
+        ({"digest_kind": "crc"}, TransportError, "digest_kind"),
+    ],
+)
+async def test_a_welcome_that_makes_no_sense_ends_the_link(said, error, field):
+    async with (
+        scripted_decode(welcome=welcome(**said)) as decode,
+        prefill_side(config("grpc")) as prefill,
+    ):
+        with pytest.raises(error) as caught:
+            await prefill.open(decode.ref, TOKENS)
+        assert caught.value.field == field
+        assert prefill.sender.live == 0
+        await until(lambda: not prefill.sender._links, "the link is gone")
+
+
+async def test_what_the_pair_agrees_about_digests_holds_for_its_parts():
+    agreed = welcome(digests="all", digest_kind="sum64")
+    async with (
+        scripted_decode(welcome=agreed) as decode,
+        prefill_side(config("grpc", digests="off")) as prefill,
+    ):
+        handoff = await prefill.open(decode.ref, TOKENS)
+        (stream,) = decode.streams
+        (hello,) = stream.of("hello")
+        assert (hello.digests, list(hello.digest_kinds)) == ("off", ["xxh3_128", "sum64"])
+        await until(lambda: bool(stream.of("slot_request")), "slots asked for")
+        asked = stream.of("slot_request")[0]
+        stream.say(slot_grant=grant(asked))
+        await until(lambda: bool(stream.of("part")), "a part")
+        header = stream.of("part")[0].header
+        assert header.digest_kind == "sum64"
+        assert len(header.digest) == 16
+        await handoff.abort("enough")
+
+
+async def test_the_senders_setting_is_a_minimum_too():
+    async with (
+        scripted_decode(welcome=welcome(digests="off")) as decode,
+        prefill_side(config("grpc", digests="all")) as prefill,
+    ):
+        handoff = await prefill.open(decode.ref, TOKENS)
+        (stream,) = decode.streams
+        await until(lambda: bool(stream.of("slot_request")), "slots asked for")
+        stream.say(slot_grant=grant(stream.of("slot_request")[0]))
+        await until(lambda: bool(stream.of("part")), "a part")
+        assert stream.of("part")[0].header.digest_kind == "xxh3_128"
+        await handoff.abort("enough")
+
+
+def test_the_stricter_setting():
+    assert [stricter("sample", theirs) for theirs in ("", "off", "sample", "all")] == [
+        "sample",
+        "sample",
+        "sample",
+        "all",
+    ]
+
+
+def grant(asked: handoff_pb2.SlotRequest, **more: int) -> handoff_pb2.SlotGrant:
+    fields = {
+        "transfer_id": asked.transfer_id,
+        "source_rank": asked.source_rank,
+        "target_rank": asked.target_rank,
+        "part": asked.part,
+        "slot": 0,
+        "generation": 1,
+        "address": 4096,
+    }
+    return handoff_pb2.SlotGrant(**{**fields, **more})
+
+
+@pytest.mark.parametrize("field", ["source_rank", "target_rank"])
+@pytest.mark.parametrize("kind", ["slot_grant", "part_result"])
+async def test_a_rank_that_does_not_exist_ends_that_hand_off_only(kind, field):
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        doomed = await prefill.open(decode.ref, TOKENS)
+        well = await prefill.open(decode.ref, TOKENS)
+        (stream,) = decode.streams
+        if kind == "slot_grant":
+            asked = handoff_pb2.SlotRequest(transfer_id=doomed.transfer_id)
+            stream.say(slot_grant=grant(asked, **{field: 1}))
+        else:
+            result = handoff_pb2.PartResult(transfer_id=doomed.transfer_id, verified=True)
+            setattr(result, field, 1)
+            stream.say(part_result=result)
+        with pytest.raises(TransportError) as caught:
+            await prefill.finish(doomed, TOKENS)
+        assert caught.value.field == field
+        await doomed.abort("it made no sense")
+        finishing = asyncio.create_task(prefill.finish(well, TOKENS))
+        await until(lambda: bool(stream.of("finish")), "the other hand-off goes on")
+        stream.say(committed=handoff_pb2.Committed(transfer_id=well.transfer_id))
+        await finishing
+        assert len(decode.streams) == 1, "the link has ended"
+
+
+async def test_values_at_the_ends_of_their_ranges_are_no_harm():
+    """P believes a slot's number and address as far as its own transport does."""
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        (stream,) = decode.streams
+        await until(lambda: bool(stream.of("slot_request")), "slots asked for")
+        most = {"slot": 2**32 - 1, "generation": 2**64 - 1, "address": 2**64 - 1, "device": 2**64 - 1}
+        stream.say(slot_grant=grant(stream.of("slot_request")[0], **most))
+        await until(lambda: bool(stream.of("part")), "it is sent where it was told")
+        assert stream.of("part")[0].header.slot == 2**32 - 1
+        await handoff.abort("enough")
+
+
+async def test_an_address_that_nixl_refuses_ends_the_hand_off():
+    async with prefill_side(config("nixl")) as prefill:
+        from tests.kv_transfer.pair import decode_side
+
+        async with decode_side(config("nixl")) as decode:
+            grants = decode.receiver._grant
+
+            def wrong(rank, claim, slot):
+                slot.address = 2**64 - 1
+                grants(rank, claim, slot)
+
+            decode.receiver.landing._granted = wrong
+            handoff = await prefill.open(decode.ref, TOKENS)
+            with pytest.raises(HandoffError):
+                await prefill.finish(handoff, TOKENS)
+            await handoff.abort("it made no sense")
+            decode.receiver.landing._granted = grants
+
+
+def test_of_decode_workers_only_so_many_are_remembered():
+    known = KnownWorkers(max_workers=3)
+    for number in range(5):
+        known.lives_under(f"d{number}", number + 1)
+        known.is_reached(f"d{number}")
+        known.is_reached("d0")  # met again and again
+    assert len(known) == 3
+    assert [known.epoch(f"d{number}") for number in range(5)] == [1, 0, 0, 4, 5]
+    assert [known.was_reached(f"d{number}") for number in range(5)] == [True, False, False, True, True]
+
+
+async def test_a_sender_remembers_no_more_workers_than_that(monkeypatch):
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        prefill.sender.known = KnownWorkers(max_workers=2)
+        for number in range(4):
+            ref = common_pb2.WorkerRef(worker_id=f"d{number}", epoch=DECODE_EPOCH, address=decode.ref.address)
+            handoff = await prefill.open(ref, TOKENS)
+            await handoff.abort("enough")
+        assert len(prefill.sender.known) == 2

@@ -1,0 +1,129 @@
+"""The Prefill service over gRPC: whom a Run is for, and one that ends with its first token."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from cluster import rpc
+from cluster.block_hash import pack_tokens
+from cluster.errors import StaleEpochError, WireVersionError
+from cluster.wire_version import WIRE_VERSION
+from prefill_worker.service import PrefillService
+from tests.prefill_worker.late_reads import DECODE, World
+from tests.waiting import until
+from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
+from worker.core import WorkerCore
+
+EPOCH = 0x5EED
+T = b"t" * 16
+
+
+@asynccontextmanager
+async def serving():
+    """A World behind its service, with the real worker's check of epochs."""
+    world = World()
+    me = SimpleNamespace(worker_id="p", epoch=EPOCH)
+    world.role._core.check_epoch = lambda epoch: WorkerCore.check_epoch(me, epoch)
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(world.role), server)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield world, prefill_pb2_grpc.PrefillStub(channel)
+    finally:
+        await world.close()
+        await server.stop(None)
+
+
+def run(new: int = 4, said: int = 0, n: int = 1, **more: object) -> prefill_pb2.PrefillRunRequest:
+    """`said`: tokens that earlier attempts have sent."""
+    sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+    fields = {
+        "wire_version": WIRE_VERSION,
+        "transfer_id": T,
+        "request_id": "r",
+        "worker_epoch": EPOCH,
+        "decode": DECODE,
+        "spec": common_pb2.GenerateSpec(
+            model_id="m",
+            prompt_tokens=pack_tokens([11] * 16),
+            output_tokens=pack_tokens([12] * said),
+            sampling=sampling,
+            n=n,
+            salt=bytes(16),
+        ),
+    }
+    return prefill_pb2.PrefillRunRequest(**{**fields, **more})
+
+
+async def refusal(call) -> Exception:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return rpc.error_from_rpc(caught.value)
+
+
+@pytest.mark.parametrize("version", [0, WIRE_VERSION - 1, WIRE_VERSION + 1])
+async def test_a_run_of_another_wire_version_is_refused(version):
+    async with serving() as (world, stub):
+        error = await refusal(stub.Run(run(wire_version=version)))
+        assert isinstance(error, WireVersionError)
+        assert str(version) in error.message and str(WIRE_VERSION) in error.message
+        assert error.field == "wire_version"
+        assert not len(world.role.attempts) and not world.role.attempts.is_ended(T)
+
+
+@pytest.mark.parametrize("epoch", [0, EPOCH - 1, EPOCH + 1])
+async def test_a_run_for_an_earlier_life_is_refused(epoch):
+    async with serving() as (world, stub):
+        error = await refusal(stub.Run(run(worker_epoch=epoch)))
+        assert isinstance(error, StaleEpochError)
+        assert error.field == "worker_epoch"
+        assert not len(world.role.attempts)
+
+
+@pytest.mark.parametrize(("new", "said", "n"), [(1, 0, 1), (1, 0, 3), (5, 4, 1)])
+async def test_one_that_ends_with_its_first_token_reserves_and_ships_nothing(new, said, n):
+    async with serving() as (world, stub):
+        call = stub.Run(run(new=new, said=said, n=n))
+        await until(lambda: world.engine.has_work, "the engine has it")
+        await world.steps()
+        events = [event async for event in call]
+        tokens = [event.token for event in events if event.HasField("token")]
+        assert sorted(token.choice for token in tokens) == list(range(n))
+        assert all(token.finish == common_pb2.FINISH_REASON_LENGTH for token in tokens)
+        end = events[-1].end
+        assert end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+        assert (end.report.kv_bytes_shipped, end.report.transport) == (0, "")
+        assert end.report.computed_prompt_tokens == 16
+        assert world.sender.live == 0 and not world.link.said and not world.rank._transfers
+        await until(lambda: world.engine.stats().blocks_held == 0, "blocks given back")
+        assert next(iter(world.engine.held_chains())).held == (16 + said) // 4, (
+            "the prompt stays as prefix cache"
+        )
+
+
+async def test_one_that_may_go_on_is_handed_over():
+    async with serving() as (world, stub):
+        call = stub.Run(run(new=5, said=3))
+        await until(lambda: world.engine.has_work, "the engine has it")
+        await world.steps()
+        await until(lambda: bool(world.link.of("slot_request")), "slots are asked for")
+        assert world.sender.live == 1
+        call.cancel()
+
+
+async def test_a_cancel_says_that_blocks_are_free_when_they_are():
+    async with serving() as (world, stub):
+        call = stub.Run(run())
+        await until(lambda: world.engine.has_work, "the engine has it")
+        await world.steps()
+        answer = await stub.Cancel(prefill_pb2.PrefillCancelRequest(transfer_id=T))
+        assert answer.known
+        assert world.engine.stats().blocks_held == 0
+        call.cancel()
