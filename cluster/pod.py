@@ -23,6 +23,7 @@ class Pod:
 def own_pod(environment: Mapping[str, str] | None = None) -> Pod:
     """Of this process; empty unless all of it is known."""
     env = os.environ if environment is None else environment
-    names = ("POD_NAMESPACE", "POD_NAME", "POD_UID", "POD_CONTAINER", "NODE_NAME")
-    facts = [env.get(name, "") for name in names]
-    return Pod(*facts, started=time.time()) if all(facts) else Pod()
+    names = ("POD_NAMESPACE", "POD_NAME", "POD_UID", "POD_CONTAINER", "POD_NODE")
+    namespace, name, uid, container, node = (env.get(one, "") for one in names)
+    known = namespace and name and uid and container and node
+    return Pod(namespace, name, uid, container, node, time.time()) if known else Pod()

@@ -22,7 +22,7 @@ ENVIRONMENT = {
     "POD_NAME": "prefill-0",
     "POD_UID": "uid",
     "POD_CONTAINER": "main",
-    "NODE_NAME": "node-1",
+    "POD_NODE": "node-1",
 }
 
 
