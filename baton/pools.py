@@ -17,6 +17,7 @@ from baton import scaled_pools
 from baton.autoscaling.config import ServeAutoscalingConfig
 from baton.autoscaling.serve_policy import deployment_name
 from baton.keeping import places
+from baton.keeping.exit_word import ExitWord
 from baton.keeping.keeper import Keeper
 from cluster import settings
 from cluster.config import Role, WorkerConfig
@@ -40,7 +41,8 @@ class Replica:
         if resolved.engine.nodes > 1:
             os.environ["RAY_ADDRESS"] = _ray_address()  # the worker's own ranks are placed by the same Ray
         self._stopping = False
-        self._keeper = Keeper.take_over_or_start(places.directory(), config, environment)
+        word = ExitWord(resolved)
+        self._keeper = Keeper.take_over_or_start(places.directory(), config, environment, word.give)
         self._keeper.wait_serving(resolved.load_seconds)
         threading.Thread(target=self._follow, name="follow", daemon=True).start()
 

@@ -166,6 +166,11 @@ class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
         "auto",
         description="Ray that places ranks on other nodes, host:port; a node of it must be on this machine",
     )
+    peer_exits: Literal["none", "kubernetes"] = Field(
+        "none",
+        description="where a decode worker asks whether the process of a prefill worker has exited whose writes are in "
+        "doubt; none: it is told by whoever started that process (`baton up`, Ray), or never learns it",
+    )
     load_seconds: float = Field(
         600.0, gt=0, description="how long Ray waits for a replica whose worker loads its model"
     )

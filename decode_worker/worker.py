@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
 from cluster.config import WorkerConfig
 from cluster.errors import InternalError
 from decode_worker import readings
+from decode_worker.doubt_watch import open_doubt_watch
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from decode_worker.takeover import Takeover
@@ -37,12 +39,24 @@ class DecodeWorker(RoleWorker):
         super().__init__(core, self._role, self._role.attempts, self._receiver)
         self._role.receiver = self._receiver
         self._receiver.on_exhausted = self._exhausted
+        self._doubts = open_doubt_watch(config, self._receiver)
+        self._watching: asyncio.Task[None] | None = None
         core.on_output = self._role.on_output
         core.status = self._status
         core.books = [self._role.admission.check_integrity, self._receiver.check_integrity]
         core.collectors = readings.collectors(self._role, self._receiver)
         service = DecodeService(core, self._role, self._receiver)
         core.server.add(lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server))
+
+    async def start(self) -> None:
+        await super().start()
+        if self._doubts is not None:
+            self._watching = asyncio.create_task(self._doubts.run())
+
+    async def _stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        await super()._stop()
 
     def _exhausted(self, reason: str) -> None:
         """The end of this process is the fence that its landing ring needs."""

@@ -39,6 +39,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Everything that is due meanwhile happens, in its order."""
         self.run_until_complete(asyncio.sleep(seconds))
 
+    def stand_still(self, seconds: float) -> None:
+        """As if a callback had held the loop up for so long."""
+        self._virtual.now += seconds
+
     def settle(self, turns: int = 8) -> None:
         """What can go on without time passing goes on."""
         for _ in range(turns):

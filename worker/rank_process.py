@@ -32,7 +32,7 @@ from worker.rank_outbox import RankOutbox
 START_SECONDS = 300.0
 LEAVING_FILE = "BATON_LEAVING_FILE"  # in the environment of ranks in pods of their own
 LEAVING_LOOK_SECONDS = 1.0
-BEAT_SECONDS = 0.25
+BEAT_SECONDS = 0.15
 END_SECONDS = 10.0
 
 

@@ -1,10 +1,10 @@
 """Whether every process of a worker is at work: a rank that hangs is the worker's failure, as if its leader hung.
 
-    rank: a beat each 0.25 s, from a thread of its own, with how far its plans have come
+    rank: a beat each 0.15 s, from a thread of its own, with how far its plans have come
     leader: a rank is silent since its last beat, since a write to it does not progress, or since the leader waits at an
             operation of the group that the rank has not come to
 
-    silent for     0.75 s: no beats to routers, no lease renewals, until it is heard again; so routers and the registry
+    silent for     0.5 s:  no beats to routers, no lease renewals, until it is heard again; so routers and the registry
                            come to the same verdict, within the same bounds, as on a worker that is silent itself
                    5 s:    not healthy, as its probes and Ray see it
                    `step_stall_seconds`: the worker fails, and is started again by whoever keeps it
@@ -22,7 +22,7 @@ from typing import Protocol
 from cluster.errors import InternalError
 from engine.parallel.group import Arrivals
 
-QUIET_SECONDS = 0.75  # three beats
+QUIET_SECONDS = 0.5  # three beats
 LOST_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 

@@ -11,15 +11,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from baton.keeping import places
-from baton.keeping.places import Place
+from baton.keeping.places import Facts, Place
 from cluster.errors import SetupError
 
 log = logging.getLogger(__name__)
+OnGone = Callable[[Facts], None]
 LAUNCH_SECONDS = 60.0
 # An unkept worker that says nothing for so long hangs, or still loads its model: it is ended, and another one started.
 GREETING_SECONDS = 10.0
@@ -27,10 +28,16 @@ SILENT_SECONDS = 20.0  # of a worker that serves; it speaks twice a second
 
 
 class Keeper:
-    """Of one worker. Its thread reads what the worker says."""
+    """Of one worker. Its thread reads what the worker says. `on_gone` is called once, when the worker has ended or was
+    killed, if it has ever served; it may block."""
 
-    def __init__(self, place: Place, lock: int, connection: socket.socket):
+    def __init__(
+        self, place: Place, lock: int, connection: socket.socket, on_gone: OnGone = lambda gone: None
+    ):
         self._place = place
+        self._on_gone: OnGone | None = on_gone
+        self._going = threading.Lock()
+        self._facts: Facts | None = None
         self._lock = lock
         self._connection = connection
         self._pid = places.pid_of(connection)
@@ -46,30 +53,36 @@ class Keeper:
 
     @classmethod
     def take_over_or_start(
-        cls, where: Path, config: Mapping[str, Any], environment: Mapping[str, str]
+        cls,
+        where: Path,
+        config: Mapping[str, Any],
+        environment: Mapping[str, str],
+        on_gone: OnGone = lambda gone: None,
     ) -> Keeper:
         """Raises SetupError. The worker may still be loading: see `wait_serving`."""
         key = places.key_of(config, environment)
-        return cls._take_over(where, key) or cls._start(Place.new(where, key), config)
+        return cls._take_over(where, key, on_gone) or cls._start(Place.new(where, key), config, on_gone)
 
     @classmethod
-    def _take_over(cls, where: Path, key: str) -> Keeper | None:
+    def _take_over(cls, where: Path, key: str, on_gone: OnGone) -> Keeper | None:
         for place in places.places(where, key):
             if (lock := place.lock()) is None:
                 continue
             if (connection := place.connect()) is not None:
-                keeper = cls(place, lock, connection)
+                keeper = cls(place, lock, connection, on_gone)
                 if keeper._wait(GREETING_SECONDS) and keeper.healthy():
                     log.warning("took over %s (pid %d)", keeper._last["worker"], keeper._pid)
                     return keeper
                 keeper._kill()
-            else:
+            else:  # it has died while nobody kept it
+                if (gone := place.facts()) is not None:
+                    on_gone(gone)
                 place.clear()
                 os.close(lock)
         return None
 
     @classmethod
-    def _start(cls, place: Place, config: Mapping[str, Any]) -> Keeper:
+    def _start(cls, place: Place, config: Mapping[str, Any], on_gone: OnGone) -> Keeper:
         lock = place.lock()
         assert lock is not None, "nobody else knows of a new place"
         command = [sys.executable, "-m", "baton.keeping.worker_process", str(place.door)]
@@ -78,7 +91,7 @@ class Keeper:
         connection = place.connect() if launched.returncode == 0 else None
         if connection is None:
             raise SetupError(f"the worker's process did not start (exit code {launched.returncode})")
-        return cls(place, lock, connection)
+        return cls(place, lock, connection, on_gone)
 
     def wait_serving(self, seconds: float) -> None:
         """Raises SetupError if it cannot start, or not in time."""
@@ -103,6 +116,7 @@ class Keeper:
         """What it left for (`baton drain`), and what it failed of, if it said so."""
         with self._heard:
             self._heard.wait_for(lambda: self._ended)
+        self._gone()
         return self._left, self._failed
 
     def stop(self, seconds: float) -> None:
@@ -124,8 +138,16 @@ class Keeper:
     def _kill(self) -> None:
         if not self._ended:  # its number may be another's by then
             places.kill(self._pid)
+        self._gone()
         self._place.clear()
         self.drop()
+
+    def _gone(self) -> None:
+        with self._going:
+            on_gone, self._on_gone = self._on_gone, None
+            gone = self._facts or self._place.facts()
+            if on_gone is not None and gone is not None:
+                on_gone(gone)
 
     def _wait(self, seconds: float) -> bool:
         """Whether it has said anything but that it failed."""
@@ -148,4 +170,5 @@ class Keeper:
             self._left = message.get("left", self._left)
             if "worker" in message:
                 self._last, self._last_at = message, time.monotonic()
+                self._facts = self._facts or self._place.facts()
             self._heard.notify_all()

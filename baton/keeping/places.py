@@ -2,6 +2,7 @@
 
 DIR/KEY.ID.sock   the worker listens there; KEY names what it was started with
 DIR/KEY.ID.lock   locked by the replica that keeps it: the kernel unlocks it however the replica ends
+DIR/KEY.ID.facts  which worker that is, once it serves
 DIR/owner         who started the cluster, where somebody did (`baton up`): unkept workers don't outstay it
 """
 
@@ -19,11 +20,13 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from baton.keeping import sessions
 
 DIRECTORY_VARIABLE = "BATON_KEPT_WORKERS"  # in the replicas' environment
 POLL_SECONDS = 0.05
@@ -45,6 +48,15 @@ def key_of(config: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     devices = {name: value for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES")}
     described = json.dumps([dict(config), dict(environment), devices], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a worker that serves, or has served."""
+
+    worker_id: str
+    pid: int
+    began: int  # baton.keeping.sessions.started: with the pid it names one process
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,18 @@ class Place:
             connection.close()
             return None
         return connection
+
+    def write_facts(self, worker_id: str) -> None:
+        """This process is that worker's."""
+        facts = Facts(worker_id, os.getpid(), sessions.started(os.getpid()))
+        self.stem.with_name(f"{self.stem.name}.facts").write_text(json.dumps(asdict(facts)))
+
+    def facts(self) -> Facts | None:
+        """None where the worker has not served yet."""
+        try:
+            return Facts(**json.loads(self.stem.with_name(f"{self.stem.name}.facts").read_text()))
+        except (OSError, ValueError, TypeError):  # not there, or cut off in the middle
+            return None
 
     def clear(self) -> None:
         for file in self.stem.parent.glob(f"{self.stem.name}.*"):

@@ -132,6 +132,7 @@ async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> No
         door.tell({"failed": f"{type(error).__name__}: {error}"})
         await door.part()
         raise
+    Place(path.with_suffix("")).write_facts(worker.worker_id)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, door.stop_wanted.set)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.keeping import sessions
 from cluster.errors import SetupError
 
 _PR_SET_PDEATHSIG = 1
@@ -50,9 +51,9 @@ class Child:
         self._kill_session()
         self.process.wait(5.0)
 
-    def reap(self) -> None:
-        """After its exit: nothing of its session is left behind."""
-        self._kill_session()
+    def reap(self) -> bool:
+        """After its exit: kills what is left of its session. True: nothing is, which others may be told."""
+        return sessions.end(self.pid, 0, 0.0)
 
     def _kill_session(self) -> None:
         try:

@@ -36,6 +36,11 @@ class ExitNotices:
         self._peers = peers
         self._notices: list[_Notice] = []
 
+    @property
+    def waiting(self) -> bool:
+        """Somebody has not taken a notice."""
+        return bool(self._notices)
+
     def add(self, exited: str, targets: Iterable[str]) -> None:
         self._notices += [_Notice(target, exited) for target in targets]
 

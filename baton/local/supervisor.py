@@ -63,8 +63,8 @@ class Supervisor:
 
     def _exited(self, ward: Ward) -> str:
         child, now = ward.child, self._clock()
-        child.reap()  # ranks of a worker live in its session
-        ward.on_exit(child)
+        if child.reap():  # ranks of a worker live in its session: what they have posted may still land
+            ward.on_exit(child)
         line = f"{child.name} exited with code {child.exit_code()}"
         ward.short_lives = ward.short_lives + 1 if now - ward.started < SHORT_LIFE_SECONDS else 0
         if ward.restart is None or ward.short_lives >= MAX_SHORT_LIVES:

@@ -16,11 +16,13 @@ import redis
 from cluster.config import Role
 from cluster.membership import keys, scripts
 from cluster.membership.types import LEASE_DEAD_SECONDS, WorkerInfo, lease_of
+from cluster.pod import Pod
 from cluster.redis.connect import connect, connect_async
 from cluster.topology import Location
 
 _FIELDS = frozenset(field.name for field in fields(WorkerInfo))
 _LOCATION = frozenset(field.name for field in fields(Location))
+_POD = frozenset(field.name for field in fields(Pod))
 log = logging.getLogger(__name__)
 FORGET_SECONDS = 300.0
 REFRESH_SECONDS = 0.25
@@ -45,6 +47,7 @@ def _worker(now: int, registration: bytes, renewed: bytes, status: bytes, drains
     facts["layout"] = bytes.fromhex(facts["layout"])
     facts["epoch"] = int(facts["epoch"], 16)
     facts["location"] = Location(**_known(facts.get("location", {}), _LOCATION))
+    facts["pod"] = Pod(**_known(facts.get("pod", {}), _POD))
     facts["lease"] = lease_of((now - int(renewed)) / 1000)
     facts["status"] = json.loads(status)
     facts["state"] = "draining" if drains else "ready"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cluster.config import Role
+from cluster.pod import Pod
 from cluster.topology import Location
 
 LEASE_SUSPECT_SECONDS = 2.0
@@ -35,6 +36,7 @@ class WorkerInfo:
     blocks_total: int
     page_size: int = 16
     location: Location = Location()
+    pod: Pod = Pod()
     process: str = ""  # one for its whole process: epochs change when it rejoins
     state: Literal["ready", "draining"] = "ready"
     lease: Lease = "live"

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from cluster.errors import DeadlineError
+from tests.virtual_time import VirtualLoop
 from worker.admission import Admission
 
 
@@ -74,3 +75,33 @@ async def test_cancelled_waiters_leave_no_tokens_behind():
     last = await enter(admission, 10)
     await settle()
     assert last.done()
+
+
+async def test_who_is_admitted_and_cancelled_in_the_same_moment_gives_its_tokens_back():
+    admission = Admission(100)
+    await enter(admission, 100)
+    waiting = await enter(admission, 70)
+    admission.leave(100)
+    assert admission.inside_tokens == 70, "admitted, but it does not know yet"
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    assert admission.inside_tokens == 0 and admission.tokens == 0
+
+
+def test_who_is_admitted_and_too_late_in_the_same_moment_gives_its_tokens_back():
+    loop = VirtualLoop()
+    admission = Admission(100, clock=loop.time)
+
+    async def both_at_once() -> None:
+        await admission.enter(100, 0, 30.0)
+        entering = asyncio.create_task(admission.enter(70, 0, 5.0))
+        await asyncio.sleep(0)
+        loop.call_later(4.0, admission.leave, 100)
+        loop.call_later(3.0, loop.stand_still, 3.0)  # then both are due at once
+        with pytest.raises(DeadlineError):
+            await entering
+
+    loop.run(both_at_once())
+    assert admission.inside_tokens == 0 and admission.tokens == 0
+    loop.close()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import DeadlineError
 from worker.admission import Admission
+from worker.fair_queue import FairQueue, Waiting
 
 
 class Clock:
@@ -195,3 +196,45 @@ def test_any_order_of_events_keeps_the_books(events: list[tuple[str, int, int]])
         await asyncio.gather(*waiting, return_exceptions=True)
 
     asyncio.run(run())
+
+
+def waiting(order: int, tenant: str, tokens: int, weight: float = 1.0) -> Waiting:
+    turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    return Waiting(tokens, tenant, weight, 0.0, order, turn)
+
+
+async def test_a_tenant_gets_back_what_a_request_that_gave_up_did_not_use():
+    """Its next one is as early as if the other had never come."""
+    queue = FairQueue()
+    queue.push(waiting(0, "b", 100))
+    given_up = waiting(1, "a", 4000, 4.0)
+    queue.push(given_up)
+    assert queue.remove(given_up)
+    queue.push(waiting(2, "a", 200, 4.0))
+    queue.check_integrity()
+    assert [(queue.pop().tenant, queue.tokens) for _ in range(2)] == [("a", 100), ("b", 0)]
+
+
+async def test_nothing_is_given_back_for_a_request_with_others_of_its_tenant_behind_it():
+    """Those have their places already: the next one comes behind them."""
+    queue = FairQueue()
+    given_up, behind = waiting(0, "a", 1000), waiting(1, "a", 10)
+    queue.push(given_up)
+    queue.push(behind)
+    queue.push(waiting(2, "b", 1005))
+    queue.remove(given_up)
+    queue.push(waiting(3, "a", 10))
+    queue.check_integrity()
+    assert [queue.pop().order for _ in range(3)] == [2, 1, 3]
+
+
+async def test_one_that_is_not_there_gives_nothing_back():
+    queue = FairQueue()
+    gone = waiting(0, "a", 50)
+    queue.push(gone)
+    queue.push(waiting(1, "a", 50))
+    queue.push(waiting(2, "b", 1000))
+    assert queue.pop() is gone
+    assert not queue.remove(gone)
+    assert queue.tokens == 1050
+    queue.check_integrity()

@@ -19,6 +19,7 @@ import pytest
 from baton.keeping import keeper as keeping
 from baton.keeping import places
 from baton.keeping.keeper import Keeper
+from baton.keeping.places import Facts
 from cluster.errors import SetupError
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import gone
@@ -128,3 +129,28 @@ def test_a_directory_that_others_may_write_to_is_refused(
     where.chmod(0o770)
     with pytest.raises(PermissionError):
         places.directory()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_whoever_keeps_it_hears_once_that_it_is_gone(where: Path, config: dict[str, Any]) -> None:
+    heard: list[Facts] = []
+    keeper = Keeper.take_over_or_start(where, config, {}, heard.append)
+    keeper.wait_serving(START_SECONDS)
+    pid = keeper.status()["pid"]
+    os.kill(pid, signal.SIGKILL)
+    keeper.wait_ended()
+    keeper.stop(1.0)
+    assert [facts.pid for facts in heard] == [pid]
+
+    second = Keeper.take_over_or_start(where, config, {}, heard.append)
+    second.wait_serving(START_SECONDS)
+    worker = second.status()["pid"]
+    second.drop()
+    os.kill(worker, signal.SIGKILL)  # while nobody keeps it
+    wait_for(lambda: gone(worker), 30.0, "it is dead")
+    third = Keeper.take_over_or_start(where, config, {}, heard.append)
+    assert [facts.pid for facts in heard] == [pid, worker]
+    third.wait_serving(START_SECONDS)
+    third.stop(60.0)
+    assert len(heard) == 3 and list(where.iterdir()) == []

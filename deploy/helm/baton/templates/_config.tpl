@@ -57,6 +57,7 @@ tls_ca: /etc/baton/tls/ca.crt
       "ring_bytes" (int64 $transfer.ringBytes) "ring_max_bytes" (int64 $transfer.ringMaxBytes)
       "slot_bytes" (int64 $transfer.slotBytes)
       "port_range" (printf "%d-%d" (int $transfer.nixlPorts.first) (int $transfer.nixlPorts.last))) -}}
+{{- if include "baton.asksExits" . }}{{- $_ := set $config "peer_exits" "kubernetes" }}{{- end }}
 {{- if gt (int $pool.nodes) 1 }}{{- $_ := set $config "ray_address" (printf "%s:%d" (include "baton.rayHead" $root) (int $root.Values.ray.ports.gcs)) }}{{- end }}
 {{- $config = merge $config (include "baton.tlsFields" $root | fromYaml) -}}
 {{- toYaml (mergeOverwrite $config $pool.config) -}}
@@ -117,6 +118,13 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- if .root.Values.topology.enabled }}
 - name: NODE_NAME
   valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+{{- end }}
+{{- if .root.Values.peerExits.enabled }}
+- name: POD_UID
+  valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+- name: POD_NODE
+  valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+- {name: POD_CONTAINER, value: worker}
 {{- end }}
 - {name: OMP_NUM_THREADS, value: {{ .pool.threads | quote }}}
 - {name: OMP_WAIT_POLICY, value: PASSIVE}

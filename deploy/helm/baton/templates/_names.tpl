@@ -64,6 +64,20 @@ imagePullSecrets:
 {{- ternary (printf "%s-worker" (include "baton.base" .)) (.Values.rbac.workerServiceAccount | default "default") .Values.rbac.create -}}
 {{- end -}}
 
+{{- /* Whether the workers of a role may ask the API about pods: decode workers, where that is on. Takes root, role. */ -}}
+{{- define "baton.asksExits" -}}
+{{- if and .root.Values.peerExits.enabled (eq .role "decode") (ne .root.Values.ray.mode "external") }}true{{ end -}}
+{{- end -}}
+
+{{- /* Takes root, role. */ -}}
+{{- define "baton.roleAccount" -}}
+{{- if and .root.Values.rbac.create (include "baton.asksExits" .) -}}
+{{- printf "%s-decode" (include "baton.base" .root) -}}
+{{- else -}}
+{{- include "baton.workerAccount" .root -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "baton.autoscalerAccount" -}}
 {{- ternary (printf "%s-autoscaler" (include "baton.base" .)) (.Values.rbac.autoscalerServiceAccount | default "default") .Values.rbac.create -}}
 {{- end -}}

@@ -1,0 +1,113 @@
+"""Proofs for slots in doubt where nobody is the parent of prefill workers: this worker asks, and only then.
+
+in doubt for 2 s ─► the peer's pod, as it registered ─► has that container terminated? ─► its slots are free again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import redis
+
+from cluster.config import WorkerConfig
+from cluster.errors import BatonError, SetupError
+from cluster.membership.reader import read_workers
+from cluster.membership.types import WorkerInfo
+from cluster.pod import Pod
+from kv_transfer.receiver import HandoffReceiver
+from kv_transfer.ring import SlotState
+
+log = logging.getLogger(__name__)
+LOOK_SECONDS = 1.0
+PATIENCE_SECONDS = 2.0  # most doubts end with the peer's own word
+ASK_SECONDS = 5.0  # between two questions about the same peer
+
+
+class PeerExits(Protocol):
+    """Who can prove that a peer's process has exited."""
+
+    def has_exited(self, pod: Pod) -> bool:
+        """May block. Raises UnavailableError where it can't be told; False: there is no proof, yet."""
+
+
+class DoubtWatch:
+    """`registered`: the workers as the registry knows them; it may block. Peers are named by their lives
+    (worker_id@epoch): what was learnt of one life is never believed of another."""
+
+    def __init__(
+        self,
+        receiver: HandoffReceiver,
+        exits: PeerExits,
+        registered: Callable[[], Sequence[WorkerInfo]],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._receiver = receiver
+        self._exits = exits
+        self._registered = registered
+        self._clock = clock
+        self._due: dict[str, float] = {}  # of lives in doubt: when to ask next
+        self._pods: dict[str, Pod] = {}
+        self._failing = False
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.look()
+
+    async def look(self) -> None:
+        doubtful, now = self._doubtful(), self._clock()
+        self._due = {peer: self._due.get(peer, now + PATIENCE_SECONDS) for peer in doubtful}
+        self._pods = {peer: pod for peer, pod in self._pods.items() if peer in doubtful}
+        for peer in [peer for peer, due in self._due.items() if due <= now]:
+            self._due[peer] = now + ASK_SECONDS
+            if await self._proven(peer):
+                log.warning("%s has exited: its slots are no longer in doubt", peer)
+                await self._receiver.process_exited(peer)
+
+    def _doubtful(self) -> set[str]:
+        slots = (slot for ring in self._receiver.rings for slot in ring.slots)
+        return {
+            slot.claim.peer
+            for slot in slots
+            if slot.claim is not None and slot.machine.state is SlotState.QUARANTINED
+        }
+
+    async def _proven(self, peer: str) -> bool:
+        try:
+            if peer not in self._pods:
+                await self._learn()
+            pod = self._pods.get(peer)
+            proven = pod is not None and await asyncio.to_thread(self._exits.has_exited, pod)
+        except (BatonError, redis.RedisError, ValueError) as error:
+            if not self._failing:
+                log.warning("whether %s has exited can't be told: %s", peer, error)
+            self._failing = True
+            return False
+        self._failing = False
+        return proven
+
+    async def _learn(self) -> None:
+        for worker in await asyncio.to_thread(self._registered):
+            if worker.pod.uid:
+                self._pods.setdefault(f"{worker.worker_id}@{worker.epoch:x}", worker.pod)
+
+
+def open_doubt_watch(config: WorkerConfig, receiver: HandoffReceiver) -> DoubtWatch | None:
+    """None where the configuration names nobody to ask. Raises SetupError."""
+    if config.peer_exits == "none":
+        return None
+    from kubernetes import config as kubernetes_config
+
+    from cluster.kubernetes_api import open_api
+    from cluster.pod_exits import PodExits
+
+    try:
+        api = open_api(config.topology.kubeconfig)
+    except (kubernetes_config.ConfigException, OSError) as error:
+        raise SetupError(f"not in a cluster: {error}", field="peer_exits") from error
+    return DoubtWatch(receiver, PodExits(api), lambda: read_workers(config.redis_url, config.namespace))

@@ -1,0 +1,143 @@
+"""A replica tells decode workers that its prefill worker's process has exited, when nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.keeping import sessions
+from baton.keeping.exit_word import ExitWord
+from baton.keeping.places import Facts, Place
+from cluster import settings
+from cluster.config import WorkerConfig
+from cluster.membership.registration import Registration
+from cluster.membership.types import WorkerInfo
+from tests.end_to_end.conftest import gone
+from tests.waiting import wait_for
+from wire import decode_pb2, decode_pb2_grpc
+
+# A worker: it leads a session in which a rank of its runs on when it is killed.
+WORKER = """
+import os, subprocess, sys
+os.setsid()
+rank = subprocess.Popen([sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"],
+                        stdout=subprocess.PIPE)
+rank.stdout.readline()
+print(rank.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+class Decode(decode_pb2_grpc.DecodeServicer):
+    """What a decode worker is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.failures = 0  # answers that fail first
+
+    def PeerExited(
+        self, request: decode_pb2.PeerExitedRequest, context: Any
+    ) -> decode_pb2.PeerExitedResponse:
+        if self.failures:
+            self.failures -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        self.told.append(request.worker_id)
+        return decode_pb2.PeerExitedResponse()
+
+
+@pytest.fixture
+def decode(redis_url: str, namespace: str) -> Iterator[Decode]:
+    """Registered, as decode workers are."""
+    servicer = Decode()
+    server = grpc.server(ThreadPoolExecutor(2))
+    decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    info = WorkerInfo("d1", 1, 0, "decode", "m", f"127.0.0.1:{port}", "", b"", "", "", 128, 8)
+    registration = Registration(redis_url, namespace, info)
+    registration.start()
+    wait_for(lambda: registration.slot, 30.0, "registered")
+    yield servicer
+    registration.stop()
+    server.stop(None)
+
+
+@pytest.fixture
+def worker() -> Iterator[tuple[Facts, int]]:
+    """It, and the pid of its rank."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    rank = int(process.stdout.readline())
+    facts = Facts("p1", process.pid, sessions.started(process.pid))
+    yield facts, rank
+    for pid in sessions.members(facts.pid, facts.began):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def config(redis_url: str, namespace: str, **values: Any) -> WorkerConfig:
+    given = {"role": "prefill", "redis_url": redis_url, "namespace": namespace, "engine": {"model": "m"}}
+    return settings.load(WorkerConfig, {}, values={**given, **values})
+
+
+def test_decode_workers_are_told_when_nothing_is_left_of_the_worker_and_its_ranks(
+    decode, worker, redis_url, namespace, monkeypatch
+):
+    facts, rank = worker
+    monkeypatch.setattr("baton.keeping.exit_word.GRACE_SECONDS", 0.2)
+    os.kill(rank, signal.SIGSTOP)  # it can't notice that its leader is gone
+    os.kill(facts.pid, signal.SIGKILL)
+    wait_for(lambda: gone(facts.pid), 30.0, "the worker is dead")
+    assert not gone(rank)
+    decode.failures = 1
+    ExitWord(config(redis_url, namespace)).give(facts)
+    assert gone(rank)
+    assert decode.told == ["p1"]
+
+
+def test_nothing_is_said_while_a_process_of_it_may_live(decode, worker, redis_url, namespace, monkeypatch):
+    facts, rank = worker
+    monkeypatch.setattr(sessions, "end", lambda *_: False)
+    ExitWord(config(redis_url, namespace)).give(facts)
+    assert decode.told == [] and not gone(rank)
+
+
+@pytest.mark.parametrize(
+    "values", [{"role": "decode"}, {"engine": {"model": "m", "tensor_parallel": 2, "nodes": 2}}]
+)
+def test_nothing_is_said_of_workers_whose_writes_it_does_not_end(
+    decode, worker, redis_url, namespace, values
+):
+    """A decode worker writes nowhere; ranks on other nodes may write on."""
+    facts, _ = worker
+    os.kill(facts.pid, signal.SIGKILL)
+    ExitWord(config(redis_url, namespace, **values)).give(Facts("p1", facts.pid, facts.began))
+    assert decode.told == []
+
+
+def test_another_process_with_the_number_of_one_that_is_gone_is_left_alone(worker):
+    facts, rank = worker
+    assert sessions.members(facts.pid, facts.began - 1) == []
+    assert sorted(sessions.members(facts.pid, facts.began)) == sorted([facts.pid, rank])
+    assert sessions.end(facts.pid, facts.began - 1, 0.0)
+    assert not gone(facts.pid) and not gone(rank)
+
+
+def test_what_a_worker_is_stands_beside_its_socket_until_it_is_cleared_away(tmp_path: Path):
+    place = Place.new(tmp_path, "key")
+    assert place.facts() is None
+    place.write_facts("p1")
+    assert place.facts() == Facts("p1", os.getpid(), sessions.started(os.getpid()))
+    place.clear()
+    assert place.facts() is None

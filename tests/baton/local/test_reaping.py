@@ -1,0 +1,43 @@
+"""What is told of a child that has died is told when its ranks are gone, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.keeping import sessions
+from baton.local import children
+from baton.local.supervisor import Supervisor
+from tests.end_to_end.conftest import gone
+from tests.waiting import wait_for
+
+LEADER = """
+import signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"],
+                        stdout=subprocess.PIPE)
+rank.stdout.readline()
+print(rank.pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_end_of_a_child_is_told_once_its_ranks_are_gone(ends, tmp_path: Path, monkeypatch):
+    child = children.start("leader", [sys.executable, "-c", LEADER], tmp_path)
+    wait_for(lambda: child.log.read_text().strip(), 30.0, "its rank is up")
+    rank = int(child.log.read_text())
+    os.kill(rank, signal.SIGSTOP)  # it can't notice that its leader is gone
+    alive_when_told: list[bool] = []
+    supervisor = Supervisor()
+    supervisor.add(child, None, lambda _: alive_when_told.append(not gone(rank)))
+    if not ends:
+        monkeypatch.setattr(sessions, "end", lambda *_: False)
+    os.kill(child.pid, signal.SIGKILL)
+    wait_for(supervisor.check, 30.0, "its end is noticed")
+    assert alive_when_told == ([False] if ends else [])
+    if not ends:
+        os.kill(rank, signal.SIGKILL)

@@ -1,0 +1,172 @@
+"""What the Kubernetes API has to say before a process in a pod counts as exited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import UnavailableError
+from cluster.pod import Pod, own_pod
+from cluster.pod_exits import OUT_OF_SERVICE, PodExits
+from tests.kubernetes import clients, samples
+from tests.kubernetes.api.server import ApiServer
+
+STARTED = 1_800_000_000.4
+ENVIRONMENT = {
+    "POD_NAMESPACE": "default",
+    "POD_NAME": "prefill-0",
+    "POD_UID": "uid",
+    "POD_CONTAINER": "main",
+    "POD_NODE": "node-1",
+}
+
+
+class Cluster:
+    """One pod on one node, and who asks about it."""
+
+    def __init__(self, server: ApiServer, api: Any):
+        self.server, self.exits = server, PodExits(api)
+        self.core = clients.core(api)
+        server.add_node("node-1")
+        made = samples.pod("prefill-0")
+        made["spec"]["nodeName"] = "node-1"
+        uid = server.create(made)["metadata"]["uid"]
+        self.pod = Pod("default", "prefill-0", uid, "main", "node-1", STARTED)
+        self.has(running=at(-10))
+
+    def has(self, name: str = "main", last: dict[str, Any] | None = None, **state: Any) -> None:
+        """What the kubelet says of the pod's container."""
+        if "running" in state:
+            state["running"] = {"startedAt": state["running"]}
+        status = {
+            "name": name,
+            "image": "i",
+            "imageID": "",
+            "ready": False,
+            "restartCount": 0,
+            "state": state,
+            **({"lastState": {"terminated": last}} if last else {}),
+        }
+        found = self.server.object("Pod", "prefill-0")
+        self.server.update({**found, "status": {"containerStatuses": [status]}}, subresource="status")
+
+    def delete_pod(self) -> None:
+        """By force: the API has heard nothing from the kubelet."""
+        self.core.delete_namespaced_pod("prefill-0", "default", grace_period_seconds=0)
+
+    def taint(self, key: str) -> None:
+        node = self.server.object("Node", "node-1")
+        node["spec"] = {**node.get("spec", {}), "taints": [{"key": key, "effect": "NoExecute"}]}
+        self.server.update(node)
+
+    def proven(self) -> bool:
+        return self.exits.has_exited(self.pod)
+
+
+def at(seconds: float) -> str:
+    """So long after the process was seen alive."""
+    return datetime.fromtimestamp(int(STARTED + seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def ended(seconds: float, reason: str = "Error") -> dict[str, Any]:
+    return {"exitCode": 137, "reason": reason, "startedAt": at(seconds - 60), "finishedAt": at(seconds)}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with ApiServer() as server, clients.connect(server.kubeconfig(tmp_path / "kubeconfig")) as api:
+        yield Cluster(server, api)
+
+
+def test_a_process_whose_container_runs_has_not_exited(cluster):
+    assert not cluster.proven()
+
+
+def test_a_container_that_has_terminated_since_is_the_proof(cluster):
+    cluster.has(terminated=ended(30))
+    assert cluster.proven()
+
+
+def test_one_that_waits_to_start_again_has_terminated_before(cluster):
+    cluster.has(waiting={"reason": "CrashLoopBackOff"}, last=ended(30))
+    assert cluster.proven()
+
+
+def test_one_that_runs_again_has_terminated_before(cluster):
+    cluster.has(running=at(31))
+    assert cluster.proven()
+
+
+@pytest.mark.parametrize("state", [{"running": -10}, {"terminated": -5}, {"waiting": None}])
+def test_the_end_of_the_container_before_it_proves_nothing(cluster, state):
+    """Also where the kubelet has not yet said that the process's own container runs."""
+    (kind, seconds), *_ = state.items()
+    cluster.has(
+        last=ended(-20),
+        **{kind: at(seconds) if kind == "running" else ended(seconds) if seconds else {"reason": "x"}},
+    )
+    assert not cluster.proven()
+
+
+def test_another_container_of_the_pod_proves_nothing(cluster):
+    cluster.has(name="ray", terminated=ended(30))
+    assert not cluster.proven()
+
+
+def test_a_container_that_the_kubelet_did_not_find_proves_nothing(cluster):
+    cluster.has(terminated=ended(30, "ContainerStatusUnknown"))
+    assert not cluster.proven()
+
+
+def test_a_pod_that_is_gone_proves_nothing_while_its_node_is_there(cluster):
+    cluster.delete_pod()
+    assert not cluster.proven()
+    cluster.taint("node.kubernetes.io/unreachable")  # it may run on behind a partition
+    assert not cluster.proven()
+
+
+def test_a_pod_that_is_gone_from_a_node_out_of_service_has_ended(cluster):
+    cluster.delete_pod()
+    cluster.taint(OUT_OF_SERVICE)
+    assert cluster.proven()
+
+
+def test_a_pod_that_is_gone_with_its_node_has_ended(cluster):
+    cluster.delete_pod()
+    cluster.server.delete("Node", "node-1")
+    assert cluster.proven()
+
+
+def test_a_pod_that_is_listed_has_not_ended_with_its_node(cluster):
+    """Until it is removed, too: who removes it knows more than we do."""
+    cluster.taint(OUT_OF_SERVICE)
+    assert not cluster.proven()
+
+
+def test_a_successor_of_the_same_name_says_nothing_of_the_pod_before(cluster):
+    cluster.has(terminated=ended(30))
+    cluster.pod = replace(cluster.pod, uid="another")
+    assert not cluster.proven()
+
+
+def test_an_api_that_refuses_or_does_not_answer_proves_nothing(cluster, tmp_path):
+    cluster.server.access.deny("get", "pods")
+    with pytest.raises(UnavailableError, match="403"):
+        cluster.proven()
+    away = cluster.server.kubeconfig(tmp_path / "away")
+    away.write_text(away.read_text().replace(cluster.server.url, "http://127.0.0.1:1"))
+    with clients.connect(away) as api, pytest.raises(UnavailableError, match="does not answer"):
+        PodExits(api).has_exited(cluster.pod)
+
+
+def test_a_process_knows_its_pod_only_if_it_knows_all_of_it():
+    pod = own_pod(ENVIRONMENT)
+    assert (pod.namespace, pod.name, pod.uid, pod.container, pod.node) == tuple(ENVIRONMENT.values())
+    assert pod.started > 0
+    for name in ENVIRONMENT:
+        assert own_pod({**ENVIRONMENT, name: ""}) == Pod()

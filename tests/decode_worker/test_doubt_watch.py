@@ -1,0 +1,147 @@
+"""Whom a decode worker asks about slots in doubt, when, and what an answer frees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+
+from cluster.errors import UnavailableError
+from cluster.pod import Pod
+from decode_worker.doubt_watch import ASK_SECONDS, PATIENCE_SECONDS, DoubtWatch
+from kv_transfer.ring import Claim, Ring, SlotState
+
+POD = Pod("default", "prefill-0", "uid-1", "worker", "node-1", 100.0)
+
+
+class World:
+    """A ring, an API that is asked, a registry that is read, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.ring = Ring(list(range(16)), lambda claim, slot: None)
+        self.asked: list[Pod] = []
+        self.exited: set[str] = set()
+        self.failure: Exception | None = None
+        self.read = 0
+        self.workers: list[Any] = []
+        receiver: Any = SimpleNamespace(rings=[self.ring], process_exited=self.process_exited)
+        self.watch = DoubtWatch(receiver, self, self.registered, lambda: self.now)
+
+    async def process_exited(self, peer: str) -> None:
+        self.ring.process_exited(peer)
+
+    def has_exited(self, pod: Pod) -> bool:
+        self.asked.append(pod)
+        if self.failure is not None:
+            raise self.failure
+        return pod.uid in self.exited
+
+    def registered(self) -> list[Any]:
+        self.read += 1
+        return self.workers
+
+    def register(self, worker_id: str, epoch: int, pod: Pod) -> None:
+        self.workers = [one for one in self.workers if one.worker_id != worker_id]
+        self.workers.append(SimpleNamespace(worker_id=worker_id, epoch=epoch, pod=pod))
+
+    def grant(self, number: int, peer: str) -> bytes:
+        transfer_id = bytes([number]) * 16
+        self.ring.ask(Claim(transfer_id, peer, 0, 0, 100))
+        return transfer_id
+
+    async def passes(self, seconds: float) -> None:
+        for _ in range(int(seconds * 2)):
+            self.now += 0.5
+            await self.watch.look()
+
+    @property
+    def doubtful(self) -> int:
+        return self.ring.count(SlotState.QUARANTINED)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_the_api_is_asked_about_slots_in_doubt_only(world):
+    world.register("p1", 0xA, POD)
+    world.grant(1, "p1@a")
+    world.exited.add(POD.uid)
+    await world.passes(20)
+    assert not world.asked and not world.read, "a granted slot is in no doubt"
+    world.ring.quarantine(b"\x01" * 16)
+    await world.passes(PATIENCE_SECONDS - 0.5)
+    assert not world.asked and not world.read, "most doubts end by themselves"
+    await world.passes(1)
+    assert world.asked == [POD] and world.read == 1
+    assert world.doubtful == 0
+    await world.passes(20)
+    assert len(world.asked) == 1
+    world.ring.check_integrity()
+
+
+async def test_without_a_proof_slots_stay_in_doubt_and_the_question_is_repeated_now_and_then(world):
+    world.register("p1", 0xA, POD)
+    world.ring.quarantine(world.grant(1, "p1@a"))
+    await world.passes(PATIENCE_SECONDS + 4 * ASK_SECONDS)
+    assert world.doubtful == 1
+    assert 4 <= len(world.asked) <= 5
+    assert world.read == 1, "whom it is about is known by now"
+    world.exited.add(POD.uid)
+    await world.passes(ASK_SECONDS)
+    assert world.doubtful == 0
+
+
+async def test_one_peer_s_end_frees_no_other_s_slots(world):
+    world.register("p1", 0xA, POD)
+    world.register("p2", 0xB, replace(POD, uid="uid-2"))
+    world.ring.quarantine(world.grant(1, "p1@a"))
+    world.ring.quarantine(world.grant(2, "p2@b"))
+    world.exited.add("uid-1")
+    await world.passes(10)
+    assert world.doubtful == 1
+    assert {pod.uid for pod in world.asked} == {"uid-1", "uid-2"}
+
+
+async def test_what_is_known_of_a_successor_is_not_believed_of_the_life_before(world):
+    """Its worker id may be the same, its pod is another one."""
+    world.register("p1", 0xB, POD)
+    world.exited.add(POD.uid)
+    world.ring.quarantine(world.grant(1, "p1@a"))
+    await world.passes(20)
+    assert world.doubtful == 1 and not world.asked
+
+
+async def test_a_life_that_was_learnt_in_time_is_remembered(world):
+    world.register("p1", 0xA, POD)
+    world.ring.quarantine(world.grant(1, "p1@a"))
+    await world.passes(PATIENCE_SECONDS + 1)
+    world.register("p1", 0xB, replace(POD, uid="uid-2"))
+    world.exited.add(POD.uid)
+    await world.passes(ASK_SECONDS)
+    assert world.doubtful == 0
+
+
+async def test_a_worker_outside_of_pods_is_asked_about_nowhere(world):
+    world.register("p1", 0xA, Pod())
+    world.ring.quarantine(world.grant(1, "p1@a"))
+    await world.passes(20)
+    assert world.doubtful == 1 and not world.asked
+
+
+@pytest.mark.parametrize("failure", [UnavailableError("the API answers 403"), redis.ConnectionError("gone")])
+async def test_who_cannot_be_asked_is_asked_again(world, failure):
+    world.register("p1", 0xA, POD)
+    world.exited.add(POD.uid)
+    world.failure = failure
+    world.ring.quarantine(world.grant(1, "p1@a"))
+    await world.passes(10)
+    assert world.doubtful == 1 and world.asked
+    world.failure = None
+    await world.passes(ASK_SECONDS)
+    assert world.doubtful == 0
