@@ -10,16 +10,24 @@ from collections.abc import Callable
 import redis
 
 from cluster.redis.connect import connect
+from cluster.redis.elsewhere import leave
 
 log = logging.getLogger(__name__)
-# KEYS: lease   ARGV: holder, ms. → 1: it is ours now.
+# KEYS: lease, when it ends (ms)   ARGV: holder, ms. → 1: it is ours now.
+# Neither key has a time to live: a full Redis evicts those that have one, and two autoscalers would hold the lease.
 _HOLD = """
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+local ends = tonumber(redis.call('GET', KEYS[2]) or '0')
+if holder and holder ~= ARGV[1] and now < ends then return 0 end
+redis.call('SET', KEYS[1], ARGV[1])
+redis.call('SET', KEYS[2], now + tonumber(ARGV[2]))
 return 1
 """
-_GIVE_UP = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
+_GIVE_UP = (
+    "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1], KEYS[2]) end return 0"
+)
 
 
 class Leadership:
@@ -33,7 +41,7 @@ class Leadership:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._client = connect(redis_url)
-        self._key = f"{{{namespace}}}:autoscaler"
+        self._keys = [f"{{{namespace}}}:autoscaler", f"{{{namespace}}}:autoscaler-until"]
         self._holder = secrets.token_hex(8)
         self._seconds = lease_seconds
         self._clock = clock
@@ -43,9 +51,10 @@ class Leadership:
         """Takes or renews the lease. False: another one has it, or Redis does not say."""
         asked = self._clock()
         try:
-            ours = bool(self._client.eval(_HOLD, 1, self._key, self._holder, int(self._seconds * 1000)))
+            ours = bool(self._client.eval(_HOLD, 2, *self._keys, self._holder, int(self._seconds * 1000)))
         except redis.RedisError as error:
             log.warning("no word on who may scale: %s", error)
+            leave(self._client, error)
             return self.sure()
         self._until = asked + self._seconds if ours else 0.0
         return ours
@@ -56,7 +65,7 @@ class Leadership:
 
     def close(self) -> None:
         try:
-            self._client.eval(_GIVE_UP, 1, self._key, self._holder)
+            self._client.eval(_GIVE_UP, 2, *self._keys, self._holder)
         except redis.RedisError as error:
             log.info("the lease is left to run out: %s", error)
         self._client.close()

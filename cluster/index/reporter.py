@@ -19,6 +19,7 @@ from cluster.index import scripts
 from cluster.membership import keys
 from cluster.membership.registration import Registration
 from cluster.redis.connect import connect
+from cluster.redis.elsewhere import leave
 
 log = logging.getLogger(__name__)
 BATCH_CHAINS = 64
@@ -52,7 +53,7 @@ class ChainReporter:
         self._sequence = 1
         self._wake = threading.Condition()
         self._stopping = False
-        self._slot = 0
+        self._standing = (0, 0)  # of the registration, when everything was said last
         self._dropped = False  # the queue ran over: only a resync makes the index true again
         self._thread = threading.Thread(target=self._run, name="chain-reporter", daemon=True)
 
@@ -71,6 +72,10 @@ class ChainReporter:
                 self._waiting.clear()
                 self._dropped = True
             self._wake.notify()
+
+    @property
+    def _slot(self) -> int:
+        return self._standing[0]
 
     @property
     def waiting(self) -> int:
@@ -94,6 +99,7 @@ class ChainReporter:
                     self._send_batch()
             except redis.RedisError as error:
                 log.debug("reports wait for Redis: %s", error)
+                leave(self._client, error)
                 self._pause(RETRY_SECONDS)
             except Exception as error:  # the engine was too busy to say what it holds, or is no more
                 log.warning("reports of cached prefixes wait: %r", error)
@@ -107,7 +113,9 @@ class ChainReporter:
             if not (self._waiting or self._unsaid or self._stopping):
                 self._wake.wait(RETRY_SECONDS)
             return self._registration.slot != 0 and (
-                bool(self._waiting or self._unsaid) or self._slot != self._registration.slot or self._dropped
+                bool(self._waiting or self._unsaid)
+                or self._standing != self._registration.standing
+                or self._dropped
             )
 
     def _pause(self, seconds: float) -> None:
@@ -117,16 +125,16 @@ class ChainReporter:
 
     def _resync_if_new_slot(self) -> bool:
         """False while a new slot is needed and there is none."""
-        if self._slot == self._registration.slot:
+        if self._standing == self._registration.standing:
             if not self._dropped:
                 return True
             self._registration.register_again()
-            if self._slot == self._registration.slot:
+            if self._standing == self._registration.standing:
                 return False
         self._dropped = False
-        slot, chains = self._registration.slot, list(self._all_chains())
+        standing, chains = self._registration.standing, list(self._all_chains())
         self._unsaid = deque(chains[i : i + BATCH_CHAINS] for i in range(0, len(chains), BATCH_CHAINS))
-        self._slot, self._sequence = slot, 1
+        self._standing, self._sequence = standing, 1
         return True
 
     def _send_batch(self) -> None:

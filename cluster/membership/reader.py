@@ -18,6 +18,7 @@ from cluster.membership import keys, scripts
 from cluster.membership.types import LEASE_DEAD_SECONDS, WorkerInfo, lease_of
 from cluster.pod import Pod
 from cluster.redis.connect import connect, connect_async
+from cluster.redis.elsewhere import leave_async
 from cluster.topology import Location
 
 _FIELDS = frozenset(field.name for field in fields(WorkerInfo))
@@ -82,6 +83,9 @@ class Members:
         self._keys = keys.registry(namespace)
         self._workers: list[WorkerInfo] = []
         self._task: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        self._next: asyncio.Task[None] | None = None  # a read that has not begun
+        self._reads: set[asyncio.Task[None]] = set()
         self.redis_ok = False
         self.errors = 0  # reads that Redis did not answer
         self._slots = 0  # given out so far, as Redis knows it
@@ -111,7 +115,23 @@ class Members:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def refresh(self) -> None:
-        """Reads once; keeps what is known when Redis does not answer."""
+        """Reads once; keeps what is known when Redis does not answer.
+
+        One read at a time, so that an older answer never replaces a newer one. Who asks while one is on its way shares
+        the next with all others who do: the one on its way may have been answered before what made them ask.
+        """
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._read_in_turn())
+            self._reads.add(self._next)
+            self._next.add_done_callback(self._reads.discard)
+        await asyncio.shield(self._next)
+
+    async def _read_in_turn(self) -> None:
+        async with self._turn:
+            self._next = None
+            await self._read_once()
+
+    async def _read_once(self) -> None:
         try:
             async with asyncio.timeout(LEASE_DEAD_SECONDS / 5):
                 answer = await self._read(keys=self._keys, args=[int(FORGET_SECONDS * 1000)])
@@ -120,6 +140,7 @@ class Members:
             if self.redis_ok:
                 log.warning("Redis is out of reach, going on with the last membership: %s", error)
             self.redis_ok = False
+            await leave_async(self._client, error)
             return
         now = time.monotonic()
         slots = int(answer[1])
@@ -142,6 +163,8 @@ class Members:
             # Not by cancelling: the Redis client may swallow a cancellation that meets its own deadline.
             self._closed.set()
             await asyncio.wait([self._task], timeout=LEASE_DEAD_SECONDS)
+        if self._reads:
+            await asyncio.wait(self._reads, timeout=LEASE_DEAD_SECONDS)
         await self._client.aclose()
 
     async def _run(self) -> None:

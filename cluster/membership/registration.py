@@ -16,6 +16,7 @@ import redis
 from cluster.membership import keys, scripts
 from cluster.membership.types import LEASE_DEAD_SECONDS, RENEW_SECONDS, Then, WorkerInfo
 from cluster.redis.connect import connect
+from cluster.redis.elsewhere import leave
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Registration:
         self._drain_script = self._client.register_script(scripts.DRAIN)
         self._info = replace(info, process=secrets.token_hex(8))
         self._left = False
+        self._standing = (0, 0)
         self._registered: WorkerInfo | None = None  # as Redis knows it: a new life may not be there yet
         self._drain: Then | None = None
         self._healthy = healthy
@@ -84,6 +86,11 @@ class Registration:
     @property
     def name(self) -> str:
         return self._info.name
+
+    @property
+    def standing(self) -> tuple[int, int]:
+        """Slot, and how often this worker has registered: an emptied Redis may give out the same slot again."""
+        return self._standing
 
     @property
     def unreachable(self) -> bool:
@@ -139,6 +146,7 @@ class Registration:
             action()
         except redis.RedisError as error:
             self.errors += 1
+            leave(self._client, error)
             if not self._unreachable:
                 log.warning("Redis is out of reach, going on without it: %s", error)
             self._unreachable = True
@@ -171,6 +179,7 @@ class Registration:
             )
             self._info = replace(info, slot=int(answer))
             self._registered = self._info
+            self._standing = self._info.slot, self._standing[1] + 1
         self._on_registered(self._info.slot)
 
     def _do_renew(self) -> None:

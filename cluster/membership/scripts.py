@@ -65,8 +65,10 @@ return 1
 
 # Same keys   ARGV: forget_after_ms
 # → now_ms, the last slot given out, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?)
-# for each. Long dead workers are forgotten.
+# for each. Long dead workers are forgotten. The first call writes nothing, but a replica refuses it: a router must not go
+# on with what a server knows that others have replaced.
 READ = """
+redis.call('HDEL', KEYS[1], '')
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
 local out = {ms, tonumber(redis.call('GET', KEYS[4]) or '0')}

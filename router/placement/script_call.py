@@ -17,6 +17,8 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
+from cluster.redis.elsewhere import ElsewhereError, says_elsewhere
+
 Argument = bytes | str | int | float
 _MORE = object()
 
@@ -43,7 +45,7 @@ class ScriptCall:
                 return await line.ask(packed, seconds)
             except NoScriptError:
                 pass
-            except redis.ConnectionError:  # Redis was restarted
+            except redis.ConnectionError:  # Redis was restarted, or another one has taken over
                 pass
         async with asyncio.timeout(seconds):
             line = await self._open()
@@ -98,7 +100,7 @@ class _Line(asyncio.Protocol):
         deadline = self._loop.call_later(seconds, self._late, answer)
         try:
             return await answer
-        except redis.ResponseError:
+        except (redis.ResponseError, ElsewhereError):
             raise
         except BaseException:
             self._on_unheard()
@@ -111,6 +113,8 @@ class _Line(asyncio.Protocol):
         while (said := self._reader.gets()) is not _MORE:
             if isinstance(said, hiredis.PushNotification):
                 continue
+            if isinstance(said, ElsewhereError):
+                self.open = False
             answer = self._asked.popleft()
             if answer.done():  # too late, or cancelled
                 self._on_unheard()
@@ -147,4 +151,6 @@ class _Line(asyncio.Protocol):
 
 def _error(text: str) -> redis.RedisError:
     code, _, rest = text.partition(" ")
+    if says_elsewhere(text):
+        return ElsewhereError(text)
     return NoScriptError(rest) if code == "NOSCRIPT" else redis.ResponseError(text)

@@ -1,19 +1,19 @@
 -- Charges a request to its tenant's buckets, takes another router's charge over, or says when it may come again.
--- KEYS: quota:<tenant>, quota-request:<name>
+-- KEYS: as in records.lua
 -- ARGV: requests a minute, tokens a minute (0 = no limit), tokens expected,
 --       owner, again (1: another router may have charged it), tokens its client holds, ms the record is kept
 -- -> {0, 0, taken over}, or {1 = requests | 2 = tokens, milliseconds until there is room, 0}; then nothing was charged
 -- A bucket holds what has been used and leaks a minute's worth a minute: an empty Redis forgives, and a limit that
 -- changes counts at once.
 local MOST_ROUTERS = 16  -- that one charge may be taken over by: a client goes through each router twice at most
-local call = redis.call
-local t = call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
 local limits = {tonumber(ARGV[1]), tonumber(ARGV[2])}
 local expected = tonumber(ARGV[3])
 
 local record = call('HMGET', KEYS[2], 'owner', 'charged', 'times')
 local before, charged, times = record[1], tonumber(record[2]) or 0, tonumber(record[3]) or 0
+if was_applied('settle:' .. ARGV[4]) or was_applied('charge:' .. ARGV[4]) then
+  return {0, 0, (before == ARGV[4] and times > 0) and 1 or 0}
+end
 local taken = ARGV[5] == '1' and before and before ~= 'done' and times < MOST_ROUTERS
 local costs = {1, expected}
 if taken then costs = {0, math.max(0, expected - charged)} end
@@ -39,8 +39,9 @@ for i = 1, 2 do
     expire = math.max(expire, math.ceil(used[i] * 60000 / limits[i]) + 1000)
   end
 end
+applied('charge:' .. ARGV[4])
 call('HSET', KEYS[1], 'requests', tostring(used[1]), 'tokens', tostring(used[2]), 'at', now)
-call('PEXPIRE', KEYS[1], expire)
+keep(KEYS[1], expire)
 
 if taken then
   if before ~= '' then call('HSET', KEYS[2], 'taken:' .. before, ARGV[6]) end
@@ -49,5 +50,5 @@ else
   -- A request of the same name and prompt that is charged already is another one: it settles by what it remembers.
   call('HSET', KEYS[2], 'owner', ARGV[4], 'charged', expected, 'times', 0)
 end
-call('PEXPIRE', KEYS[2], ARGV[7])
+keep(KEYS[2], tonumber(ARGV[7]))
 return {0, 0, taken and 1 or 0}

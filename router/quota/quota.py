@@ -12,12 +12,15 @@ A request whose client goes on at another router is charged once. Beside the buc
 
 If A lives after all, it pays only for tokens that its client did not take along.
 
-A call whose answer nobody heard (too late, or cancelled) may have charged or not: the record tells when it is settled.
+A call whose answer was lost (too late, or cancelled) may have been applied or not. Charge and settlement carry the
+charge's owner, and Redis applies each once, whatever is repeated or comes late; a settlement without an answer is said
+again until it has one, or is too old.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -32,7 +35,9 @@ from cluster.errors import OverloadedError
 from cluster.follow_ups import FollowUps
 from cluster.telemetry.histogram import CALL_SECONDS as LATENCIES
 from cluster.telemetry.histogram import Histogram
+from router.placement.rest import Rest
 from router.placement.script_call import Argument, ScriptCall
+from router.quota.unsettled import Unsettled
 
 log = logging.getLogger(__name__)
 CALL_SECONDS = 0.1
@@ -44,6 +49,11 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute")
 
 def _lua(name: str) -> str:
     return resources.files("router.quota").joinpath(name).read_text()
+
+
+def script_source(name: str) -> str:
+    """A script, whole."""
+    return _lua("records.lua") + _lua(name)
 
 
 @dataclass(frozen=True)
@@ -78,13 +88,23 @@ class Use:
     finished: bool = True
 
 
+@dataclass(frozen=True, eq=False)
+class _Settlement:
+    charge: Charge
+    arguments: tuple[Argument, ...]
+
+
 class Quota:
     def __init__(self, redis_url: str, namespace: str, registry: CollectorRegistry):
-        self._charge = ScriptCall(redis_url, _lua("charge.lua"))
-        self._settle = ScriptCall(redis_url, _lua("settle.lua"))
+        self._charge = ScriptCall(redis_url, script_source("charge.lua"))
+        self._settle = ScriptCall(redis_url, script_source("settle.lua"))
+        self._shared_keys = [f"{{{namespace}}}:quota-{name}" for name in ("expiry", "applied")]
         self._prefix = f"{{{namespace}}}:quota:"
         self._records = f"{{{namespace}}}:quota-request:"
-        self._down_until = 0.0
+        self._rest = Rest(RETRY_SECONDS)
+        self._unsettled: Unsettled[_Settlement] = Unsettled()
+        self._repeating = False
+        self._closed = asyncio.Event()
         self.seconds = Histogram(LATENCIES)
         self.errors = 0  # calls that Redis did not answer in time
         self._is_down = False
@@ -116,7 +136,7 @@ class Quota:
         """
         if not limits:
             return None
-        if self._resting:
+        if not self._rest.may_ask():
             self.unchecked.inc()
             return None
         charge = Charge(tenant, limits, tokens, claim or Claim())
@@ -163,17 +183,50 @@ class Quota:
             charge.limits.tokens_per_minute or 0,
             int(charge.certain),
         )
-        if self._resting:
-            return
-        await self._call(self._settle, charge, arguments)
+        settlement = _Settlement(charge, arguments)
+        said = False
+        try:
+            said = self._rest.may_ask() and await self._say(settlement)
+        finally:
+            if not said:
+                self._keep(settlement)
+
+    async def _say(self, settlement: _Settlement) -> bool:
+        return await self._call(self._settle, settlement.charge, settlement.arguments) is not None
+
+    def _keep(self, settlement: _Settlement) -> None:
+        self._unsettled.add(settlement)
+        if not self._repeating:
+            self._repeating = True
+            self._follow_ups.spawn(self._say_again())
+
+    async def _say_again(self) -> None:
+        """Until none waits, or this router closes; then each gets a last try while Redis answers."""
+        try:
+            while (settlement := self._unsettled.oldest()) is not None:
+                if self._rest.may_ask() and await self._say(settlement):
+                    self._unsettled.done(settlement)
+                elif self._closed.is_set():
+                    return
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(RETRY_SECONDS / 2):
+                            await self._closed.wait()
+        finally:
+            self._repeating = False
+
+    @property
+    def unsettled(self) -> int:
+        """Settlements that wait for Redis."""
+        return len(self._unsettled)
+
+    @property
+    def settlements_dropped(self) -> int:
+        return self._unsettled.dropped
 
     async def _take_back(self, charge: Charge) -> None:
         await asyncio.sleep(TAKE_BACK_SECONDS)
         await self.settle(replace(charge, certain=False), None)
-
-    @property
-    def _resting(self) -> bool:
-        return time.monotonic() < self._down_until
 
     async def _call(
         self, script: ScriptCall, charge: Charge, arguments: tuple[Argument, ...]
@@ -181,16 +234,17 @@ class Quota:
         """None: Redis did not answer in time."""
         began = time.monotonic()
         try:
-            keys = [self._prefix + charge.tenant, self._records + charge.claim.name]
+            keys = [self._prefix + charge.tenant, self._records + charge.claim.name, *self._shared_keys]
             answer = await script(keys, arguments, CALL_SECONDS)
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
-            self._down_until = time.monotonic() + RETRY_SECONDS
+            self._rest.failed()
             if not self._is_down:
                 log.warning("quotas are not checked while Redis does not answer: %s", error or "too slow")
             self._is_down = True
             return None
         self.seconds.observe(time.monotonic() - began)
+        self._rest.answered()
         if self._is_down:
             log.info("quotas are checked again")
         self._is_down = False
@@ -198,5 +252,7 @@ class Quota:
 
     async def close(self) -> None:
         await self._follow_ups.wait(TAKE_BACK_SECONDS + CALL_SECONDS)
+        self._closed.set()
+        await self._follow_ups.wait(2 * CALL_SECONDS)
         await self._charge.close()
         await self._settle.close()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from baton.autoscaling.leader import Leadership
+from tests.waiting import wait_for
 
 LEASE = 10.0
 WHO = st.integers(0, 2)
@@ -64,7 +65,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             if self.now >= self.lease_ends:
                 client.delete(self.key)
             elif client.exists(self.key):
-                client.pexpire(self.key, 3_600_000)
+                client.set(f"{self.key}-until", 1 << 53)
 
         @rule(seconds=SECONDS)
         def waits(self, seconds: float) -> None:
@@ -112,9 +113,10 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 assert len(sure) <= 1, "two autoscalers would act"
                 holder = client.get(self.key)
                 assert not sure or (holder is not None and holder.decode() == sure[0]._holder)
+                assert client.pttl(self.key) in (-1, -2), "a full Redis would evict it"
 
         def teardown(self) -> None:
-            client.delete(self.key)
+            client.delete(self.key, f"{self.key}-until")
 
     return Leaders
 
@@ -125,3 +127,14 @@ def test_leaders_in_any_order(redis_url):
     )
     with redis.Redis.from_url(redis_url) as client:
         run_state_machine_as_test(machine(client, redis_url), settings=how)
+
+
+def test_a_lease_that_is_not_renewed_ends_by_rediss_clock(redis_url):
+    namespace = f"test-{secrets.token_hex(4)}"
+    first, second = (Leadership(redis_url, namespace, 0.2) for _ in range(2))
+    assert first.hold() and not second.hold()
+    wait_for(second.hold, 30.0, "the lease has ended")
+    assert not first.hold()
+    second.close()
+    assert first.hold(), "given up"
+    first.close()

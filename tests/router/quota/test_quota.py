@@ -204,9 +204,21 @@ async def test_records_are_forgotten(routers, redis_url, namespace):
     settled = await charged(routers[0], Claim("settled"))
     await charged(routers[0], Claim("open", seconds=90))
     await routers[0].settle(settled, Use(PROMPT, 1))
-    prefix = f"{{{namespace}}}:quota-request:"
+    prefix, expiry = f"{{{namespace}}}:quota-request:", f"{{{namespace}}}:quota-expiry"
     assert client.exists(prefix + "settled") == 0
-    assert 80_000 < client.pttl(prefix + "open") <= 90_000
+    now = client.time()[0] * 1000
+    ends = client.zscore(expiry, prefix + "open")
+    assert 80_000 < ends - now <= 91_000
+    for left in range(20):  # others, whose time is over
+        client.hset(f"{prefix}{left}", "owner", "dead")
+        client.zadd(expiry, {f"{prefix}{left}": now - 1})
+    for _ in range(4):
+        await charged(routers[0], Claim(), tokens=1)
+    assert not [left for left in range(20) if client.exists(f"{prefix}{left}")], "a sweep forgets them"
+    assert client.exists(prefix + "open")
+    assert [key for key in client.scan_iter(f"{{{namespace}}}:*") if client.pttl(key) != -1] == [], (
+        "Redis may evict what has a time to live"
+    )
     client.close()
 
 
@@ -286,7 +298,13 @@ async def test_an_idle_bucket_is_forgotten(routers, redis_url, namespace):
 
     await admitted(routers, RateLimits(requests_per_minute=600, tokens_per_minute=6000), 1, 10)
     client = redis.Redis.from_url(redis_url)
-    assert 0 < client.pttl(f"{{{namespace}}}:quota:t") <= 1200
+    bucket, expiry = f"{{{namespace}}}:quota:t", f"{{{namespace}}}:quota-expiry"
+    seconds, micros = client.time()
+    assert 0 < client.zscore(expiry, bucket) - (seconds * 1000 + micros / 1000) <= 1200
+    client.zadd(expiry, {bucket: seconds * 1000 - 1})
+    (charge,) = await admitted(routers, RateLimits(requests_per_minute=600, tokens_per_minute=6000), 1, 10)
+    assert client.hget(bucket, "requests") == b"1", "the first one is forgotten"
+    await routers[0].settle(charge, None)
     client.close()
 
 

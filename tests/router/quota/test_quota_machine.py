@@ -1,12 +1,16 @@
 """Charges that change hands, in any order: routers that die, let go, settle late or twice over each other, clients that
-claim again with more tokens, with none, or after the end, others that use the same name. Whatever happens, a bucket holds
-what has been used and what is still charged, and nothing else. The scripts are the real ones, with a clock of ours."""
+claim again with more tokens, with none, or after the end, others that use the same name. On the way to Redis calls are
+repeated, lose their answers, arrive late and in another order. Whatever happens, a bucket holds what has been used and
+what is still charged, and nothing else. The scripts are the real ones, with a clock of ours."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import redis
@@ -21,9 +25,12 @@ from router.quota import quota as module
 from router.quota.quota import Charge, Claim, Quota, Use
 
 NAMES = st.sampled_from(["a", "b", "c"])
+WAYS = st.sampled_from(["well", "well", "well", "repeated", "answer lost", "late"])
 PROMPT = 10
 LIMITS = RateLimits(requests_per_minute=60, tokens_per_minute=6000)  # one a second, a hundred a second
 TOKENS_A_SECOND, MOST_ROUTERS = 100.0, 16
+REMEMBERED_SECONDS = 120  # what was applied
+REACHED: Counter[str] = Counter()
 
 
 @dataclass(eq=False)
@@ -31,8 +38,12 @@ class Held:
     """A charge that its router has not settled; `taken_with`: so many tokens its client took along to another one."""
 
     charge: Charge
+    again: bool
     shown: int  # tokens of the answer that the client had when it came here
+    applied_at: int | None = None  # None: Redis has not charged it, as far as it got
     taken_with: int | None = None
+    settled: bool = False
+    lost: bool = False  # its record was forgotten, or begun anew, since
 
 
 @dataclass
@@ -41,14 +52,55 @@ class Record:
 
     owner: Held | None  # None: let go
     charged: int
+    until: int  # ms
     times: int = 0
     done: bool = False
 
 
-def lua_with_our_clock(name: str) -> str:
-    text = (module.resources.files("router.quota").joinpath(name)).read_text()
-    assert text.count("call('TIME')") == 1
-    return text.replace("call('TIME')", "{call('GET', KEYS[1] .. ':clock') or '0', '0'}")
+@dataclass
+class Sent:
+    """A call: its script, keys and arguments; what it does to the model when it is first carried out."""
+
+    script: str
+    keys: list[str]
+    arguments: list[Any]
+    at: int
+    held: Held | None = None
+    use: Use | None = None
+    arrived: bool = False
+
+
+@dataclass
+class Way:
+    """In place of a router's ScriptCall."""
+
+    machine: Any
+    source: str
+    sent: list[Sent] = field(default_factory=list)
+
+    async def __call__(self, keys: Any, arguments: Any, seconds: float) -> Any:
+        call = Sent(self.source, list(keys), list(arguments), self.machine.now)
+        self.sent.append(call)
+        self.machine.sent.append(call)
+        how = self.machine.way
+        REACHED[how] += 1
+        if how == "late":
+            raise TimeoutError("Redis did not answer in time")
+        call.arrived = True
+        answer = self.machine.run(call)
+        if how == "repeated" and (not answer or answer[0] == 0):
+            assert self.machine.run(call) == answer, "a repetition has another answer"
+        if how == "answer lost":
+            raise TimeoutError("Redis did not answer in time")
+        return answer
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def with_our_clock(source: str) -> str:
+    assert source.count("call('TIME')") == 1
+    return source.replace("call('TIME')", "{call('GET', KEYS[1] .. ':clock') or '0', '0'}")
 
 
 def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
@@ -58,17 +110,21 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             self.loop = asyncio.new_event_loop()
             self.namespace = f"test-{secrets.token_hex(4)}"
             self.bucket_key = f"{{{self.namespace}}}:quota:t"
-            self.now = 1000
+            self.now, self.way = 1000, "well"
             self.used = [0.0, 0.0]  # requests, tokens
-            self.at = 0
+            self.at = self.until = 0
             self.exists = False
             self.held: list[Held] = []
             self.records: dict[str, Record] = {}
+            self.sent: list[Sent] = []
             self.tick(0)
 
         def tick(self, seconds: int) -> None:
             self.now += seconds
             client.set(f"{self.bucket_key}:clock", self.now)
+
+        def run(self, call: Sent) -> Any:
+            return client.eval(call.script, len(call.keys), *call.keys, *call.arguments)
 
         @initialize()
         def build(self) -> None:
@@ -76,64 +132,75 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 return [Quota(url, self.namespace, CollectorRegistry()) for _ in range(2)]
 
             self.quotas = self.loop.run_until_complete(make())
+            for quota in self.quotas:
+                quota._charge = Way(self, with_our_clock(module.script_source("charge.lua")))  # type: ignore[assignment]
+                quota._settle = Way(self, with_our_clock(module.script_source("settle.lua")))  # type: ignore[assignment]
+                quota._repeating = True  # said again where this machine says so
 
-        @rule(
-            name=NAMES, again=st.booleans(), more=st.integers(0, 40), expected=st.sampled_from([20, 100, 900])
-        )
-        def charges(self, name: str, again: bool, more: int, expected: int) -> None:
-            """A new request; or one that says it goes on, with some more tokens than its last router had from it."""
-            record = self.records.get(name)
-            begun = record.owner.shown if record is not None and record.owner is not None else 0
-            shown = begun + more if again else 0
-            claim = Claim(name, again, shown)
-            taken = again and record is not None and not record.done and record.times < MOST_ROUTERS
-            cost = [0, max(0, expected - record.charged)] if taken and record is not None else [1, expected]
-            leaked = self.leaked()
-            full = [leaked[0] + 1 - 60 > 0.001, leaked[1] + min(cost[1], 6000) - 6000 > 0.001]
-            quota = self.quotas[more % 2]
-            before = quota.taken_over._value.get()
-            if any(full) and not taken:
-                with pytest.raises(OverloadedError):
-                    self.loop.run_until_complete(quota.charge("t", LIMITS, expected, claim))
-                return
-            charge = self.loop.run_until_complete(quota.charge("t", LIMITS, expected, claim))
-            assert charge is not None
-            assert quota.taken_over._value.get() - before == taken, "taken over, or not, wrongly"
-            self.used = [leaked[0] + cost[0], leaked[1] + cost[1]]
-            self.at, self.exists = self.now, True
-            held = Held(charge, shown)
-            self.held.append(held)
-            if taken and record is not None:
-                if record.owner is not None:
-                    record.owner.taken_with = shown
-                record.owner, record.charged, record.times = held, record.charged + cost[1], record.times + 1
-            else:
-                self.records[name] = Record(held, expected)
+        # --- the model -------------------------------------------------------------------------------------
+
+        def forget(self) -> None:
+            """What is over by now."""
+            if self.exists and self.until <= self.now * 1000:
+                self.exists, self.used = False, [0.0, 0.0]
+            for name in [name for name, one in self.records.items() if one.until <= self.now * 1000]:
+                self.drop(name)
+
+        def drop(self, name: str) -> None:
+            del self.records[name]
+            for other in [one.held for one in self.sent if one.held is not None]:
+                if other.charge.claim.name == name:
+                    other.lost = True
 
         def leaked(self) -> list[float]:
             passed = max(0, self.now - self.at) if self.exists else 0
             return [max(0.0, self.used[0] - passed), max(0.0, self.used[1] - passed * TOKENS_A_SECOND)]
 
-        @rule(
-            pick=st.integers(0, 20),
-            made=st.integers(0, 60),
-            how=st.sampled_from(["done", "done", "left", "none"]),
-        )
-        def settles(self, pick: int, made: int, how: str) -> None:
-            """Also long after another router has taken the charge over, or settled it."""
-            if not self.held:
+        def would(self, name: str, again: bool, expected: int) -> tuple[bool, bool]:
+            """Is a charge refused; is it taken over."""
+            record = self.records.get(name)
+            taken = again and record is not None and not record.done and record.times < MOST_ROUTERS
+            leaked = self.leaked()
+            full = leaked[0] + 1 - 60 > 0.001 or leaked[1] + min(expected, 6000) - 6000 > 0.001
+            return full and not taken, taken
+
+        def charge_arrives(self, held: Held) -> None:
+            name, expected = held.charge.claim.name, held.charge.tokens
+            refused, taken = self.would(name, held.again, expected)
+            if refused:
                 return
-            held = self.held.pop(pick % len(self.held))
-            use = None if how == "none" else Use(PROMPT, held.shown + made, finished=how == "done")
-            self.loop.run_until_complete(self.quotas[pick % 2].settle(held.charge, use))
-            output = held.shown + made if use is not None else 0
+            record = self.records.get(name)
+            cost = [0, max(0, expected - record.charged)] if taken and record is not None else [1, expected]
+            leaked = self.leaked()
+            self.used = [leaked[0] + cost[0], leaked[1] + cost[1]]
+            self.at, self.exists = self.now, True
+            room = [math.ceil(self.used[0] * 1000), math.ceil(self.used[1] * 10)]
+            self.until = self.now * 1000 + max(room) + 1000
+            held.applied_at = self.now
+            until = self.now * 1000 + int(held.charge.claim.seconds * 1000)
+            if taken and record is not None:
+                if record.owner is not None:
+                    record.owner.taken_with = held.shown
+                record.owner, record.charged, record.times = held, record.charged + cost[1], record.times + 1
+                record.until = until
+            else:
+                self.records[name] = Record(held, expected, until)
+
+        def settle_arrives(self, held: Held, use: Use | None) -> None:
+            if held.settled:
+                return
+            held.settled = True
+            output = use.output_tokens if use is not None else 0
             prompt = PROMPT if use is not None else 0
             record = self.records.get(held.charge.claim.name)
-            if held.taken_with is not None and record is not None and self.remembers(record, held):
+            if held.taken_with is not None and record is not None and not held.lost:
                 requests = 1 if held.taken_with == 0 and use is not None else 0
                 more = max(0, output - held.taken_with) if held.taken_with > 0 else prompt + output
             else:
                 ours = record is not None and record.owner is held
+                known = held.applied_at is not None and self.now - held.applied_at < REMEMBERED_SECONDS
+                if not held.charge.certain and not ours and not known:
+                    return
                 requests = 0 if use is not None else -1
                 more = (
                     prompt + output - (record.charged if ours and record is not None else held.charge.tokens)
@@ -142,21 +209,14 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                     self.ended(held.charge.claim.name, record, use, prompt + output)
             self.change(requests, more)
 
-        def remembers(self, record: Record, held: Held) -> bool:
-            """The record was not forgotten, or begun anew, since."""
-            key = f"{{{self.namespace}}}:quota-request:{held.charge.claim.name}"
-            return held.taken_with is not None and not hasattr(held, "lost") and bool(client.exists(key))
-
         def ended(self, name: str, record: Record, use: Use | None, spent: int) -> None:
+            record.until = self.now * 1000 + 60_000
             if use is not None and not use.finished:
                 record.owner, record.charged = None, spent
             elif record.times > 0:
                 record.owner, record.done = None, True
             else:
-                del self.records[name]
-                for other in self.held:
-                    if other.charge.claim.name == name:
-                        other.lost = True  # type: ignore[attr-defined]
+                self.drop(name)
 
         def change(self, requests: int, more: int) -> None:
             if not self.exists and more <= 0 and requests <= 0:
@@ -164,6 +224,107 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             if not self.exists:
                 self.at, self.exists = self.now, True
             self.used = [max(0.0, self.used[0] + requests), max(0.0, self.used[1] + more)]
+            self.until = self.now * 1000 + max(60_000, math.ceil(self.used[1] * 10)) + 1000
+
+        # --- what happens ----------------------------------------------------------------------------------
+
+        @rule(
+            name=NAMES,
+            again=st.booleans(),
+            more=st.integers(0, 40),
+            expected=st.sampled_from([20, 100, 900]),
+            way=WAYS,
+        )
+        def charges(self, name: str, again: bool, more: int, expected: int, way: str) -> None:
+            """A new request; or one that says it goes on, with some more tokens than its last router had from it."""
+            self.forget()
+            record = self.records.get(name)
+            begun = record.owner.shown if record is not None and record.owner is not None else 0
+            shown = begun + more if again else 0
+            claim, quota, self.way = Claim(name, again, shown), self.quotas[more % 2], way
+            refused, taken = self.would(name, again, expected)
+            before = quota.taken_over._value.get()
+            if refused and way in ("well", "repeated"):
+                with pytest.raises(OverloadedError):
+                    self.loop.run_until_complete(quota.charge("t", LIMITS, expected, claim))
+                return
+            charge = self.loop.run_until_complete(quota.charge("t", LIMITS, expected, claim))
+            assert charge is not None and charge.certain == (way in ("well", "repeated"))
+            if charge.certain:
+                assert quota.taken_over._value.get() - before == taken, "taken over, or not, wrongly"
+            held = Held(charge, again, shown)
+            self.sent[-1].held = held
+            if way != "late":
+                self.charge_arrives(held)
+            self.held.append(held)
+
+        @rule(
+            pick=st.integers(0, 20),
+            made=st.integers(0, 60),
+            how=st.sampled_from(["done", "done", "left", "none"]),
+            way=WAYS,
+            again=st.booleans(),
+        )
+        def settles(self, pick: int, made: int, how: str, way: str, again: bool) -> None:
+            """Also long after another router has taken the charge over, or settled it."""
+            if not self.held:
+                return
+            self.forget()
+            self.way = way
+            held = self.held[pick % len(self.held)]
+            use = None if how == "none" else Use(PROMPT, held.shown + made, finished=how == "done")
+            quota = self.quotas[pick % 2]
+            waiting = quota.unsettled
+            self.loop.run_until_complete(quota.settle(held.charge, use))
+            assert quota.unsettled - waiting == (way in ("answer lost", "late")), (
+                "it is kept until it is answered"
+            )
+            self.sent[-1].held, self.sent[-1].use = held, use
+            self.held.remove(held)
+            if way != "late":
+                self.settle_arrives(held, use)
+            if again:
+                self.unsettled_are_said_again(pick % 2)
+
+        @rule(which=st.integers(0, 1))
+        def unsettled_are_said_again(self, which: int) -> None:
+            """Those whose answer was lost too."""
+            self.forget()
+            quota, self.way = self.quotas[which], "well"
+            waiting, before = [one.charge for _, one in quota._unsettled._waiting], list(self.sent)
+            self.loop.run_until_complete(quota._say_again())
+            quota._repeating = True
+            assert quota.unsettled == 0
+            for charge in waiting:
+                call = next(
+                    one
+                    for one in before
+                    if one.held is not None
+                    and one.held.charge is charge
+                    and one.script == quota._settle.source
+                )
+                REACHED["said again"] += 1
+                assert call.held is not None
+                self.settle_arrives(call.held, call.use)
+
+        @rule(data=st.data())
+        def a_call_arrives_late_or_again(self, data: st.DataObject) -> None:
+            """However late: while Redis remembers what it has applied."""
+            self.forget()
+            lately = [one for one in self.sent if one.held is not None and self.now - one.at < 100]
+            if not lately:
+                return
+            call = lately[data.draw(st.integers(0, len(lately) - 1))]
+            charging = "-- Charges a request" in call.script
+            if charging and call.arrived and call.held.applied_at is None:
+                return  # it was refused: the same again is another question
+            self.run(call)
+            first, call.arrived = not call.arrived, True
+            REACHED["arrived late" if first else "arrived again"] += 1
+            if charging and first and not call.held.settled:
+                self.charge_arrives(call.held)
+            elif not charging:
+                self.settle_arrives(call.held, call.use)
 
         @rule(pick=st.integers(0, 20))
         def a_router_dies(self, pick: int) -> None:
@@ -175,12 +336,24 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def time_passes(self, seconds: int) -> None:
             self.tick(seconds)
 
+        # --- what holds ------------------------------------------------------------------------------------
+
+        def stored(self, key: str, *fields: str) -> list[bytes | None]:
+            """None of what is over and not swept yet."""
+            ends = client.zscore(f"{{{self.namespace}}}:quota-expiry", key)
+            if client.exists(key):
+                assert ends is not None, "it would stay for ever"
+                assert client.pttl(key) == -1, "it could be evicted"
+            if ends is not None and ends <= self.now * 1000:
+                return [None] * len(fields)
+            return client.hmget(key, *fields)  # type: ignore[return-value]
+
         @invariant()
         def the_bucket_holds_what_was_used_and_what_is_charged(self) -> None:
             if not hasattr(self, "quotas"):
                 return
-            kept = client.hmget(self.bucket_key, "requests", "tokens")
-            found = [float(one or 0) for one in kept]
+            self.forget()
+            found = [float(one or 0) for one in self.stored(self.bucket_key, "requests", "tokens")]
             assert found == pytest.approx(self.used, abs=0.01)
             assert min(found) >= 0.0
 
@@ -188,13 +361,14 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def records_say_who_pays(self) -> None:
             if not hasattr(self, "quotas"):
                 return
+            self.forget()
             for name in ("a", "b", "c"):
-                stored = client.hmget(f"{{{self.namespace}}}:quota-request:{name}", "owner", "charged")
+                stored = self.stored(f"{{{self.namespace}}}:quota-request:{name}", "owner", "charged")
                 record = self.records.get(name)
                 if record is None:
                     assert stored[0] is None, "a record outlives its request"
                     continue
-                assert stored[0] is not None
+                assert stored[0] is not None and stored[1] is not None
                 owner = (
                     "done" if record.done else record.owner.charge.owner if record.owner is not None else ""
                 )
@@ -212,11 +386,11 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
 
 def test_charges_in_any_order(redis_url, monkeypatch):
-    monkeypatch.setattr(module, "_lua", lua_with_our_clock)
-    # What a busy machine lets wait must not count as an outage.
-    monkeypatch.setattr(module, "CALL_SECONDS", 30.0)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
     how = settings(
-        max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     with redis.Redis.from_url(redis_url) as client:
         run_state_machine_as_test(machine(client, redis_url), settings=how)
+    for what in ("repeated", "answer lost", "late", "said again", "arrived late", "arrived again"):
+        assert REACHED[what] > 0, f"hardly ever: {what}: {REACHED}"

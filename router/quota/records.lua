@@ -1,0 +1,31 @@
+-- What charge.lua and settle.lua share. No key here has a time to live: Redis may evict those, and buckets are no cache.
+-- KEYS: quota:<tenant>, quota-request:<name>, quota-expiry, quota-applied
+-- quota-expiry: key -> ms at which it is forgotten. quota-applied: "charge:<owner>" or "settle:<owner>" -> ms at which
+-- that it was applied is forgotten; a call that is repeated, or that arrives after its settle, is applied no more.
+local SWEPT = 8  -- of each, at most, in a call: more than a call adds
+local APPLIED_MS, MOST_APPLIED = 120000, 50000
+local call = redis.call
+local t = call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+
+local function keep(key, ms) call('ZADD', KEYS[3], now + ms, key) end
+
+local function forget(key)
+  call('DEL', key)
+  call('ZREM', KEYS[3], key)
+end
+
+local function was_applied(what) return call('ZSCORE', KEYS[4], what) end
+
+local function applied(what)
+  call('ZADD', KEYS[4], now + APPLIED_MS, what)
+  call('ZREMRANGEBYRANK', KEYS[4], 0, -MOST_APPLIED - 1)
+end
+
+for i = 1, 2 do
+  local ends = call('ZSCORE', KEYS[3], KEYS[i])
+  if ends and tonumber(ends) <= now then forget(KEYS[i]) end
+end
+for _, key in ipairs(call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, SWEPT)) do forget(key) end
+local old = call('ZRANGEBYSCORE', KEYS[4], '-inf', now, 'LIMIT', 0, SWEPT)
+if #old > 0 then call('ZREM', KEYS[4], unpack(old)) end

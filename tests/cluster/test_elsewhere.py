@@ -1,0 +1,210 @@
+"""Real Redis servers that become replicas and masters again, behind one address: a link to a unix socket. Whoever is told
+that another server is to be asked leaves the connection, and finds the other one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from redis.exceptions import ReadOnlyError
+
+from cluster.block_hash import hash_blocks, make_salt, pack_tokens
+from cluster.index.reporter import ChainReporter
+from cluster.membership.reader import Members, read_workers
+from cluster.membership.registration import Registration
+from cluster.membership.types import WorkerInfo
+from cluster.redis.elsewhere import ElsewhereError
+from cluster.redis.embedded import EmbeddedRedis
+from router.placement.script_call import ScriptCall
+from tests.waiting import until, wait_for
+
+SECONDS = 30.0
+WRITES = "return redis.call('INCR', KEYS[1])"
+INFO = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+
+
+class Pair:
+    """Two servers; the address leads to one of them."""
+
+    def __init__(self, directory: Path):
+        self.servers = [EmbeddedRedis.start(directory / name) for name in ("a", "b")]
+        self._link = directory / "current.sock"
+        self.url = f"unix://{self._link}"
+        self.lead_to(0)
+
+    def lead_to(self, number: int) -> None:
+        """The other one becomes a replica whose master is out of reach, and keeps its connections."""
+        there, fresh = self.servers[number], self._link.with_suffix(".new")
+        fresh.symlink_to(there.url.removeprefix("unix://"))
+        os.replace(fresh, self._link)
+        self._told(number, "NO", "ONE")
+        self._told(1 - number, "127.0.0.1", "1")
+
+    def _told(self, number: int, *master: str) -> None:
+        with redis.Redis.from_url(self.servers[number].url) as client:
+            client.execute_command("REPLICAOF", *master)
+
+    def workers_of(self, number: int, namespace: str) -> list[str]:
+        return [one.worker_id for one in read_workers(self.servers[number].url, namespace)]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    for server in made.servers:
+        server.stop()
+
+
+async def test_a_script_finds_the_new_master_and_the_old_one_again(pair: Pair, namespace: str) -> None:
+    script = ScriptCall(pair.url, WRITES)
+    key = f"{{{namespace}}}:count"
+    try:
+        for number in (0, 1, 0, 1):
+            pair.lead_to(number)
+            before = int(await _get(pair, number, key) or 0)
+            for _ in range(3):
+                await script([key], [], 5.0)
+            assert int(await _get(pair, number, key)) == before + 3
+    finally:
+        await script.close()
+
+
+async def _get(pair: Pair, number: int, key: str) -> bytes:
+    def get() -> bytes:
+        with redis.Redis.from_url(pair.servers[number].url) as client:
+            return client.get(key)  # type: ignore[return-value]
+
+    return await asyncio.to_thread(get)
+
+
+async def test_a_replica_alone_is_an_error_until_it_is_promoted(pair: Pair, namespace: str) -> None:
+    script = ScriptCall(pair.servers[1].url, WRITES)
+    members = Members(pair.servers[1].url, namespace)
+    try:
+        for _ in range(3):
+            with pytest.raises(ElsewhereError):
+                await script([f"{{{namespace}}}:count"], [], 5.0)
+        await members.refresh()
+        assert not members.redis_ok, "a replica's word is an old one"
+        with redis.Redis.from_url(pair.servers[1].url) as client:
+            client.config_set("replica-serve-stale-data", "no")
+        with pytest.raises(ElsewhereError, match="MASTERDOWN"):
+            await script([f"{{{namespace}}}:count"], [], 5.0)
+        pair.lead_to(1)
+        assert await script([f"{{{namespace}}}:count"], [], 5.0) == 1
+        await members.refresh()
+        assert members.redis_ok
+    finally:
+        await script.close()
+        await members.close()
+
+
+async def test_routers_and_workers_follow(pair: Pair, namespace: str) -> None:
+    registration = Registration(pair.url, namespace, INFO)
+    hashes = hash_blocks(pack_tokens([1] * 64), 16, secret=b"s", salt=make_salt("m"))
+    reporter = ChainReporter(pair.url, namespace, "m", registration, lambda: [(hashes, 4)])
+    members = Members(pair.url, namespace)
+    await members.start()
+    registration.start()
+    reporter.start()
+    try:
+        for number in (0, 1, 0):
+            await asyncio.to_thread(pair.lead_to, number)
+            await asyncio.to_thread(
+                wait_for,
+                lambda n=number: pair.workers_of(n, namespace) == ["w"],
+                SECONDS,
+                f"registered at {number}",
+            )
+
+            def known(number: int = number) -> bool:
+                with redis.Redis.from_url(pair.servers[number].url) as client:
+                    return bool(client.keys(f"{{{namespace}}}:m:n:*"))
+
+            await asyncio.to_thread(wait_for, known, SECONDS, f"its cache is in the index of {number}")
+            await until(lambda: members.redis_ok, "the router reads there", SECONDS)
+            await until(lambda: [one.worker_id for one in members.all] == ["w"], "and sees it", SECONDS)
+    finally:
+        await asyncio.to_thread(reporter.stop)
+        await asyncio.to_thread(registration.stop)
+        await members.close()
+
+
+# --- answers that only a cluster gives ----------------------------------------------------------------------
+
+
+ANSWERS = [
+    "READONLY You can't write against a read only replica.",
+    "READONLY You can't write against a read only replica. script: 1f, on @user_script:1.",
+    "ERR Error running script (call to f_1f): @user_script:1: @user_script: 1: -READONLY You can't write.",
+    "MOVED 3999 127.0.0.1:6381",
+    "ASK 3999 127.0.0.1:6381",
+    "TRYAGAIN Multiple keys request during rehashing of slot",
+    "LOADING Redis is loading the dataset in memory",
+    "CLUSTERDOWN Hash slot not served",
+    "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+]
+OTHERS = [
+    "OOM command not allowed when used memory > 'maxmemory'.",
+    "ERR my READONLY table is not a list",
+    "BUSY x",
+]
+
+
+@contextlib.asynccontextmanager
+async def server(path: Path, first: str) -> AsyncIterator[list[int]]:
+    """A connection that gets `first` for an answer goes on giving it; the next connection is well."""
+    connections: list[int] = []
+    ended: list[asyncio.Event] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(connections)
+        connections.append(0)
+        ended.append(asyncio.Event())
+        while data := await reader.read(65536):
+            for command in data.split(b"*")[1:]:
+                if b"EVAL" in command:
+                    connections[number] += 1
+                    writer.write(f"-{first}\r\n".encode() if number == 0 else b":1\r\n")
+                else:
+                    writer.write(b"+OK\r\n")
+        writer.close()
+        await writer.wait_closed()
+        ended[number].set()
+
+    listening = await asyncio.start_unix_server(serve, path)
+    yield connections
+    listening.close()
+    for one in ended:
+        await one.wait()
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+async def test_such_an_answer_closes_the_connection_and_the_call_is_made_again(
+    tmp_path: Path, answer: str
+) -> None:
+    async with server(tmp_path / "s.sock", answer) as asked:
+        script = ScriptCall(f"unix://{tmp_path}/s.sock?protocol=2", "return 1")
+        with pytest.raises(ElsewhereError):
+            await script([], [], 5.0)  # of a connection that was made for it: no third one is tried
+        assert [await script([], [], 5.0) for _ in range(2)] == [1, 1]
+        assert asked == [1, 2]
+        await script.close()
+
+
+@pytest.mark.parametrize("answer", OTHERS)
+async def test_another_error_keeps_the_connection(tmp_path: Path, answer: str) -> None:
+    async with server(tmp_path / "s.sock", answer) as asked:
+        script = ScriptCall(f"unix://{tmp_path}/s.sock?protocol=2", "return 1")
+        for _ in range(2):
+            with pytest.raises(redis.ResponseError) as caught:
+                await script([], [], 5.0)
+            assert not isinstance(caught.value, ReadOnlyError)
+        assert asked == [2]
+        await script.close()
