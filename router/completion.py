@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from cluster.auth.keys import NO_LIMITS, RateLimits
+from router.tokens.stop import StopStrings
 from wire import common_pb2, inference_pb2
 
 FinishReason = Literal["stop", "length"]
@@ -33,6 +35,10 @@ class Completion:
     rate_limits: RateLimits = NO_LIMITS
     cache_salt: str = ""  # the client's own: of its tenant's requests, those with the same one share prefixes
     prefix_scope: str = ""  # who shares its prefixes; goes into the salt of its block hashes
+
+    @cached_property
+    def stop_strings(self) -> StopStrings:
+        return StopStrings(self.stop)
 
 
 @dataclass(frozen=True)

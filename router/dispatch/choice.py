@@ -31,7 +31,7 @@ class ChoiceStream:
         self.finish: FinishReason | None = None
         self._prompt_tokens = len(completion.prompt_tokens)
         self._detokenizer = Detokenizer(text.tokenizer, completion.prompt_tokens, text.pieces.special)
-        self._stop = StopMatcher(completion.stop, completion.include_stop_text)
+        self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
         for token in completion.resume_tokens:  # shown already; stop strings may begin in it
             self._stop.add(self._detokenizer.add(token))
 

@@ -86,7 +86,7 @@ class RequestLife:
         self._excluded: set[str] = set()
         self._engine_failures = EngineFailures()
         self._generation: Generation | None = None  # the workers that have it
-        self.on_charged: Callable[[], None] = lambda: None  # from now on the ticket is worth something
+        self.on_charged: Callable[[], None] = lambda: None  # called where the tenant has limits
         self._deltas: Mailbox[Delta]
         self._work: asyncio.Task[None] | None = None
         self.worker_ids: list[str] = []
@@ -126,7 +126,8 @@ class RequestLife:
                 asyncio.timeout(self._completion.deadline_seconds),
                 charged(self._services, self._completion, self._name, resumed=self._resumed, use=self._use),
             ):
-                self.on_charged()
+                if self._completion.rate_limits:
+                    self.on_charged()
                 await self._run_choices(self._choices)
         except TimeoutError:
             seconds = self._completion.deadline_seconds

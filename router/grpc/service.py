@@ -168,10 +168,9 @@ async def _responses(
     life: RequestLife, completion: Completion, caller: Caller
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
-    if completion.rate_limits:
-        # Who pays by request holds its ticket before the first token: if this router dies, the next one must not
-        # charge it again. Others need none until there is something to resume, and are spared the message.
-        life.on_charged = lambda: deltas.add(_CHARGED)
+    # Who pays by request holds its ticket before the first token: if this router dies, the next one must not charge it
+    # again. Others need none until there is something to resume, and are spared the message.
+    life.on_charged = lambda: deltas.add(_CHARGED)
     life.start(deltas)
     started: pb.Started | None = None
     try:

@@ -61,6 +61,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0
+        self._body_came = False  # since this was last set to False
+        self._between_bytes = (
+            0  # of a chunked body's framing and trailers: what came without bytes of the body itself
+        )
         self._refused = False
         self._refusal: tuple[int, BatonError] | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
@@ -79,6 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        self._body_came = False
         super().data_received(data)
         if self._refused or self.transport.is_closing():
             return
@@ -87,6 +92,12 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._in_head:
             self._head_bytes += len(data)
+        if self._in_body:
+            # The parser keeps a trailer, or a chunk's extension, until it is whole.
+            self._between_bytes = 0 if self._body_came else self._between_bytes + len(data)
+            if self._between_bytes > self.limits.header_bytes:
+                self._refuse(431, _too_large(self.limits.header_bytes))
+                return
         if not self._in_head and not self._in_body:
             self._stop_timer()
         elif self._timer is None:
@@ -113,6 +124,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer: who asks, and for what, was decided by the head
         if len(self.headers) >= self.limits.headers:
             limit = self.limits.headers
             error = InvalidRequestError(f"headers: at most {limit}", field="headers", limit=str(limit))
@@ -124,8 +137,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if size > self.limits.header_bytes:
             self._give_up(431, _too_large(self.limits.header_bytes))
         self._stop_timer()
-        self._in_head, self._in_body = False, True
+        self._in_head, self._in_body, self._body_came = False, True, True
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_came = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_body = False

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from router.tokens.detokenize import Detokenizer
-from router.tokens.stop import StopMatcher
+from router.tokens.stop import StopMatcher, StopStrings
 from router.tokens.tokenizer import ModelText
 
 
@@ -59,7 +59,7 @@ def test_bytes_out_of_place_are_not_decoded_again_and_again(tokenizer, data):
 
 @given(pieces=st.lists(st.text("abc", max_size=3), max_size=12), stop=st.text("abc", min_size=1, max_size=4))
 def test_nothing_of_a_stop_string_is_ever_shown(pieces, stop):
-    matcher = StopMatcher([stop])
+    matcher = StopMatcher(StopStrings([stop]))
     shown = "".join(matcher.add(piece) for piece in pieces) + matcher.flush()
     whole = "".join(pieces)
     expected = whole.split(stop)[0] if stop in whole else whole
@@ -68,7 +68,7 @@ def test_nothing_of_a_stop_string_is_ever_shown(pieces, stop):
 
 
 def test_a_stop_string_can_be_kept():
-    matcher = StopMatcher(["END"], include=True)
+    matcher = StopMatcher(StopStrings(["END"]), include=True)
     assert matcher.add("abcEN") + matcher.add("Dxyz") == "abcEND"
 
 

@@ -7,12 +7,14 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+import redis
 
 from baton.client import Client
 from baton.client.request import generate_request
@@ -25,7 +27,7 @@ from wire import inference_pb2_grpc
 
 TOKENS = 150
 KILL_AFTER = 3
-FIRST_SECONDS = 1.0
+FIRST_SECONDS = 3.0
 
 StartRouter = Callable[[], AbstractContextManager[Router]]
 
@@ -36,9 +38,17 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyFile:
 
 
 @pytest.fixture(scope="module")
-def start(keys: KeyFile, checkpoint: Any, redis_server: Any, tmp_path_factory: Any) -> Iterator[StartRouter]:
+def deployment() -> str:
+    """Its namespace in Redis."""
+    return f"test-{secrets.token_hex(4)}"
+
+
+@pytest.fixture(scope="module")
+def start(
+    keys: KeyFile, deployment: str, checkpoint: Any, redis_server: Any, tmp_path_factory: Any
+) -> Iterator[StartRouter]:
     """Starts routers of one deployment."""
-    namespace = f"test-{secrets.token_hex(4)}"
+    namespace = deployment
     config = {
         "model": str(checkpoint("llama")),
         "redis_url": redis_server.url,
@@ -76,7 +86,7 @@ def wait_for_key(router: Router, key: str) -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["in its answer", "before its first token"])
-def test_the_one_request_of_a_minute_outlives_its_router(begun, keys, first, second):
+def test_the_one_request_of_a_minute_outlives_its_router(begun, keys, first, second, deployment, redis_url):
     key = keys.add(f"once-{begun}", requests_per_minute=1, tokens_per_minute=TOKENS)
     for router in (first, second):
         wait_for_key(router, key)
@@ -85,8 +95,17 @@ def test_the_one_request_of_a_minute_outlives_its_router(begun, keys, first, sec
         if begun:
             for _ in range(KILL_AFTER):
                 next(stream)
-        os.kill(first.pid, signal.SIGKILL)
-        list(stream)
+            os.kill(first.pid, signal.SIGKILL)
+            list(stream)
+        else:
+            with redis.from_url(redis_url) as store, futures.ThreadPoolExecutor(1) as beside:
+                name = f"{{{deployment}}}:quota:once-{begun}"
+                reading = beside.submit(list, stream)
+                wait_for(lambda: store.exists(name), 30, "it is charged")
+                wait_for(lambda: stream.seed is not None, 30, "its client holds the ticket")
+                assert not stream._progress._held[0].token_ids, "not only with the first token"
+                os.kill(first.pid, signal.SIGKILL)
+                reading.result()
         answer = stream.completion()
         assert answer.reconnects == 1
         assert answer.usage.completion_tokens == len(answer.token_ids) == TOKENS

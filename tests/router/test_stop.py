@@ -1,0 +1,141 @@
+"""Stop strings by their definition, and at a price that does not depend on the list."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.tokens import stop
+from router.tokens.stop import StopMatcher, StopStrings
+
+
+class Definition:
+    """Word by word: everything that is held is searched again with each piece."""
+
+    def __init__(self, stops: Sequence[str], include: bool):
+        self._stops = [one for one in stops if one]
+        self._include = include
+        self._held = ""
+        self.stopped = False
+
+    def add(self, text: str) -> str:
+        if not self._stops or self.stopped:
+            return "" if self.stopped else text
+        self._held += text
+        found = [(self._held.find(one), one) for one in self._stops]
+        hits = [(at, one) for at, one in found if at >= 0]
+        if hits:
+            # The one that is complete first; of several complete at once, the one that begins first.
+            at, one = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
+            self.stopped = True
+            shown, self._held = self._held[: at + (len(one) if self._include else 0)], ""
+            return shown
+        keep = max(self._overlap(one) for one in self._stops)
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return shown
+
+    def _overlap(self, one: str) -> int:
+        return next(
+            (
+                size
+                for size in range(min(len(one) - 1, len(self._held)), 0, -1)
+                if self._held.endswith(one[:size])
+            ),
+            0,
+        )
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return "" if self.stopped else held
+
+
+STOPS = st.lists(st.text("ab", max_size=6) | st.text("abc\U0001f600", max_size=3), max_size=8)
+PIECES = st.lists(st.text("ab", max_size=6) | st.text("abcd\U0001f600", max_size=4), max_size=16)
+
+
+@settings(max_examples=1500)
+@given(
+    stops=STOPS, pieces=PIECES, include=st.booleans(), others=st.lists(st.text("ab", max_size=9), max_size=3)
+)
+def test_every_piece_comes_out_as_the_definition_has_it(stops, pieces, include, others):
+    """Also beside other choices of the request, which share the automaton."""
+    shared = StopStrings(stops)
+    for text in others:
+        StopMatcher(shared).add(text)
+    matcher, definition = StopMatcher(shared, include), Definition(stops, include)
+    for piece in pieces:
+        assert matcher.add(piece) == definition.add(piece)
+        assert matcher.stopped == definition.stopped
+    assert matcher.flush() == definition.flush()
+
+
+def lines_of(function: Callable[[], Any]) -> int:
+    """How many lines of the automaton it runs."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != stop.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+LISTS = {
+    "one": ["\n\n"],
+    "sixteen long ones": [chr(97 + i) * 1023 + "!" for i in range(16)],
+    "sixteen that begin alike": ["a" * 1000 + chr(98 + i) * 24 for i in range(16)],
+    "each an end of the next": ["a" * (1024 - i) + "!" for i in range(16)],
+}
+TEXTS = {"far from any": "xyz " * 1000, "almost one": "a" * 4000, "back and forth": ("a" * 999 + "x") * 4}
+
+
+@pytest.mark.parametrize("stops", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_character_costs_the_same_whatever_the_list(stops, text):
+    """Four a time, as tokens come. What a node costs once is counted with those that text has led to."""
+    matcher = StopMatcher(StopStrings(stops))
+    pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
+
+    def run() -> None:
+        for piece in pieces:
+            matcher.add(piece)
+
+    node = 6 * len(stops) + 30  # what each costs to make; a text leads to no more than it has characters
+    first = lines_of(run)
+    again = lines_of(run)
+    assert not matcher.stopped
+    assert again < 20 * len(text)
+    assert first < again + node * min(len(text), sum(map(len, stops)))
+
+
+def test_no_list_makes_it_recurse_or_grow_beyond_the_list():
+    """A thousand nodes at one character, from the deepest to the root."""
+    stops = StopStrings(["b" * 1000 + "c", *["b" * size + "a" for size in range(1, 1001)]])
+    matcher = StopMatcher(stops)
+    assert matcher.add("b" * 1000) == ""
+    assert matcher.add("a") == ""
+    assert matcher.stopped
+    fresh = StopMatcher(stops)
+    assert fresh.add("b" * 1000 + "c") == ""
+    assert fresh.stopped
+
+
+def test_without_stop_strings_text_passes():
+    matcher = StopMatcher(StopStrings([]))
+    assert matcher.add("abc") == "abc"
+    assert matcher.flush() == ""
