@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 RESYNC_SECONDS = 10.0
 REJOIN_SECONDS = 10.0
+LAST_EVENT_SECONDS = 0.25
 RANK_DEATH_SECONDS = 0.25  # between a step that a dead rank broke and the end of its pipe
 
 
@@ -364,8 +365,9 @@ class WorkerCore:
         )
 
     async def cut_off(self) -> None:
-        """After a failure: nothing here can be finished, and routers go on elsewhere as soon as their streams break."""
-        await self.server.stop(0)
+        """After a failure: nothing here can be finished, and routers go on elsewhere as soon as their streams end. The
+        last event of each, which says why, gets a moment to be written."""
+        await self.server.stop(LAST_EVENT_SECONDS)
 
     async def end_silent_ranks(self) -> None:
         """The engine's thread, and whoever waits for it, would wait for them."""

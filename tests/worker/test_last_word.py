@@ -143,6 +143,16 @@ async def test_what_a_failed_prefill_engine_ran_is_named(pair):
     await asyncio.wait_for(stopping, LONG)
 
 
+class AnsweringRank:
+    """A further rank as far as its worker's watch asks it."""
+
+    rank = 1
+    failure = ""
+
+    def silent_seconds(self, leader: Any) -> float:
+        return 0.0
+
+
 @pytest.mark.parametrize("how", ["named", "rank"])
 async def test_no_request_is_the_cause_where_the_failure_has_another(pair, how):
     """A rank that dies breaks the leader's step, too."""
@@ -152,10 +162,10 @@ async def test_no_request_is_the_cause_where_the_failure_has_another(pair, how):
     if how == "named":
         breaks(pair.decode, InternalError("rank 1 did not finish its part"))
     else:
-        core.ranks.remote.append(None)  # it has one; the step breaks first, its pipe tells a moment later
+        core.ranks.remote.append(AnsweringRank())  # the step breaks first, its pipe tells a moment later
         breaks(pair.decode, RuntimeError("connection closed by peer"))
         await until(lambda: not core.host.healthy(), "the step has failed")
-        core._rank_exited(1)
+        core._rank_failed("rank 1 has died")
     await asyncio.wait_for(pair.decode.wait_failed(), LONG)
     assert (await ending).error.code == "DrainingError"
     core.ranks.remote.clear()
