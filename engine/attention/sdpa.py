@@ -121,7 +121,7 @@ class SdpaBackend:
         torch.index_select(self._cache[:, layer], 0, blocks, out=pages)
         both = self._flat[: 2 * s.num_kv_heads * end * s.head_dim].view(2, s.num_kv_heads, end, s.head_dim)
         if whole:
-            filled = both[:, :, : end - rest].unflatten(2, (whole, s.page_size))
+            filled = both[:, :, : end - rest].view(2, s.num_kv_heads, whole, s.page_size, s.head_dim)
             filled.copy_(pages[:whole].permute(1, 2, 0, 3, 4))
         if rest:
             both[:, :, end - rest :] = pages[whole, :, :, :rest]

@@ -92,4 +92,9 @@ async def test_an_exception_while_its_output_is_told_ends_the_attempt_alone(func
         return real(*arguments)
 
     monkeypatch.setattr(owner, function, fails)
+    for _ in range(20):
+        if "bad" not in local.outcomes:
+            await local.step()
+    with pytest.raises(KeyError):
+        local.core.engine.block_ids(bad.hex())
     await run_beside_others(local)

@@ -98,7 +98,10 @@ def tokens(client):
     return say
 
 
-@pytest.mark.parametrize("field", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}])
+TINY = {"temperature": 1e-38, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("field", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}, TINY])
 def test_fields_that_leave_only_the_best_token(field, tokens):
     free = tokens(temperature=20.0, seed=1)
     assert tokens(temperature=20.0, seed=1, extra_body=field) == tokens() != free

@@ -184,11 +184,12 @@ def test_a_temperature_below_1e_2_is_1e_2(temperature, cut):
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, *({"temperature": 1.0, **cut} for cut in CUTS)])
+@pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_row_that_is_not_finite_fails_alone(value, settings):
+def test_a_row_that_is_not_finite_fails_alone(value, logprobs, settings):
     x = logits(rows=3)
     x[1, 7] = value
-    rows = [row(**settings), row(logprobs=True, **settings), row(**settings)]
+    rows = [row(**settings), row(logprobs=logprobs, **settings), row(**settings)]
     first, second, third = sample(x.clone(), rows)
     assert isinstance(second, EngineRequestError)
     alone = sample(x[[0, 2]].clone(), [rows[0], rows[2]])
@@ -233,6 +234,23 @@ def test_a_tiny_repetition_penalty_makes_no_infinity(cut):
         settings = {"temperature": temperature, "repetition_penalty": 1e-38, **cut}
         (result,) = sample(x.clone(), [row(seen, **settings)])
         assert isinstance(result, Sampled) and result.token_id in seen
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_logits_too_large_to_be_divided_by_the_temperature_fail_alone(cut):
+    x = logits(rows=2)
+    x[1] *= 1e37
+    good, large = row(temperature=1e-2, seed=1, **cut), row(temperature=1e-2, **cut)
+    first, second = sample(x.clone(), [good, large])
+    assert isinstance(second, EngineRequestError)
+    assert [first] == sample(x[:1].clone(), [good])
+
+
+def test_numbers_of_one_row_do_not_fail_the_others():
+    """Counted modulo their width."""
+    assert (
+        uniform([-1, 5], [-1, 0], [3, 3]).tolist() == uniform([2**64 - 1, 5], [2**32 - 1, 0], [3, 3]).tolist()
+    )
 
 
 def test_parameters_that_cannot_be_applied_fail_their_row_alone():
