@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.errors import ModelError, SetupError
+from cluster.errors import SetupError
 
 # A rank waits for its leader's next step as long as nobody asks anything; a dead leader is noticed by the pipe
 # between the two (worker/rank_process.py), not by a time-out of the collective.
@@ -107,10 +107,3 @@ def kv_head_range(rank: int, size: int, num_kv_heads: int) -> tuple[int, int]:
         return rank * share, (rank + 1) * share
     head = rank * num_kv_heads // size
     return head, head + 1
-
-
-def check_divides(size: int, **sizes: int) -> None:
-    """Raises ModelError naming what can't be cut into `size` equal shares."""
-    for name, value in sizes.items():
-        if value % size:
-            raise ModelError(f"{name} = {value} can't be shared by {size} ranks", field="tensor_parallel")
