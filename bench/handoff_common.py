@@ -22,7 +22,7 @@ def kv_cache(blocks: int) -> Tensor:
     """An engine's: [block, layer, K|V, kv_head, token, head_dim]. Written once so that no page faults are measured."""
     block = (SHAPE.layers, 2, SHAPE.kv_heads, PAGE_SIZE, SHAPE.head_dim)
     size = blocks * PAGE_SIZE * SHAPE.kv_bytes_per_token
-    return allocate(size, block, PAGE_SIZE, PAGE_SIZE, torch.bfloat16, torch.device("cpu")).fill_(1)
+    return allocate(size, block, torch.bfloat16, torch.device("cpu")).fill_(1)
 
 
 def layout() -> common_pb2.KvLayout:

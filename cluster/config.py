@@ -26,7 +26,11 @@ class EngineConfig(Frozen):
 
     model: Path = Field(description="Hugging Face model directory")
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: str = Field("auto", description='"auto", "cpu" or "cuda"')
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda (rank n on the node's n-th card) or cuda:N, that one card",
+    )
     max_model_len: int = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
     kv_memory_bytes: int = Field(0, ge=0, description="KV pool of one rank; 0 = chosen from free memory")
     page_size: int = Field(16, ge=1, description="tokens in a block; one value per deployment")
@@ -48,6 +52,15 @@ class EngineConfig(Frozen):
         description="a preempted request longer than this goes back to the router instead of being computed "
         "again here, in the running batch; 0 = no limit",
     )
+
+    @model_validator(mode="after")
+    def _one_card_is_one_rank(self) -> EngineConfig:
+        if ":" in self.device and self.tensor_parallel > 1:
+            raise ValueError(
+                f"device {self.device} is one card, tensor_parallel {self.tensor_parallel} needs as many: use cuda, and "
+                f"CUDA_VISIBLE_DEVICES for which they are"
+            )
+        return self
 
 
 class TransferConfig(Frozen):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from engine.ops.base import LayerOps, OpsShape
 from engine.ops.rotary import tables
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
-from engine.parallel.group import NullGroup, TpGroup
+from engine.parallel.group import NullGroup, TpGroup, kv_head_range
+from engine.parallel.shares import check_shares
 from engine.runner import ModelRunner
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,12 +36,41 @@ def compute_dtype(asked: str, stored: str) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
+def rank_device(name: str, rank: int) -> torch.device:
+    """`name` is resolved. A node's ranks are its cards in order; a card that is named is that of the only rank."""
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return device
+
+
+def check(config: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
+    """What config.json and the settings say, resolved, before any weight is read and any rank is started.
+
+    Raises ModelError naming the key, or ConfigError naming the setting.
+    """
+    model = ModelConfig.read(config.model)
+    check_shares(model, config.tensor_parallel)
+    resolved = resolve(config, model)
+    if resolved.kv_memory_bytes:
+        kv_cache.check_fits(resolved.kv_memory_bytes, _block_bytes(model, resolved), resolved)
+    return model, resolved
+
+
+def _block_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Of one rank."""
+    first, end = kv_head_range(0, config.tensor_parallel, model.num_kv_heads)
+    shape = (model.num_layers, 2, end - first, config.page_size, model.head_dim)
+    return math.prod(shape) * _DTYPES[config.dtype].itemsize
+
+
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """A new configuration without "auto". Raises ConfigError."""
+    """A new configuration without "auto", but for the size of the KV pool: the weights come first. Raises ConfigError."""
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
+    _check_card(device)
     if config.max_model_len > model.max_model_len:
         raise ConfigError(
             f"max_model_len {config.max_model_len} exceeds the model's {model.max_model_len}",
@@ -54,29 +85,40 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             "attention_backend": registry.choose(
                 config.attention_backend, device, _DTYPES[dtype], model.head_dim, config.page_size
             ),
-            "kv_memory_bytes": kv_cache.choose_bytes(config.kv_memory_bytes, device),
         }
     )
 
 
-def load_runner(config: EngineConfig, group: TpGroup | None = None) -> ModelRunner:
-    """Loads the model. Raises ModelError naming the tensor or key, or ConfigError naming the setting."""
+def _check_card(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if not count:
+        raise ConfigError("device cuda: torch sees no CUDA device here; use cpu", field="device")
+    if (device.index or 0) >= count:
+        raise ConfigError(
+            f"device {device}: here are cuda:0 to cuda:{count - 1} (CUDA_VISIBLE_DEVICES decides which those are)",
+            field="device",
+        )
+
+
+def load_runner(config: EngineConfig, group: TpGroup | None = None, *, beside_bytes: int = 0) -> ModelRunner:
+    """Loads the model. `beside_bytes`: what this rank will take of the device's memory beside its KV pool.
+
+    Raises ModelError naming the tensor or key, or ConfigError naming the setting.
+    """
     group = group or NullGroup()
-    model = ModelConfig.read(config.model)
-    resolved = resolve(config, model)
-    device, dtype = torch.device(resolved.device), _DTYPES[resolved.dtype]
-    if device.type == "cuda":
-        device = torch.device("cuda", group.rank % torch.cuda.device_count())
-    else:
+    model, resolved = check(config)
+    device, dtype = rank_device(resolved.device, group.rank), _DTYPES[resolved.dtype]
+    if device.type == "cpu":
         torch.set_num_threads(resolved.threads)
     team: Team = Team(resolved.threads if device.type == "cpu" else 1)
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     decoder = Decoder(model, Checkpoint(config.model, dtype, device), group, _linear_of(dtype, team))
+    resolved = kv_cache.sized(resolved, _block_bytes(model, resolved), device, group, beside_bytes)
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
-    cache = kv_cache.allocate(
-        resolved.kv_memory_bytes, block, resolved.max_model_len, resolved.page_size, dtype, device
-    )
+    cache = kv_cache.allocate(resolved.kv_memory_bytes, block, dtype, device)
     shape = AttentionShape(
         decoder.num_heads, decoder.num_kv_heads, model.head_dim, resolved.page_size, model.windows
     )

@@ -2,47 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from cluster import huge_pages
+from cluster.config import EngineConfig
 from cluster.errors import ConfigError
 from cluster.memory import available_bytes
+from engine.parallel.group import TpGroup
 
-# Of the memory that is free, when no size is named: other processes live here too.
+# When no size is named. Of what a CPU's memory has left: other processes live here too. Of a whole card: the rest is for
+# activations, and what other processes use of it counts as used.
 FREE_SHARE_CPU = 0.25
-FREE_SHARE_CUDA = 0.9
+TOTAL_SHARE_CUDA = 0.9
 
 
-def choose_bytes(asked: int, device: torch.device) -> int:
-    """Bytes of one rank's pool."""
+def _card_memory(device: torch.device) -> tuple[int, int]:
+    torch.cuda.empty_cache()  # what loading left in the allocator is free as well
+    return torch.cuda.mem_get_info(device)
+
+
+def choose_bytes(
+    asked: int,
+    device: torch.device,
+    beside_bytes: int = 0,
+    card_memory: Callable[[torch.device], tuple[int, int]] = _card_memory,
+) -> int:
+    """Bytes of one rank's pool, asked when the weights are where they will be. `beside_bytes` will be taken later, of the
+    same memory; `card_memory` gives free and total bytes."""
     if asked:
         return asked
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * FREE_SHARE_CUDA)
-    return int(available_bytes() * FREE_SHARE_CPU)
+        free, total = card_memory(device)
+        return max(0, int(total * TOTAL_SHARE_CUDA) - (total - free) - beside_bytes)
+    return max(0, int((available_bytes() - beside_bytes) * FREE_SHARE_CPU))
+
+
+def sized(
+    config: EngineConfig, block_bytes: int, device: torch.device, group: TpGroup, beside_bytes: int = 0
+) -> EngineConfig:
+    """With the size of the pool. All ranks get the smallest of theirs: the leader's plans name blocks of every rank."""
+    if config.kv_memory_bytes:
+        return config
+    own = choose_bytes(0, device, beside_bytes)
+    smallest = int(group.gather_last(torch.tensor([[own]], dtype=torch.int64, device=device)).min())
+    check_fits(smallest, block_bytes, config)
+    return config.model_copy(update={"kv_memory_bytes": smallest})
+
+
+def check_fits(pool_bytes: int, block_bytes: int, config: EngineConfig) -> None:
+    """Raises ConfigError if the pool can't hold one context, saying by how much it falls short."""
+    blocks = pool_bytes // block_bytes
+    needed = -(-config.max_model_len // config.page_size)
+    if blocks < needed:
+        raise ConfigError(
+            f"kv_memory: {pool_bytes} bytes hold {blocks * config.page_size} tokens, one context of "
+            f"{config.max_model_len} needs {needed * block_bytes} bytes: {needed * block_bytes - pool_bytes} more, or a "
+            f"smaller max_model_len",
+            field="kv_memory",
+        )
 
 
 def allocate(
-    pool_bytes: int,
-    block_shape: tuple[int, ...],
-    max_len: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    pool_bytes: int, block_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """`block_shape` is one block's [layer, 2, kv_head, token, dim]. Raises ConfigError if the pool can't hold
-    one context, saying by how much it falls short."""
+    """`block_shape` is one block's [layer, 2, kv_head, token, dim]."""
     block_bytes = torch.Size(block_shape).numel() * dtype.itemsize
     blocks = pool_bytes // block_bytes
-    needed = -(-max_len // page_size)
-    if blocks < needed:
-        raise ConfigError(
-            f"kv_memory: {pool_bytes} bytes hold {blocks * page_size} tokens, one context of {max_len} needs "
-            f"{needed * block_bytes} bytes: {needed * block_bytes - pool_bytes} more, or a smaller max_model_len",
-            field="kv_memory",
-        )
     shape = (blocks, *block_shape)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

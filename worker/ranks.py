@@ -22,7 +22,7 @@ from cluster.addresses import advertised
 from cluster.config import WorkerConfig
 from cluster.errors import ConfigError
 from cluster.faults.orders import open_faults
-from engine.build import load_runner
+from engine.build import check, load_runner
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import ModelRunner
 from kv_transfer.messages import PeerRank
@@ -102,6 +102,7 @@ def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
     size, nodes = config.engine.tensor_parallel, config.engine.nodes
     if size % nodes:
         raise ConfigError(f"tensor_parallel {size} can't be shared by {nodes} nodes", field="nodes")
+    check(config.engine)
     host = "127.0.0.1" if nodes == 1 else advertised(config.host, config.advertise_host, config.redis_url)
     address = f"{host}:{_free_port(host)}" if size > 1 else ""
     here = size // nodes
@@ -110,7 +111,7 @@ def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
         from worker.far_ranks import place_ranks  # Ray takes a second to import
 
         remote += place_ranks(config, epoch, address, range(here, size))
-    runner = load_runner(config.engine, _group(config, 0, address))
+    runner = load_runner(config.engine, _group(config, 0, address), beside_bytes=_beside(config))
     for rank in remote:
         rank.wait_ready()
     own, addresses = _endpoint(config, epoch, 0, runner)
@@ -121,6 +122,12 @@ def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
         remote,
         RankWatch(remote, runner.arrivals),
     )
+
+
+def _beside(config: WorkerConfig) -> int:
+    """Memory of a rank's device that its end of hand-offs takes after the model is loaded, at most."""
+    transfer = config.transfer
+    return transfer.staging_bytes if config.role == "prefill" else transfer.ring_max_bytes
 
 
 def _group(config: WorkerConfig, rank: int, address: str) -> TpGroup:
@@ -163,7 +170,7 @@ def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) 
 def rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, address: str) -> None:
     """Main of a rank's process, wherever it runs."""
     try:
-        runner = load_runner(config.engine, _group(config, rank, address))
+        runner = load_runner(config.engine, _group(config, rank, address), beside_bytes=_beside(config))
         endpoint, addresses = _endpoint(config, epoch, rank, runner)
     except Exception as error:
         report_failure(pipe, error)

@@ -75,7 +75,7 @@ def _command(role: Role) -> Callable[..., None]:
         rack: Annotated[str | None, typer.Option(help="Rack of this host, where no label says it.")] = None,
         zone: Annotated[str | None, typer.Option(help="Zone of this host, where no label says it.")] = None,
         dtype: Annotated[str | None, typer.Option(help="auto | float32 | bfloat16")] = None,
-        device: Annotated[str | None, typer.Option(help="auto | cpu | cuda")] = None,
+        device: Annotated[str | None, typer.Option(help="auto | cpu | cuda | cuda:N")] = None,
         tensor_parallel: Annotated[int | None, typer.Option(help="Ranks of this worker.")] = None,
         threads: Annotated[int | None, typer.Option(help="CPU threads of one rank.")] = None,
         kv_memory: Annotated[str | None, typer.Option(help="KV pool of one rank, e.g. 40GiB.")] = None,

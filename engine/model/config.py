@@ -18,6 +18,12 @@ _FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+# Of each way to scale, the numbers that it needs.
+_ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,12 @@ class ModelConfig:
                 f"config.json: {self.num_heads} heads are no multiple of {self.num_kv_heads} KV heads",
                 field="num_key_value_heads",
             )
+        if self.head_dim % 2:
+            raise ModelError(
+                f"config.json: head_dim is {self.head_dim}; rotary embedding needs an even one",
+                field="head_dim",
+            )
+        check_rope(self.rope)
         for key, values in (("eos_token_id", self.eos_token_ids), ("sliding_window", self.windows)):
             if not all(type(value) is int for value in values):
                 raise ModelError(f"config.json: {key} holds something else than numbers", field=key)
@@ -81,7 +93,14 @@ class ModelConfig:
                 field="architectures",
             )
         if raw.get("quantization_config"):
-            raise ModelError("quantised checkpoints are not supported yet", field="quantization_config")
+            raise ModelError(
+                "quantised checkpoints are not supported: serve the unquantised one",
+                field="quantization_config",
+            )
+        if raw.get("hidden_act") not in (None, "silu", "swish"):
+            raise ModelError(
+                f"hidden_act {raw['hidden_act']!r} is not supported; supported: silu", field="hidden_act"
+            )
         family = _FAMILIES[name]
 
         def need(key: str) -> Any:
@@ -92,6 +111,8 @@ class ModelConfig:
         heads = need("num_attention_heads")
         layers = need("num_hidden_layers")
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        if raw.get("partial_rotary_factor") is not None:
+            rope["partial_rotary_factor"] = raw["partial_rotary_factor"]
         rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
         bias = bool(raw.get("attention_bias", False))
         return cls(
@@ -142,18 +163,52 @@ def _eos(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
+def check_rope(rope: dict[str, Any]) -> None:
+    """Raises ModelError naming the key: what `inverse_frequencies` can't do, or lacks a number for."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ModelError(
+            "rope_parameters differ between layers; supported is one for all layers", field="rope_parameters"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(
+            f"partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported: whole heads are rotated",
+            field="partial_rotary_factor",
+        )
+    kind = _rope_kind(rope)
+    if kind not in _ROPE_NUMBERS:
+        raise ModelError(
+            f"rope type {kind!r} is not supported; supported: {', '.join(_ROPE_NUMBERS)}. Where it only stretches the "
+            f"context, take it out of config.json, and set max_position_embeddings to the length before",
+            field="rope_parameters.rope_type",
+        )
+    for key in ("rope_theta", *_ROPE_NUMBERS[kind]):
+        value = rope.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ModelError(
+                f"rope type {kind}: {key} is {value!r}, not a positive number", field=f"rope_parameters.{key}"
+            )
+    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise ModelError(
+            f"rope type llama3: high_freq_factor {rope['high_freq_factor']} must be above low_freq_factor "
+            f"{rope['low_freq_factor']}",
+            field="rope_parameters.high_freq_factor",
+        )
+
+
+def _rope_kind(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     """[head_dim / 2] in fp32; Llama 3's scaling as in its reference code."""
     rope = config.rope
     dim = config.head_dim
     freq: torch.Tensor = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _rope_kind(rope)
     if kind == "default":
         return freq
     if kind == "linear":
         return freq / float(rope["factor"])
-    if kind != "llama3":
-        raise ModelError(f"rope type {kind!r} is not supported", field="rope_parameters.rope_type")
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     old = rope["original_max_position_embeddings"]
     wavelength = 2 * math.pi / freq

@@ -13,7 +13,7 @@ from engine.layers.linear import Linear, MakeLinear
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps
-from engine.parallel.group import TpGroup, check_divides, kv_head_range
+from engine.parallel.group import TpGroup, kv_head_range
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,6 @@ class Decoder:
         c = self.config = config
         self._group = group
         size, rank = group.size, group.rank
-        check_divides(
-            size,
-            num_attention_heads=c.num_heads,
-            intermediate_size=c.intermediate_size,
-            vocab_size=c.vocab_size,
-        )
-        if c.num_kv_heads % size and size % c.num_kv_heads:
-            check_divides(size, num_key_value_heads=c.num_kv_heads)
         self.num_heads = c.num_heads // size
         self.kv_heads = kv_head_range(rank, size, c.num_kv_heads)
         self.num_kv_heads = self.kv_heads[1] - self.kv_heads[0]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.errors import ModelError, SetupError
+from cluster.errors import SetupError
 
 # A rank waits for its leader's next step as long as nobody asks anything; a dead leader is noticed by the pipe
 # between the two (worker/rank_process.py), a rank that hangs by its beats and arrivals (worker/rank_watch.py), not by
@@ -132,10 +132,3 @@ def kv_head_range(rank: int, size: int, num_kv_heads: int) -> tuple[int, int]:
         return rank * share, (rank + 1) * share
     head = rank * num_kv_heads // size
     return head, head + 1
-
-
-def check_divides(size: int, **sizes: int) -> None:
-    """Raises ModelError naming what can't be cut into `size` equal shares."""
-    for name, value in sizes.items():
-        if value % size:
-            raise ModelError(f"{name} = {value} can't be shared by {size} ranks", field="tensor_parallel")

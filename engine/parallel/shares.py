@@ -1,0 +1,33 @@
+"""Which numbers of ranks can share a model."""
+
+from __future__ import annotations
+
+from cluster.errors import ConfigError
+from engine.model.config import ModelConfig
+
+MOST_RANKS = 64  # that are named in an answer
+
+
+def check_shares(model: ModelConfig, size: int) -> None:
+    """Raises ConfigError naming what `size` ranks can't share, and the sizes that fit."""
+    if reason := _in_the_way(model, size):
+        fit = ", ".join(str(one) for one in range(1, MOST_RANKS + 1) if not _in_the_way(model, one))
+        raise ConfigError(
+            f"tensor_parallel {size}: the model's {reason} can't be shared equally; sizes that fit: {fit}",
+            field="tensor_parallel",
+        )
+
+
+def _in_the_way(model: ModelConfig, size: int) -> str:
+    """Empty: nothing is."""
+    for key, value in (
+        ("num_attention_heads", model.num_heads),
+        ("intermediate_size", model.intermediate_size),
+        ("vocab_size", model.vocab_size),
+    ):
+        if value % size:
+            return f"{key} = {value}"
+    # Where there are more ranks than KV heads, several hold the same one.
+    if model.num_kv_heads % size and size % model.num_kv_heads:
+        return f"num_key_value_heads = {model.num_kv_heads}"
+    return ""

@@ -1,0 +1,210 @@
+"""What config.json and the settings say is wrong is said before any weight is read and any rank is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from cluster.config import EngineConfig, WorkerConfig
+from cluster.errors import ConfigError, ModelError
+from engine import build
+from worker import ranks
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def describe(tmp_path):
+    """A model directory with nothing but a config.json: whatever read weights would fail for their lack."""
+
+    def write(**changes: object) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+        return tmp_path
+
+    return write
+
+
+def settings(model: Path, **more: Any) -> EngineConfig:
+    return EngineConfig(model=model, device="cpu", kv_memory_bytes=64 << 20, **more)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": LLAMA3},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}},
+        {"hidden_act": None},
+    ],
+)
+def test_what_can_run_passes(describe, changes):
+    model, resolved = build.check(settings(describe(**changes)))
+    assert model.num_layers == 2 and resolved.device == "cpu" and resolved.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures", "LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "unquantised"),
+        *(
+            ({key: {"type": kind, "factor": 4.0}}, "rope_parameters.rope_type", "llama3")
+            for key in ("rope_scaling", "rope_parameters")
+            for kind in ("yarn", "longrope", "su", "dynamic", "mrope", 7)
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_parameters.factor", "positive"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor", "positive"),
+        ({"rope_theta": -1.0}, "rope_parameters.rope_theta", "positive"),
+        *(
+            ({"rope_scaling": {**LLAMA3, key: None}}, f"rope_parameters.{key}", "positive")
+            for key in LLAMA3
+            if key != "rope_type"
+        ),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "rope_parameters.high_freq_factor", "above"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters",
+            "one for all layers",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "whole heads"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+            "whole",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act", "silu"),
+        ({"head_dim": 7}, "head_dim", "even"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_by_its_key(describe, changes, field, says):
+    with pytest.raises(ModelError, match=says) as caught:
+        build.check(settings(describe(**changes)))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "says"),
+    [
+        (5, {}, "num_attention_heads = 12.* 1, 2, 3?.*"),
+        (
+            8,
+            {"num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 100},
+            "intermediate_size",
+        ),
+        (4, {"vocab_size": 98}, "vocab_size = 98"),
+        (3, {"num_key_value_heads": 4}, "num_key_value_heads = 4"),
+        (6, {"num_key_value_heads": 4}, "num_key_value_heads = 4"),
+    ],
+)
+def test_ranks_that_cannot_share_the_model_are_refused(describe, size, changes, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        build.check(settings(describe(**changes), tensor_parallel=size))
+    assert caught.value.field == "tensor_parallel"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 12])
+def test_ranks_that_can_share_it_pass(describe, size):
+    """Where there are more ranks than KV heads, heads are replicated."""
+    build.check(settings(describe(), tensor_parallel=size))
+
+
+def test_the_sizes_that_fit_are_named(describe):
+    with pytest.raises(ConfigError, match=r"sizes that fit: 1, 2, 4, 12\b"):
+        build.check(settings(describe(), tensor_parallel=5))
+
+
+def test_a_pool_that_cannot_hold_a_context_is_refused(describe):
+    with pytest.raises(ConfigError, match="more") as caught:
+        build.check(settings(describe()).model_copy(update={"kv_memory_bytes": 1 << 16}))
+    assert caught.value.field == "kv_memory"
+
+
+@pytest.mark.parametrize(
+    ("more", "changes"),
+    [
+        ({"tensor_parallel": 5}, {}),
+        ({}, {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        ({"max_model_len": 9999}, {}),
+    ],
+)
+def test_a_worker_starts_no_rank_for_what_cannot_run(describe, monkeypatch, more, changes):
+    def too_late(*arguments: object) -> None:
+        raise AssertionError("a rank was started, or weights were read")
+
+    for name in ("spawn_rank", "load_runner", "_group"):
+        monkeypatch.setattr(ranks, name, too_late)
+    engine = settings(describe(**changes), **{"tensor_parallel": 2, **more})
+    with pytest.raises((ConfigError, ModelError)) as caught:
+        ranks.open_ranks(WorkerConfig(role="prefill", engine=engine), epoch=1)
+    assert caught.value.field
+
+
+# --- which card ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "device", ["gpu", "cuda:", "cuda:-1", "cuda:1,2", "cpu:0", "CUDA", "mps", "", " cuda"]
+)
+def test_a_device_that_is_none_is_refused(device):
+    with pytest.raises(ValidationError, match="device"):
+        EngineConfig(model=Path("/m"), device=device)
+
+
+def test_one_card_is_one_rank():
+    with pytest.raises(ValidationError, match=r"CUDA_VISIBLE_DEVICES"):
+        EngineConfig(model=Path("/m"), device="cuda:1", tensor_parallel=2)
+    assert EngineConfig(model=Path("/m"), device="cuda", tensor_parallel=2).device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "expected"),
+    [
+        ("cuda:1", 0, "cuda:1"),
+        ("cuda:0", 0, "cuda:0"),
+        ("cuda", 0, "cuda:0"),
+        ("cuda", 3, "cuda:3"),
+        ("cuda", 5, "cuda:1"),
+    ],
+)
+def test_the_card_that_is_named_is_taken(monkeypatch, name, rank, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert build.rank_device(name, rank) == torch.device(expected)
+
+
+def test_the_processor_is_the_same_for_every_rank():
+    assert build.rank_device("cpu", 3) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "says"),
+    [("cuda:4", 4, "cuda:0 to cuda:3"), ("cuda:0", 0, "no CUDA device"), ("cuda", 0, "no CUDA device")],
+)
+def test_a_card_that_is_not_there_is_refused(describe, monkeypatch, device, count, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigError, match=says) as caught:
+        build.check(settings(describe()).model_copy(update={"device": device}))
+    assert caught.value.field == "device"
