@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kubernetes import samples
+from cluster.pod import Pod
+from cluster.pod_exits import PodExits
+from tests.kubernetes import clients, samples
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.kubelet.cluster import ProcessCluster, process_cluster
@@ -302,3 +306,24 @@ def test_in_cluster_clients_find_the_server_and_are_held_to_their_roles(cluster:
 
 def test_the_unpacked_ip_command_works_where_none_is_installed(tmp_path: Path) -> None:
     assert "127.0.0.1" in unpacked(tmp_path / "iproute").run("-4", "addr", "show", "lo")
+
+
+@pytest.mark.parametrize("policy", ["Never", "Always"])
+def test_the_end_of_a_killed_container_can_be_proven_to_whoever_asks(
+    policy: str, cluster: ProcessCluster, tmp_path: Path
+) -> None:
+    """By the status that the kubelet writes, whether it starts the container again or not."""
+    name = f"victim-{policy.lower()}"
+    start(cluster, name, "sleep 1000", spec={"restartPolicy": policy})
+    wait_for(lambda: phase(cluster, name) == "Running", SECONDS, f"{name} runs")
+    found = cluster.server.object("Pod", name)
+    pod = Pod("default", name, found["metadata"]["uid"], "main", found["spec"]["nodeName"], time.time())
+    with clients.connect(cluster.server.kubeconfig(tmp_path / "kubeconfig")) as api:
+        exits = PodExits(api)
+        assert not exits.has_exited(pod)
+        lived = time.time()
+        wait_for(lambda: time.time() > lived + 1.0, SECONDS, "the API's times have a second's resolution")
+        os.kill(cluster.kubelet.process(name, "default", "main"), signal.SIGKILL)
+        wait_for(lambda: exits.has_exited(pod), SECONDS, "the proof")
+        later = replace(pod, started=time.time() + 3600.0)
+        assert not exits.has_exited(later), "a process that came after that end"
