@@ -21,6 +21,9 @@ def doctor(
     namespace: Annotated[str, typer.Option("--namespace", "-n", help="Where Baton shall be.")] = "default",
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
     values_only: Annotated[bool, typer.Option("--values", help="Only the chart's values (YAML).")] = False,
+    redis_url: Annotated[
+        str, typer.Option(help="A Redis of your own (externalRedis.url), to check its memory and policy.")
+    ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question to the API.")] = 10.0,
 ) -> None:
     """Check a Kubernetes cluster before an install, and print the chart's values that fit it.
@@ -30,11 +33,14 @@ def doctor(
     from baton.doctor import report
     from baton.doctor.checks import judge
     from baton.doctor.reading import Reader, connect
+    from baton.doctor.redis_check import check_redis
     from baton.doctor.values import values_for
 
     with connect(kubeconfig, context) as api:
         facts = Reader(api, namespace, timeout).read()
     checks, values = judge(facts), values_for(facts)
+    if redis_url:
+        checks.append(check_redis(redis_url))
     if values_only:
         console.file.write(report.as_yaml(values))
     elif as_json:

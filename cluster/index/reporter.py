@@ -7,8 +7,10 @@ publishes everything under its new slot; what the old one held goes stale by its
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
@@ -20,6 +22,7 @@ from cluster.membership import keys
 from cluster.membership.registration import Registration
 from cluster.redis.connect import connect
 from cluster.redis.elsewhere import leave
+from cluster.redis.memory import RedisMemory
 
 log = logging.getLogger(__name__)
 BATCH_CHAINS = 64
@@ -27,6 +30,7 @@ BATCH_SECONDS = 0.02
 RETRY_SECONDS = 0.25
 RESYNC_RETRY_SECONDS = 2.0
 MAX_WAITING_CHAINS = 10_000
+MEMORY_SECONDS = 1.0  # how old the word on Redis' memory may be
 
 Chain = tuple[list[bytes], int]  # hashes from the root, held
 
@@ -54,6 +58,7 @@ class ChainReporter:
         self._wake = threading.Condition()
         self._stopping = False
         self._standing = (0, 0)  # of the registration, when everything was said last
+        self._memory, self._looked = RedisMemory(), -MEMORY_SECONDS
         self._dropped = False  # the queue ran over: only a resync makes the index true again
         self._thread = threading.Thread(target=self._run, name="chain-reporter", daemon=True)
 
@@ -150,6 +155,13 @@ class ChainReporter:
         if self._send(self._unsaid[0]):
             self._unsaid.popleft()
 
+    def _look_at_memory(self) -> RedisMemory:
+        if time.monotonic() - self._looked > MEMORY_SECONDS:
+            self._looked = time.monotonic()
+            with contextlib.suppress(redis.ResponseError):  # it may not be allowed to ask
+                self._memory = RedisMemory.of(self._client.info("memory"))
+        return self._memory
+
     def _send(self, chains: list[Chain]) -> bool:
         """False: everything has to be said again, under a new slot."""
         arguments: list[bytes | str | int] = [
@@ -157,7 +169,7 @@ class ChainReporter:
             self._slot,
             self._registration.name,
             self._sequence,
-            int(scripts.NODE_TTL_SECONDS * 1000),
+            int(self._look_at_memory().shortened(scripts.NODE_TTL_SECONDS) * 1000),
         ]
         for hashes, held in chains:
             arguments += [held, index_keys(hashes)]

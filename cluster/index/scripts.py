@@ -26,7 +26,7 @@ def prefix(namespace: str, model_id: str) -> str:
 
 
 def sequences(namespace: str) -> str:
-    return f"{{{namespace}}}:sequences"
+    return keys.sequences(namespace)
 
 
 __all__ = ["NODE_TTL_SECONDS", "keys", "prefix", "report", "sequences", "tree"]

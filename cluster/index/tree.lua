@@ -178,6 +178,10 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
       split(prefix, key, label, m, expire_at)
       run = m
     end
+    -- A full Redis evicts the two keys of a node separately: whether this one has children is not known any more.
+    if held > pos and redis.call('EXISTS', prefix .. 'w:' .. key) == 0 then
+      redis.call('HSET', prefix .. 'w:' .. key, 'c', '1')
+    end
     local mine = math.min(math.max(held - pos, 0), math.min(m, run))
     -- Where the chain leaves this run and is cut only after that, the rest of the run is not spoken of.
     local how = kind == 'cut' and m < run and held >= pos + m and 'whole' or kind

@@ -33,6 +33,11 @@ def slot_owners(namespace: str) -> str:
     return f"{{{namespace}}}:owners"
 
 
+def sequences(namespace: str) -> str:
+    """Hash: slot → number of the next batch of reports to the index."""
+    return f"{{{namespace}}}:sequences"
+
+
 def router_reports(namespace: str) -> str:
     """Hash: router_id → when it was written, and the router's counts for the live view."""
     return f"{{{namespace}}}:router_reports"
@@ -40,4 +45,4 @@ def router_reports(namespace: str) -> str:
 
 def registry(namespace: str) -> list[str]:
     """What every script of the registry works on, in this order."""
-    return [f(namespace) for f in (members, leases, status, slots, slot_owners, drains)]
+    return [f(namespace) for f in (members, leases, status, slots, slot_owners, drains, sequences)]

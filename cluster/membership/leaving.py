@@ -14,9 +14,9 @@ def request_drain(redis_url: str, namespace: str, worker_id: str, then: Then = "
 
     False: it had been told before. Raises ConfigError where nobody of that name is registered, redis.RedisError.
     """
-    client = connect(redis_url)
+    client, registry = connect(redis_url), keys.registry(namespace)
     try:
-        answer = client.eval(scripts.DRAIN, 6, *keys.registry(namespace), worker_id, then)
+        answer = client.eval(scripts.DRAIN, len(registry), *registry, worker_id, then)
     finally:
         client.close()
     if answer == 0:

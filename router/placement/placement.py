@@ -19,6 +19,7 @@ from cluster.membership import keys
 from cluster.membership.reader import Members
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect_async
+from cluster.redis.memory import RedisMemory
 from cluster.telemetry.histogram import CALL_SECONDS, STAGE_SECONDS, Histogram
 from cluster.topology import LEVELS
 from router.placement.calibration import Calibration
@@ -26,6 +27,7 @@ from router.placement.calls import Calls
 from router.placement.candidates import Candidates
 from router.placement.generations import Generations, usable
 from router.placement.local_view import LocalView
+from router.placement.memory_watch import MemoryWatch
 from router.placement.rest import Rest
 from router.placement.script_call import Argument, ScriptCall
 from router.placement.types import Charge, Generation, Mode, Placed, PlacementRequest
@@ -82,6 +84,7 @@ class Placement:
             answers,
         ]
         self._numbers = Calls()
+        self._watch = MemoryWatch(self._client, self._load_key)
         self.calibration = Calibration()
         self._local = LocalView(self._rng)
         self._charges: dict[bytes, Charge] = {}
@@ -104,6 +107,7 @@ class Placement:
     async def start(self) -> None:
         """A router that was killed and comes back under its name takes what it had charged off the load."""
         await self._settle_once()
+        self._watch.start()
         self._task = asyncio.get_running_loop().create_task(self._settle_forever())
 
     async def close(self) -> None:
@@ -112,11 +116,17 @@ class Placement:
         self._dirty.set()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=LEASE_SECONDS)
+        await self._watch.close()
         self._charges.clear()
         await self._settle_once()
         await self._place.close()
         await self._settle.close()
         await self._client.aclose()
+
+    @property
+    def memory(self) -> RedisMemory:
+        """Redis', as it was a second ago at most."""
+        return self._watch.memory
 
     @property
     def mode(self) -> Mode:
@@ -244,8 +254,8 @@ class Placement:
             c.token_bytes,
             struct.pack(f">{len(LEVELS)}d", *c.rates()),
             c.decode_token_seconds,
-            self._config.index_feeds,
-            int(scripts.NODE_TTL_SECONDS * 1000),
+            "reported" if self.memory.pressed else self._config.index_feeds,
+            int(self.memory.shortened(scripts.NODE_TTL_SECONDS) * 1000),
             int(PREDICT_SECONDS * 1000),
             c.rate,
             request.urgency,

@@ -110,7 +110,29 @@ def _placement(services: Services) -> list[Reading]:
 
 
 def _redis(services: Services) -> list[Reading]:
+    placement, quota = services.placement, services.quota
     return [
+        gauge(
+            "baton_redis_memory_used_bytes",
+            "Redis' used_memory; from 0.7 of its maxmemory on placements are not predicted",
+            lambda: placement.memory.used_bytes,
+        ),
+        gauge(
+            "baton_redis_memory_max_bytes",
+            "Redis' maxmemory; 0: it has none",
+            lambda: placement.memory.max_bytes,
+        ),
+        gauge(
+            "baton_redis_evicts_index_only",
+            "1 while Redis' maxmemory-policy evicts keys with a time to live only",
+            lambda: placement.memory.evicts_index_only,
+        ),
+        gauge("baton_quota_unsettled", "Settlements of quotas that wait for Redis", lambda: quota.unsettled),
+        counter(
+            "baton_quota_settlements_dropped",
+            "Settlements of quotas that waited for too long, or were too many",
+            lambda: quota.settlements_dropped,
+        ),
         gauge("baton_redis_up", "1 while the membership can be read", lambda: services.members.redis_ok),
         counter(
             "baton_redis_errors",

@@ -179,3 +179,24 @@ def test_slots_without_an_owner_are_swept_from_the_nodes_that_are_visited(index)
     for visit in range(40):
         sweep(keys=[index.owners], args=[index.prefix, b"".join(blocks), visit * 7])
     assert index.match(blocks) == {"1": 4}
+
+
+def test_a_node_whose_holders_were_evicted_keeps_its_children(redis_url):
+    """A full Redis evicts the two keys of a node separately."""
+    index = Index(redis_url)
+    for slot in ("1", "2"):
+        index.own(slot)
+    stem = chain([1] * 8)
+    first, other, third = (chain([1] * 8 + [last] * 8) for last in (2, 3, 4))
+    index.report("1", first, len(first))
+    index.report("1", other, len(other))
+    index.redis.delete(index.prefix.encode() + b"w:" + stem[0])
+    index.report("2", third, len(third))
+    index.report("1", stem, len(stem))
+    assert index.match(first) == {"1": len(first), "2": len(stem)}
+    assert index.match(third) == {"1": len(stem), "2": len(third)}
+    index.redis.delete(index.prefix.encode() + b"n:" + stem[0])
+    assert index.match(first) == {}
+    index.report("1", first, len(first))
+    assert index.match(first) == {"1": len(first)}
+    index.redis.close()

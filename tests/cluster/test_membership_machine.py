@@ -70,6 +70,7 @@ def machine(client: redis.Redis) -> type[RuleBasedStateMachine]:
                 self.leaving.pop(info.worker_id, None)
             assert slot not in {other.slot for other in self.here.values()}, "a slot was given out twice"
             taken = replace(info, slot=slot)
+            client.hset(self.keys[6], str(slot), 2)  # its first report
             self.lives[info.worker_id].append(taken)
             self.here[info.worker_id] = taken
 
@@ -117,6 +118,8 @@ def machine(client: redis.Redis) -> type[RuleBasedStateMachine]:
             assert owners == {life.slot: life.name for life in self.here.values()}, (
                 "a slot outlived its owner"
             )
+            numbered = {int(slot) for slot in client.hgetall(self.keys[6])}
+            assert numbered == set(owners), "the number of a slot's reports outlived its owner"
             assert all(one.lease == "live" for one in seen)
             assert {one.worker_id for one in seen if one.state == "draining"} == set(self.leaving)
 

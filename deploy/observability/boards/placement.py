@@ -84,6 +84,14 @@ def placement() -> Board:
                         "{{call}}",
                     ),
                     by("Reached", "short", total("baton_redis_up", "instance", "", "min"), "{{instance}}"),
+                    Panel(
+                        "Memory",
+                        "bytes",
+                        [
+                            Query("max(baton_redis_memory_used_bytes)", "used"),
+                            Query("max(baton_redis_memory_max_bytes)", "maxmemory"),
+                        ],
+                    ),
                 ],
             ),
             Row(

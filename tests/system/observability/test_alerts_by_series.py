@@ -56,6 +56,11 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
     "BatonSlowTokens": {"baton_inter_token_latency_seconds_bucket": _slow(0.5)},
     "BatonHandoffSlow": {"baton_handoff_exposed_seconds_bucket": _slow(1)},
     "BatonPlacementSlow": {'baton_redis_call_seconds_bucket{call="place"}': _slow(0.05)},
+    "BatonRedisMemory": {
+        "baton_redis_memory_used_bytes": _gauge(100, 800),
+        "baton_redis_memory_max_bytes": _gauge(1000, 1000),
+    },
+    "BatonRedisEviction": {"baton_redis_evicts_index_only": _gauge(1, 0)},
     "BatonEventLoopLate": {
         "baton_event_loop_lag_seconds_sum": _counter(0.1, 12),
         "baton_event_loop_lag_seconds_count": _counter(60, 60),

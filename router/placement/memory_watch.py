@@ -1,0 +1,61 @@
+"""Reads every second how full Redis is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import redis
+import redis.asyncio
+
+from cluster.redis.elsewhere import leave_async
+from cluster.redis.memory import PRESSED, RedisMemory, warn_of_policy
+
+log = logging.getLogger(__name__)
+LOOK_SECONDS = 1.0
+
+
+class MemoryWatch:
+    """`memory` is what Redis said last; while Redis is gone it stays."""
+
+    def __init__(self, client: redis.asyncio.Redis, any_hash: str):
+        """`any_hash`: a key of the namespace, for a write that writes nothing: a replica refuses it."""
+        self._client = client
+        self._any_hash = any_hash
+        self._closed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.memory = RedisMemory()
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        self._closed.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=2 * LOOK_SECONDS)
+
+    async def look(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                await self._client.hdel(self._any_hash, "")
+                now = RedisMemory.of(await self._client.info("memory"))
+        except (redis.RedisError, TimeoutError, OSError) as error:
+            log.debug("Redis does not say how full it is: %s", error)
+            await leave_async(self._client, error)
+            return
+        before, self.memory = self.memory, now
+        warn_of_policy(before, now)
+        if now.pressed != before.pressed:
+            log.warning(
+                "Redis' memory is %.0f %% used; from %.0f %% on nothing is predicted, and the index forgets sooner",
+                100 * now.share,
+                100 * PRESSED,
+            )
+
+    async def _run(self) -> None:
+        while not self._closed.is_set():
+            await self.look()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._closed.wait()

@@ -1,0 +1,24 @@
+"""What the registry keeps of a worker that has been dead for long."""
+
+from __future__ import annotations
+
+from cluster.membership import keys, scripts
+from cluster.membership.reader import FORGET_SECONDS
+from cluster.membership.registration import encode
+from cluster.membership.types import WorkerInfo
+from cluster.redis.connect import connect
+
+INFO = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+
+
+def test_nothing_is_kept(redis_url, namespace):
+    registry = keys.registry(namespace)
+    with connect(redis_url) as client:
+        slot = client.eval(
+            scripts.REGISTER, len(registry), *registry, "w", INFO.name, encode(INFO), "{}", "p", "exit"
+        )
+        client.hset(keys.sequences(namespace), str(slot), 5)
+        long_ago = client.time()[0] * 1000 - int(FORGET_SECONDS * 1000) - 1000
+        client.zadd(keys.leases(namespace), {"w": long_ago})
+        client.eval(scripts.READ, len(registry), *registry, int(FORGET_SECONDS * 1000))
+        assert [key.decode() for key in client.scan_iter(f"{{{namespace}}}:*")] == [keys.slots(namespace)]

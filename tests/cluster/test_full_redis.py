@@ -1,0 +1,215 @@
+"""A real Redis with little memory, which the index fills: what is no index goes on, and stays."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from cluster.auth.keys import RateLimits
+from cluster.block_hash import index_keys
+from cluster.config import RouterConfig
+from cluster.index import scripts
+from cluster.index.reporter import ChainReporter
+from cluster.membership import keys
+from cluster.membership.reader import Members, read_workers
+from cluster.membership.registration import Registration
+from cluster.membership.types import WorkerInfo
+from cluster.redis.embedded import EmbeddedRedis
+from cluster.redis.memory import RedisMemory
+from router.placement.placement import Placement
+from router.placement.types import PlacementRequest
+from router.quota.quota import Claim, Quota, Use
+from tests.waiting import until
+
+MEBIBYTE = 1 << 20
+RNG = random.Random(0)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis.start(tmp_path / "redis")
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("maxmemory", 8 * MEBIBYTE)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(small: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(small.url) as made:
+        yield made
+
+
+def worker(role: str, number: int) -> WorkerInfo:
+    return WorkerInfo(f"{role}-{number}", 7, 0, role, "m", "h:1", "", b"", "", "host", 4096, 10_000)  # type: ignore[arg-type]
+
+
+def fill(client: redis.Redis, namespace: str, slot: int, name: str, chains: int) -> None:
+    """Chains that nothing has in common, as a worker reports them."""
+    report = client.register_script(scripts.report())
+    registered = [keys.slot_owners(namespace), keys.sequences(namespace)]
+    first = int(client.hget(registered[1], str(slot)) or 1)  # type: ignore[arg-type]
+    for number in range(first, first + chains // 50):
+        some = [part for _ in range(50) for part in (64, RNG.randbytes(64 * 8))]
+        head = [scripts.prefix(namespace, "m"), slot, name, number, 3_600_000]
+        assert report(keys=registered, args=[*head, *some]) == b"ok"
+
+
+@pytest.fixture
+async def cluster(
+    small: EmbeddedRedis, namespace: str
+) -> AsyncIterator[tuple[Placement, Quota, list[Registration]]]:
+    registrations = [Registration(small.url, namespace, worker(role, 0)) for role in ("prefill", "decode")]
+    for registration in registrations:
+        registration.start()
+    await until(lambda: len(read_workers(small.url, namespace)) == 2, "registered")
+    members = Members(small.url, namespace)
+    await members.start()
+    config = RouterConfig(model="/m", redis_url=small.url, namespace=namespace, local_prefill="never")
+    placement = Placement(config, members, random.Random(1))
+    await placement.start()
+    quota = Quota(small.url, namespace, CollectorRegistry())
+    yield placement, quota, registrations
+    await quota.close()
+    await placement.close()
+    await members.close()
+    for registration in registrations:
+        await asyncio.to_thread(registration.stop)
+
+
+def others(client: redis.Redis, namespace: str) -> set[bytes]:
+    """Keys that are not the index's."""
+    return {
+        key for key in client.scan_iter(f"{{{namespace}}}:*") if b":m:n:" not in key and b":m:w:" not in key
+    }
+
+
+async def test_a_full_index_stops_nothing(small, client, namespace, cluster, monkeypatch) -> None:
+    monkeypatch.setattr("router.placement.placement.SCRIPT_SECONDS", 10.0)
+    monkeypatch.setattr("router.quota.quota.CALL_SECONDS", 10.0)
+    placement, quota, registrations = cluster
+    limits = RateLimits(requests_per_minute=1000, tokens_per_minute=10_000_000)
+    first = await quota.charge("t", limits, 500, Claim("first"))
+    held = PlacementRequest(b"held", b"", 300, 10)
+    await placement.place(held)
+    before = others(client, namespace)
+    for round_ in range(6):
+        await asyncio.to_thread(fill, client, namespace, registrations[0].slot, registrations[0].name, 3000)
+        request = PlacementRequest(bytes([round_]) * 16, RNG.randbytes(8 * 16), 256, 10)
+        placed = await placement.place(request)
+        assert placed.from_redis and not placement.errors
+        charge = await quota.charge("t", limits, 10, Claim(str(round_)))
+        assert charge is not None and charge.certain and not quota.errors
+        await quota.settle(charge, Use(5, 5))
+        placement.release(request.transfer_id)
+    assert client.info("stats")["evicted_keys"] > 1000, "it was full"
+    assert before <= others(client, namespace) | {f"{{{namespace}}}:quota-request:first".encode()}
+    newcomer = Registration(small.url, namespace, worker("decode", 1))
+    newcomer.start()
+    await until(lambda: newcomer.slot > 0, "a worker registers")
+    registered = {one.worker_id for one in await asyncio.to_thread(read_workers, small.url, namespace)}
+    assert registered == {"prefill-0", "decode-0", "decode-1"}
+    renewed = client.zrange(keys.leases(namespace), 0, -1, withscores=True)
+
+    def all_renewed() -> bool:
+        return all(client.zscore(keys.leases(namespace), name) > at for name, at in renewed)
+
+    await until(all_renewed, "they renew")
+    assert not any(one.errors for one in (*registrations, newcomer))
+    await until(
+        lambda: int(client.hget(f"{{{namespace}}}:load", b"d:" + _decode(placement)) or 0) == 310, "settled"
+    )
+    assert first is not None
+    await quota.settle(first, Use(200, 100))
+    assert quota.unsettled == 0 and not quota.errors
+    await asyncio.to_thread(newcomer.stop)
+
+
+def _decode(placement: Placement) -> bytes:
+    (charge,) = placement._charges.values()
+    return charge.decode.encode()
+
+
+async def test_only_the_index_has_a_time_to_live(small, client, namespace, cluster) -> None:
+    placement, quota, registrations = cluster
+    limits = RateLimits(requests_per_minute=1000, tokens_per_minute=10_000)
+    for number in range(3):
+        charge = await quota.charge("t", limits, 10, Claim(str(number)))
+        assert charge is not None
+        if number:
+            await quota.settle(charge, Use(5, 5, finished=number == 1))
+        await placement.place(PlacementRequest(bytes([number]) * 16, RNG.randbytes(8 * 16), 256, 10))
+    await asyncio.to_thread(fill, client, namespace, registrations[0].slot, registrations[0].name, 50)
+    kept, index = others(client, namespace), set(client.scan_iter(f"{{{namespace}}}:m:*"))
+    assert len(kept) > 10 and len(index) > 100
+    assert [key for key in kept if client.pttl(key) != -1] == [], "Redis would evict them"
+    assert [key for key in index if client.pttl(key) == -1] == [], "Redis cannot evict them"
+
+
+async def test_a_router_asks_less_of_a_redis_that_is_nearly_full(small, client, namespace, cluster) -> None:
+    placement, _, _ = cluster
+    chain = RNG.randbytes(8 * 16)
+    client.config_set("maxmemory", 1 << 40)
+    await placement._watch.look()
+    await placement.place(PlacementRequest(b"a" * 16, chain, 256, 10))
+    again = await placement.place(PlacementRequest(b"b" * 16, chain, 256, 10))
+    assert again.cached_prefill_tokens > 0, "predicted"
+    used = client.info("memory")["used_memory"]
+    client.config_set("maxmemory", int(used / 0.8))
+    await placement._watch.look()
+    assert placement.memory.pressed and 0.75 < placement.memory.share < 0.9
+    assert placement.memory.shortened(3600) < 3600
+    other = RNG.randbytes(8 * 16)
+    for name in (b"c", b"d"):
+        placed = await placement.place(PlacementRequest(name * 16, other, 256, 10))
+        assert placed.from_redis and placed.cached_prefill_tokens == 0, "no longer"
+    assert not client.exists(f"{{{namespace}}}:m:n:".encode() + other[:8])
+
+
+def test_shares_and_policies() -> None:
+    half, most = RedisMemory(50, 100, "volatile-lru"), RedisMemory(100, 100, "noeviction")
+    assert not half.pressed and half.shortened(600) == 600 and half.evicts_index_only
+    assert most.pressed and most.shortened(600) == 10 and not most.evicts_index_only
+    assert RedisMemory(85, 100, "allkeys-lru").shortened(600) == pytest.approx(300)
+    assert not RedisMemory(85, 100, "allkeys-lru").evicts_index_only
+    assert RedisMemory(70, 100).pressed and not RedisMemory(10**12, 0, "noeviction").pressed
+
+
+async def test_a_policy_that_evicts_nothing_is_warned_of_once(
+    small, client, namespace, cluster, caplog
+) -> None:
+    placement, _, _ = cluster
+    await placement._watch.look()
+    assert placement.memory.evicts_index_only and not caplog.records
+    client.config_set("maxmemory-policy", "noeviction")
+    for _ in range(3):
+        await placement._watch.look()
+    assert not placement.memory.evicts_index_only
+    assert [
+        one.message for one in caplog.records if "noeviction" in one.message and "volatile-lru" in one.message
+    ]
+    assert sum("noeviction" in one.message for one in caplog.records) == 1
+
+
+def test_reports_shorten_what_they_set(small, client, namespace) -> None:
+    registration = Registration(small.url, namespace, worker("prefill", 0))
+    registration.register_again()
+    reporter = ChainReporter(small.url, namespace, "m", registration, list)
+    try:
+        chain = [RNG.randbytes(32) for _ in range(8)]
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"] / 0.9))
+        reporter._resync_if_new_slot()
+        reporter.report(chain, 8)
+        reporter._send_batch()
+        (key,) = client.scan_iter(f"{{{namespace}}}:m:n:*")
+        assert 0 < client.pttl(key) < 0.6 * scripts.NODE_TTL_SECONDS * 1000
+        assert key.endswith(index_keys(chain)[:8])
+    finally:
+        reporter.stop()
+        registration.stop()

@@ -1,0 +1,293 @@
+"""What the two scripts decide, condition by condition, in a real Redis: `place.lua` and `settle.lua` called as a router
+calls them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import pytest
+import redis
+
+from cluster.index import scripts
+from cluster.membership import keys
+from cluster.membership.types import WorkerInfo
+from router.placement.candidates import Candidates
+from router.placement.placement import script_source, settle_source
+
+INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 1000)
+PREDICT_MS, TTL_MS, LEASE_MS = 10_000, 3_600_000, 60_000
+LEAVING, VOID = -4, -5
+
+
+@dataclass
+class Cluster:
+    """Two prefill and two decode workers of equal cost: 16,000 tokens of room at each decode worker."""
+
+    client: redis.Redis
+    namespace: str
+    router: str = "router"
+    run: int = 1
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    tables: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def __post_init__(self) -> None:
+        names = ["p1", "p2", "d1", "d2"]
+        self.workers = [
+            replace(INFO, worker_id=name, slot=slot, role="prefill" if name[0] == "p" else "decode")
+            for slot, name in enumerate(names, 1)
+        ]
+        self.by_id = {one.worker_id: one for one in self.workers}
+        self.tag = f"{{{self.namespace}}}:"
+        for one in self.workers:
+            self.client.hset(keys.slot_owners(self.namespace), str(one.slot), one.name)
+
+    def load(self) -> dict[str, int]:
+        kept = self.client.hgetall(self.tag + "load")
+        return {name.decode(): int(amount) for name, amount in kept.items() if name}
+
+    def of(self, worker_id: str) -> str:
+        """Its field of the load."""
+        return f"{worker_id[0]}:{self.by_id[worker_id].name}"
+
+    def place(self, tokens: int = 100, *, output: int = 10, number: int | None = None, **more: Any) -> Any:
+        candidates = Candidates(self.workers[:2], self.workers[2:], "never")
+        names = ("load", "routers", "calls", f"chg:{self.router}")
+        answers = f"{self.tag}answers:{self.router}"
+        script_keys = [
+            keys.slot_owners(self.namespace),
+            *(self.tag + name for name in names),
+            keys.drains(self.namespace),
+            answers,
+        ]
+        arguments = [
+            *(scripts.prefix(self.namespace, "m"), self.router, more.get("chain", b""), tokens, 16, output),
+            *(
+                "never",
+                more.get("random", 0.0),
+                1e-3,
+                0.0,
+                1.0,
+                struct.pack(">5d", *[1e12] * 5),
+                1e-9,
+                "hybrid",
+            ),
+            *(TTL_MS, PREDICT_MS, 1000.0, more.get("urgency", "normal"), 0, 0),
+            *(self.run, next(self.numbers) if number is None else number, LEASE_MS),
+            *candidates.arguments,
+        ]
+        answer = self.client.eval(script_source(), len(script_keys), *script_keys, *arguments)
+        if int(answer[0]) < 0:
+            return int(answer[0])
+        return tuple(candidates.workers[int(index) - 1].worker_id for index in answer[:2])
+
+    def settle(
+        self, table: dict[str, int], *, number: int | None = None, oldest: int = 0, **more: Any
+    ) -> int:
+        router = more.get("router", self.router)
+        names = ("load", "routers", f"chg:{router}", f"answers:{router}", "runs")
+        pairs = [part for one in table.items() for part in one]
+        head = [router, more.get("lease", LEASE_MS), more.get("run", self.run)]
+        head += [next(self.tables) if number is None else number, oldest]
+        script_keys = [self.tag + name for name in names]
+        return int(self.client.eval(settle_source(), len(script_keys), *script_keys, *head, *pairs))
+
+    def expire(self, router: str) -> None:
+        """Its lease has run out."""
+        self.client.zadd(self.tag + "routers", {router: 1})
+
+
+@pytest.fixture
+def cluster(redis_url: str, namespace: str) -> Iterator[Cluster]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield Cluster(client, namespace)
+
+
+# --- placing ----------------------------------------------------------------------------------------------------
+
+
+def test_a_placement_is_charged_to_both_and_to_the_routers_table(cluster):
+    p, d = cluster.place(300, output=20, urgency="batch")
+    table = {cluster.of(p): 300, f"batch:{cluster.of(p)}": 300, cluster.of(d): 320}
+    assert cluster.load() == table
+    kept = cluster.client.hgetall(cluster.tag + "chg:router")
+    assert {name.decode(): int(amount) for name, amount in kept.items()} == table
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_worker_that_was_told_to_leave_is_not_placed_on(cluster, who):
+    chosen = cluster.place(number=0)
+    cluster.settle({})
+    cluster.client.hset(keys.drains(cluster.namespace), chosen[who], "process:exit")
+    before = cluster.load()
+    calls = cluster.client.get(cluster.tag + "calls")
+    assert cluster.place() == LEAVING
+    assert cluster.load() == before, "nothing was charged"
+    assert cluster.client.get(cluster.tag + "calls") == calls, "it is no placement"
+    cluster.client.hset(cluster.tag + "load", cluster.of(chosen[who]), 5000)  # now another one is better
+    assert chosen[who] not in cluster.place()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_slot_that_another_owns_now_is_not_placed_on(cluster, who):
+    chosen = cluster.place()
+    slot = str(cluster.by_id[chosen[who]].slot)
+    cluster.settle({})
+    for owner in (f"{chosen[who]}@{2:016x}", None):
+        if owner is None:
+            cluster.client.hdel(keys.slot_owners(cluster.namespace), slot)
+        else:
+            cluster.client.hset(keys.slot_owners(cluster.namespace), slot, owner)
+        assert cluster.place() == LEAVING
+        assert cluster.load() == {}
+
+
+def test_what_does_not_fit_goes_where_it_does(cluster):
+    """A worker short of room costs seconds; a busy one with room costs almost nothing."""
+    cluster.client.hset(cluster.tag + "load", cluster.of("d1"), 15_000)
+    assert cluster.place(100)[1] == "d2"
+    cluster.client.hset(cluster.tag + "load", cluster.of("d2"), 15_800)
+    cluster.client.hset(cluster.tag + "load", cluster.of("d1"), 15_850)
+    # 110 tokens do not fit at d2 by 0 and at d1 not by 50: only their room tells them apart.
+    cluster.client.hset(cluster.tag + "load", cluster.of("d2"), 15_885)
+    assert cluster.place(100, random=0.999)[1] == "d1" and cluster.place(100, random=0.0)[1] != "d2"
+
+
+def test_a_decode_worker_without_room_is_passed_over_for_a_prefix_elsewhere(cluster):
+    """However long the prefix that it holds: what lacks costs a second and more."""
+    cluster.client.hset(cluster.tag + "load", cluster.of("d1"), 16_000)
+    for chance in (0.0, 0.5, 0.999):
+        number = cluster.place(100, random=chance)
+        assert number[1] == "d2"
+
+
+def test_a_dead_routers_charges_are_dropped_by_the_next_placement(cluster):
+    cluster.settle({cluster.of("p1"): 500, cluster.of("d1"): 600}, router="dead", number=1)
+    cluster.expire("dead")
+    p, d = cluster.place(100)
+    assert cluster.load() == {cluster.of(p): 100, cluster.of(d): 110}
+    for name in ("chg:dead", "answers:dead"):
+        assert not cluster.client.exists(cluster.tag + name)
+    assert cluster.client.zscore(cluster.tag + "routers", "dead") is None
+
+
+def test_one_dead_router_a_placement_and_the_living_stay(cluster):
+    for router in ("a", "b", "living"):
+        cluster.settle({cluster.of("p1"): 500}, router=router, number=1)
+    for router in ("a", "b"):
+        cluster.expire(router)
+    cluster.place(0, output=0)
+    assert cluster.load()[cluster.of("p1")] == 1000
+    cluster.place(0, output=0)
+    assert cluster.load()[cluster.of("p1")] == 500
+
+
+def test_a_router_that_only_places_has_a_lease(cluster):
+    """It may die before it settles."""
+    cluster.place(100)
+    ends = cluster.client.zscore(cluster.tag + "routers", "router")
+    assert ends is not None and ends > cluster.client.time()[0] * 1000
+    cluster.settle({}, lease=10 * LEASE_MS)
+    renewed = cluster.client.zscore(cluster.tag + "routers", "router")
+    cluster.place(100)
+    assert cluster.client.zscore(cluster.tag + "routers", "router") == renewed, (
+        "a placement does not shorten it"
+    )
+
+
+def test_a_repeated_placement_is_charged_once_and_answered_the_same(cluster):
+    first = cluster.place(100, number=7)
+    load, calls = cluster.load(), cluster.client.get(cluster.tag + "calls")
+    assert cluster.place(100, number=7, random=0.999) == first
+    assert (cluster.load(), cluster.client.get(cluster.tag + "calls")) == (load, calls)
+
+
+def test_answers_are_bounded(cluster):
+    for number in range(1, 300):
+        cluster.place(1, number=number)
+    assert cluster.client.hlen(cluster.tag + "answers:router") == 256 + 1  # and whose they are
+
+
+def test_a_placement_that_the_router_gave_up_is_void(cluster):
+    cluster.settle({}, oldest=5)
+    assert cluster.place(100, number=4) == VOID
+    assert cluster.load() == {}
+    assert cluster.place(100, number=5) != VOID
+
+
+def test_a_placement_of_an_earlier_run_is_void_and_one_of_a_later_run_is_not(cluster):
+    cluster.place(100, number=1)
+    cluster.settle({}, run=3, number=1)
+    assert cluster.place(100, number=2) == VOID, "of run 1"
+    cluster.run = 4
+    assert cluster.place(100, number=1) != VOID, "Redis was rolled back: the numbers of run 3 mean nothing"
+    assert sum(cluster.load().values()) == 210
+
+
+# --- settling ---------------------------------------------------------------------------------------------------
+
+
+def test_a_table_replaces_the_one_before(cluster):
+    cluster.settle({"p:a": 100, "d:a": 50})
+    cluster.settle({"p:a": 70, "d:b": 5})
+    assert cluster.load() == {"p:a": 70, "d:b": 5}
+    cluster.settle({"p:a": 70, "d:b": 5}, router="other", number=1)
+    assert cluster.load() == {"p:a": 140, "d:b": 10}
+    cluster.settle({})
+    cluster.settle({}, router="other", number=2)
+    assert cluster.load() == {}, "a field without load is gone"
+    assert not cluster.client.exists(cluster.tag + "chg:router")
+
+
+def test_a_table_that_was_applied_or_is_older_changes_nothing(cluster):
+    assert cluster.settle({"p:a": 10}, number=3) == 0
+    assert cluster.settle({"p:a": 99}, number=3) == 0
+    assert cluster.settle({"p:a": 99}, number=2) == 0
+    assert cluster.load() == {"p:a": 10}
+
+
+def test_runs_are_given_out_upwards_and_an_earlier_one_is_told(cluster):
+    first = cluster.settle({"p:a": 1}, run=0)
+    assert first > 0 and cluster.load() == {}, "that asks for a run only"
+    assert cluster.settle({"p:a": 10}, run=first, number=1) == 0
+    second = cluster.settle({}, run=0)
+    assert second > first
+    assert cluster.settle({"p:a": 99}, run=first, number=2) == -1
+    assert cluster.load() == {"p:a": 10}
+    assert cluster.settle({"p:a": 20}, run=second, number=1) == 0
+    assert cluster.load() == {"p:a": 20}
+    cluster.client.set(cluster.tag + "runs", 0)  # Redis was rolled back
+    assert cluster.settle({}, run=0) > second
+
+
+def test_a_run_that_was_given_out_and_never_used_is_forgotten(cluster):
+    cluster.settle({}, run=0, router="dead")
+    cluster.expire("dead")
+    cluster.settle({})
+    assert not cluster.client.exists(cluster.tag + "answers:dead")
+
+
+def test_a_dead_routers_charges_are_dropped_by_the_next_table(cluster):
+    cluster.settle({"p:a": 500}, router="dead", number=1)
+    cluster.settle({"p:a": 7}, router="living", number=1)
+    cluster.expire("dead")
+    cluster.settle({"p:a": 10})
+    assert cluster.load() == {"p:a": 17}
+    for name in ("chg:dead", "answers:dead"):
+        assert not cluster.client.exists(cluster.tag + name)
+    assert cluster.client.zscore(cluster.tag + "routers", "dead") is None
+
+
+def test_one_whose_lease_ran_out_comes_back_with_its_table(cluster):
+    cluster.settle({"p:a": 10})
+    cluster.expire("router")
+    cluster.settle({"p:a": 10})
+    assert cluster.load() == {"p:a": 10}, "a late beat is no death"
+    cluster.expire("router")
+    cluster.settle({}, router="other", number=1)
+    assert cluster.load() == {}
+    cluster.settle({"p:a": 10}, number=9)
+    assert cluster.load() == {"p:a": 10}
