@@ -20,6 +20,7 @@ from router.http import fields
 from router.http.body import read_json
 from router.http.errors import error_body
 from router.http.gate import caller_of, connection_of
+from router.http.lengths import chat_size
 from router.http.reading import EventStream, Reading
 from router.http.shapes import Answer, ChatShape, CompletionShape, Shape, baton, usage
 from router.telemetry.arrival import Arrival
@@ -37,8 +38,9 @@ class Generate:
         body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
         arrival = Arrival(request.headers.getlist)
         fields.check(body, fields.CHAT)
-        rendered = self._front.text.render(fields.messages(body))
-        prompt = await self._front.text.encode(rendered, special=False)
+        size = chat_size(body.get("messages"), self._front.validator)
+        rendered = await self._front.text.chat(lambda: fields.messages(body), size)
+        prompt = await self._front.encode(rendered, special=False)
         max_tokens = fields.chat_max_tokens(body)
         asked = fields.asked(body, _request_id(request), fields.chat_logprobs(body), max_tokens)
         completion = self._front.validator.completion(prompt, asked)
@@ -58,18 +60,22 @@ class Generate:
     async def _prompts(self, value: Any) -> list[list[int]]:
         """A text, token ids, or a list of either."""
         if isinstance(value, str):
-            return [await self._front.text.encode(value)]
+            return [await self._front.encode(value)]
         if not isinstance(value, list) or not value:
             raise InvalidRequestError("prompt: must be text, token ids, or a list of either", field="prompt")
+        most = self._config.max_prompts
+        if len(value) > most:  # token ids, or too many
+            self._front.validator.check_lengths(len(value))
         if all(type(one) is int for one in value):
             return [value]
-        most = self._config.max_prompts
         if len(value) > most:
             raise InvalidRequestError(f"prompt: at most {most} at once", field="prompt", limit=str(most))
         prompts = []
         for one in value:
+            if isinstance(one, list):
+                self._front.validator.check_lengths(len(one))
             if isinstance(one, str):
-                prompts.append(await self._front.text.encode(one))
+                prompts.append(await self._front.encode(one))
             elif isinstance(one, list) and all(type(token) is int for token in one):
                 prompts.append(one)
             else:
