@@ -44,6 +44,11 @@ class Front:
         self.requests = 0
         self.live = Live(services, metrics, self._own_state)
 
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """A prompt's token ids. Raises ContextLengthError before it tokenises what cannot fit."""
+        self.validator.check_text(text)
+        return await self.text.encode(text, special=special)
+
     @contextlib.contextmanager
     def admit(
         self,

@@ -120,6 +120,29 @@ class Validator:
                     limit=str(self.max_model_len),
                 )
 
+    def check_text(self, text: str) -> None:
+        """Before it is tokenised: a text that cannot fit the context in any way. Raises ContextLengthError."""
+        longest = self._text.most_bytes
+        if longest is None or 4 * len(text) <= longest * (self.max_model_len - 1):
+            return
+        size = len(text.encode(errors="surrogatepass"))
+        if size > longest * (self.max_model_len - 1):
+            raise ContextLengthError(
+                f"prompt: {size} bytes are more than {self.max_model_len} tokens of at most {longest} bytes",
+                field="prompt",
+                limit=str(self.max_model_len),
+            )
+
+    def check_messages(self, count: int) -> None:
+        """Before they are read: every template worth the name gives each a token at least. Raises
+        ContextLengthError."""
+        if count >= self.max_model_len:
+            raise ContextLengthError(
+                f"messages: {count} of them do not fit a context of {self.max_model_len} tokens",
+                field="messages",
+                limit=str(self.max_model_len),
+            )
+
     @staticmethod
     def _request_id(given: str) -> str:
         if len(given) > MAX_REQUEST_ID or not given.isprintable():

@@ -21,6 +21,7 @@ from router.front import Front
 from router.grpc.gate import caller_of
 from router.grpc.write_deadline import WriteDeadline
 from router.telemetry.arrival import Arrival
+from router.tokens.tokenizer import MESSAGE_CHARACTERS
 from router.validate import Asked
 from wire import inference_pb2 as pb
 
@@ -71,15 +72,14 @@ class InferenceService:
             deadline.close()
 
     async def _completion(self, request: pb.GenerateRequest, context: Context) -> Completion:
-        text = self._front.text
         kind = request.WhichOneof("prompt")
         self._front.validator.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
         if kind == "text":
-            prompt = await text.encode(request.text)
+            prompt = await self._front.encode(request.text)
         elif kind == "token_ids":
             prompt = list(request.token_ids.ids)
         elif kind == "chat":
-            prompt = await text.encode(_render(self._front, request.chat), special=False)
+            prompt = await self._front.encode(await _render(self._front, request.chat), special=False)
         else:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
         return self._front.validator.completion(prompt, _asked(request, context))
@@ -89,7 +89,7 @@ class InferenceService:
             request = _parse(pb.TokenizeRequest(), raw)
             self._check_model(request.model)
             if request.WhichOneof("prompt") == "chat":
-                rendered = _render(self._front, request.chat)
+                rendered = await _render(self._front, request.chat)
                 return pb.TokenizeResponse(token_ids=await self._front.text.encode(rendered, special=False))
             return pb.TokenizeResponse(token_ids=await self._front.text.encode(request.text))
         except BatonError as error:
@@ -123,10 +123,14 @@ def _parse(message: M, raw: bytes) -> M:
     return message
 
 
-def _render(front: Front, chat: pb.ChatMessages) -> str:
+async def _render(front: Front, chat: pb.ChatMessages) -> str:
     if not chat.messages:
         raise InvalidRequestError("chat: has no messages", field="chat")
-    return front.text.render([{"role": m.role, "content": m.content} for m in chat.messages])
+    front.validator.check_messages(len(chat.messages))
+    size = chat.ByteSize() + MESSAGE_CHARACTERS * len(chat.messages)
+    return await front.text.chat(
+        lambda: [{"role": m.role, "content": m.content} for m in chat.messages], size
+    )
 
 
 def _asked(request: pb.GenerateRequest, context: Context) -> Asked:

@@ -179,6 +179,10 @@ def cache_salt(body: Mapping[str, Any]) -> str:
     return value
 
 
+def truncates(body: Mapping[str, Any]) -> bool:
+    return body.get("truncate_prompt_tokens") is not None
+
+
 def truncated(body: Mapping[str, Any], prompt: list[int], context: int, max_tokens: Any) -> list[int]:
     """The prompt's last `truncate_prompt_tokens` tokens. -1 leaves the answer its max_tokens of the context."""
     value = body.get("truncate_prompt_tokens")

@@ -21,6 +21,7 @@ from router.http.body import read_json
 from router.http.errors import error_body
 from router.http.events import Events, event
 from router.http.gate import caller_of, connection_of
+from router.http.lengths import chat_size
 from router.http.reading import EventStream, Reading
 from router.http.shapes import Answer, ChatShape, CompletionShape, Shape
 from router.telemetry.arrival import Arrival
@@ -37,8 +38,10 @@ class Generate:
         body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
         arrival = Arrival(request.headers.getlist)
         fields.check(body, fields.CHAT, ignore_unknown=self._ignore_unknown)
-        rendered = self._front.text.render(fields.messages(body), fields.reasoning_effort(body))
-        prompt = await self._front.text.encode(rendered, special=False)
+        size = chat_size(body.get("messages"), self._front.validator)
+        effort = fields.reasoning_effort(body)
+        rendered = await self._front.text.chat(lambda: fields.messages(body), size, effort)
+        prompt = await self._encode(body, rendered, special=False)
         max_tokens = fields.max_tokens(body)
         asked = self._asked(request, body, fields.chat_logprobs(body), max_tokens)
         completion = self._completion(body, prompt, asked)
@@ -48,7 +51,7 @@ class Generate:
         body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
         arrival = Arrival(request.headers.getlist)
         fields.check(body, fields.COMPLETION, ignore_unknown=self._ignore_unknown)
-        prompts = await self._prompts(body.get("prompt"))
+        prompts = await self._prompts(body)
         # OpenAI's default of 16 for this old endpoint, where a chat takes what the context leaves.
         given = fields.max_tokens(body)
         asked = self._asked(request, body, body.get("logprobs"), 16 if given is None else given)
@@ -66,21 +69,35 @@ class Generate:
         kept = fields.truncated(body, prompt, validator.max_model_len, asked.max_tokens)
         return validator.completion(kept, asked)
 
-    async def _prompts(self, value: Any) -> list[list[int]]:
+    async def _encode(self, body: Mapping[str, Any], text: str, *, special: bool = True) -> list[int]:
+        """Its token ids. A prompt that is to be cut may be longer than the context."""
+        encode = self._front.text.encode if fields.truncates(body) else self._front.encode
+        return await encode(text, special=special)
+
+    def _check_length(self, body: Mapping[str, Any], tokens: int) -> None:
+        if not fields.truncates(body):
+            self._front.validator.check_lengths(tokens)
+
+    async def _prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
         """A text, token ids, or a list of either."""
+        value = body.get("prompt")
         if isinstance(value, str):
-            return [await self._front.text.encode(value)]
+            return [await self._encode(body, value)]
         if not isinstance(value, list) or not value:
             raise InvalidRequestError("prompt: must be text, token ids, or a list of either", field="prompt")
+        most = self._config.max_prompts
+        if len(value) > most:  # token ids, or too many
+            self._check_length(body, len(value))
         if all(type(one) is int for one in value):
             return [value]
-        most = self._config.max_prompts
         if len(value) > most:
             raise InvalidRequestError(f"prompt: at most {most} at once", field="prompt", limit=str(most))
         prompts = []
         for one in value:
+            if isinstance(one, list):
+                self._check_length(body, len(one))
             if isinstance(one, str):
-                prompts.append(await self._front.text.encode(one))
+                prompts.append(await self._encode(body, one))
             elif isinstance(one, list) and all(type(token) is int for token in one):
                 prompts.append(one)
             else:

@@ -19,7 +19,9 @@ class _Node:
         self.depth = depth
         self.fail = fail  # the longest proper end of it that begins a stop string
         # Length of the longest stop string that ends here; 0 = none does.
-        self.match = depth if depth and len(stops[low]) == depth else fail.match if fail is not None else 0
+        self.match: int = (
+            depth if depth and len(stops[low]) == depth else fail.match if fail is not None else 0
+        )
         self.next: dict[str, _Node] = {}
         self.open: dict[str, tuple[int, int]] = {}  # those that no text has come to
         for at in range(low, high):

@@ -1,0 +1,34 @@
+"""How long what a client sent is, before anything walks over it. What is not of the right form counts as nothing: whoever
+reads it refuses it by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS
+from router.validate import Validator
+
+
+def chat_size(messages: Any, validator: Validator) -> int:
+    """About so many characters, as rendering them costs; counted no further than it matters. Raises
+    ContextLengthError."""
+    if not isinstance(messages, list):
+        return 0
+    validator.check_messages(len(messages))
+    size = MESSAGE_CHARACTERS * len(messages)
+    for message in messages:
+        if size > INLINE_CHAT_CHARACTERS:
+            break
+        content = message.get("content") if isinstance(message, dict) else None
+        size += len(content) if isinstance(content, str) else _parts_size(content)
+    return size
+
+
+def _parts_size(content: Any) -> int:
+    if not isinstance(content, list):
+        return 0
+    size = MESSAGE_CHARACTERS * len(content)
+    if size <= INLINE_CHAT_CHARACTERS:
+        texts = (part.get("text") for part in content if isinstance(part, dict))
+        size += sum(len(text) for text in texts if isinstance(text, str))
+    return size

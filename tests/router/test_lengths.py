@@ -1,0 +1,316 @@
+"""What cannot fit a context is refused by its length, before it is walked over, rendered or tokenised; what is long is
+rendered and tokenised beside the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.requests import Request
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from cluster.config import RouterConfig
+from cluster.errors import ContextLengthError, InvalidRequestError
+from router.front import Front
+from router.grpc.service import InferenceService
+from router.http import generate
+from router.http.body import read_json
+from router.http.lengths import chat_size
+from router.tokens.bound import most_bytes
+from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS, ModelText
+from router.validate import Validator
+from wire import inference_pb2 as pb
+
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_level(*merges: tuple[str, str]) -> Tokenizer:
+    pieces = [*ALPHABET, *(a + b for a, b in merges)]
+    made = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=list(merges)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def byte_fallback(*pieces: str) -> Tokenizer:
+    vocab = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", *pieces]
+    made = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(vocab)},
+            merges=[("▁", "a")] if "▁a" in pieces else [],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return made
+
+
+def with_part(made: Tokenizer, **parts: Any) -> Tokenizer:
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
+KNOWN = {
+    "demo": lambda: Tokenizer.from_file(str(DEMO / "tokenizer.json")),
+    "bytes": byte_level,
+    "merged": lambda: byte_level(("a", "a"), ("aa", "aa"), ("Ġ", "a")),
+    "composed": lambda: with_part(byte_level(("Î", "Ĳ")), normalizer=normalizers.NFC()),
+    "fallback": lambda: byte_fallback("▁a"),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=30) | st.text("a \u0390\u1fbe\u0308\u0301\u1fef\U0001f600", max_size=30))
+def test_no_token_stands_for_more_than_the_bound_says(name, text):
+    tokenizer = KNOWN[name]()
+    most = most_bytes(tokenizer)
+    assert most is not None
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert len(text.encode()) <= most * len(ids)
+
+
+def test_the_bound_is_the_longest_token():
+    assert most_bytes(byte_level()) == 1
+    assert most_bytes(byte_level(("a", "a"), ("aa", "aa"))) == 4
+    made = byte_level()
+    made.add_special_tokens(["<|é|>"])
+    assert most_bytes(made) == 6
+    assert most_bytes(byte_fallback("▁a")) == 6
+
+
+def words() -> Tokenizer:
+    return with_part(
+        Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")),
+        pre_tokenizer=pre_tokenizers.WhitespaceSplit(),
+    )
+
+
+def swallowing() -> Tokenizer:
+    made = byte_level()
+    made.add_tokens([AddedToken("<m>", lstrip=True)])
+    return made
+
+
+def truncating() -> Tokenizer:
+    made = byte_level()
+    made.enable_truncation(4)
+    return made
+
+
+UNBOUNDED = {
+    "a word each": words,
+    "swallows white space": swallowing,
+    "cuts": truncating,
+    "strips": lambda: with_part(byte_level(), normalizer=normalizers.Strip()),
+    "drops": lambda: with_part(byte_level(), normalizer=normalizers.Replace("xx", "")),
+    "leaves out what is between": lambda: with_part(
+        byte_level(),
+        pre_tokenizer=pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
+    ),
+    "one for all it does not know": lambda: Tokenizer(
+        models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>", fuse_unk=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_others_have_no_bound(name):
+    assert most_bytes(UNBOUNDED[name]()) is None
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Front_(SimpleNamespace):
+    encode = Front.encode
+
+
+CONTEXT = 64
+
+
+class Text:
+    """Of a model whose tokens are bytes; counts what it tokenises and renders."""
+
+    vocab_size, max_position_embeddings, generation = 300, CONTEXT, {}
+    most_bytes: int | None = 3
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+        self.rendered = 0
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        self.encoded.append(text)
+        return [1]
+
+    async def chat(self, read: Any, characters: int) -> str:
+        self.rendered += 1
+        return "".join(message["content"] for message in read())
+
+
+@pytest.fixture
+def front() -> Any:
+    text: Any = Text()
+    config = RouterConfig(model=Path("/models/m"))
+    return Front_(text=text, config=config, validator=Validator(config, text))
+
+
+async def test_a_text_that_cannot_fit_is_not_tokenised(front):
+    longest = 3 * (CONTEXT - 1)
+    for text in ("a" * longest, "é" * (longest // 2)):
+        assert await front.encode(text) == [1]
+    front.text.encoded.clear()
+    for text in ("a" * (longest + 1), "é" * (longest // 2 + 1), "a" * 10**6):
+        with pytest.raises(ContextLengthError) as caught:
+            await front.encode(text)
+        assert caught.value.field == "prompt" and not caught.value.retryable
+    assert not front.text.encoded
+    front.text.most_bytes = None
+    assert await front.encode("a" * 10**6) == [1]
+
+
+def many(count: int, content: Any = "") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}] * count
+
+
+async def test_more_messages_than_tokens_are_not_rendered(front):
+    front.text.most_bytes = None
+    service = InferenceService(front)
+    context: Any = SimpleNamespace(time_remaining=lambda: None)
+
+    def chat(count: int) -> pb.GenerateRequest:
+        messages = [pb.ChatMessage(role="user", content="x")] * count
+        return pb.GenerateRequest(chat=pb.ChatMessages(messages=messages))
+
+    await service._completion(chat(CONTEXT - 1), context)
+    chat_size(many(CONTEXT - 1), front.validator)
+    assert front.text.rendered == 1
+    with pytest.raises(ContextLengthError):
+        await service._completion(chat(CONTEXT), context)
+    with pytest.raises(ContextLengthError):
+        chat_size(many(CONTEXT), front.validator)
+    assert front.text.rendered == 1
+
+
+async def test_held_tokens_beyond_the_context_are_refused_before_the_prompt_is_tokenised(front):
+    service = InferenceService(front)
+    context: Any = SimpleNamespace(time_remaining=lambda: None)
+    for prompt in ({"text": "abc"}, {"token_ids": pb.TokenIds(ids=[1])}):
+        request = pb.GenerateRequest(**prompt)
+        request.resume_tokens.ids.extend([1] * 500_000)
+        with pytest.raises(ContextLengthError) as caught:
+            await service._completion(request, context)
+        assert caught.value.field == "resume_tokens"
+    assert not front.text.encoded
+
+
+async def test_prompts_of_token_ids_are_measured_first(front):
+    prompts = generate.Generate(front)._prompts
+    assert await prompts([1] * (CONTEXT - 1)) == [[1] * (CONTEXT - 1)]
+    assert await prompts([[1] * (CONTEXT - 1)]) == [[1] * (CONTEXT - 1)]
+    most = front.config.max_prompts
+    for value in ([1] * (most + 1), [[1] * CONTEXT], ["a"] * (most + 1)):
+        with pytest.raises(ContextLengthError):
+            await prompts(value)
+    assert len(await prompts(["a"] * most)) == most
+
+
+# --- what is done beside the loop --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text():
+    made = ModelText(DEMO)
+    yield made
+    made.close()
+
+
+async def test_long_conversations_are_rendered_on_a_thread(text):
+    threads: list[str] = []
+
+    def read() -> list[dict[str, str]]:
+        threads.append(threading.current_thread().name)
+        return [{"role": "user", "content": "x"}]
+
+    short = await text.chat(read, INLINE_CHAT_CHARACTERS)
+    assert threads == [threading.current_thread().name]
+    assert await text.chat(read, INLINE_CHAT_CHARACTERS + 1) == short
+    assert threads[1].startswith("render")
+
+
+async def test_what_is_wrong_with_a_long_conversation_is_said_all_the_same(text):
+    def read() -> list[dict[str, str]]:
+        raise InvalidRequestError("messages[3]: must be an object", field="messages[3]")
+
+    with pytest.raises(InvalidRequestError) as caught:
+        await text.chat(read, INLINE_CHAT_CHARACTERS + 1)
+    assert caught.value.field == "messages[3]"
+
+
+def test_what_a_conversation_costs(front):
+    front.validator.max_model_len = 10**6
+
+    def size(messages: Any) -> int:
+        return chat_size(messages, front.validator)
+
+    assert size(many(2, "abc")) == 2 * (MESSAGE_CHARACTERS + 3)
+    assert size(many(1, [{"type": "text", "text": "abc"}] * 2)) == MESSAGE_CHARACTERS * 3 + 6
+    few = INLINE_CHAT_CHARACTERS // MESSAGE_CHARACTERS
+    for long in (many(few + 1), many(1, "x" * INLINE_CHAT_CHARACTERS), many(1, [{}] * few)):
+        assert size(long) > INLINE_CHAT_CHARACTERS
+    for odd in (
+        None,
+        "x",
+        {},
+        [None],
+        [{}],
+        [{"content": 3}],
+        [{"content": [3]}],
+        [{"content": [{"text": 3}]}],
+    ):
+        assert size(odd) <= 2 * MESSAGE_CHARACTERS, "whoever reads it says what is wrong"
+
+
+# --- depth -------------------------------------------------------------------------------------------------------------
+
+
+async def body(value: Any, depth: int) -> dict[str, Any]:
+    raw = orjson.dumps(value)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    return await read_json(Request({"type": "http", "headers": []}, receive), 1 << 20, depth)
+
+
+VALUES = st.recursive(
+    st.integers(0, 9) | st.text("[{", max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=1), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@given(value=st.dictionaries(st.text("ab", max_size=1), VALUES, max_size=3), limit=st.integers(1, 6))
+def test_a_body_nests_as_deep_as_it_may_and_no_deeper(value, limit):
+    def deep(one: Any) -> int:
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else None
+        return 0 if inner is None else 1 + max(map(deep, inner), default=0)
+
+    if deep(value) <= limit:
+        assert asyncio.run(body(value, limit)) == value
+    else:
+        with pytest.raises(InvalidRequestError, match="nested deeper"):
+            asyncio.run(body(value, limit))
