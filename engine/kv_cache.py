@@ -15,8 +15,15 @@ FREE_SHARE_CUDA = 0.9
 
 
 def choose_bytes(asked: int, device: torch.device) -> int:
-    """Bytes of one rank's pool."""
+    """Bytes of one rank's pool. Raises ConfigError where a machine has less memory left than that."""
     if asked:
+        if device.type == "cpu" and asked > (free := available_bytes()):
+            # Memory is taken as it is used: the worker would be killed later, with what it serves.
+            raise ConfigError(
+                f"kv_memory: {asked} bytes are more than the {free} bytes of memory that are free: give less, or "
+                f"leave it out for a share that fits",
+                field="kv_memory",
+            )
         return asked
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
