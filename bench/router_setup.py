@@ -86,7 +86,8 @@ def run_router(out: Path, settings: Mapping[str, Any]) -> Iterator[RunningRouter
     out.mkdir(parents=True, exist_ok=True)
     file, ready, log = out / "router.json", out / "router.ready", out / "router.log"
     ready.unlink(missing_ok=True)
-    file.write_text(json.dumps({"http_port": 0, "grpc_port": 0, "local_prefill": "fallback", **settings}))
+    standard = {"http_port": 0, "grpc_port": 0, "local_prefill": "fallback", "secret": "of this bench"}
+    file.write_text(json.dumps({**standard, **settings}))
     command = ["-m", "baton", "router", "--config", str(file), "--ready-file", str(ready)]
     with python(*command, log=log) as process:
         deadline = time.monotonic() + START_SECONDS

@@ -139,7 +139,12 @@ class ClusterFields(Frozen):
 
 
 class SecretFields(Frozen):
-    secret: str = Field("baton", description="deployment secret that keys the block hashes", repr=False)
+    secret: str = Field(
+        "",
+        description="deployment secret that keys the block hashes and the resume tickets; the same in all routers and "
+        "workers, none of which starts without",
+        repr=False,
+    )
     secret_file: Path | None = Field(None, description="a file that holds it (a mounted Secret)")
 
 

@@ -21,6 +21,7 @@ from pydantic_settings import (
 
 from cluster.config import ClusterFields, Frozen, SecretFields
 from cluster.errors import ConfigError
+from cluster.redis.first_contact import check_url
 
 C = TypeVar("C", bound=Frozen)
 
@@ -75,7 +76,30 @@ def with_secrets(config: C) -> C:
         if password:
             found["redis_url"] = _with_password(config.redis_url, password)
             found |= {"redis_password": "", "redis_password_file": None}
+        if url := found.get("redis_url", config.redis_url):
+            check_url(url)
     return config.model_copy(update=found)
+
+
+def require_secret(config: SecretFields) -> None:
+    """Raises ConfigError. Who knows the secret can name other tenants' prefixes and make resume tickets: there is no
+    default that everybody would know."""
+    if not config.secret:
+        raise ConfigError(
+            "the deployment's secret is missing: give every router and worker the same one, by BATON_SECRET or "
+            "--secret-file; `openssl rand -hex 32` makes one",
+            field="secret",
+        )
+
+
+def require_redis(config: ClusterFields) -> None:
+    """Raises ConfigError."""
+    if not config.redis_url:
+        raise ConfigError(
+            "redis_url is missing: routers and workers find each other in Redis; give all of them the same one, by "
+            "BATON_REDIS_URL or --redis-url redis://host:6379",
+            field="redis_url",
+        )
 
 
 def _read_secret(file: Path, field: str) -> str:

@@ -31,8 +31,16 @@ def choose_bytes(
     card_memory: Callable[[torch.device], tuple[int, int]] = _card_memory,
 ) -> int:
     """Bytes of one rank's pool, asked when the weights are where they will be. `beside_bytes` will be taken later, of the
-    same memory; `card_memory` gives free and total bytes."""
+    same memory; `card_memory` gives free and total bytes. Raises ConfigError where a machine has less memory left than
+    was asked for."""
     if asked:
+        if device.type == "cpu" and asked > (free := available_bytes()):
+            # Memory is taken as it is used: the worker would be killed later, with what it serves.
+            raise ConfigError(
+                f"kv_memory: {asked} bytes are more than the {free} bytes of memory that are free: give less, or "
+                f"leave it out for a share that fits",
+                field="kv_memory",
+            )
         return asked
     if device.type == "cuda":
         free, total = card_memory(device)
@@ -45,6 +53,7 @@ def sized(
 ) -> EngineConfig:
     """With the size of the pool. All ranks get the smallest of theirs: the leader's plans name blocks of every rank."""
     if config.kv_memory_bytes:
+        choose_bytes(config.kv_memory_bytes, device)  # or it says why not
         return config
     own = choose_bytes(0, device, beside_bytes)
     smallest = int(group.gather_last(torch.tensor([[own]], dtype=torch.int64, device=device)).min())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -172,6 +173,7 @@ def load(
     held up. Figures the server reports itself (stages, cached tokens, shipped KV) appear where it does.
     """
     given = dict(locals())
+    _check_writable({"--json": json, "--html": html})
     shares = _shares(protocol, target or [], rate, concurrency, requests)
     settings: dict[str, object] = {name: given[name] for name in _SAME_NAMES} | {
         "seconds": 30.0 if requests is None and seconds is None else seconds,
@@ -253,10 +255,29 @@ def _part(total: int, count: int, index: int) -> int:
     return max(min(1, total), total // count + (1 if index < total % count else 0))
 
 
+def _check_writable(files: Mapping[str, Path | None]) -> None:
+    """Before the run: what it finds must not be lost. Makes the folders on the way, and no file."""
+    for flag, file in files.items():
+        if file is None:
+            continue
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = not file.exists()
+            file.open("ab").close()
+            if new:
+                file.unlink()
+        except OSError as error:
+            raise typer.BadParameter(f"{flag} {file} cannot be written: {error.strerror}") from None
+
+
 def _lines(file: Path | None) -> tuple[str, ...]:
     if file is None:
         return ()
-    return tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--questions {file} cannot be read: {error}") from None
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _sentence(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -85,6 +86,8 @@ class LoadConfig(_Frozen):
             raise ValueError("say how long: either `requests` or `seconds`")
         if self.workload == "conversation" and self.prompt_kind not in (None, "chat"):
             raise ValueError("conversations are chat: leave `prompt_kind` out")
+        for target in self.targets if self.protocol == "http" else ():
+            _check_http(target)
         return self
 
     @property
@@ -98,3 +101,9 @@ class LoadConfig(_Frozen):
     @property
     def session_turns(self) -> int:
         return self.turns if self.workload == "conversation" else 1
+
+
+def _check_http(target: str) -> None:
+    parts = urlsplit(target if "//" in target else f"http://{target}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{target!r}: an HTTP target is http://host:port or https://host:port")

@@ -40,6 +40,7 @@ class Failure:
 
     kind: str
     message: str = ""
+    target: str = ""
 
 
 @dataclass

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from loadgen.config import LoadConfig
-from loadgen.record import STAGES, RequestRecord
+from loadgen.record import STAGES, Failure, RequestRecord
 from loadgen.stats import Summary, summarise
 
 _MAX_MESSAGES_PER_KIND = 3
@@ -93,7 +93,7 @@ class Report:
     @property
     def errors(self) -> dict[str, int]:
         """Failures by kind, the most frequent first."""
-        return dict(Counter(kind for kind, _ in self._failures()).most_common())
+        return dict(Counter(failure.kind for failure in self._failures()).most_common())
 
     @cached_property
     def stages(self) -> dict[str, Summary]:
@@ -143,7 +143,8 @@ class Report:
         found = self._figures()
         if len(self.protocols) > 1:
             found["by_protocol"] = {name: self.of_protocol(name)._figures() for name in self.protocols}
-        found["error_messages"] = self._error_messages()
+        found["error_messages"] = self.error_messages()
+        found["error_targets"] = self.error_targets()
         found["samples"] = [
             {"prompt": record.sample_prompt, "answer": record.sample_answer} for record in self.samples()
         ]
@@ -181,18 +182,24 @@ class Report:
         said = [getattr(record.timings, name) for record in self.answered if record.timings]
         return sum(said) / len(said) if said else 0.0
 
-    def _failures(self) -> Iterable[tuple[str, str]]:
-        for record in self.records:
-            if record.failure is not None:
-                yield record.failure.kind, record.failure.message
+    def _failures(self) -> Iterable[Failure]:
+        return (record.failure for record in self.records if record.failure is not None)
 
-    def _error_messages(self) -> dict[str, list[str]]:
-        messages: dict[str, list[str]] = {}
-        for kind, message in self._failures():
-            known = messages.setdefault(kind, [])
-            if message not in known and len(known) < _MAX_MESSAGES_PER_KIND:
-                known.append(message)
-        return messages
+    def error_messages(self) -> dict[str, list[str]]:
+        """By kind, what the failures said: the first few that differ."""
+        return self._first_few(lambda failure: failure.message)
+
+    def error_targets(self) -> dict[str, list[str]]:
+        """By kind, whose failures they were: the first few."""
+        return self._first_few(lambda failure: failure.target)
+
+    def _first_few(self, what: Callable[[Failure], str]) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for failure in self._failures():
+            known, said = found.setdefault(failure.kind, []), what(failure)
+            if said not in known and len(known) < _MAX_MESSAGES_PER_KIND:
+                known.append(said)
+        return found
 
 
 def merge(reports: Sequence[Report]) -> Report:

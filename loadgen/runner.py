@@ -80,7 +80,7 @@ class Runner:
     async def _session(self, intended: float) -> None:
         index, self._next_session = self._next_session, self._next_session + 1
         session = self._workload(index)
-        target = self.targets[index % len(self.targets)]
+        target = index % len(self.targets)
         answer: str | None = None
         turn = 0
         while self._may_start(intended) and (prompt := session.next(answer)) is not None:
@@ -95,8 +95,9 @@ class Runner:
     def _last_turn(self, turn: int) -> bool:
         return turn + 1 >= self._config.session_turns
 
-    async def _request(self, target: Target, prompt: Prompt, record: RequestRecord) -> str | None:
-        """The answer, or None if it failed."""
+    async def _request(self, index: int, prompt: Prompt, record: RequestRecord) -> str | None:
+        """The answer of a target, or None if it failed."""
+        target, address = self.targets[index], self._config.addresses[index]
         self.records.append(record)
         self.progress.started += 1
         answer: str | None = None
@@ -104,17 +105,17 @@ class Runner:
             async with self._in_flight, asyncio.timeout(self._config.timeout_seconds):
                 answer = await target.send(prompt, record)
         except TimeoutError:
-            record.failure = Failure("deadline", "no end within the request's deadline")
+            record.failure = Failure("deadline", "no end within the request's deadline", address)
         except RequestFailed as failed:
-            record.failure = Failure(failed.kind, failed.message)
+            record.failure = Failure(failed.kind, failed.message, address)
         else:
-            self._finish(record, prompt, answer)
+            self._finish(record, prompt, answer, address)
         self._count(record)
         return answer
 
-    def _finish(self, record: RequestRecord, prompt: Prompt, answer: str) -> None:
+    def _finish(self, record: RequestRecord, prompt: Prompt, answer: str, address: str) -> None:
         if not record.arrivals:
-            record.failure = Failure("no_tokens", "the answer was empty")
+            record.failure = Failure("no_tokens", "the answer was empty", address)
         if len(self.records) <= self._config.keep_samples:
             record.sample_prompt = _shown(prompt)[-_SAMPLE_CHARACTERS:]
             record.sample_answer = answer[:_SAMPLE_CHARACTERS]

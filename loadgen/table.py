@@ -33,8 +33,12 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     if report.stages:
         yield _stages(report)
     yield _totals(report)
+    messages, targets = report.error_messages(), report.error_targets()
     for kind, count in report.errors.items():
-        yield Text(f"  {count} × {kind}", style="red")
+        where = ", ".join(filter(None, targets[kind]))
+        yield Text(f"  {count} × {kind}{f' at {where}' if where else ''}", style="red")
+        for message in filter(None, messages[kind]):
+            yield Text(f"      {message}", style="red")
 
 
 def _latencies(report: Report) -> Table:

@@ -27,8 +27,10 @@ from baton.commands.overload import (
     TtftHigh,
     TtftNormal,
 )
+from baton.local.state import check_writable
 from cluster import settings
-from cluster.config import LocalPrefill, MetricsAliases, RouterConfig
+from cluster.config import LocalPrefill, MetricsAliases, RouterConfig, WorkerConfig
+from cluster.redis.first_contact import why_silent
 from cluster.telemetry import logs
 
 ModelDir = Annotated[Path | None, typer.Option("--model", help="Hugging Face model directory.")]
@@ -106,7 +108,20 @@ def router(
     flags = given(**locals())  # every flag is the setting of its name, but for two
     flags.pop("ready_file", None)
     flags.pop("config", None)
-    uvloop.run(_run_router(settings.load(RouterConfig, flags, config), ready_file))
+    resolved = settings.load(RouterConfig, flags, config)
+    check_start(resolved, ready_file)
+    uvloop.run(_run_router(resolved, ready_file))
+
+
+def check_start(config: RouterConfig | WorkerConfig, ready_file: Path | None) -> None:
+    """What can be known before a model is loaded. Raises ConfigError; of a Redis that is silent it only says so, for
+    it may come yet."""
+    settings.require_secret(config)
+    settings.require_redis(config)
+    if ready_file is not None:
+        check_writable(ready_file, "--ready-file", "ready_file")
+    if why := why_silent(config.redis_url):
+        say(f"{why}; this process goes on, and uses Redis as soon as it answers")
 
 
 def pools(

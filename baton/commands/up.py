@@ -122,8 +122,8 @@ def run(options: UpOptions) -> None:
             cluster = LocalCluster(options, progress=status.update)
             try:
                 state = cluster.start()
-            except BaseException:
-                cluster.stop()
+            except BaseException as error:
+                cluster.stop(keep_logs=isinstance(error, Exception))  # not where Ctrl-C ended the start
                 raise
         say(f"ready  http {state.http}  grpc {state.grpc}")
         try:

@@ -28,6 +28,7 @@ from baton.commands.serve import (
     TlsCa,
     TlsCert,
     TlsKey,
+    check_start,
     given,
     stop_event,
     write_ready,
@@ -97,7 +98,9 @@ def _command(role: Role) -> Callable[..., None]:
         ready_file: ReadyFile = None,
     ) -> None:
         flags = _nested(given(**{**locals(), "role": role, "config": None, "ready_file": None}))
-        uvloop.run(_run(settings.load(WorkerConfig, flags, config), ready_file))
+        resolved = settings.load(WorkerConfig, flags, config)
+        check_start(resolved, ready_file)
+        uvloop.run(_run(resolved, ready_file))
 
     run.__doc__ = f"Run one {role} worker in the foreground."
     return run

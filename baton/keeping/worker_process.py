@@ -51,6 +51,7 @@ def main(path: Path) -> None:
 
     # What differs from node to node (its address, its secrets' files) stands in that node's environment.
     config = settings.load(WorkerConfig, {}, values=values)
+    settings.require_secret(config)
     logs.configure(config.worker_id)
     uvloop.run(_until_it_ends(config, path, listening))
 

@@ -21,13 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import redis
+
 from baton.keeping import places
 from baton.local import children, ray_head
 from baton.local.children import Child
 from baton.local.exit_notices import ExitNotices
 from baton.local.options import UpOptions
 from baton.local.ray_pools import RayPools
-from baton.local.state import ClusterState, RedisState, RouterState, WorkerState
+from baton.local.state import ClusterState, RedisState, RouterState, WorkerState, check_writable
 from baton.local.supervisor import Supervisor
 from cluster.config import Role, RouterConfig
 from cluster.errors import SetupError
@@ -35,6 +37,7 @@ from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import without_password
 from cluster.redis.embedded import EmbeddedRedis
+from cluster.redis.first_contact import why_silent
 
 START_SECONDS = 300.0
 STOP_SECONDS = 40.0
@@ -45,8 +48,17 @@ T = TypeVar("T")
 class LocalCluster:
     """A cluster on this machine. `start`, then `watch` now and then, then `stop` whatever happened."""
 
-    def __init__(self, options: UpOptions, progress: Progress = lambda line: None):
+    def __init__(
+        self,
+        options: UpOptions,
+        progress: Progress = lambda line: None,
+        start_seconds: float = START_SECONDS,
+    ):
+        """Raises ConfigError where the state file cannot be written."""
+        if options.state_file is not None:
+            check_writable(options.state_file, "--state-file", "state_file")
         self._options = options
+        self._start_seconds = start_seconds
         self._progress = progress
         self._dir = Path(tempfile.mkdtemp(prefix="baton-"))
         self._logs = self._dir / "logs"
@@ -67,7 +79,16 @@ class LocalCluster:
         return self._logs
 
     def start(self) -> ClusterState:
-        """Raises SetupError, ConfigError or ModelError; then `stop` still has to be called."""
+        """Raises SetupError, ConfigError or ModelError; then `stop` still has to be called.
+
+        SetupError names the logs where there are any: stop(keep_logs=True) leaves them.
+        """
+        try:
+            return self._start()
+        except SetupError as error:
+            raise SetupError(f"{error.message}{self._where_logs_are()}", field=error.field) from error
+
+    def _start(self) -> ClusterState:
         self._start_redis()
         self._start_routers()
         if self._options.pool == "ray":
@@ -89,16 +110,24 @@ class LocalCluster:
             said += self._ray.check()
         self._notices.send({one.id: one.address for one in self._ready_workers("decode")})
         if self._options.pool == "process" and self._written is not None:
-            routers = [RouterState(**facts) for facts in self._ready(self._routers)]
-            state = replace(
-                self._written,
-                redis=RedisState(self._redis_url, self._redis.pid if self._redis is not None else None),
-                router=routers,
-                prefill=self._ready_workers("prefill"),
-                decode=self._ready_workers("decode"),
-            )
-            self._write_state(state)
+            said += self._follow_state(self._written)
         return said
+
+    def _follow_state(self, written: ClusterState) -> list[str]:
+        routers = [RouterState(**facts) for facts in self._ready(self._routers)]
+        state = replace(
+            written,
+            redis=RedisState(self._redis_url, self._redis.pid if self._redis is not None else None),
+            router=routers,
+            prefill=self._ready_workers("prefill"),
+            decode=self._ready_workers("decode"),
+        )
+        try:
+            self._write_state(state)
+        except OSError as error:  # a full disk ends no cluster; with the next change it is tried again
+            self._written = state
+            return [f"the state file could not be written: {error}"]
+        return []
 
     def _ready(self, supervisor: Supervisor) -> list[dict[str, Any]]:
         """What the children that live and serve have written about themselves."""
@@ -121,8 +150,9 @@ class LocalCluster:
             state.write(self._options.state_file)
         self._written = state
 
-    def stop(self) -> None:
-        """Stops what was started here and nothing else; safe to call at any point of a start."""
+    def stop(self, *, keep_logs: bool = False) -> None:
+        """Stops what was started here and nothing else; safe to call at any point of a start. `keep_logs`: they stay,
+        of a start that failed; what else was written, secrets among it, goes."""
         self._notices.close()
         children.stop_all(self._routers.children, STOP_SECONDS)
         children.stop_all(self._workers.children, STOP_SECONDS)
@@ -132,7 +162,20 @@ class LocalCluster:
             self._redis.stop()
         if self._options.state_file is not None:
             self._options.state_file.unlink(missing_ok=True)
-        shutil.rmtree(self._dir, ignore_errors=True)
+        if keep_logs and self._where_logs_are():
+            self._remove_all_but_logs()
+        else:
+            shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _where_logs_are(self) -> str:
+        return f"\nlogs: {self._logs}" if any(self._logs.iterdir()) else ""
+
+    def _remove_all_but_logs(self) -> None:
+        for path in self._dir.iterdir():
+            if path.is_dir() and path != self._logs:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != self._logs:
+                path.unlink(missing_ok=True)
 
     def _all_children(self) -> list[Child]:
         ray = self._ray.children if self._ray is not None else []
@@ -140,6 +183,11 @@ class LocalCluster:
 
     def _start_redis(self) -> None:
         if self._redis_url:
+            if why := why_silent(self._redis_url):
+                raise SetupError(
+                    f"{why}; start one there, or leave --redis-url and BATON_REDIS_URL out: baton up brings its own",
+                    field="redis_url",
+                )
             return
         self._progress("starting Redis")
         self._servers.add(self._start_embedded(), self._start_embedded)
@@ -227,7 +275,11 @@ class LocalCluster:
         wanted = self._options.decode + self._options.prefill_workers
 
         def registered() -> list[WorkerInfo] | None:
-            workers = read_workers(self._redis_url, self._namespace)
+            try:
+                workers = read_workers(self._redis_url, self._namespace)
+            except redis.RedisError as error:
+                self._progress(f"workers: Redis does not answer ({error})")
+                return None
             live = [worker for worker in workers if worker.lease == "live"]
             self._progress(f"workers: {len(live)} of {wanted} ready")
             return live if len(live) >= wanted else None
@@ -265,11 +317,11 @@ class LocalCluster:
         self._poll(ready, "the router did not become ready")
 
     def _poll(self, check: Callable[[], T | None], failure: str) -> T:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self._start_seconds
         while (result := check()) is None:
             children.check_alive(self._all_children())
             if time.monotonic() > deadline:
-                raise SetupError(f"{failure} within {START_SECONDS:.0f} s; logs: {self._logs}")
+                raise SetupError(f"{failure} within {self._start_seconds:.0f} s")
             time.sleep(0.1)
         return result
 

@@ -24,6 +24,7 @@ from cluster.config import (
 )
 from cluster.errors import ConfigError
 from cluster.memory import available_bytes
+from cluster.redis.first_contact import check_url
 
 # Of the memory that is free at the start, the share all KV pools together may take when none is named, and the
 # most one pool takes: a small model gains nothing from more.
@@ -80,6 +81,9 @@ class UpOptions:
         if self.batch_aging_seconds is not None and self.batch_aging_seconds <= 0:
             raise ConfigError("--batch-aging-seconds must be above 0", field="batch_aging_seconds")
         self._check_limits()
+        self._check_kv_memory()
+        if self.redis_url:
+            check_url(self.redis_url)
         if self.autoscaling is not None and (self.pool != "ray" or self.aggregated):
             raise ConfigError(
                 "--autoscaling sizes two pools that Ray runs: use --pool ray, without --aggregated",
@@ -101,6 +105,20 @@ class UpOptions:
             problem = error.errors(include_input=False)[0]
             name = ".".join(str(part) for part in problem["loc"])
             raise ConfigError(f"--{name.replace('_', '-')}: {problem['msg']}", field=name) from None
+
+    def _check_kv_memory(self) -> None:
+        """Memory is taken as it is used: pools that do not fit would be killed later, with what they serve."""
+        ranks = self._ranks
+        if self.kv_memory * ranks > (free := available_bytes()):
+            raise ConfigError(
+                f"--kv-memory {_in_gib(self.kv_memory)} for each of {ranks} ranks is more than the {_in_gib(free)} of "
+                f"memory that are free: give less than {_in_gib(free // ranks)}, or leave it out for a share that fits",
+                field="kv_memory",
+            )
+
+    @property
+    def _ranks(self) -> int:
+        return self.prefill_workers * self.prefill_tp + self.decode * self.decode_tp
 
     @property
     def tls(self) -> LocalTls:
@@ -139,9 +157,7 @@ class UpOptions:
         """The KV pool of one rank."""
         if self.kv_memory:
             return self.kv_memory
-        ranks = self.prefill_workers * self.prefill_tp + self.decode * self.decode_tp
-        free = available_bytes()
-        return min(KV_POOL_MAX_BYTES, int(free * KV_SHARE_OF_FREE) // ranks)
+        return min(KV_POOL_MAX_BYTES, int(available_bytes() * KV_SHARE_OF_FREE) // self._ranks)
 
     def worker_config(self, role: Role, redis_url: str, namespace: str, secret: str) -> WorkerConfig:
         tensor_parallel = self.prefill_tp if role == "prefill" else self.decode_tp
@@ -204,3 +220,7 @@ class UpOptions:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", "")])),
         }
+
+
+def _in_gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB"

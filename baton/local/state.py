@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from cluster.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,27 @@ class ClusterState:
     logs: str
 
     def write(self, path: Path) -> None:
-        """Whole or not at all: a reader never sees half a file."""
+        """Whole or not at all: a reader never sees half a file. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(path.suffix + f".{os.getpid()}")
+        scratch = _beside(path)
         scratch.write_text(json.dumps(asdict(self), indent=2) + "\n")
         scratch.replace(path)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_suffix(path.suffix + f".{os.getpid()}")
+
+
+def check_writable(path: Path, flag: str, field: str) -> None:
+    """Raises ConfigError: better now than once everything runs. Makes the folders on the way, and no file."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _beside(path).touch()
+        _beside(path).unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path} cannot be written ({error.strerror}): name a file in a folder that you may write to",
+            field=field,
+        ) from None

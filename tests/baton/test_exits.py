@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -30,8 +31,15 @@ def test_a_process_with_a_thread_that_never_ends_ends():
 
 
 def test_a_worker_whose_flags_are_wrong_says_so_and_ends(tmp_path):
-    command = [sys.executable, "-m", "baton", "decode", "--model", str(tmp_path), "--redis-url", ""]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    flags = ["--model", str(tmp_path), "--redis-url", "redis://127.0.0.1:1"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "baton", "decode", *flags],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "BATON_SECRET": "s"},
+    )
     assert ended.returncode == 1
     assert "config.json" in ended.stderr + ended.stdout
     assert "most recent call first" not in ended.stderr, "by itself, not by force"

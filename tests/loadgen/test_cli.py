@@ -56,7 +56,38 @@ def test_questions_come_from_a_file(router: StubRouter, tmp_path: Path) -> None:
 def test_nothing_answered_is_a_failure() -> None:
     result = CliRunner().invoke(app, ["--target", "127.0.0.1:1", "--requests", "2"])
     assert result.exit_code == 1
-    assert "grpc_unavailable" in result.output
+    assert "grpc_unavailable at 127.0.0.1:1" in result.output
+    assert "Connection refused" in result.output
+
+
+def test_a_dead_http_target_is_named_with_the_reason(router: StubRouter, tmp_path: Path) -> None:
+    flags = ["--protocol", "grpc", "--protocol", "http", "--target", router.address, "--requests", "4"]
+    flags += ["--target", "http://127.0.0.1:1", "--max-tokens", "2", "--json", str(tmp_path / "r.json")]
+    result = CliRunner().invoke(app, flags)
+    assert "2 × connection at http://127.0.0.1:1\n" in result.output
+    assert "Connect call failed" in result.output
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["error_targets"] == {"connection": ["http://127.0.0.1:1"]}
+    assert "Connect call failed" in found["error_messages"]["connection"][0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--protocol", "http", "--target", "ftp://x"], "http://host:port"),
+        (["--json", "/proc/nobody/r.json"], "--json /proc/nobody/r.json cannot be written"),
+        (["--html", "/proc"], "cannot be written"),
+        (["--questions", "/proc/nobody/q.txt", "--workload", "conversation"], "cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_a_flag_is_said_before_anything_is_sent(
+    flags: list[str], said: str, router: StubRouter
+) -> None:
+    target = [] if "--target" in flags else ["--target", router.address]
+    result = CliRunner().invoke(app, ["--requests", "1", *target, *flags])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split()).replace("│ ", "")
+    assert not router.inference.requests
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_nothing_shows_a_secret_a_prompt_or_an_answer(guarded, checkpoint, tmp_p
             *("--api-keys-file", str(keys.path), "--otlp-endpoint", collector.url, *PROCESS),
         ) as cluster,
     ):
-        text = _use(cluster, key)
+        text = _use(cluster, key, admin)
         hidden = _hidden(cluster, [key, admin], keys, text)
         shown = {
             **_endpoints(cluster, admin),
@@ -75,10 +75,12 @@ def test_nothing_shows_a_secret_a_prompt_or_an_answer(guarded, checkpoint, tmp_p
             assert secret not in content, f"{name} is shown in {where}"
 
 
-def _use(cluster: Any, key: str) -> str:
+def _use(cluster: Any, key: str, admin: str) -> str:
     """Rightly, wrongly, and so that something fails. The answer's text."""
     with Client(cluster.grpc, api_key=key) as client:
-        text = client.generate(PROMPT, max_tokens=ANSWER_TOKENS, temperature=0, explain=True).text
+        text = client.generate(PROMPT, max_tokens=ANSWER_TOKENS, temperature=0).text
+    with Client(cluster.grpc, api_key=admin) as client:
+        client.generate(PROMPT, max_tokens=ANSWER_TOKENS, temperature=0, explain=True)
         with pytest.raises(BatonError):
             client.generate(PROMPT, max_tokens=10**9)
         client.stream(PROMPT, max_tokens=100).close()

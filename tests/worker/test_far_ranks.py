@@ -63,6 +63,7 @@ def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
     config: dict[str, Any] = {
         "redis_url": redis_url,
         "namespace": namespace,
+        "secret": "of this bench",  # as the router's
         "ray_address": ray_cluster.address,
         "engine": {
             "model": str(model),

@@ -374,6 +374,8 @@ def test_prompts_share_prefixes_only_under_the_same_cache_salt():
         ("t", ""),
         ("t", "a"),
         ("ta", ""),
+        ("ta", "b"),
+        ("t", "ab"),
         ("u", "a"),
         ("1:t", "a"),
         ("t", "a1:"),

@@ -1,0 +1,232 @@
+"""What a user meets who starts Baton for the first time, wrongly: one sentence with what to do, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.commands import serve, worker
+from baton.local import children
+from baton.local.cluster import LocalCluster
+from baton.local.options import UpOptions
+from baton.local.state import ClusterState, RedisState
+from cluster import settings
+from cluster.config import ClusterFields, RouterConfig, WorkerConfig
+from cluster.errors import ConfigError, SetupError
+from cluster.memory import available_bytes
+from cluster.redis.first_contact import why_silent
+from engine import kv_cache
+
+NOBODY = "redis://user:p4ssw0rd@127.0.0.1:1"  # no port of the system's: refused at once
+
+
+def baton(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "baton", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "100", **environment},
+    )
+
+
+SECRET = {"BATON_SECRET": "s"}
+UP = ("up", "--http-port", "0", "--grpc-port", "0", "--pool", "process")
+WRONG: list[tuple[tuple[str, ...], dict[str, str], str]] = [
+    ((*UP, "--redis-url", NOBODY), {}, "no Redis answers at redis://***@127.0.0.1:1 (Error 111"),
+    ((*UP, "--redis-url", "p4ssw0rd"), {}, "is not a Redis URL; write for example redis://host:6379"),
+    ((*UP, "--kv-memory", "100000GiB"), {}, "--kv-memory 1e+05 GiB for each of 2 ranks is more than"),
+    (
+        (*UP, "--state-file", "/proc/nobody/state.json"),
+        {},
+        "--state-file /proc/nobody/state.json cannot be written",
+    ),
+    ((*UP, "--state-file", "/proc"), {}, "--state-file /proc cannot be written (Is a directory)"),
+    (("router", "--redis-url", NOBODY), {}, "the deployment's secret is missing"),
+    (("router",), SECRET, "redis_url is missing"),
+    (("router", "--redis-url", "p4ssw0rd"), SECRET, "is not a Redis URL"),
+    (
+        ("router", "--redis-url", NOBODY, "--ready-file", "/proc/nobody/r"),
+        SECRET,
+        "--ready-file /proc/nobody/r cannot",
+    ),
+    (("prefill", "--redis-url", NOBODY), {}, "the deployment's secret is missing"),
+    (("decode",), SECRET, "redis_url is missing"),
+    (("decode", "--redis-url", "p4ssw0rd"), SECRET, "is not a Redis URL"),
+    (("decode", "--redis-url", NOBODY, "--kv-memory", "100000GiB"), SECRET, "more than the"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "environment", "said"), WRONG)
+def test_a_sentence_and_no_traceback(arguments, environment, said, checkpoint, tmp_path):
+    ended = baton(*arguments, "--model", str(checkpoint("llama")), TMPDIR=str(tmp_path), **environment)
+    shown = ended.stdout + ended.stderr
+    assert ended.returncode == 1, shown
+    assert said in shown
+    assert "Traceback" not in shown and "p4ssw0rd" not in shown
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("baton: ") and said.split("(")[0].strip() in last
+    assert not list(tmp_path.iterdir()), "nothing is left of a start that started nothing"
+
+
+def test_a_silent_redis_is_said_once_and_waited_for(checkpoint, capsys):
+    config = RouterConfig(model=checkpoint("llama"), redis_url=NOBODY, secret="s")
+    serve.check_start(config, None)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("no Redis answers at redis://***@127.0.0.1:1 (")
+    assert "this process goes on" in said
+    assert "p4ssw0rd" not in said
+
+
+def test_of_a_redis_that_answers_nothing_is_said(redis_url):
+    assert why_silent(redis_url) == ""
+
+
+def test_a_pool_of_all_that_is_free_is_taken_and_more_is_not():
+    import torch
+
+    cpu = torch.device("cpu")
+    free = available_bytes()
+    assert kv_cache.choose_bytes(free // 4, cpu) == free // 4
+    with pytest.raises(ConfigError) as caught:
+        kv_cache.choose_bytes(free * 4, cpu)
+    assert caught.value.field == "kv_memory"
+
+
+def test_up_counts_the_pools_of_all_ranks(checkpoint):
+    model, free = checkpoint("llama"), available_bytes()
+    one_fits = free // 3
+    assert UpOptions(model, prefill=0, decode=1, kv_memory=one_fits).kv_memory_bytes == one_fits
+    with pytest.raises(ConfigError) as caught:
+        UpOptions(model, prefill=2, decode=2, prefill_tp=2, kv_memory=one_fits)
+    assert caught.value.field == "kv_memory" and "each of 6 ranks" in caught.value.message
+
+
+# --- a start that fails later --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleepers(monkeypatch, tmp_path):
+    """Processes in place of routers and workers: they write into their logs and never serve."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    script = "import time; print('loading …', flush=True); time.sleep(60)"
+    monkeypatch.setattr(children, "baton_command", lambda *_: [sys.executable, "-c", script])
+
+
+def failed_start(model: Path, **options: Any) -> tuple[LocalCluster, SetupError]:
+    cluster = LocalCluster(UpOptions(model, pool="process", **options), start_seconds=1.0)
+    with pytest.raises(SetupError) as caught:
+        cluster.start()
+    return cluster, caught.value
+
+
+def test_the_logs_that_a_time_out_names_are_still_there(sleepers, checkpoint):
+    cluster, error = failed_start(checkpoint("llama"))
+    assert "did not register within 1 s" in error.message
+    named = Path(error.message.rpartition("logs: ")[2])
+    assert named == cluster.logs
+    cluster.stop(keep_logs=True)
+    assert {file.stem.partition("-")[0] for file in named.glob("*.log")} == {"router", "prefill", "decode"}
+    assert "loading" in next(named.glob("decode-*.log")).read_text()
+    assert list(named.parent.iterdir()) == [named], "configurations hold secrets: they are gone"
+
+
+def test_a_process_that_ends_at_once_is_shown_and_its_log_is_kept(monkeypatch, sleepers, checkpoint):
+    script = "raise SystemExit('no such device')"
+    monkeypatch.setattr(children, "baton_command", lambda *_: [sys.executable, "-c", script])
+    cluster, error = failed_start(checkpoint("llama"))
+    assert "exited with code 1:\nno such device" in error.message
+    assert f"logs: {cluster.logs}" in error.message
+    cluster.stop(keep_logs=True)
+    assert any("no such device" in file.read_text() for file in cluster.logs.iterdir())
+
+
+def test_a_start_that_is_called_off_leaves_nothing(sleepers, checkpoint):
+    cluster, _ = failed_start(checkpoint("llama"))
+    cluster.stop()
+    assert not cluster.logs.parent.exists()
+
+
+def test_a_start_without_logs_names_none(sleepers, checkpoint):
+    cluster, error = failed_start(checkpoint("llama"), redis_url=NOBODY)
+    assert "logs" not in error.message and "redis://***@127.0.0.1:1" in error.message
+    cluster.stop(keep_logs=True)
+    assert not cluster.logs.parent.exists()
+
+
+def test_a_state_file_that_fails_later_ends_nothing(sleepers, checkpoint, tmp_path):
+    folder = tmp_path / "states"
+    options = UpOptions(checkpoint("llama"), pool="process", state_file=folder / "state.json")
+    cluster = LocalCluster(options)
+    cluster._written = ClusterState("h", "g", RedisState("r", None), [], [], [], 1, "logs")
+    folder.rmdir()
+    folder.write_text("a file in the folder's place")
+    try:
+        (said,) = cluster.watch()
+        assert "the state file could not be written" in said
+        assert cluster.watch() == []
+    finally:
+        folder.unlink()
+        cluster.stop()
+
+
+# --- the secret ----------------------------------------------------------------------------------------------------
+
+
+def test_no_configuration_has_a_secret_that_everybody_knows(checkpoint):
+    model = checkpoint("llama")
+    assert RouterConfig(model=model).secret == ""
+    assert WorkerConfig(role="decode", engine={"model": model}).secret == ""
+
+
+@pytest.mark.parametrize("command", [serve.router, worker.prefill, worker.decode])
+def test_no_process_starts_without_a_secret(command, checkpoint, monkeypatch):
+    monkeypatch.delenv("BATON_SECRET", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        command(model=checkpoint("llama"), redis_url=NOBODY)
+    assert caught.value.field == "secret"
+    assert "openssl rand -hex 32" in caught.value.message
+
+
+def test_a_worker_of_a_pool_wants_one_too(checkpoint, tmp_path):
+    config = WorkerConfig(role="decode", engine={"model": checkpoint("llama")}, redis_url=NOBODY)
+    process = subprocess.run(
+        [sys.executable, "-m", "baton.keeping.worker_process", str(tmp_path / "door")],
+        input=config.model_dump_json(),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "the deployment's secret is missing" in process.stderr
+
+
+def test_a_cluster_here_draws_one_for_all_its_processes(sleepers, checkpoint):
+    drawn = []
+    for _ in range(2):
+        cluster, _ = failed_start(checkpoint("llama"), routers=2)
+        files = list(cluster.logs.parent.glob("*.json"))
+        configs = [settings.load(RouterConfig, {}, file) for file in files if file.stem.startswith("router")]
+        configs += [
+            settings.load(WorkerConfig, {}, file) for file in files if not file.stem.startswith("router")
+        ]
+        assert len(configs) == 4
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+        (secret,) = {config.secret for config in configs}
+        drawn.append(secret)
+        cluster.stop()
+    assert len(set(drawn)) == 2 and all(len(bytes.fromhex(secret)) >= 16 for secret in drawn)
+
+
+def test_a_registry_alone_needs_no_secret():
+    settings.require_redis(ClusterFields(redis_url=NOBODY))
+    with pytest.raises(ConfigError):
+        settings.require_redis(ClusterFields())
