@@ -175,6 +175,8 @@ class LinkToDecode:
                     for r in ranks
                 ],
                 transports=self._offered(all(rank.agent_name for rank in ranks)),
+                digests=self._sender.config.digests,
+                digest_kinds=ranks[0].digest_kinds,
             )
         )
         while (message := await self._outbox.get()) is not None:
@@ -245,7 +247,9 @@ class LinkToDecode:
         return False
 
     def _connect_ranks(self, welcome: handoff_pb2.Welcome, nonce: str, anew: bool = False) -> None:
-        ranks = [m.PeerRank(r.rank, r.agent_name, r.agent_metadata) for r in welcome.ranks]
+        ranks = [
+            m.PeerRank(r.rank, r.agent_name, r.agent_metadata, r.memory or m.DRAM) for r in welcome.ranks
+        ]
         for rank in self._sender.ranks:
             rank.handle(m.Connect(self.name, ranks, nonce, anew))
 

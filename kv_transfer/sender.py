@@ -261,7 +261,6 @@ class HandoffSender:
                         request_id=spec.request_id,
                         spec=spec.spec,
                         token_count=spec.token_count,
-                        block_hashes=b"".join(spec.block_hashes),
                     )
                 )
         except TimeoutError:
