@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from cluster.block_hash import HASH_BYTES
+from cluster.block_hash import hash_blocks
 from cluster.errors import CancelledError, EngineRequestError, InvalidRequestError
 from cluster.faults.points import Point
 from decode_worker.attempt import DecodeAttempt, DecodeState
@@ -41,24 +41,33 @@ class Takeover:
         asked = time.monotonic()
         attempt.first_choice, attempt.first_position = spec.spec.first_choice, spec.token_count
         reservation = await self._core.host.call(self._reserve_blocks(attempt.engine_id, spec))
-        if attempt.machine.state is not DecodeState.EXPECTED:  # ended while the engine was asked
+        try:
+            self._reserved(attempt, spec, reservation)
+        except BaseException:
             await self._core.host.call(lambda engine: engine.abort(attempt.engine_id))
-            raise CancelledError("the attempt ended while its blocks were being reserved")
-        attempt.machine.to(DecodeState.RESERVED)
+            raise
         attempt.reserved = asked
-        attempt.trace = self._core.trace_of(spec.spec)
-        attempt.report.not_shipped_tokens = reservation.held_tokens
         self._at_reserved(spec.transfer_id)
         return reservation
 
-    @staticmethod
-    def _reserve_blocks(engine_id: str, spec: HandoffSpec) -> Callable[[Engine], Reservation]:
+    def _reserved(self, attempt: DecodeAttempt, spec: HandoffSpec, reservation: Reservation) -> None:
+        if attempt.machine.state is not DecodeState.EXPECTED:  # ended while the engine was asked
+            raise CancelledError("the attempt ended while its blocks were being reserved")
+        attempt.trace = self._core.trace_of(spec.spec)
+        attempt.report.not_shipped_tokens = reservation.held_tokens
+        attempt.machine.to(DecodeState.RESERVED)
+
+    def _reserve_blocks(self, engine_id: str, spec: HandoffSpec) -> Callable[[Engine], Reservation]:
         request = request_from_wire(engine_id, spec.spec)
         left = request.sampling.max_tokens - len(request.output_tokens)
         growth = max(1, min(left, PROJECTED_GROWTH_TOKENS))
+        packed = spec.spec.prompt_tokens + spec.spec.output_tokens
+        page, secret = self._core.page_size, self._core.config.secret.encode()
 
         def reserve(engine: Engine) -> Reservation:
-            taken = engine.reserve(request, spec.block_hashes, growth)
+            # Of the tokens that were sent: what a hash of the peer's named might be another prompt's.
+            hashes = hash_blocks(packed, page, secret=secret, salt=request.salt)
+            taken = engine.reserve(request, hashes, growth)
             return Reservation(list(taken.block_ids), taken.held_tokens)
 
         return reserve
@@ -94,13 +103,8 @@ class Takeover:
         """Does the request make sense, and what is said about it agree with it? Raises InvalidRequestError."""
         check_spec(spec.spec, self._core.spec_limits)
         tokens = (len(spec.spec.prompt_tokens) + len(spec.spec.output_tokens)) // 4
-        blocks = tokens // self._core.page_size
         if spec.token_count != tokens:
             raise InvalidRequestError(f"token_count: {spec.token_count} of {tokens}", field="token_count")
-        if [len(one) for one in spec.block_hashes] != [HASH_BYTES] * blocks:
-            raise InvalidRequestError(
-                f"block_hashes: {HASH_BYTES} bytes for each of {blocks} blocks", field="block_hashes"
-            )
 
     def _check_first(self, attempt: DecodeAttempt, tokens: Sequence[common_pb2.Token]) -> None:
         """One for each choice, at the position after the prompt. Raises InvalidRequestError."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, Self
 
-from cluster.block_hash import HASH_BYTES
 from wire import common_pb2, handoff_pb2
 
 TransferId = bytes  # 16 bytes, drawn by the router for every attempt
@@ -46,14 +45,10 @@ class HandoffSpec:
     request_id: str
     spec: common_pb2.GenerateSpec
     token_count: int
-    block_hashes: list[bytes]
 
     @classmethod
     def of(cls, asked: handoff_pb2.Reserve) -> Self:
-        hashes = [
-            asked.block_hashes[i : i + HASH_BYTES] for i in range(0, len(asked.block_hashes), HASH_BYTES)
-        ]
-        return cls(asked.transfer_id, asked.request_id, asked.spec, asked.token_count, hashes)
+        return cls(asked.transfer_id, asked.request_id, asked.spec, asked.token_count)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.errors import StaleEpochError, TransportError
+from kv_transfer.digest import MODES
 from kv_transfer.layout import check_layouts
 from kv_transfer.messages import Granted
 from wire import common_pb2, handoff_pb2
 
 MAX_RANKS = 1024
-DIGESTS = ("off", "sample", "all")  # the stricter one later
 
 
 def check_welcome(
@@ -35,8 +35,8 @@ def check_welcome(
         raise _wrong("transport", f"{welcome.transport!r} was not offered ({', '.join(transports)})")
     if not welcome.slot_bytes:
         raise _wrong("slot_bytes", "a slot of nothing")
-    if welcome.digests not in ("", *DIGESTS):
-        raise _wrong("digests", f"{welcome.digests!r} is none of {', '.join(DIGESTS)}")
+    if welcome.digests not in ("", *MODES):
+        raise _wrong("digests", f"{welcome.digests!r} is none of {', '.join(MODES)}")
     if welcome.digest_kind not in ("", *digest_kinds):
         raise _wrong("digest_kind", f"{welcome.digest_kind!r} was not offered ({', '.join(digest_kinds)})")
 
@@ -62,11 +62,6 @@ def check_ranks(source_rank: int, target_rank: int, source_ranks: int, target_ra
         raise _wrong("source_rank", f"{source_rank} of {source_ranks}")
     if target_rank >= target_ranks:
         raise _wrong("target_rank", f"{target_rank} of {target_ranks}")
-
-
-def stricter(ours: str, theirs: str) -> str:
-    """Of two digest settings; "" says nothing."""
-    return max(ours, theirs or DIGESTS[0], key=DIGESTS.index)
 
 
 def _wrong(field: str, message: str) -> TransportError:

@@ -13,15 +13,26 @@ XXH3_128 = "xxh3_128"  # CPU: 35–87 GB/s measured
 SUM64 = "sum64"  # expressible in torch, so it runs where the bytes are on CUDA
 
 KINDS = (NONE, XXH3_128, SUM64)
+MODES = ("off", "sample", "all")  # the laxest first
+
+
+def kinds_on(device: torch.device) -> tuple[str, ...]:
+    """What can be computed where the bytes are; the fastest first."""
+    return (XXH3_128, SUM64) if device.type == "cpu" else (SUM64,)
+
+
+def stricter(one: str, other: str) -> str:
+    """Of two of MODES."""
+    return max(one, other, key=MODES.index)
 
 
 class Digests:
     """Which parts carry a digest: all, none, or a sample that transfer id and part name choose. So the choice can be
     repeated, and a corrupted part that is sent again is judged as before."""
 
-    def __init__(self, device: torch.device, mode: str, sample_share: float):
-        """`mode`: off, sample or all."""
-        self._kind = XXH3_128 if device.type == "cpu" else SUM64
+    def __init__(self, device: torch.device, mode: str, sample_share: float, kind: str = ""):
+        """`mode`: one of MODES. `kind`: as agreed with the peer; default: the fastest on `device`."""
+        self._kind = kind or kinds_on(device)[0]
         self._below = {"off": 0, "all": 2**64}.get(mode, int(sample_share * 2**64))
 
     def kind_of(self, transfer_id: bytes, source_rank: int, target_rank: int, part: int) -> str:

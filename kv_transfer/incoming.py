@@ -7,17 +7,17 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from cluster.errors import BatonError, InternalError
+from cluster.errors import BatonError, DigestMismatchError, InternalError, TransportError
 from cluster.state_machine import StateMachine
 from kv_transfer.base import HandoffSpec, HandoffState, Reservation
+from kv_transfer.coverage import Coverage, FlowKey
 from kv_transfer.geometry import Flow
 from kv_transfer.messages import PartLanded
 from wire import handoff_pb2
 
 log = logging.getLogger(__name__)
+# A prompt whose blocks were taken back at the sender is computed, and ships, again.
+MAX_PARTS_PER_ROW = 8  # a row: one token in one layer
 H = HandoffState
 TRANSITIONS: dict[HandoffState, frozenset[HandoffState]] = {
     H.RESERVED: frozenset({H.RECEIVING, H.COMMITTED, H.ABORTED}),
@@ -40,6 +40,7 @@ class IncomingHandoff:
     )  # parts that have, or wait for, a slot, or had one
     resent: set[tuple[int, int, int]] = field(default_factory=set)
     finish: handoff_pb2.Finish | None = None
+    announced: dict[FlowKey, int] = field(default_factory=dict)  # parts of each flow, by Finish
     finish_received: float = 0.0
     committing: bool = False
     under_way: int = 0  # slots granted, nothing landed yet
@@ -51,11 +52,9 @@ class IncomingHandoff:
     def __post_init__(self) -> None:
         self.machine = StateMachine(H.RESERVED, TRANSITIONS, "hand-off")
         self._commit_ended = asyncio.Event()
-        # Layers verified, per flow and token: the bitmap that says what may be kept after an abort.
-        self._layers: dict[tuple[int, int], NDArray[np.int32]] = {
-            (flow.source_rank, flow.target_rank): np.zeros(self.spec.token_count, dtype=np.int32)
-            for flow in self.flows
-        }
+        held, tokens = self.reservation.held_tokens, self.spec.token_count
+        self._coverage = Coverage(self.flows, self.num_layers, held, tokens)
+        self._max_parts = MAX_PARTS_PER_ROW * self.num_layers * tokens
 
     def commit_ended(self) -> None:
         """Well or not: the machine says."""
@@ -67,6 +66,21 @@ class IncomingHandoff:
         if self.committing:
             await self._commit_ended.wait()
         return self.machine.state is H.COMMITTED
+
+    def refused_part(self, request: handoff_pb2.SlotRequest, slot_bytes: int) -> TransportError | None:
+        """Why no such part can be one of this hand-off."""
+        key = (request.source_rank, request.target_rank)
+        if key not in self._coverage.flows:
+            return TransportError(f"rank {key[0]} ships nothing to rank {key[1]}", field="source_rank")
+        if request.part >= self._max_parts:
+            limit = str(self._max_parts)
+            return TransportError(f"part {request.part} is too many", field="part", limit=limit)
+        if request.bytes > slot_bytes:
+            limit = str(slot_bytes)
+            return TransportError(f"a part of {request.bytes} bytes", field="slot_bytes", limit=limit)
+        if self.finish is not None and request.part >= self.announced[key]:
+            return untrue(f"{self.announced[key]} parts, and a slot is asked for part {request.part}")
+        return None
 
     def first_asked(self, request: handoff_pb2.SlotRequest) -> bool:
         """Of one said twice the second slot would never be written to, and never be free."""
@@ -88,10 +102,10 @@ class IncomingHandoff:
         """False if it was here already."""
         key = (part.source_rank, part.rank)
         seen = self.parts.setdefault(key, set())
-        if part.part in seen or key not in self._layers:
+        if part.part in seen:
             return False
         seen.add(part.part)
-        self._layers[key][part.tokens[0] : part.tokens[1]] += part.layers[1] - part.layers[0]
+        self._coverage.add(key, part.layers, part.tokens)
         self.bytes += part.bytes
         self.last_part = time.monotonic()
         return True
@@ -110,34 +124,59 @@ class IncomingHandoff:
             commit_seconds=time.monotonic() - began,
         )
 
+    def take_finish(self, finish: handoff_pb2.Finish) -> None:
+        """Raises TransportError where it can't be true, whatever is still to come."""
+        self.finish, self.finish_received = finish, time.monotonic()
+        self.announced = dict.fromkeys(self._coverage.flows, 0)
+        named: set[FlowKey] = set()
+        for flow in finish.flows:
+            key = (flow.source_rank, flow.target_rank)
+            if key in named or key not in self.announced:
+                raise untrue(f"parts from rank {key[0]} to {key[1]}, which is no flow, or was named before")
+            named.add(key)
+            self.announced[key] = flow.parts
+        for source, target, part in self.asked:
+            if part >= self.announced[source, target]:
+                raise untrue(f"{self.announced[source, target]} parts, and part {part} has a slot")
+
     @property
     def complete(self) -> bool:
         """Finish has come, and every flow has the parts it names."""
-        if self.finish is None:
-            return False
-        announced = {(flow.source_rank, flow.target_rank): flow.parts for flow in self.finish.flows}
-        return all(len(self.parts.get(key, ())) == count for key, count in announced.items())
+        return self.finish is not None and all(
+            len(self.parts.get(key, ())) == count for key, count in self.announced.items()
+        )
 
     @property
     def covered(self) -> bool:
-        """Every token that had to be shipped is here in every layer from every flow: Finish told the truth."""
-        held = self.reservation.held_tokens
-        return all(bool((layers[held:] == self.num_layers).all()) for layers in self._layers.values())
+        """Every token that had to be shipped is here in every layer from every flow."""
+        return self._coverage.whole
 
     @property
     def verified_tokens(self) -> int:
         """Leading tokens that are whole: held, or verified for every layer and rank."""
-        whole = self.spec.token_count
-        for layers in self._layers.values():
-            missing = np.flatnonzero(layers[self.reservation.held_tokens :] < self.num_layers)
-            if missing.size:
-                whole = min(whole, self.reservation.held_tokens + int(missing[0]))
-        return whole
+        return self._coverage.leading_tokens
+
+
+def untrue(claim: str) -> TransportError:
+    return TransportError(f"Finish is not true: it names {claim}", field="finish")
+
+
+def error_of(part: PartLanded, digests: str, digest_kind: str) -> BatonError:
+    """Why the attempt ends with this part. `digests` and `digest_kind` are the pair's."""
+    if part.error == "digest":
+        return DigestMismatchError(f"part {part.part} arrived corrupted twice")
+    if part.error == "digest_missing":
+        return TransportError(
+            f"part {part.part} has no {digest_kind} digest, as was agreed ({digests}): give prefill and decode "
+            "workers the same digests and digest_sample_share",
+            field="digests",
+        )
+    return TransportError(f"part {part.part} could not be taken ({part.error})")
 
 
 def as_baton_error(error: Exception) -> BatonError:
     """What the peer is told; a fault of ours is logged."""
     if isinstance(error, BatonError):
         return error
-    log.error("a commit failed", exc_info=error)
+    log.error("a hand-off failed", exc_info=error)
     return InternalError(f"{type(error).__name__}: {error}")

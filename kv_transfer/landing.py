@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from cluster import errors
 from cluster.config import TransferConfig
 from kv_transfer import messages as m
+from kv_transfer.incoming import IncomingHandoff
 from kv_transfer.ranks import Rank
-from kv_transfer.ring import Claim, Ring, Slot, SlotState
+from kv_transfer.ring import Ring, Slot, SlotState, worker_of
+from kv_transfer.turns import Claim
 from wire import handoff_pb2
 
 log = logging.getLogger(__name__)
@@ -54,26 +56,63 @@ class Landing:
     def _grantor(self, rank: int) -> Callable[[Claim, Slot], None]:
         return lambda claim, slot: self._granted(rank, claim, slot)
 
+    @property
+    def digest_kinds(self) -> tuple[str, ...]:
+        """What every rank can verify."""
+        first, *others = (rank.hello.digest_kinds for rank in self._ranks)
+        return tuple(kind for kind in first if all(kind in other for other in others))
+
+    def device(self, rank: int) -> int:
+        return self._ranks[rank].hello.device
+
     def endpoints(self) -> list[handoff_pb2.RankEndpoint]:
         return [
             handoff_pb2.RankEndpoint(
-                rank=index, agent_name=rank.hello.agent_name, agent_metadata=self._metadata[index]
+                rank=index,
+                agent_name=rank.hello.agent_name,
+                agent_metadata=self._metadata[index],
+                memory=rank.hello.memory,
             )
             for index, rank in enumerate(self._ranks)
         ]
 
-    # --- grants ------------------------------------------------------------------------------------------
+    # --- transfers and grants ----------------------------------------------------------------------------
 
-    def expect(self, expected: m.Expect, rank: int, seconds: float, expired: Callable[[Slot], None]) -> None:
-        """A slot was granted. `expired` hears of it if nothing lands within `seconds`."""
-        self._ranks[rank].handle(expected)
-        key = (rank, expected.slot, expected.generation)
+    def expect_transfer(self, handoff: IncomingHandoff, digests: str, digest_kind: str) -> None:
+        """Each rank learns where its parts belong."""
+        for index, rank in enumerate(self._ranks):
+            rank.handle(
+                m.ExpectTransfer(
+                    transfer_id=handoff.spec.transfer_id,
+                    prefill_epoch=handoff.prefill_epoch,
+                    block_ids=handoff.reservation.block_ids,
+                    held_tokens=handoff.reservation.held_tokens,
+                    token_count=handoff.spec.token_count,
+                    flows=[flow for flow in handoff.flows if flow.target_rank == index],
+                    digests=digests,
+                    digest_kind=digest_kind,
+                )
+            )
+
+    def forget(self, transfer_id: bytes) -> None:
+        """Nothing of it can land any more."""
+        for rank in self._ranks:
+            rank.handle(m.ForgetTransfer(transfer_id, confirm=False))
+
+    def expect(
+        self, claim: Claim, slot: Slot, rank: int, seconds: float, expired: Callable[[Slot], None]
+    ) -> None:
+        """The slot was granted. `expired` hears of it if nothing lands within `seconds`."""
+        self._ranks[rank].handle(
+            m.Expect(slot.index, slot.generation, claim.transfer_id, claim.part, claim.source_rank)
+        )
+        key = (rank, slot.index, slot.generation)
 
         def too_late() -> None:
             self._timers.pop(key, None)
-            slot = self.rings[rank].slot(expected.slot, expected.generation)
-            if slot is not None and slot.machine.state is SlotState.GRANTED:
-                expired(slot)
+            late = self.rings[rank].slot(slot.index, key[2])
+            if late is not None and late.machine.state is SlotState.GRANTED:
+                expired(late)
 
         self._timers[key] = self._loop.call_later(seconds, too_late)
 
@@ -94,15 +133,21 @@ class Landing:
         for rank, ring in enumerate(self.rings):
             if ring.quarantine(transfer_id):
                 forgotten.append(self._ask(rank, transfer_id, m.ForgetTransfer(transfer_id)))
+            else:
+                self._ranks[rank].handle(m.ForgetTransfer(transfer_id, confirm=False))
             self._consider(rank)
         return forgotten
 
-    async def drained(self, transfer_id: bytes) -> None:
-        """Proof: every handle of the transfer is terminal."""
+    async def drained(self, transfer_id: bytes, worker_id: str) -> None:
+        """Proof, where it is that worker's transfer: every handle of it is terminal."""
+
+        def proven(claim: Claim) -> bool:
+            return claim.transfer_id == transfer_id and worker_of(claim.peer) == worker_id
+
         for rank, ring in enumerate(self.rings):
-            if ring.in_doubt(lambda claim: claim.transfer_id == transfer_id):
+            if ring.in_doubt(proven):
                 await self._settle(rank)
-                ring.drained(transfer_id)
+                ring.fence_proven(proven)
                 self._consider(rank)
 
     async def process_exited(self, peer: str) -> None:
@@ -110,7 +155,7 @@ class Landing:
         for rank, ring in enumerate(self.rings):
             if ring.in_doubt(lambda claim: claim.peer == peer):
                 await self._settle(rank)
-                ring.process_exited(peer)
+                ring.fence_proven(lambda claim: claim.peer == peer)
                 self._consider(rank)
 
     async def _settle(self, rank: int) -> None:

@@ -19,7 +19,8 @@ import grpc
 from cluster import errors, rpc
 from cluster.faults.points import meddle
 from kv_transfer import messages as m
-from kv_transfer.check_replies import check_welcome, stricter
+from kv_transfer.check_replies import check_welcome
+from kv_transfer.digest import stricter
 from kv_transfer.outbox import Outbox
 from wire import common_pb2, decode_pb2_grpc, handoff_pb2
 
@@ -209,7 +210,7 @@ class LinkToDecode:
         except errors.BatonError as error:
             self._lose(error)
             return
-        self.digests = stricter(self._sender.config.digests, welcome.digests)
+        self.digests = stricter(self._sender.config.digests, welcome.digests or "off")
         self.digest_kind = welcome.digest_kind
         self.decode_layout = welcome.layout
         self.slot_bytes = welcome.slot_bytes
@@ -253,7 +254,9 @@ class LinkToDecode:
         return False
 
     def _connect_ranks(self, welcome: handoff_pb2.Welcome, nonce: str, anew: bool = False) -> None:
-        ranks = [m.PeerRank(r.rank, r.agent_name, r.agent_metadata) for r in welcome.ranks]
+        ranks = [
+            m.PeerRank(r.rank, r.agent_name, r.agent_metadata, r.memory or m.DRAM) for r in welcome.ranks
+        ]
         for rank in self._sender.ranks:
             rank.handle(m.Connect(self.name, ranks, nonce, anew))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kv_transfer.geometry import Flow
 
+DRAM, VRAM = "DRAM", "VRAM"  # NIXL's names
 PROBE_PREFIX = b"probe:"  # of the notification that finds out whether NIXL reaches a rank; a nonce follows
 
 
@@ -20,6 +21,9 @@ class PeerRank:
     rank: int
     agent_name: str
     metadata: bytes
+    memory: str = DRAM  # where its slots lie
+    device: int = 0  # its index in the rank's process
+    digest_kinds: tuple[str, ...] = ()  # that it can compute where its bytes are, the fastest first
 
 
 # --- leader → sending rank ---------------------------------------------------------------------------------
@@ -148,24 +152,38 @@ class ProbeFailed:
 
 
 @dataclass(frozen=True)
+class ExpectTransfer:
+    """Blocks are reserved: where this rank's parts of the transfer belong, until ForgetTransfer. Once a transfer: a long
+    prompt has thousands of blocks, and a rank may be in another process."""
+
+    transfer_id: bytes
+    prefill_epoch: int
+    block_ids: Sequence[int]  # of the whole request
+    held_tokens: int  # in blocks that other requests hold too: never written to
+    token_count: int
+    flows: Sequence[Flow]  # to this rank
+    digests: str  # "off" | "sample" | "all": which of its parts carry one
+    digest_kind: str
+
+
+@dataclass(frozen=True)
 class Expect:
-    """A slot is granted: the part that lands there belongs to these blocks."""
+    """A slot is granted to this part of a transfer that the rank was told of."""
 
     slot: int
     generation: int
     transfer_id: bytes
     part: int
     source_rank: int
-    prefill_epoch: int
-    block_ids: Sequence[int]  # of the whole request
 
 
 @dataclass(frozen=True)
 class ForgetTransfer:
-    """Nothing of it is wanted any more: what lands is dropped. Confirmed with the transfer id, when no scatter of
-    it runs."""
+    """Nothing of it is wanted any more: what lands is dropped. Where asked, confirmed with the transfer id when no
+    scatter of it runs."""
 
     transfer_id: bytes
+    confirm: bool = True
 
 
 @dataclass(frozen=True)
@@ -215,7 +233,6 @@ class PartLanded:
     part: int
     layers: tuple[int, int]
     tokens: tuple[int, int]
-    heads: int
     bytes: int
     error: str
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster import errors
 from cluster.faults.points import meddle
 from kv_transfer import messages as m
+from kv_transfer.digest import NONE, stricter
+from kv_transfer.in_turn import InTurn
 from kv_transfer.layout import check_layouts
 from kv_transfer.link import BEAT_SECONDS, LOST_SECONDS
 from kv_transfer.outbox import Outbox
-from kv_transfer.ring import Claim, Slot
+from kv_transfer.ring import Slot
+from kv_transfer.turns import Claim
 from kv_transfer.validate import check_message
 from wire import common_pb2, handoff_pb2
 
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from kv_transfer.receiver import HandoffReceiver
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", handoff_pb2.Reserve, handoff_pb2.Finish, handoff_pb2.AbortHandoff)
+MAX_RESERVING = 512  # of one peer: asked of the engine, which answers between two steps
+MAX_PENDING = 8 * MAX_RESERVING  # with what follows on them
 
 
 class PeerLink:
@@ -29,10 +35,13 @@ class PeerLink:
         self.prefill = common_pb2.WorkerRef()
         self.layout = common_pb2.KvLayout()
         self.transport = ""
+        self.digests = ""
+        self.digest_kind = NONE  # of what carries one
         self.closed = False
         self.failure: errors.BatonError | None = None  # of what the peer sent
         self._receiver = receiver
         self._outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
+        self._in_turn = InTurn(receiver.spawn, MAX_PENDING)
         self._last_heard = time.monotonic()
         self._at_message = receiver.faults.messages()
 
@@ -81,12 +90,12 @@ class PeerLink:
         try:
             async for message in requests:
                 self._last_heard = time.monotonic()
-                await self._on_message(message)
+                self._on_message(message)
                 for further in message.more:
-                    await self._on_message(further)
+                    self._on_message(further)
         except asyncio.CancelledError:
             raise
-        except (errors.InvalidRequestError, errors.TransportError) as error:
+        except (errors.InvalidRequestError, errors.HandoffError) as error:
             log.warning("the stream of %s ends: %s", self.name, error.message)
             self.failure = error
         except Exception:
@@ -94,24 +103,39 @@ class PeerLink:
         finally:
             self.end()
 
-    async def _on_message(self, message: handoff_pb2.PrefillToDecode) -> None:
+    def _on_message(self, message: handoff_pb2.PrefillToDecode) -> None:
+        """Waits for nothing: what the engine or a rank has to answer is handed on."""
         receiver = self._receiver
         check_message(message, self.layout if self.layout.tensor_parallel else None)
         match message.WhichOneof("message"):
             case "hello":
                 self._hello(message.hello)
             case "reserve":
-                await receiver.reserve(self, message.reserve)
+                self._reserve(message.reserve)
             case "slot_request":
                 receiver.slot_wanted(self, message.slot_request)
             case "part":
                 self._land(message.part)
             case "finish":
-                await receiver.finish(self, message.finish)
+                self._hand_on(message.finish, receiver.finish)
             case "abort":
-                await receiver.abort_by_peer(self, message.abort)
+                self._hand_on(message.abort, receiver.abort_by_peer)
             case "drained":
-                receiver.drain_later(message.drained.transfer_id)
+                receiver.drained(self, message.drained.transfer_id)
+
+    def _reserve(self, request: handoff_pb2.Reserve) -> None:
+        if self._in_turn.pending < MAX_RESERVING:
+            self._hand_on(request, self._receiver.reserve)
+            return
+        error = errors.BlocksExhaustedError(
+            "too many reservations wait for an answer", limit=str(MAX_RESERVING), retry_after_seconds=0.5
+        )
+        reply = handoff_pb2.ReserveReply(transfer_id=request.transfer_id, refused=error.to_wire())
+        self.send(reserve_reply=reply)
+
+    def _hand_on(self, message: M, act: Callable[[PeerLink, M], Awaitable[None]]) -> None:
+        if not self._in_turn.add(message.transfer_id, lambda: act(self, message)):
+            raise errors.TransportError("too many messages wait for an answer", limit=str(MAX_PENDING))
 
     def _land(self, part: handoff_pb2.PartData) -> None:
         if self._receiver.config.required == "nixl":  # its probe did not reach us, and it took the other way
@@ -119,21 +143,37 @@ class PeerLink:
         self._receiver.land(part.header.target_rank, m.Land(part.header.SerializeToString(), part.payload))
 
     def _hello(self, hello: handoff_pb2.Hello) -> None:
+        """Raises BatonError after the peer was told why: a refused one says nothing more here."""
         self.prefill.CopyFrom(hello.prefill)
-        self.layout.CopyFrom(hello.layout)
         try:
-            if hello.decode_epoch != self._receiver.worker.epoch:
-                raise errors.StaleEpochError(
-                    "this worker lives under another epoch now", field="decode_epoch"
-                )
-            check_layouts(hello.layout, self._receiver.layout)
-            self.transport = self._choose(list(hello.transports))
+            self._agree(hello)
         except errors.BatonError as error:
             epoch = self._receiver.worker.epoch
             self.send(welcome=handoff_pb2.Welcome(decode_epoch=epoch, refused=error.to_wire()))
-        else:
-            self._receiver.register(self)
-            self.welcome()
+            raise
+        self.layout.CopyFrom(hello.layout)
+        self._receiver.register(self)
+        self.welcome()
+
+    def _agree(self, hello: handoff_pb2.Hello) -> None:
+        receiver = self._receiver
+        if hello.decode_epoch != receiver.worker.epoch:
+            raise errors.StaleEpochError("this worker lives under another epoch now", field="decode_epoch")
+        check_layouts(hello.layout, receiver.layout)
+        self.transport = self._choose(list(hello.transports))
+        self.digests = stricter(receiver.config.digests, hello.digests)
+        self.digest_kind = self._choose_kind(list(hello.digest_kinds))
+
+    def _choose_kind(self, offered: list[str]) -> str:
+        ours = self._receiver.landing.digest_kinds
+        common = next((kind for kind in offered if kind in ours), NONE)
+        if common == NONE and self.digests != "off":
+            raise errors.TransportError(
+                f"no common kind of digest: offered {offered}, verified here {list(ours)}; digests: off on "
+                "both sides does without",
+                field="digest_kinds",
+            )
+        return common
 
     def grant(self, claim: Claim, rank: int, slot: Slot, deadline_seconds: float, *, patient: bool) -> None:
         self.send(
@@ -146,6 +186,7 @@ class PeerLink:
                 slot=slot.index,
                 generation=slot.generation,
                 address=slot.address,
+                device=self._receiver.landing.device(rank),
                 deadline_seconds=deadline_seconds,
             ),
         )
@@ -171,6 +212,8 @@ class PeerLink:
                 slot_bytes=self._receiver.config.slot_bytes,
                 transport=self.transport,
                 ranks=self._receiver.landing.endpoints(),
+                digests=self.digests,
+                digest_kind=self.digest_kind,
             )
         )
 

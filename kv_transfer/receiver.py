@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from cluster import errors
@@ -15,17 +15,19 @@ from cluster.faults.points import NO_FAULTS, Faults
 from cluster.follow_ups import FollowUps
 from cluster.telemetry.histogram import STAGE_SECONDS, Histogram
 from kv_transfer import messages as m
-from kv_transfer.base import DecodeEngine, HandoffSpec, HandoffState
-from kv_transfer.geometry import plan_flows
-from kv_transfer.incoming import IncomingHandoff, as_baton_error
+from kv_transfer.base import DecodeEngine, HandoffState
+from kv_transfer.incoming import IncomingHandoff, as_baton_error, error_of, untrue
 from kv_transfer.landing import Landing
 from kv_transfer.peer import PeerLink
 from kv_transfer.ranks import Rank
-from kv_transfer.ring import Claim, Slot
+from kv_transfer.reserving import take_on
+from kv_transfer.ring import MAX_WAITING, Slot, worker_of
+from kv_transfer.turns import Claim
 from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
 ASSUMED_RATE = 500e6  # bytes per second, before the first part was measured
+MAX_DRAINING = 4096
 ENOUGH_UNDER_WAY = 2  # slots granted to a hand-off: its next grant may wait for company
 
 
@@ -54,12 +56,13 @@ class HandoffReceiver:
         self._loop = asyncio.get_running_loop()
         self._live: dict[bytes, IncomingHandoff] = {}
         self._links: dict[bytes, PeerLink] = {}  # of live hand-offs
+        self._draining: set[bytes] = set()
         self._peers: dict[str, PeerLink] = {}
         self._rate = ASSUMED_RATE
         self.counts: Counter[str] = Counter()
         self.handoff_seconds = Histogram(STAGE_SECONDS)
         self._follow_ups = FollowUps()
-        self._spawn = self._follow_ups.spawn
+        self.spawn = self._spawn = self._follow_ups.spawn
         self.on_exhausted: Callable[[str], None] = lambda reason: None
         self.exhausted = ""  # why nothing new is taken any more
         self.landing = Landing(
@@ -118,23 +121,14 @@ class HandoffReceiver:
     # --- what the peer asks ------------------------------------------------------------------------------
 
     async def reserve(self, link: PeerLink, request: handoff_pb2.Reserve) -> None:
-        # The stream may end meanwhile: blocks that the engine gave must have an owner all the same.
-        await self._follow_ups.complete(self._answer_reserve(link, request))
-
-    async def _answer_reserve(self, link: PeerLink, request: handoff_pb2.Reserve) -> None:
+        """Asked again: the first answer again."""
         reply = handoff_pb2.ReserveReply(transfer_id=request.transfer_id)
-        known = self._live.get(request.transfer_id)
-        if known is not None:  # asked again: the first answer again
-            reply.held_tokens = known.reservation.held_tokens
-            link.send(reserve_reply=reply)
-            return
         try:
-            handoff = await self._reserve(link, request)
-        except errors.BatonError as error:
-            self.counts["refused"] += 1
-            reply.refused.CopyFrom(error.to_wire())
-        else:
+            handoff = self._live.get(request.transfer_id) or await self._reserve(link, request)
             reply.held_tokens = handoff.reservation.held_tokens
+        except Exception as error:
+            self.counts["refused"] += 1
+            reply.refused.CopyFrom(as_baton_error(error).to_wire())
         link.send(reserve_reply=reply)
 
     async def _reserve(self, link: PeerLink, request: handoff_pb2.Reserve) -> IncomingHandoff:
@@ -143,23 +137,10 @@ class HandoffReceiver:
             raise errors.StaleTransferError(f"attempt {transfer_id.hex()} has ended", field="transfer_id")
         if self.exhausted:
             raise errors.UnavailableError(f"the decode worker leaves: {self.exhausted}")
-        spec = HandoffSpec.of(request)
-        reservation = await self._engine.reserve(spec)
-        handoff = IncomingHandoff(
-            spec=spec,
-            reservation=reservation,
-            peer=link.name,
-            prefill_epoch=link.prefill.epoch,
-            flows=plan_flows(
-                self.layout.num_kv_heads,
-                link.layout.tensor_parallel,
-                self.layout.tensor_parallel,
-                transfer_id,
-            ),
-            num_layers=self.layout.num_layers,
-        )
-        self._live[transfer_id] = handoff
-        self._links[transfer_id] = link
+        if link.closed:  # while this waited for its turn
+            raise errors.PeerLostError("the prefill worker is gone")
+        handoff = await take_on(link, request, layout=self.layout, engine=self._engine, landing=self.landing)
+        self._live[transfer_id], self._links[transfer_id] = handoff, link
         self.counts["reserved"] += 1
         if link.closed:  # it went while the engine was asked
             await self._abort(transfer_id, errors.PeerLostError("the prefill worker is gone"))
@@ -169,18 +150,22 @@ class HandoffReceiver:
     def slot_wanted(self, link: PeerLink, request: handoff_pb2.SlotRequest) -> None:
         handoff = self._live.get(request.transfer_id)
         owner = self._links.get(request.transfer_id)
-        if handoff is None or owner is not link or not handoff.first_asked(request):
+        if handoff is None or owner is not link:
             self.counts["stale"] += 1
             return
-        rings, target = self.rings, request.target_rank
-        if request.bytes > self.config.slot_bytes or target >= len(rings) or rings[target].crowded:
-            error = errors.TransportError(f"no slot for a part of {request.bytes} bytes", field="slot_bytes")
+        error = handoff.refused_part(request, self.config.slot_bytes)
+        if error is None and self.rings[request.target_rank].crowded:
+            error = errors.TransportError("too many parts wait for a slot", limit=str(MAX_WAITING))
+        if error is not None:
             self._spawn(self._abort(request.transfer_id, error))
+            return
+        if not handoff.first_asked(request):
+            self.counts["stale"] += 1
             return
         if handoff.machine.state is HandoffState.RESERVED:
             handoff.machine.to(HandoffState.RECEIVING)
         claim = Claim(request.transfer_id, link.name, request.source_rank, request.part, request.bytes)
-        rings[target].ask(claim)
+        self.rings[request.target_rank].ask(claim)
 
     def _grant(self, rank: int, claim: Claim, slot: Slot) -> None:
         handoff = self._live.get(claim.transfer_id)
@@ -190,10 +175,7 @@ class HandoffReceiver:
             self._loop.call_soon(self.rings[rank].landed_wrong, slot)
             return
         seconds = claim.bytes / self._rate * 4 + 1.0
-        mine = (claim.transfer_id, claim.part, claim.source_rank)
-        owner = (handoff.prefill_epoch, handoff.reservation.block_ids)
-        expected = m.Expect(slot.index, slot.generation, *mine, *owner)
-        self.landing.expect(expected, rank, seconds + 1.0, self._too_late)
+        self.landing.expect(claim, slot, rank, seconds + 1.0, self._too_late)
         if not handoff.first_part:
             handoff.first_part = time.monotonic()
         # The peer has parts to write meanwhile.
@@ -213,19 +195,33 @@ class HandoffReceiver:
             error = errors.StaleTransferError("the hand-off has ended", field="transfer_id")
             link.send(aborted=handoff_pb2.Aborted(transfer_id=finish.transfer_id, error=error.to_wire()))
             return
-        if handoff.finish is None:
-            handoff.finish = finish
-            handoff.finish_received = time.monotonic()
-        await self._commit_if_complete(handoff)
+        try:
+            if handoff.finish is None:
+                handoff.take_finish(finish)
+            await self._commit_if_complete(handoff)
+        except errors.TransportError as error:
+            await self._abort(finish.transfer_id, error)
 
-    def drain_later(self, transfer_id: bytes) -> None:
-        """Settling takes a moment; the peer's stream is read on meanwhile."""
-        self._spawn(self.drained(transfer_id))
+    def drained(self, link: PeerLink, transfer_id: bytes) -> None:
+        """Settling takes a moment; the peer's stream is read on meanwhile. It says Drained again until it has our
+        answer: what comes while this is acted upon, or beyond the bound, need not be kept."""
+        if transfer_id not in self._draining and len(self._draining) < MAX_DRAINING:
+            self._draining.add(transfer_id)
+            self._spawn(self._drain(link, transfer_id))
 
-    async def drained(self, transfer_id: bytes) -> None:
+    async def _drain(self, link: PeerLink, transfer_id: bytes) -> None:
         """The peer has given it up, perhaps on a later stream than the one we still believe in."""
-        await self._abort(transfer_id, errors.CancelledError("given up by the prefill worker"))
-        await self.landing.drained(transfer_id)
+        worker_id = link.prefill.worker_id
+        try:
+            handoff = self._live.get(transfer_id)
+            if handoff is not None and worker_of(handoff.peer) == worker_id:
+                freeing = self._end(transfer_id, errors.CancelledError("given up by the prefill worker"))
+                if freeing is not None:  # the slots need not wait for the engine
+                    self._spawn(freeing)
+            await self.landing.drained(transfer_id, worker_id)
+        finally:
+            self._draining.discard(transfer_id)
+        link.send(drained_ack=handoff_pb2.DrainedAck(transfer_id=transfer_id))
 
     async def abort_by_peer(self, link: PeerLink, message: handoff_pb2.AbortHandoff) -> None:
         if self._links.get(message.transfer_id) is link:
@@ -288,10 +284,7 @@ class HandoffReceiver:
         if part.error == "digest" and handoff.take_resend(part):
             link.answer(part, False)
             return
-        error: errors.BatonError = errors.DigestMismatchError(f"part {part.part} arrived corrupted twice")
-        if part.error != "digest":
-            error = errors.TransportError(f"part {part.part} could not be taken ({part.error})")
-        self._spawn(self._abort(part.transfer_id, error))
+        self._spawn(self._abort(part.transfer_id, error_of(part, link.digests, link.digest_kind)))
 
     # --- the end of a hand-off ---------------------------------------------------------------------------
 
@@ -302,8 +295,7 @@ class HandoffReceiver:
             return
         assert finish is not None, "complete says so"
         if not handoff.covered:
-            error = errors.TransportError("Finish names fewer parts than the tokens need")
-            await self._abort(transfer_id, error)
+            await self._abort(transfer_id, untrue("parts that do not make up every layer of every token"))
             return
         handoff.committing = True
         await self._follow_ups.complete(self._commit(handoff, finish))
@@ -326,13 +318,21 @@ class HandoffReceiver:
         self._rate += 0.2 * ((handoff.rate_bytes_per_second or self._rate) - self._rate)
         del self._live[transfer_id]
         link = self._links.pop(transfer_id)
+        self.landing.forget(transfer_id)
         self.handoff_seconds.observe(time.monotonic() - handoff.reserved)
         link.send(committed=handoff.committed(began))
 
     async def _abort(self, transfer_id: bytes, error: errors.BatonError) -> None:
+        freeing = self._end(transfer_id, error)
+        if freeing is not None:
+            await self._follow_ups.complete(freeing)
+
+    def _end(self, transfer_id: bytes, error: errors.BatonError) -> Coroutine[Any, Any, None] | None:
+        """At once: its slots are in doubt, and the peer is told. What is returned gives its blocks back; None: there is
+        nothing to end."""
         handoff = self._live.get(transfer_id)
         if handoff is None or handoff.committing:
-            return
+            return None
         del self._live[transfer_id]
         link = self._links.pop(transfer_id)
         handoff.machine.to(HandoffState.ABORTED)
@@ -340,7 +340,7 @@ class HandoffReceiver:
         forgotten = self.landing.quarantine(transfer_id)
         link.send(aborted=handoff_pb2.Aborted(transfer_id=transfer_id, error=error.to_wire()))
         # A rank may be scattering one of its parts: until it says otherwise, the blocks are not free.
-        await self._follow_ups.complete(self._free(handoff, forgotten))
+        return self._free(handoff, forgotten)
 
     async def _free(self, handoff: IncomingHandoff, forgotten: Sequence[asyncio.Future[None]]) -> None:
         await self.landing.answered(forgotten)

@@ -21,7 +21,8 @@ from torch import Tensor
 from cluster.config import TransferConfig
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point, nothing
 from kv_transfer import messages as m
-from kv_transfer.digest import KINDS, digest
+from kv_transfer.digest import NONE, Digests, digest, kinds_on
+from kv_transfer.fitting import CacheShape, Place
 from kv_transfer.geometry import scatter, wait_copied
 from kv_transfer.memory import aligned_bytes
 from kv_transfer.transports.base import Endpoint
@@ -37,6 +38,12 @@ LINGER_SECONDS = 1.0
 SETTLE_SECONDS = 0.02  # hundreds of polls: far more than a socket's buffer takes
 PARTS_TOGETHER = 4  # reported to the leader
 REPORT_SECONDS = 0.0005  # at most so long after the last of them, if no further one comes
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    told: m.ExpectTransfer
+    digests: Digests
 
 
 @dataclass(frozen=True)
@@ -66,13 +73,20 @@ class ReceiverRank:
         self.rank = rank
         self.on_event: Callable[[Any], None] = lambda event: None
         self._cache = kv_cache
-        self._heads = kv_head_range
         self._endpoint = endpoint
         self._slot_bytes = config.slot_bytes
-        self._verify = config.digests != "off"  # of parts that bring a digest: the sender samples
+        self._shape = CacheShape(
+            num_layers=kv_cache.shape[1],
+            page_size=kv_cache.shape[4],
+            row_bytes=kv_cache.shape[5] * kv_cache.element_size(),
+            first_head=kv_head_range[0],
+            slot_bytes=config.slot_bytes,
+        )
+        self._sample_share = config.digest_sample_share
         self._epoch = decode_epoch
         self._slots: list[Tensor] = []
-        self._expected: dict[int, m.Expect] = {}
+        self._transfers: dict[bytes, _Transfer] = {}
+        self._expected: dict[int, m.Expect] = {}  # by slot
         self._settling: deque[tuple[float, bytes]] = deque()  # until when, and what to confirm then
         self._inbox: deque[Any] = deque()
         self._unreported: list[m.PartLanded] = []
@@ -89,9 +103,15 @@ class ReceiverRank:
 
     @property
     def hello(self) -> m.PeerRank:
-        if self._endpoint is None:
-            return m.PeerRank(self.rank, "", b"")
-        return m.PeerRank(self.rank, self._endpoint.name, self._endpoint.metadata)
+        device, endpoint = self._cache.device, self._endpoint
+        return m.PeerRank(
+            rank=self.rank,
+            agent_name="" if endpoint is None else endpoint.name,
+            metadata=b"" if endpoint is None else endpoint.metadata,
+            memory=m.DRAM if device.type == "cpu" else m.VRAM,
+            device=device.index or 0,
+            digest_kinds=kinds_on(device),
+        )
 
     def handle(self, message: Any) -> None:
         with self._wake:
@@ -157,13 +177,19 @@ class ReceiverRank:
         match message:
             case m.Expect():
                 self._expected[message.slot] = message
+            case m.ExpectTransfer():
+                digests = Digests(
+                    self._cache.device, message.digests, self._sample_share, message.digest_kind
+                )
+                self._transfers[message.transfer_id] = _Transfer(message, digests)
             case m.ForgetTransfer():
-                self._forget(message.transfer_id)
+                self._forget(message)
             case m.Settle():
                 self._settling.append((time.monotonic() + SETTLE_SECONDS, message.token))
             case m.NewEpoch():
                 self._epoch = message.epoch
                 self._expected.clear()
+                self._transfers.clear()
             case m.Land():
                 self._land(message)
             case m.AddSegment():
@@ -186,12 +212,7 @@ class ReceiverRank:
         return worked
 
     def _land(self, message: m.Land) -> None:
-        header = handoff_pb2.PartHeader.FromString(message.header)
-        expected = self._expectation(header)
-        if expected is None:
-            self.dropped["stale"] += 1
-            return
-        self._landed(header, expected, message.payload)
+        self._landed(handoff_pb2.PartHeader.FromString(message.header), message.payload)
 
     def _part(self, raw: bytes) -> None:
         try:
@@ -199,35 +220,36 @@ class ReceiverRank:
         except DecodeError:
             self.dropped["malformed"] += 1
             return
-        expected = self._expectation(header)
-        if expected is None:
-            self.dropped["stale"] += 1
-            return
-        self._landed(header, expected)
+        self._landed(header)
 
-    def _expectation(self, header: handoff_pb2.PartHeader) -> m.Expect | None:
-        """What was expected there, if it is this part, of this transfer, under these epochs."""
+    def _expectation(self, header: handoff_pb2.PartHeader) -> _Transfer | None:
+        """The transfer it is of, if it is the part that was expected there, under these epochs."""
         # The grant may still be in the inbox: the peer can be faster than our own wake-up.
-        while self._inbox and isinstance(self._inbox[0], m.Expect | m.ForgetTransfer):
+        while self._inbox and isinstance(self._inbox[0], m.ExpectTransfer | m.Expect | m.ForgetTransfer):
             self._handle_one(self._inbox.popleft())
         expected = self._expected.get(header.slot)
+        transfer = self._transfers.get(header.transfer_id)
         if (
             expected is None
+            or transfer is None
             or expected.generation != header.generation
             or expected.transfer_id != header.transfer_id
-            or expected.prefill_epoch != header.prefill_epoch
+            or transfer.told.prefill_epoch != header.prefill_epoch
             or self._epoch != header.decode_epoch
             or expected.part != header.part
             or expected.source_rank != header.source_rank
         ):
             return None
-        return expected
+        return transfer
 
-    def _landed(
-        self, header: handoff_pb2.PartHeader, expected: m.Expect, payload: bytes | None = None
-    ) -> None:
+    def _landed(self, header: handoff_pb2.PartHeader, payload: bytes | None = None) -> None:
+        """`payload`: bytes that came on the stream and are not in the slot yet."""
+        transfer = self._expectation(header)
+        if transfer is None:
+            self.dropped["stale"] += 1
+            return
         del self._expected[header.slot]
-        error = self._take(header, expected, payload)
+        error = self._take(header, transfer, payload)
         landed = m.PartLanded(
             rank=self.rank,
             slot=header.slot,
@@ -237,7 +259,6 @@ class ReceiverRank:
             part=header.part,
             layers=(header.layer_begin, header.layer_end),
             tokens=(header.token_begin, header.token_end),
-            heads=header.head_end - header.head_begin,
             bytes=header.bytes,
             error=error,
         )
@@ -259,23 +280,30 @@ class ReceiverRank:
             parts, self._unreported = tuple(self._unreported), []
             self.on_event(m.PartsLanded(parts))
 
-    def _forget(self, transfer_id: bytes) -> None:
-        for slot in [s for s, e in self._expected.items() if e.transfer_id == transfer_id]:
+    def _forget(self, message: m.ForgetTransfer) -> None:
+        self._transfers.pop(message.transfer_id, None)
+        for slot in [s for s, e in self._expected.items() if e.transfer_id == message.transfer_id]:
             del self._expected[slot]
         self._report()
         # We scatter on this thread only: nothing of it is running now.
-        self.on_event(m.Confirmed(self.rank, transfer_id))
+        if message.confirm:
+            self.on_event(m.Confirmed(self.rank, message.transfer_id))
 
-    def _take(self, header: handoff_pb2.PartHeader, expected: m.Expect, payload: bytes | None) -> str:
-        """Why it could not be taken, or "". This thread serves every hand-off: it outlives what one part does to it.
-        `payload`: bytes that came on the stream and are not in the slot yet."""
+    def _take(self, header: handoff_pb2.PartHeader, transfer: _Transfer, payload: bytes | None) -> str:
+        """Why it could not be taken, or "". This thread serves every hand-off: it outlives what one part does to it."""
         try:
-            if payload is not None and not self._fill(header, payload):
+            place = self._shape.place(header, transfer.told, header.source_rank)
+            if place is None or (payload is not None and not self._fill(header, payload)):
                 return "geometry"
             strike = self._at_landed(header.transfer_id)
             if strike is not None and strike.act is Act.CORRUPT:
                 self._slots[header.slot][0] ^= 0xFF
-            return self._verify_and_scatter(header, expected)
+            data = self._slots[header.slot][: header.bytes]
+            self.before_verify(data)
+            if problem := self._unverified(header, transfer.digests, data):
+                return problem
+            self._scatter(data, place)
+            return ""
         except Exception:
             log.exception("part %d of %s could not be taken", header.part, header.transfer_id.hex())
             return "failed"
@@ -288,32 +316,17 @@ class ReceiverRank:
         self._slots[header.slot][: len(payload)].copy_(here)
         return True
 
-    def _verify_and_scatter(self, header: handoff_pb2.PartHeader, expected: m.Expect) -> str:
+    def _unverified(self, header: handoff_pb2.PartHeader, digests: Digests, data: Tensor) -> str:
+        """Why these are not the bytes that were sent, or "". A digest that was not agreed on is checked too."""
+        agreed = digests.kind_of(header.transfer_id, header.source_rank, self.rank, header.part)
+        if header.digest_kind not in ((NONE, *kinds_on(data.device)) if agreed == NONE else (agreed,)):
+            return "digest_missing"
+        return "" if digest([data], header.digest_kind) == header.digest else "digest"
+
+    def _scatter(self, data: Tensor, place: Place) -> None:
         cache = self._cache
-        page, dim = cache.shape[4], cache.shape[5]
-        layers = range(header.layer_begin, header.layer_end)
-        heads = range(header.head_begin - self._heads[0], header.head_end - self._heads[0])
-        tokens = range(header.token_begin, header.token_end)
-        size = len(layers) * 2 * len(heads) * len(tokens) * dim * cache.element_size()
-        if (
-            size != header.bytes
-            or not 0 < size <= self._slot_bytes
-            or heads.start < 0
-            or heads.stop > cache.shape[3]
-            or layers.stop > cache.shape[1]
-            or tokens.stop > len(expected.block_ids) * page
-        ):
-            return "geometry"
-        data = self._slots[header.slot][:size]
-        self.before_verify(data)
-        if header.digest_kind not in KINDS or (
-            self._verify and digest([data], header.digest_kind) != header.digest
-        ):
-            return "digest"
         if self._endpoint is not None:
             # The write after this one is complete for our peer, and its notification on its way, only once we poll.
             self._arrived += self._endpoint.notifications()
-        blocks = expected.block_ids[tokens.start // page : -(-tokens.stop // page)]
-        scatter(cache, data.view(cache.dtype), blocks, layers, heads, tokens)
+        scatter(cache, data.view(cache.dtype), place.block_ids, place.layers, place.heads, place.tokens)
         wait_copied(cache)  # before the slot is somebody else's
-        return ""

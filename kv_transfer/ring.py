@@ -9,13 +9,14 @@ the sender says that every handle of the transfer is terminal, or its parent say
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self, TypeVar
 
 from cluster.state_machine import StateMachine
+from kv_transfer.turns import Claim, Turns
 
 MAX_WAITING = 16384  # claims
 
@@ -39,17 +40,6 @@ TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
 }
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One part that wants, or has, a slot."""
-
-    transfer_id: bytes
-    peer: str
-    source_rank: int
-    part: int
-    bytes: int
-
-
 @dataclass
 class Slot:
     index: int
@@ -61,14 +51,17 @@ class Slot:
     )
 
 
+def worker_of(peer: str) -> str:
+    """Of worker_id@epoch: its doubt outlives its epochs."""
+    return peer.rsplit("@", 1)[0]
+
+
 class _Shares:
-    """Who holds how many slots, and how many of them in doubt. A claim is counted from its grant until its slot is
-    free."""
+    """Who holds how many slots: a claim is counted from its grant until its slot is free, in doubt or not."""
 
     def __init__(self) -> None:
         self._transfers: Counter[bytes] = Counter()
         self._peers: Counter[str] = Counter()
-        self._doubtful: Counter[str] = Counter()  # by peer
 
     @classmethod
     def of(cls, slots: Sequence[Slot]) -> Self:
@@ -77,36 +70,24 @@ class _Shares:
         for slot in slots:
             if slot.claim is not None:
                 shares.add(slot.claim)
-                if slot.machine.state is S.QUARANTINED:
-                    shares.doubt(slot.claim)
         return shares
 
-    def allow(self, claim: Claim, slots: int) -> bool:
-        return (
-            not self._doubtful[claim.peer]
-            and self._transfers[claim.transfer_id] < max(1, slots // 4)
-            and self._peers[claim.peer] < max(1, slots // 2)
-        )
+    def peer_may(self, peer: str, slots: int) -> bool:
+        return self._peers[peer] < max(1, slots // 2)
+
+    def handoff_may(self, transfer_id: bytes, slots: int) -> bool:
+        return self._transfers[transfer_id] < max(1, slots // 4)
 
     def add(self, claim: Claim) -> None:
         self._transfers[claim.transfer_id] += 1
         self._peers[claim.peer] += 1
 
-    def doubt(self, claim: Claim) -> None:
-        self._doubtful[claim.peer] += 1
-
-    def remove(self, claim: Claim, *, doubtful: bool) -> None:
+    def remove(self, claim: Claim) -> None:
         _less(self._transfers, claim.transfer_id)
         _less(self._peers, claim.peer)
-        if doubtful:
-            _less(self._doubtful, claim.peer)
 
     def same_as(self, other: _Shares) -> bool:
-        return (self._transfers, self._peers, self._doubtful) == (
-            other._transfers,
-            other._peers,
-            other._doubtful,
-        )
+        return (self._transfers, self._peers) == (other._transfers, other._peers)
 
 
 def _less(counter: Counter[K], key: K) -> None:
@@ -117,21 +98,22 @@ def _less(counter: Counter[K], key: K) -> None:
 
 
 class Ring:
-    """Grants round robin: at most a quarter of the ring to one hand-off, half to one peer.
+    """Grants round robin: at most a quarter of the ring to one hand-off, half to one peer. What is in doubt counts
+    as theirs: it costs a peer its own slots, and its other hand-offs go on with the rest of its half.
 
-    `on_grant(claim, slot)` is called for each grant, in the order of asking within these limits.
+    `on_grant(claim, slot)` is called for each grant.
     """
 
     def __init__(self, addresses: list[int], on_grant: Callable[[Claim, Slot], None]):
         self.slots = [Slot(index, address) for index, address in enumerate(addresses)]
         # The slot freed last is granted first: its bytes are still in the processor's cache.
         self._free = list(reversed(range(len(self.slots))))
-        self._waiting: deque[Claim] = deque()
+        self._waiting = Turns()
         self._shares = _Shares()
         self._on_grant = on_grant
 
     def ask(self, claim: Claim) -> None:
-        self._waiting.append(claim)
+        self._waiting.add(claim)
         self._grant()
 
     def slot(self, index: int, generation: int) -> Slot | None:
@@ -155,7 +137,7 @@ class Ring:
 
     def quarantine(self, transfer_id: bytes) -> list[Slot]:
         """The transfer ended early: its slots are in doubt, its waiting claims are gone."""
-        self._waiting = deque(claim for claim in self._waiting if claim.transfer_id != transfer_id)
+        self._waiting.drop(transfer_id)
         doubtful = [
             slot
             for slot in self.slots
@@ -181,13 +163,11 @@ class Ring:
             for slot in self.slots
         )
 
-    def drained(self, transfer_id: bytes) -> None:
-        """Proof: every handle of the transfer is terminal."""
-        self._free_quarantined(lambda claim: claim.transfer_id == transfer_id)
-
-    def process_exited(self, peer: str) -> None:
-        """Proof: the peer's process is gone, by the word of its parent."""
-        self._free_quarantined(lambda claim: claim.peer == peer)
+    def fence_proven(self, proven: Callable[[Claim], bool]) -> None:
+        """Every handle of the transfer is terminal, or the peer's process is gone by the word of its parent."""
+        for slot in self.slots:
+            if slot.machine.state is S.QUARANTINED and slot.claim is not None and proven(slot.claim):
+                self._release(slot)
 
     def add_segment(self, addresses: list[int]) -> None:
         for address in addresses:
@@ -208,42 +188,32 @@ class Ring:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def _free_quarantined(self, mine: Callable[[Claim], bool]) -> None:
-        for slot in self.slots:
-            if slot.machine.state is S.QUARANTINED and slot.claim is not None and mine(slot.claim):
-                self._release(slot)
-
     def _doubt(self, slot: Slot) -> None:
         assert slot.claim is not None, "a slot that is not free has one"
         slot.machine.to(S.QUARANTINED)
-        self._shares.doubt(slot.claim)
 
     def _release(self, slot: Slot) -> None:
         assert slot.claim is not None, "a slot that is not free has one"
-        doubtful = slot.machine.state is S.QUARANTINED
         slot.machine.to(S.FREE)
-        self._shares.remove(slot.claim, doubtful=doubtful)
+        self._shares.remove(slot.claim)
         slot.claim = None
         self._free.append(slot.index)
         self._grant()
 
     def _grant(self) -> None:
-        """Serves waiting claims in order; one that is over its share lets the next pass."""
-        if not self._waiting or not self._free:
-            return
-        passed: deque[Claim] = deque()
-        while self._waiting and self._free:
-            claim = self._waiting.popleft()
-            if not self._shares.allow(claim, len(self.slots)):
-                passed.append(claim)
-                continue
+        while self._free and (claim := self._next()) is not None:
             slot = self.slots[self._free.pop()]
             slot.generation += 1
             slot.claim = claim
             slot.machine.to(S.GRANTED)
             self._shares.add(claim)
             self._on_grant(claim, slot)
-        self._waiting.extendleft(reversed(passed))
+
+    def _next(self) -> Claim | None:
+        slots, shares = len(self.slots), self._shares
+        return self._waiting.take(
+            lambda peer: shares.peer_may(peer, slots), lambda transfer: shares.handoff_may(transfer, slots)
+        )
 
     def check_integrity(self) -> None:
         free = self.count(S.FREE)

@@ -17,7 +17,6 @@ from cluster.tls import Peers
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffReport, HandoffSpec
 from kv_transfer.check_replies import check_ranks, read_grant
-from kv_transfer.digest import SUM64, XXH3_128
 from kv_transfer.drained_mail import DrainedMail
 from kv_transfer.geometry import plan_flows
 from kv_transfer.known_workers import KnownWorkers
@@ -275,7 +274,6 @@ class HandoffSender:
                         request_id=spec.request_id,
                         spec=spec.spec,
                         token_count=spec.token_count,
-                        block_hashes=b"".join(spec.block_hashes),
                     )
                 )
         except TimeoutError:
@@ -328,8 +326,7 @@ class HandoffSender:
     @property
     def digest_kinds(self) -> Sequence[str]:
         """What parts may carry, in order of preference. Every rank computes on the same kind of device."""
-        own = next((rank for rank in self.ranks if isinstance(rank, SenderRank)), None)
-        return own.digest_kinds if own is not None else (XXH3_128, SUM64)
+        return self.ranks[0].hello.digest_kinds
 
     def handed_over(self, transport: str, shipped_bytes: int, exposed_seconds: float) -> None:
         self.counts["committed"] += 1

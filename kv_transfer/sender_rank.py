@@ -23,11 +23,11 @@ from cluster.config import TransferConfig
 from cluster.errors import TransportError
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
-from kv_transfer.digest import digest
+from kv_transfer.digest import digest, kinds_on
 from kv_transfer.geometry import gather, pieces, wait_copied
 from kv_transfer.memory import Staging
 from kv_transfer.outgoing import Cutting, Job, Part, Transfer, part_header
-from kv_transfer.pair_digests import PairDigests, kinds_on
+from kv_transfer.pair_digests import PairDigests
 from kv_transfer.poll_pace import PollPace
 from kv_transfer.rank_peers import RankPeers
 from kv_transfer.transports.base import Endpoint
@@ -87,11 +87,8 @@ class SenderRank:
     @property
     def hello(self) -> m.PeerRank:
         """Without metadata: we write to peers, and the keys to our own memory are for nobody."""
-        return m.PeerRank(self.rank, "" if self._endpoint is None else self._endpoint.name, b"")
-
-    @property
-    def digest_kinds(self) -> Sequence[str]:
-        return kinds_on(self._cache.device)
+        name = "" if self._endpoint is None else self._endpoint.name
+        return m.PeerRank(self.rank, name, b"", digest_kinds=kinds_on(self._cache.device))
 
     @property
     def staging_used_bytes(self) -> int:
@@ -338,7 +335,9 @@ class SenderRank:
             return
         try:
             peer = self._peers.rank(opened.peer, grant.target_rank)
-            part.write = self._endpoint.write(peer.agent_name, data, grant.address, grant.device, header)
+            part.write = self._endpoint.write(
+                peer.agent_name, data, grant.address, grant.device, header, peer.memory
+            )
             self._at_written(opened.transfer_id)
         except TransportError as error:
             self.on_event(m.TransferFailed(opened.transfer_id, str(error)))

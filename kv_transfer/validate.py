@@ -4,6 +4,7 @@ nothing about what it sends: a message that makes no sense ends the stream, and 
 from __future__ import annotations
 
 from cluster.errors import InvalidRequestError
+from kv_transfer.digest import MODES
 from wire import common_pb2, handoff_pb2
 
 TRANSFER_ID_BYTES = 16
@@ -37,6 +38,9 @@ def _check_hello(hello: handoff_pb2.Hello) -> None:
     ranks, heads = hello.layout.tensor_parallel, hello.layout.num_kv_heads
     if not 1 <= ranks <= MAX_RANKS or heads < 1 or (heads % ranks and ranks % heads):
         raise _wrong("layout.tensor_parallel", f"{ranks} ranks can't share {heads} heads")
+
+    if hello.digests not in MODES:
+        raise _wrong("digests", f"{hello.digests[:20]!r} is none of {', '.join(MODES)}")
 
 
 def _check_name(field: str, name: str) -> None:

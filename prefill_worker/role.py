@@ -7,7 +7,6 @@ import logging
 import time
 from dataclasses import replace
 
-from cluster.block_hash import hash_blocks
 from cluster.errors import (
     BatonError,
     BlocksExhaustedError,
@@ -207,14 +206,7 @@ class PrefillRole:
 
     async def _reserve(self, attempt: PrefillAttempt) -> OutgoingHandoff:
         request = attempt.request
-        packed = request.spec.prompt_tokens + request.spec.output_tokens
-        hashes = hash_blocks(
-            packed,
-            self._core.page_size,
-            secret=self._core.config.secret.encode(),
-            salt=request.spec.salt,
-        )
-        spec = HandoffSpec(request.transfer_id, request.request_id, request.spec, attempt.token_count, hashes)
+        spec = HandoffSpec(request.transfer_id, request.request_id, request.spec, attempt.token_count)
         remaining = max(0.05, attempt.deadline - time.monotonic())
         return await self._sender.reserve(request.decode, spec, remaining)
 

@@ -154,19 +154,23 @@ class RankEndpoint(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     agent_name: _builtins.str
     agent_metadata: _builtins.bytes
+    memory: _builtins.str
+    """where its slots lie, by NIXL's name: "DRAM" (also if empty) | "VRAM" """
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         agent_name: _builtins.str = ...,
         agent_metadata: _builtins.bytes = ...,
+        memory: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "memory", b"memory", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -275,13 +279,10 @@ class Reserve(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
-    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     request_id: _builtins.str
     token_count: _builtins.int
     """tokens whose KV will be shipped or is held: prompt + output so far"""
-    block_hashes: _builtins.bytes
-    """16 bytes a full block"""
     @_builtins.property
     def spec(self) -> _common_pb2.GenerateSpec: ...
     def __init__(
@@ -291,11 +292,10 @@ class Reserve(_message.Message):
         request_id: _builtins.str = ...,
         spec: _common_pb2.GenerateSpec | None = ...,
         token_count: _builtins.int = ...,
-        block_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "request_id", b"request_id", "spec", b"spec", "token_count", b"token_count", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec", b"spec", "token_count", b"token_count", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -162,7 +162,7 @@ async def _handoffs(
 async def _one(sender: HandoffSender, rank: SenderRank, address: str) -> float:
     decode = common_pb2.WorkerRef(worker_id="decode", epoch=2, address=address)
     request_id = secrets.token_hex(8)
-    spec = HandoffSpec(secrets.token_bytes(16), request_id, common_pb2.GenerateSpec(n=1), TOKENS, [])
+    spec = HandoffSpec(secrets.token_bytes(16), request_id, common_pb2.GenerateSpec(n=1), TOKENS)
     handoff = await sender.reserve(decode, spec, DEADLINE_SECONDS)
     await handoff.start(request_id)
     began = time.perf_counter()

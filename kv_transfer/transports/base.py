@@ -38,10 +38,17 @@ class Endpoint(Protocol):
         pending: it would be an error at once, and its bytes would land all the same."""
 
     def write(
-        self, agent_name: str, pieces: Sequence[Tensor], address: int, device: int, notification: bytes
+        self,
+        agent_name: str,
+        pieces: Sequence[Tensor],
+        address: int,
+        device: int,
+        notification: bytes,
+        memory: str = "DRAM",
     ) -> PendingWrite:
-        """Starts copying `pieces` (contiguous uint8, registered), one after the other, to the peer's address; the
-        peer gets the notification after the bytes. Raises TransportError."""
+        """Starts copying `pieces` (contiguous uint8, registered), one after the other, to the peer's address, which is
+        in its `memory` ("DRAM" or "VRAM") of its `device`; the peer gets the notification after the bytes. Raises
+        TransportError."""
 
     def notify(self, agent_name: str, message: bytes) -> None: ...
 

@@ -107,17 +107,24 @@ class NixlEndpoint:
                 raise TransportError(f"NIXL cannot forget {agent_name}: {error}") from error
 
     def write(
-        self, agent_name: str, pieces: Sequence[Tensor], address: int, device: int, notification: bytes
+        self,
+        agent_name: str,
+        pieces: Sequence[Tensor],
+        address: int,
+        device: int,
+        notification: bytes,
+        memory: str = "DRAM",
     ) -> PendingWrite:
         agent = self._agent
-        kind = "DRAM" if pieces[0].device.type == "cpu" else "VRAM"
+        own_memory = "DRAM" if pieces[0].device.type == "cpu" else "VRAM"
         ours, theirs = [], []
         for piece in pieces:
             ours.append((piece.data_ptr(), piece.numel(), piece.device.index or 0))
             theirs.append((address, piece.numel(), device))
             address += piece.numel()
         try:
-            local, remote = agent.get_xfer_descs(ours, kind), agent.get_xfer_descs(theirs, kind)
+            local = agent.get_xfer_descs(ours, own_memory)
+            remote = agent.get_xfer_descs(theirs, memory)
             handle = agent.initialize_xfer("WRITE", local, remote, agent_name, notification)
             return NixlWrite(agent, handle, agent.transfer(handle), lambda: self._broken.add(agent_name))
         except Exception as error:

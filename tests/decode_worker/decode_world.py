@@ -20,6 +20,7 @@ from decode_worker.takeover import Takeover
 from engine.engine import Engine
 from engine.request import StepOutput
 from kv_transfer import messages as m
+from kv_transfer.digest import XXH3_128
 from kv_transfer.receiver import HandoffReceiver
 from tests.engine.fake_model import PAGE, VOCAB, FakeRunner
 from wire import common_pb2, handoff_pb2
@@ -49,8 +50,9 @@ class HandMovedRank:
 
     def __init__(self) -> None:
         self.on_event: Callable[[Any], None] = lambda event: None
-        self.hello = m.PeerRank(0, "", b"")
+        self.hello = m.PeerRank(0, "", b"", digest_kinds=(XXH3_128,))
         self.expected: list[m.Expect] = []  # every one ever, for events that come late or twice
+        self.told: dict[bytes, m.ExpectTransfer] = {}
         self.writers: dict[int, bytes] = {}
         self.scatters: dict[
             int, m.Expect
@@ -65,7 +67,12 @@ class HandMovedRank:
                 self.writers[message.slot] = message.transfer_id
                 self.scatters[message.slot] = message
                 self.expected.append(message)
+            case m.ExpectTransfer():
+                self.told[message.transfer_id] = message
+            case m.ForgetTransfer(confirm=False):
+                self.told.pop(message.transfer_id, None)
             case m.ForgetTransfer(transfer_id=token) | m.Settle(token=token):
+                self.told.pop(token, None)
                 self.unanswered.append(token)
             case m.AddSegment():
                 self.segments += 1  # asked for; the memory never comes
@@ -98,7 +105,10 @@ class Core:
         self.spawn = self.follow_ups.spawn
         self.host = self
         self.config = SimpleNamespace(
-            max_queued_requests=64, batch_aging_seconds=30.0, engine=SimpleNamespace(max_batch_tokens=64)
+            secret=SECRET.decode(),
+            max_queued_requests=64,
+            batch_aging_seconds=30.0,
+            engine=SimpleNamespace(max_batch_tokens=64),
         )
         self.draining = False
         self.before_next_call: list[Callable[[], object]] = []  # while it waits for the step in progress
@@ -202,6 +212,8 @@ class DecodeWorld:
                 decode_epoch=decode_epoch,
                 layout=layout(),
                 transports=["grpc"],
+                digests="all",
+                digest_kinds=[XXH3_128],
             )
         )
         return stream

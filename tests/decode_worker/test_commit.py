@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from cluster.block_hash import hash_blocks, pack_tokens
+from cluster.block_hash import pack_tokens
 from cluster.errors import StaleTransferError
 from decode_worker.attempt import DecodeState
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffState
-from tests.decode_worker.decode_world import LAYERS, SECRET, DecodeWorld, Stream
-from tests.engine.fake_model import PAGE, continuation
+from tests.decode_worker.decode_world import LAYERS, DecodeWorld, Stream
+from tests.engine.fake_model import continuation
 from tests.waiting import until
 from wire import common_pb2, decode_pb2, handoff_pb2
 
@@ -32,19 +32,15 @@ async def ready_to_commit(world: DecodeWorld) -> Stream:
     sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     packed = pack_tokens(PROMPT)
     spec = common_pb2.GenerateSpec(model_id="m", prompt_tokens=packed, sampling=sampling, n=1, salt=SALT)
-    hashes = b"".join(hash_blocks(packed, PAGE, secret=SECRET, salt=SALT))
-    stream.say(
-        reserve=handoff_pb2.Reserve(
-            transfer_id=TRANSFER, spec=spec, token_count=len(PROMPT), block_hashes=hashes
-        )
-    )
+    stream.say(reserve=handoff_pb2.Reserve(transfer_id=TRANSFER, spec=spec, token_count=len(PROMPT)))
+    await until(lambda: world.receiver.live == 1, "reserved")
     for part in range(LAYERS):
         stream.say(slot_request=handoff_pb2.SlotRequest(transfer_id=TRANSFER, part=part, bytes=64))
     await until(lambda: len(world.rank.expected) == LAYERS, "granted")
     for grant in world.rank.expected:
         landed = m.PartLanded(
             0, grant.slot, grant.generation, TRANSFER, 0, grant.part, (grant.part, grant.part + 1),
-            (0, len(PROMPT)), 1, 64, "",
+            (0, len(PROMPT)), 64, "",
         )  # fmt: skip
         world.rank.on_event(m.PartsLanded((landed,)))
     await until(lambda: world.receiver.counts["parts"] == LAYERS, "verified")

@@ -14,14 +14,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cluster.block_hash import hash_blocks, pack_tokens
+from cluster.block_hash import pack_tokens
 from cluster.errors import BatonError
 from decode_worker.attempt import DecodeState
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffState
 from kv_transfer.ring import SlotState
-from tests.decode_worker.decode_world import LAYERS, SECRET, DecodeWorld, Failures, Stream
-from tests.engine.fake_model import PAGE, continuation
+from tests.decode_worker.decode_world import LAYERS, DecodeWorld, Failures, Stream
+from tests.engine.fake_model import continuation
 from wire import common_pb2, decode_pb2, handoff_pb2
 
 TRANSFERS = st.sampled_from([bytes([i]) * 16 for i in range(1, 4)])
@@ -107,13 +107,11 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(peer=PEERS, transfer=TRANSFERS)
     def reserve(self, peer: str, transfer: bytes) -> None:
         prompt = prompt_of(transfer)
-        hashes = b"".join(hash_blocks(pack_tokens(prompt), PAGE, secret=SECRET, salt=SALT))
         reserve = handoff_pb2.Reserve(
             transfer_id=transfer,
             request_id="r",
             spec=spec_of(transfer),
             token_count=len(prompt),
-            block_hashes=hashes,
         )
         self.say(peer, reserve=reserve)
 
@@ -199,7 +197,6 @@ class DecodeMachine(RuleBasedStateMachine):
             part=grant.part,
             layers=(grant.part, grant.part + 1),
             tokens=(0, len(prompt_of(grant.transfer_id))),
-            heads=1,
             bytes=64,
             error=error,
         )

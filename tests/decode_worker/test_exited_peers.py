@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from decode_worker.exited_peers import ExitedPeers
-from kv_transfer.ring import Claim, Ring, SlotState
+from kv_transfer.ring import Ring, SlotState
+from kv_transfer.turns import Claim
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def ring():
 
 def exited_peers(ring):
     async def process_exited(peer):
-        ring.process_exited(peer)
+        ring.fence_proven(lambda claim: claim.peer == peer)
 
     receiver = SimpleNamespace(rings=[ring], process_exited=process_exited)
     return ExitedPeers(receiver)  # type: ignore[arg-type]

@@ -3,16 +3,19 @@ has every block and slot back as soon as the peer's parent says that it is gone.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.block_hash import hash_blocks, pack_tokens
+from cluster.block_hash import pack_tokens
 from cluster.rpc import error_from_rpc
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changed, damaged
@@ -46,6 +49,8 @@ def hello(pair: Pair, peer: str) -> To:
             decode_epoch=pair.decode.epoch,
             layout=pair.layout,
             transports=["grpc"],
+            digests="all",
+            digest_kinds=["xxh3_128"],
         )
     )
 
@@ -53,13 +58,10 @@ def hello(pair: Pair, peer: str) -> To:
 def conversation(pair: Pair, transfer_id: bytes) -> list[To]:
     """What an honest peer says in one hand-off, as far as it can without listening."""
     packed = pack_tokens(PROMPT)
-    hashes = hash_blocks(packed, pair.layout.page_size, secret=b"x", salt=bytes(16))
     spec = common_pb2.GenerateSpec(
         prompt_tokens=packed, sampling=common_pb2.SamplingParams(max_tokens=2), n=1, salt=bytes(16)
     )
-    reserve = handoff_pb2.Reserve(
-        transfer_id=transfer_id, spec=spec, token_count=len(PROMPT), block_hashes=b"".join(hashes)
-    )
+    reserve = handoff_pb2.Reserve(transfer_id=transfer_id, spec=spec, token_count=len(PROMPT))
     header = handoff_pb2.PartHeader(
         transfer_id=transfer_id,
         prefill_epoch=7,
@@ -83,11 +85,24 @@ def conversation(pair: Pair, transfer_id: bytes) -> list[To]:
     ]
 
 
+def in_turn(messages: list[bytes], reserved: threading.Event) -> Iterator[bytes]:
+    """What comes after a Reserve means something only once that is answered; to some nonsense no answer comes."""
+    for message in messages:
+        reserved.clear()
+        yield message
+        with contextlib.suppress(DecodeError):
+            if To.FromString(message).HasField("reserve"):
+                reserved.wait(0.2)
+
+
 def say(channel: grpc.Channel, peer: str, messages: list[bytes], tally: Tally, kind: str) -> None:
     failure: grpc.RpcError | None = None
+    reserved = threading.Event()
     try:
-        for reply in channel.stream_stream(PATH)(iter(messages), timeout=60):
-            handoff_pb2.DecodeToPrefill.FromString(reply)
+        for raw in channel.stream_stream(PATH)(in_turn(messages, reserved), timeout=60):
+            reply = handoff_pb2.DecodeToPrefill.FromString(raw)
+            if any(one.HasField("reserve_reply") for one in (reply, *reply.more)):
+                reserved.set()
     except grpc.RpcError as error:
         failure = error
     if failure is not None:

@@ -172,7 +172,7 @@ class Prefill:
         """Reserved, and every layer of every token computed."""
         request_id = secrets.token_hex(8)
         wanted = common_pb2.GenerateSpec(n=1, prompt_tokens=bytes(4 * tokens))
-        spec = HandoffSpec(secrets.token_bytes(16), request_id, wanted, tokens, [])
+        spec = HandoffSpec(secrets.token_bytes(16), request_id, wanted, tokens)
         handoff = await self.sender.reserve(decode, spec, 10.0)
         await handoff.start(request_id)
         blocks = list(range(-(-tokens // PAGE)))

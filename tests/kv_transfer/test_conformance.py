@@ -12,8 +12,11 @@ import torch
 from cluster.errors import BatonError, DigestMismatchError, InternalError
 from kv_transfer import geometry, landing, sender_rank
 from kv_transfer import messages as m
+from kv_transfer.digest import XXH3_128
+from kv_transfer.geometry import Flow
 from tests.kv_transfer.pair import (
     DECODE_EPOCH,
+    HEADS,
     PAGE,
     PREFILL_EPOCH,
     TRANSPORTS,
@@ -149,7 +152,11 @@ async def test_what_is_stale_is_dropped_and_counted(transport):
         landed: list[object] = []
         rank.on_event = landed.append
         slot = rank._slots[1]
-        expected = m.Expect(1, 4, b"t" * 16, 0, 0, PREFILL_EPOCH, [5])
+        expected = m.Expect(1, 4, b"t" * 16, 0, 0)
+        flows = [Flow(0, 0, 0, HEADS)]
+        rank.handle(
+            m.ExpectTransfer(expected.transfer_id, PREFILL_EPOCH, [5], 0, PAGE, flows, "off", XXH3_128)
+        )
         rank.handle(expected)
         writer = endpoint(transport)
         if writer is not None:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cluster.errors import IllegalTransition
-from kv_transfer.ring import Claim, Ring, Slot, SlotState
+from kv_transfer.ring import Ring, Slot, SlotState
+from kv_transfer.turns import Claim
 
 TRANSFERS = [bytes([i]) * 16 for i in range(4)]
 PEERS = ["p1", "p2"]
@@ -54,13 +55,13 @@ class RingMachine(RuleBasedStateMachine):
         doubtful = self._quarantined(lambda claim: claim.transfer_id == transfer)
         for index in doubtful:
             del self.writers[index]
-        self.ring.drained(transfer)
+        self.ring.fence_proven(lambda claim: claim.transfer_id == transfer)
 
     @rule(peer=st.sampled_from(PEERS))
     def exited(self, peer):
         for index in self._quarantined(lambda claim: claim.peer == peer):
             del self.writers[index]
-        self.ring.process_exited(peer)
+        self.ring.fence_proven(lambda claim: claim.peer == peer)
 
     @rule()
     def fence(self):
@@ -111,7 +112,7 @@ def test_a_peer_in_quarantine_gets_nothing_new():
     ring.quarantine(TRANSFERS[0])
     ring.ask(Claim(TRANSFERS[1], "p1", 0, 0, 1))
     assert len(grants) == 1
-    ring.drained(TRANSFERS[0])
+    ring.fence_proven(lambda claim: claim.transfer_id == TRANSFERS[0])
     assert len(grants) == 2
 
 

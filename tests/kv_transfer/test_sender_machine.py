@@ -93,7 +93,7 @@ class SenderMachine(RuleBasedStateMachine):
         self.link = Link()
         self.sender = self.loop.run_until_complete(make())
         self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
-        spec = HandoffSpec(T, "r", common_pb2.GenerateSpec(n=1), 16, [])
+        spec = HandoffSpec(T, "r", common_pb2.GenerateSpec(n=1), 16)
         self.handoff = self.inside(lambda: OutgoingHandoff(self.sender, self.link, spec, 0))  # type: ignore[arg-type]
         self.sender._live[T] = self.handoff
         self.starting = self.inside(lambda: self.loop.create_task(self.handoff.start("r")))

@@ -1,0 +1,42 @@
+"""How a hand-off begins at the decode worker: what can be checked is checked, then its blocks are taken, then its ranks
+learn of it. Whatever fails on the way, nothing of it is held afterwards."""
+
+from __future__ import annotations
+
+from kv_transfer.base import DecodeEngine, HandoffSpec
+from kv_transfer.geometry import plan_flows
+from kv_transfer.incoming import IncomingHandoff
+from kv_transfer.landing import Landing
+from kv_transfer.peer import PeerLink
+from wire import common_pb2, handoff_pb2
+
+
+async def take_on(
+    link: PeerLink,
+    request: handoff_pb2.Reserve,
+    *,
+    layout: common_pb2.KvLayout,
+    engine: DecodeEngine,
+    landing: Landing,
+) -> IncomingHandoff:
+    """Raises BatonError, or whatever else went wrong."""
+    spec = HandoffSpec.of(request)
+    flows = plan_flows(
+        layout.num_kv_heads, link.layout.tensor_parallel, layout.tensor_parallel, spec.transfer_id
+    )
+    reservation = await engine.reserve(spec)
+    try:
+        handoff = IncomingHandoff(
+            spec=spec,
+            reservation=reservation,
+            peer=link.name,
+            prefill_epoch=link.prefill.epoch,
+            flows=flows,
+            num_layers=layout.num_layers,
+        )
+        landing.expect_transfer(handoff, link.digests, link.digest_kind)
+    except BaseException:
+        landing.forget(spec.transfer_id)
+        await engine.abort(spec.transfer_id, 0)
+        raise
+    return handoff

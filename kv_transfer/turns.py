@@ -1,0 +1,70 @@
+"""Who is next: peers take turns, and so do the hand-offs of each. A hand-off's parts stay in the order of asking, and
+one that asks for little does not wait for all that others asked for before."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One part that wants, or has, a slot."""
+
+    transfer_id: bytes
+    peer: str  # worker_id@epoch
+    source_rank: int
+    part: int
+    bytes: int
+
+
+class Turns:
+    """Claims that wait. What `take` and `drop` cost does not grow with the number of claims, nor of hand-offs."""
+
+    def __init__(self) -> None:
+        # Whoever is next stands first.
+        self._peers: OrderedDict[str, OrderedDict[bytes, deque[Claim]]] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, claim: Claim) -> None:
+        handoffs = self._peers.setdefault(claim.peer, OrderedDict())
+        handoffs.setdefault(claim.transfer_id, deque()).append(claim)
+        self._count += 1
+
+    def take(self, peer_may: Callable[[str], bool], handoff_may: Callable[[bytes], bool]) -> Claim | None:
+        """The next claim of those that may have a slot. The others keep their turn."""
+        for peer, handoffs in self._peers.items():
+            if not peer_may(peer):
+                continue
+            for transfer_id, claims in handoffs.items():
+                if handoff_may(transfer_id):
+                    claim = claims.popleft()
+                    self._count -= 1
+                    self._end_turn(peer, handoffs, transfer_id)
+                    return claim
+        return None
+
+    def _end_turn(self, peer: str, handoffs: OrderedDict[bytes, deque[Claim]], transfer_id: bytes) -> None:
+        self._peers.move_to_end(peer)
+        handoffs.move_to_end(transfer_id)
+        if not handoffs[transfer_id]:
+            self._forget(peer, transfer_id)
+
+    def drop(self, transfer_id: bytes) -> None:
+        """Its claims are gone."""
+        for peer in [peer for peer, handoffs in self._peers.items() if transfer_id in handoffs]:
+            self._count -= len(self._peers[peer][transfer_id])
+            self._forget(peer, transfer_id)
+
+    def _forget(self, peer: str, transfer_id: bytes) -> None:
+        del self._peers[peer][transfer_id]
+        if not self._peers[peer]:
+            del self._peers[peer]
+
+    def clear(self) -> None:
+        self._peers.clear()
+        self._count = 0
