@@ -98,15 +98,17 @@ class PrefillRole:
 
     async def give_back_waiting(self) -> None:
         """Nothing of these has been computed, and no place to land is held for them."""
-        for attempt in self.attempts.all():
-            if attempt.machine.state is PrefillState.QUEUED:
-                attempt.given_back = True
-                await self.cancel(attempt)
+        queued = PrefillState.QUEUED
+        await self._give_back([one for one in self.attempts.all() if one.machine.state is queued])
 
     async def give_back_running(self) -> None:
-        for attempt in self.attempts.all():
+        await self._give_back(self.attempts.all())
+
+    async def _give_back(self, attempts: list[PrefillAttempt]) -> None:
+        """All at once: one by one, each that goes lets the next one in."""
+        for attempt in attempts:
             attempt.given_back = True
-            await self.cancel(attempt)
+        await asyncio.gather(*(self.cancel(attempt) for attempt in attempts))
 
     def failed(self, word: BatonError) -> None:
         """The engine gives nothing any more: what it held ends with `word`, what waits goes back."""

@@ -14,9 +14,11 @@ import pytest
 import redis
 
 from baton.client import AsyncClient, Client
+from cluster.faults.orders import Order, give_orders, read_struck
+from cluster.faults.points import Point
 from engine.request import SamplingParams
 from tests.checkpoints import VARIANTS, prompt_ids
-from tests.end_to_end.conftest import Cluster, run_cluster
+from tests.end_to_end.conftest import Cluster, run_cluster, run_under_orders
 from tests.exactness import assert_greedy, judge
 from tests.waiting import wait_for
 
@@ -113,6 +115,22 @@ def test_many_at_once_and_choices_are_all_the_references(llama):
     for prompt, answer in zip(prompts, answers, strict=True):
         for choice in answer.choices:
             assert_reference(model, prompt, choice.token_ids)
+    assert_all_free(cluster)
+
+
+def test_what_ends_with_its_first_token_is_not_handed_over(llama):
+    model, cluster = llama
+    prompt = prompt_ids(70, seed=51)
+    with Client(cluster.grpc) as client:
+        answer = client.generate(prompt, max_tokens=1, n=2, temperature=0, ignore_eos=True)
+        assert (answer.timings.attempts, answer.timings.transport) == (1, "")
+        assert answer.timings.kv_bytes_shipped == answer.timings.not_shipped_tokens == 0
+        for choice in answer.choices:
+            assert len(choice.token_ids) == 1
+            assert_reference(model, prompt, choice.token_ids)
+        longer = client.generate(prompt, max_tokens=2, temperature=0, ignore_eos=True)
+        assert longer.timings.kv_bytes_shipped > 0
+        assert longer.usage.cached_tokens == 64, "the prefill worker kept the prompt"
     assert_all_free(cluster)
 
 
@@ -266,8 +284,35 @@ def test_a_killed_worker_costs_a_pause_and_no_token(role, checkpoint, start_clus
     assert len(answer.token_ids) == 900
     assert_reference(model, prompt, answer.token_ids)
     assert _placement_calls(cluster) - before == answer.timings.attempts
-    if role == "decode":
-        assert answer.timings.attempts == 2
+    # Decode began, so the hand-off had been committed: its prefill worker is not needed any more.
+    assert answer.timings.attempts == (2 if role == "decode" else 1)
+
+
+def test_a_prefill_worker_killed_before_the_commit_costs_a_pause_and_no_token(checkpoint, tmp_path_factory):
+    """With a write posted, and with the first token out and Finish unsaid: D has no commit, and another P computes."""
+    model = checkpoint("llama")
+    prompt = prompt_ids(300, seed=10)
+    with run_under_orders(
+        tmp_path_factory, "before-commit", model, *PROCESS, "--prefill", "2", "--decode", "2"
+    ) as running:
+        for point in (Point.SENDER_WRITTEN, Point.PREFILL_COMPUTED):
+            wait_for(lambda: len(_live(running.cluster, "prefill")) == 2, 90.0, "both prefill workers")
+            give_orders(running.orders, [Order(point.value, point.value, "kill")])
+            with Client(running.cluster.grpc) as client:
+                answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
+            (struck,) = [one for one in read_struck(running.orders) if one.point == point.value]
+            assert_reference(model, prompt, answer.token_ids)
+            # Its decode worker may say so before its router sees it: that costs an attempt at a dead one.
+            assert answer.timings.attempts in (2, 3), "the first attempt had committed, or nothing was killed"
+            assert answer.timings.prefill_worker != struck.process
+            prompt = prompt_ids(300, seed=11)
+        assert_all_free(running.cluster)
+
+
+def _live(cluster: Cluster, role: str) -> list[str]:
+    return [
+        w["id"] for w in cluster.workers() if (w["role"], w["state"], w["lease"]) == (role, "ready", "live")
+    ]
 
 
 def _pid(cluster: Cluster, role: str, worker_ids: tuple[str, ...]) -> int:

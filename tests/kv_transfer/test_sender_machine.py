@@ -8,19 +8,29 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.config import TransferConfig
-from cluster.errors import BatonError, PeerLostError
+from cluster.errors import BatonError, PeerLostError, TransportError
 from kv_transfer import messages as m
 from kv_transfer.base import HandoffReport, HandoffSpec
 from kv_transfer.sender import HandoffSender, OutgoingHandoff
+from tests.reached import Reached
 from wire import common_pb2, handoff_pb2
 
+REACHED = Reached(
+    [
+        *("opened late", "opened at once", "slot asked for", "granted", "verified", "sent again"),
+        *("senseless grant", "senseless result", "rank failed", "aborted by decode", "stream broken"),
+        *("committed", "finish failed", "given up", "drained", "drained without a stream", "fenced"),
+        *("acknowledged", "opened under a later epoch"),
+    ]
+)
 RANKS = 2
 T = b"t" * 16
 OTHER = b"x" * 16  # of a hand-off that is not, or no longer, here
-REF = common_pb2.WorkerRef(worker_id="p", epoch=1, address="p:1")
+EPOCH = 1
+REF = common_pb2.WorkerRef(worker_id="p", epoch=EPOCH, address="p:1")
 LAYOUT = common_pb2.KvLayout(num_kv_heads=2, tensor_parallel=RANKS)
 
 
@@ -37,6 +47,10 @@ class Rank:
 
     def close(self) -> None:
         """Nothing runs."""
+
+    @property
+    def granted(self) -> int:
+        return sum(isinstance(message, m.Granted) for message in self.told)
 
     @property
     def closed(self) -> int:
@@ -58,6 +72,15 @@ class Link:
     is_ready: bool = True
     said: list[tuple[str, Any]] = field(default_factory=list)
     drained: list[bytes] = field(default_factory=list)
+    digests: str = "all"
+    digest_kind: str = "xxh3_128"
+
+    async def ready(self) -> None:
+        if self.lost:
+            raise PeerLostError("lost")
+
+    async def close(self) -> None:
+        self.lost = True
 
     def send(self, **message: Any) -> None:
         if not self.lost:
@@ -79,10 +102,20 @@ class SenderMachine(RuleBasedStateMachine):
         self.drained_ranks: set[int] = set()
         self.finishing: asyncio.Task[HandoffReport] | None = None
         self.aborted = False
+        self.calm = False
+        self.fenced = False
+        self.broken_before_drained = False
+        self.acknowledged = False
 
-    @initialize(know=st.sampled_from([RANKS, RANKS, RANKS, 0]))
-    def build(self, know: int) -> None:
-        """So many ranks know of the hand-off at once."""
+    @initialize(
+        know=st.sampled_from([RANKS, RANKS, RANKS, 0]),
+        epoch=st.sampled_from([EPOCH, EPOCH, EPOCH + 1]),
+        calm=st.booleans(),
+    )
+    def build(self, know: int, epoch: int, calm: bool) -> None:
+        """So many ranks know of the hand-off at once. The worker lives under `epoch` when it begins. `calm`: nothing
+        fails, or hardly any hand-off would come to its commit."""
+        self.calm = calm
 
         async def make() -> HandoffSender:
             return HandoffSender(
@@ -94,11 +127,21 @@ class SenderMachine(RuleBasedStateMachine):
         self.sender = self.loop.run_until_complete(make())
         self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
         spec = HandoffSpec(T, "r", common_pb2.GenerateSpec(n=1), 16)
+        self.sender.worker = common_pb2.WorkerRef(worker_id="p", epoch=epoch, address="p:1")
+        self.epoch = epoch
         self.handoff = self.inside(lambda: OutgoingHandoff(self.sender, self.link, spec, 0))  # type: ignore[arg-type]
         self.sender._live[T] = self.handoff
         self.starting = self.inside(lambda: self.loop.create_task(self.handoff.start("r")))
         for rank in range(know):
             self.opened(rank)
+        REACHED.hit("opened at once" if know else "opened late")
+        for rank_ in self.ranks:
+            (opened,) = rank_.told
+            assert isinstance(opened, m.OpenTransfer)
+            assert (opened.prefill_epoch, opened.decode_epoch) == (epoch, 2), "parts would be taken as stale"
+            assert (opened.digests, opened.digest_kind) == ("all", "xxh3_128")
+            if opened.prefill_epoch != EPOCH:
+                REACHED.hit("opened under a later epoch")
 
     def inside(self, function: Any) -> Any:
         """Calls it on the loop and lets follow-ups run."""
@@ -128,18 +171,30 @@ class SenderMachine(RuleBasedStateMachine):
     @rule(rank=st.integers(0, RANKS - 1), part=st.integers(0, 3))
     def wants_slot(self, rank: int, part: int) -> None:
         self.rank_says(rank, m.SlotWanted(T, rank, rank, part, 64))
+        REACHED.hit("slot asked for")
 
+    @precondition(lambda self: not self.calm)
     @rule(rank=st.integers(0, RANKS - 1))
     def fails(self, rank: int) -> None:
         self.note("failed")
+        REACHED.hit("rank failed")
         self.rank_says(rank, m.TransferFailed(T, "the write failed"))
 
+    @precondition(lambda self: self.ranks[0].closed)
     @rule(rank=st.integers(0, RANKS - 1))
     def drains(self, rank: int) -> None:
         """A rank says so only after it was told to close; perhaps twice."""
-        if self.ranks[rank].closed:
-            self.drained_ranks.add(rank)
-            self.rank_says(rank, m.TransferDrained(T, rank))
+        self.drained_ranks.add(rank)
+        self.broken_before_drained |= self.link.lost and self.sender.live > 0
+        self.rank_says(rank, m.TransferDrained(T, rank))
+
+    @precondition(lambda self: self.sender.mail.waits_for("d") and not self.link.lost)
+    @rule(transfer=st.sampled_from([T, OTHER]))
+    def acknowledges(self, transfer: bytes) -> None:
+        self.inside(lambda: self.sender.mail.acknowledged("d", transfer))
+        assert self.sender.mail.waits_for("d") == (transfer != T), "something else was acknowledged"
+        self.acknowledged = transfer == T
+        REACHED.hit("acknowledged")
 
     # --- D -----------------------------------------------------------------------------------------------
 
@@ -149,27 +204,47 @@ class SenderMachine(RuleBasedStateMachine):
     @rule(rank=st.integers(0, RANKS - 1), part=st.integers(0, 3))
     def grants(self, rank: int, part: int) -> None:
         grant = handoff_pb2.SlotGrant(transfer_id=T, source_rank=rank, target_rank=rank, part=part, slot=1)
+        before = self.ranks[rank].granted
         self.reply(slot_grant=grant)
+        assert self.ranks[rank].granted == before + 1
+        REACHED.hit("granted")
 
     @rule(rank=st.integers(0, RANKS - 1), verified=st.booleans())
     def answers_part(self, rank: int, verified: bool) -> None:
         self.reply(part_result=handoff_pb2.PartResult(transfer_id=T, source_rank=rank, verified=verified))
+        REACHED.hit("verified" if verified else "sent again")
 
+    @precondition(lambda self: not self.calm)
+    @rule(kind=st.sampled_from(["slot_grant", "part_result"]), source=st.booleans())
+    def names_a_rank_that_does_not_exist(self, kind: str, source: bool) -> None:
+        """That ends the hand-off, and no rank hears of it."""
+        granted = [rank.granted for rank in self.ranks]
+        ranks = {"source_rank": RANKS} if source else {"target_rank": RANKS}
+        message = handoff_pb2.SlotGrant if kind == "slot_grant" else handoff_pb2.PartResult
+        self.note("failed")
+        self.reply(**{kind: message(transfer_id=T, **ranks)})
+        assert granted == [rank.granted for rank in self.ranks]
+        REACHED.hit("senseless grant" if kind == "slot_grant" else "senseless result")
+
+    @precondition(lambda self: any(kind == "finish" for kind, _ in self.link.said))
     @rule()
     def commits(self) -> None:
         """D commits only what it was told the end of."""
-        if any(kind == "finish" for kind, _ in self.link.said):
-            self.note("committed")
-            self.reply(committed=handoff_pb2.Committed(transfer_id=T))
+        self.note("committed")
+        self.reply(committed=handoff_pb2.Committed(transfer_id=T))
 
+    @precondition(lambda self: not self.calm)
     @rule()
     def aborts(self) -> None:
         self.note("failed")
+        REACHED.hit("aborted by decode")
         self.reply(aborted=handoff_pb2.Aborted(transfer_id=T, error=PeerLostError("gone").to_wire()))
 
+    @precondition(lambda self: not self.calm)
     @rule()
     def stream_breaks(self) -> None:
         self.note("failed")
+        REACHED.hit("stream broken")
         self.link.lost = True
         self.inside(lambda: self.handoff.fail(PeerLostError("broken")))
 
@@ -196,7 +271,23 @@ class SenderMachine(RuleBasedStateMachine):
         elif self.finishing is not None:
             return  # whoever finishes is cancelled first
         self.aborted = True
+        REACHED.hit("given up")
         self.loop.run_until_complete(self.handoff.abort("no more"))
+
+    @precondition(lambda self: not (self.calm or self.fenced) and self.finishing is None)
+    @rule(really=st.sampled_from([True, False, False]))
+    def is_fenced(self, really: bool) -> None:
+        """What was begun under the old epoch ends; the streams go, and are opened anew."""
+        if not really:
+            return
+        self.fenced = self.aborted = True
+        self.note("failed")
+        worker = common_pb2.WorkerRef(worker_id="p", epoch=self.epoch + 1, address="p:1")
+        self.loop.run_until_complete(self.sender.rejoin(worker))
+        self.inside(lambda: self.handoff.fail(PeerLostError("the stream was closed")))  # as a link does
+        assert self.link.lost
+        assert self.ranks[0].closed == 1, "parts go on under an epoch that is over"
+        REACHED.hit("fenced")
 
     # --- what always holds -------------------------------------------------------------------------------
 
@@ -217,13 +308,22 @@ class SenderMachine(RuleBasedStateMachine):
             assert failed == (self.first_word == "failed"), "the first word counts"
             assert isinstance(self.finishing.exception(), BatonError | None)
             assert failed or self.ranks[0].closed == 1
-        drained = self.link.drained.count(T) + sum(
-            waiting.count(T) for waiting in self.sender.mail._waiting.values()
+            REACHED.hit("finish failed" if failed else "committed")
+            assert not isinstance(self.finishing.exception(), TransportError) or failed
+        self.is_drained_when_all_ranks_are()
+
+    def is_drained_when_all_ranks_are(self) -> None:
+        everywhere = self.drained_ranks == set(range(RANKS))
+        kept = T in self.sender.mail._waiting.get("d", {})
+        assert kept == (everywhere and not self.acknowledged), "Drained is kept until it is acknowledged"
+        assert everywhere or not self.link.drained, "said before every handle is terminal"
+        assert (self.sender.live == 0) == everywhere
+        assert self.handoff._all_drained.done() == everywhere, (
+            "its blocks would be given back too early, or never"
         )
-        assert drained == (self.drained_ranks == set(range(RANKS))), (
-            "Drained is said once, when all ranks are"
-        )
-        assert (self.sender.live == 0) == bool(drained)
+        if everywhere:
+            assert self.link.drained or self.broken_before_drained, "not said on a stream that lives"
+            REACHED.hit("drained without a stream" if self.broken_before_drained else "drained")
 
     def teardown(self) -> None:
         async def end() -> None:
@@ -236,5 +336,11 @@ class SenderMachine(RuleBasedStateMachine):
         self.loop.close()
 
 
-SenderMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-TestSender = SenderMachine.TestCase
+SenderMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class TestSender(SenderMachine.TestCase):
+    @classmethod
+    def tearDownClass(cls) -> None:
+        super().tearDownClass()
+        REACHED.check()

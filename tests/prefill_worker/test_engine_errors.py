@@ -47,7 +47,7 @@ def end_of(machine: PrefillMachine, transfer: bytes) -> common_pb2.AttemptEnd:
 
 def both_in_the_engine(machine: PrefillMachine) -> Watching:
     for transfer in (GOOD, BAD):
-        machine.run(transfer, False, 4)
+        machine.say_run(transfer, 0, 4, False)
         handoff = Watching(machine)
         machine.inside(lambda given=handoff, to=transfer: machine.sender.asked[to].set_result(given))
     return handoff

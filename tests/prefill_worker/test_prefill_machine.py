@@ -5,29 +5,57 @@ its engine."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.block_hash import pack_tokens
-from cluster.errors import BatonError, BlocksExhaustedError, DrainingError, PeerLostError, StaleEpochError
+from cluster.errors import (
+    BatonError,
+    BlocksExhaustedError,
+    DrainingError,
+    PeerLostError,
+    StaleEpochError,
+    StaleTransferError,
+)
 from cluster.faults.points import NO_FAULTS
 from engine.engine import Engine
 from kv_transfer.base import HandoffReport
 from prefill_worker.attempt import PrefillAttempt, PrefillState
 from prefill_worker.role import PrefillRole
 from tests.engine.fake_model import VOCAB, FakeRunner, continuation
+from tests.reached import Reached
+from tests.virtual_time import VirtualLoop
 from wire import common_pb2, prefill_pb2
 from worker.validate import SpecLimits
 
-TRANSFERS = st.sampled_from([bytes([i]) * 16 for i in range(1, 7)])
+REACHED = Reached(
+    [
+        *("queued → admitted", "admitted → computing", "admitted → draining"),
+        *("computing → sent", "computing → released", "computing → draining"),
+        *("sent → released", "sent → draining", "draining → drained"),
+        *("run refused: another epoch", "run refused: leaving", "run refused: it has ended", "run repeated"),
+        *("reserve refused: full", "reserve refused: lost", "nothing reserved", "hand-off dropped"),
+        *(
+            "hand-off failed",
+            "cancelled",
+            "given back",
+            "blocks kept for writes",
+            "blocks freed after writes",
+        ),
+    ]
+)
 EPOCH = 1
 NEW = 4
+PICKS = st.integers(0, 50)  # among those there are
+
+
+def prompt_of(transfer: bytes) -> list[int]:
+    return [3 + (transfer[0] * 5 + i) % 90 for i in range(4 * (1 + transfer[0] % 6))]
 
 
 class Handoff:
@@ -35,11 +63,19 @@ class Handoff:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.committed: asyncio.Future[None] = loop.create_future()
+        self.all_drained: asyncio.Future[None] = loop.create_future()
         self.aborted = 0
         self.finished = False
 
+    @property
+    def over(self) -> bool:
+        return self.finished or self.aborted > 0
+
     async def start(self, request_id: str) -> None:
         """Nothing is sent."""
+
+    async def drained(self) -> None:
+        await asyncio.shield(self.all_drained)
 
     async def finish(self, first_tokens: Any, report: Any) -> HandoffReport:
         assert not self.aborted
@@ -67,12 +103,13 @@ class Sender:
 class PrefillMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()
+        self.loop = VirtualLoop()
+        self.number = 0
         self.opened: dict[bytes, PrefillAttempt] = {}
         self.draining = False
         self.given_back: set[bytes] = set()
 
-    @initialize(leaves_after=st.integers(0, 60))
+    @initialize(leaves_after=st.sampled_from([10, 60, 10_000]))
     def build(self, leaves_after: int) -> None:
         self.leaves_after = leaves_after  # steps
         self.steps = 0
@@ -125,10 +162,22 @@ class PrefillMachine(RuleBasedStateMachine):
 
         return self.loop.run_until_complete(call())
 
-    @rule(transfer=TRANSFERS, stale=st.sampled_from([False, False, True]), new=st.sampled_from([1, NEW]))
-    def run(self, transfer: bytes, stale: bool, new: int) -> None:
-        prompt = [3 + (transfer[0] * 5 + i) % 90 for i in range(4 * transfer[0])]
+    @precondition(lambda self: len(self.role.attempts) < 8)
+    @rule(
+        stale=st.sampled_from([0, 0, 0, 1, -1]),
+        new=st.sampled_from([1, NEW, NEW]),
+        stops=st.sampled_from([False, False, True]),
+    )
+    def run(self, stale: int, new: int, stops: bool) -> None:
+        """`stops`: with its first token, which shows only when it is there."""
+        self.number += 1
+        self.say_run(bytes([self.number]) * 16, stale, new, stops)
+
+    def say_run(self, transfer: bytes, stale: int, new: int, stops: bool) -> None:
+        prompt = prompt_of(transfer)
         sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+        if stops:
+            sampling.stop_token_ids.append(continuation(prompt, 1)[0])
         request = prefill_pb2.PrefillRunRequest(
             transfer_id=transfer,
             request_id="r",
@@ -139,52 +188,123 @@ class PrefillMachine(RuleBasedStateMachine):
         )
 
         def go() -> None:
-            with contextlib.suppress(BatonError):
-                known = transfer in self.opened
+            known = self.role.attempts.get(transfer)
+            ended = self.role.attempts.is_ended(transfer)
+            try:
                 attempt = self.role.open(request)
-                assert known or not self.draining, "a leaving worker took something new"
-                assert self.opened.setdefault(transfer, attempt) is attempt, (
-                    "a repeated Run made a second attempt"
-                )
+            except BatonError as error:
+                assert known is None, "a repeated Run was refused"
+                self.refused(error, stale, ended)
+                return
+            assert known is attempt or not (stale or self.draining or ended), "it took what it should not"
+            if known is not None:
+                assert known is attempt, "a repeated Run made a second attempt"
+                REACHED.hit("run repeated")
+                return
+            self.opened[transfer] = attempt
+            attempt.machine._on_change = lambda old, now: REACHED.hit(f"{old.value} → {now.value}")
 
         self.inside(go)
 
-    @rule(transfer=TRANSFERS, answer=st.sampled_from(["yes", "yes", "yes", "full", "lost"]))
-    def answers_reserve(self, transfer: bytes, answer: str) -> None:
-        future = self.sender.asked.get(transfer)
-        if future is None or future.done():
-            return
+    def refused(self, error: BatonError, stale: int, ended: bool) -> None:
+        """Whom a Run is for comes first: nothing may be concluded from anything else that is said to another life."""
+        if stale:
+            assert isinstance(error, StaleEpochError), "taken for this life's"
+            REACHED.hit("run refused: another epoch")
+        elif self.draining:
+            assert isinstance(error, DrainingError)
+            REACHED.hit("run refused: leaving")
+        else:
+            assert ended and isinstance(error, StaleTransferError)
+            REACHED.hit("run refused: it has ended")
+
+    @precondition(lambda self: bool(self.opened))
+    @rule(pick=PICKS, stale=st.sampled_from([0, 1]))
+    def run_again(self, pick: int, stale: int) -> None:
+        """A router says it twice, or after it has ended, or to a worker that has another epoch by now."""
+        ended = [transfer for transfer in self.opened if self.role.attempts.is_ended(transfer)]
+        known = [*self.opened, *3 * ended]
+        self.say_run(known[pick % len(known)], stale, NEW, stops=False)
+
+    @precondition(lambda self: any(not future.done() for future in self.sender.asked.values()))
+    @rule(pick=PICKS, answer=st.sampled_from(["yes", "full", "yes", "lost", "yes"]))
+    def answers_reserve(self, pick: int, answer: str) -> None:
+        asked = [future for future in self.sender.asked.values() if not future.done()]
+        future = asked[pick % len(asked)]
         if answer == "yes":
             self.inside(lambda: future.set_result(Handoff(self.loop)))
         else:
             error = BlocksExhaustedError("full") if answer == "full" else PeerLostError("lost")
+            REACHED.hit(f"reserve refused: {answer}")
             self.inside(lambda: future.set_exception(error))
 
-    @rule()
-    def step(self) -> None:
-        if self.engine.has_work:
+    @precondition(lambda self: self.engine.has_work)
+    @rule(count=st.integers(1, 3))
+    def step(self, count: int) -> None:
+        for _ in range(count):
             self.inside(lambda: self.role.on_output(self.engine.step()))
 
-    @rule(transfer=TRANSFERS)
-    def its_logits_are_no_numbers(self, transfer: bytes) -> None:
-        self.runner.sick.add(transfer.hex())
+    @precondition(lambda self: bool(self.opened))
+    @rule(pick=PICKS)
+    def its_logits_are_no_numbers(self, pick: int) -> None:
+        self.runner.sick.add(list(self.opened)[pick % len(self.opened)].hex())
 
-    @rule(transfer=TRANSFERS, well=st.booleans())
-    def handoff_ends(self, transfer: bytes, well: bool) -> None:
-        handoff = self.sender.handoffs.get(transfer)
-        if handoff is None or handoff.committed.done():
-            return
+    def going(self, *, sent: bool) -> list[tuple[bytes, Handoff]]:
+        return [
+            (transfer, handoff)
+            for transfer, handoff in self.sender.handoffs.items()
+            if not handoff.committed.done()
+            and (not sent or self.opened[transfer].machine.state is PrefillState.SENT)
+        ]
+
+    @precondition(lambda self: bool(self.going(sent=False)))
+    @rule(pick=PICKS, well=st.booleans(), early=st.booleans())
+    def handoff_ends(self, pick: int, well: bool, early: bool) -> None:
+        """D's last word; it may give one up at any time, and commits only what it was told the end of."""
+        going = self.going(sent=well or not early) or self.going(sent=False)
+        transfer, handoff = going[pick % len(going)]
+        well = well and self.opened[transfer].machine.state is PrefillState.SENT
         if well:
             self.inside(lambda: handoff.committed.set_result(None))
         else:
             handoff.committed.add_done_callback(lambda f: f.cancelled() or f.exception())
+            if self.opened[transfer].machine.state is PrefillState.SENT:
+                REACHED.hit("hand-off failed")
             self.inside(lambda: handoff.committed.set_exception(PeerLostError("lost")))
 
-    @rule(transfer=TRANSFERS)
+    def written_to(self) -> list[bytes]:
+        """Hand-offs that are over, with writes that are not."""
+        handoffs = self.sender.handoffs
+        return [name for name, one in handoffs.items() if one.over and not one.all_drained.done()]
+
+    @precondition(lambda self: bool(self.written_to()))
+    @rule(pick=PICKS)
+    def writes_end(self, pick: int) -> None:
+        """Every rank has said so, which may be long after the hand-off ended."""
+        over = self.written_to()
+        transfer = over[pick % len(over)]
+        handoff = self.sender.handoffs[transfer]
+        attempt = self.opened[transfer]
+        kept = attempt.engine_id in self.engine._requests
+        self.inside(lambda: handoff.all_drained.set_result(None))
+        if attempt.log.ended:
+            assert attempt.freed.is_set() and attempt.engine_id not in self.engine._requests
+            if kept:
+                REACHED.hit("blocks freed after writes")
+
+    @precondition(lambda self: bool(self.opened))
+    @rule(pick=PICKS, really=st.sampled_from([True, False, False]))
+    def router_cancels(self, pick: int, really: bool) -> None:
+        if really:  # or nothing would come to its end
+            self.cancel(list(self.opened)[pick % len(self.opened)])
+
     def cancel(self, transfer: bytes) -> None:
         attempt = self.role.attempts.get(transfer)
         if attempt is not None:
+            if not attempt.log.ended:
+                REACHED.hit("cancelled")
             self.loop.run_until_complete(self.role.cancel(attempt))
+            assert attempt.log.ended, "it goes on, whatever its writes do"
 
     @rule(all_of_it=st.booleans())
     def leaves(self, all_of_it: bool) -> None:
@@ -200,13 +320,18 @@ class PrefillMachine(RuleBasedStateMachine):
         for attempt in running:
             assert attempt.log.ended == (attempt in going), "more or less than it should was given back"
         self.given_back |= {attempt.transfer_id for attempt in going}
+        if going:
+            REACHED.hit("given back")
 
-    @rule(transfer=TRANSFERS)
-    def reader_takes_the_end(self, transfer: bytes) -> None:
+    def ended(self) -> list[PrefillAttempt]:
+        return [one for one in self.role.attempts.all() if one.log.ended]
+
+    @precondition(lambda self: bool(self.ended()))
+    @rule(pick=PICKS)
+    def reader_takes_the_end(self, pick: int) -> None:
         """Afterwards the attempt is forgotten, and its transfer id refused."""
-        attempt = self.role.attempts.get(transfer)
-        if attempt is None or not attempt.log.ended:
-            return
+        attempt = self.ended()[pick % len(self.ended())]
+        transfer = attempt.transfer_id
 
         async def read() -> list[Any]:
             return [event async for event in self.role.attempts.read(attempt)]
@@ -230,9 +355,26 @@ class PrefillMachine(RuleBasedStateMachine):
                 assert state in (PrefillState.RELEASED, PrefillState.DRAINED, PrefillState.QUEUED)
             if handoff is not None and over:
                 assert handoff.finished != bool(handoff.aborted), "a hand-off ends once: finished, or aborted"
+                self.keeps_blocks(attempt, handoff)
+            if transfer not in self.sender.asked and state is PrefillState.RELEASED:
+                assert attempt.request.spec.sampling.max_tokens == 1
+                REACHED.hit("nothing reserved")
+            elif state is PrefillState.RELEASED and handoff is not None and handoff.aborted:
+                assert attempt.tokens[0].finish is not None
+                REACHED.hit("hand-off dropped")
             if state is PrefillState.RELEASED and attempt.tokens[0].finish is None:
-                prompt = [3 + (transfer[0] * 5 + i) % 90 for i in range(4 * transfer[0])]
+                prompt = prompt_of(transfer)
                 assert [token.token_id for token in attempt.tokens] == continuation(prompt, 1)
+
+    def keeps_blocks(self, attempt: PrefillAttempt, handoff: Handoff) -> None:
+        """What a write may still read belongs to its request; no step is spent on it."""
+        sequences = self.engine._requests.get(attempt.engine_id, [])
+        if handoff.all_drained.done():
+            return
+        assert not attempt.freed.is_set(), "given back while a write reads"
+        assert all(sequence not in self.engine._scheduler.running for sequence in sequences)
+        if any(sequence.blocks for sequence in sequences):
+            REACHED.hit("blocks kept for writes")
 
     def teardown(self) -> None:
         try:
@@ -245,6 +387,8 @@ class PrefillMachine(RuleBasedStateMachine):
         for transfer in self.opened:
             self.cancel(transfer)
         self.whole()
+        while self.written_to():
+            self.writes_end(0)
         assert self.engine.stats().blocks_held == 0, "blocks are held that nobody owns"
         assert not self.role._by_engine_id
         # Whoever comes next is let in at once: what was admitted has been given back.
@@ -252,5 +396,11 @@ class PrefillMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(self.role.attempts.close())
 
 
-PrefillMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-TestPrefillWorker = PrefillMachine.TestCase
+PrefillMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+class TestPrefillWorker(PrefillMachine.TestCase):
+    @classmethod
+    def tearDownClass(cls) -> None:
+        super().tearDownClass()
+        REACHED.check()
