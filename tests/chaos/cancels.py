@@ -25,6 +25,7 @@ from rich.console import Console
 
 from baton.client import AsyncClient
 from cluster.errors import BatonError
+from tests.bounds import RECLAIM_SECONDS
 from tests.chaos.chaos_cluster import run_chaos_cluster
 from tests.chaos.invariants import QUIET_SECONDS, look
 from tests.chaos.requests import Ask, draw_ask
@@ -32,7 +33,6 @@ from tests.chaos.results import percentile
 from tests.chaos.target import Target
 from tests.checkpoints import make_checkpoint
 
-RECLAIM_SECONDS = 2.0
 LONGEST_SECONDS = 1.0  # of a stream's life
 SPREAD_SECONDS = 0.1  # of a round's cancels
 STATUS_SECONDS = 1.0  # workers tell every 0.5 s, routers read every 0.25 s

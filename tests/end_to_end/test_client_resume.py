@@ -16,6 +16,7 @@ from baton.client import Client
 from bench.cluster import Cluster
 from cluster.errors import BatonError
 from engine.request import SamplingParams
+from tests.bounds import KILL_SECONDS, ROUTER_GONE_SECONDS, STOP_SECONDS, allowed
 from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import run_cluster
 from tests.exactness import judge
@@ -25,9 +26,6 @@ FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback
 NEW = 900
 KILL_AFTER = 3  # pieces; tokens that came together make one
 PLAIN_STREAMS = 6
-RECLAIM_SECONDS = 3.0
-BUSY_SECONDS = 7.0  # a machine that others use may add
-LEFT_SECONDS = 30.0  # 5 s of silence and the rest of the answer, on such a machine
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +48,17 @@ def test_a_router_that_hangs_or_dies_loses_no_token_and_repeats_none(how, checkp
         # No seed is given: the client has to carry on with the one that the dead router drew.
         stream = client.stream(prompt, max_tokens=NEW, temperature=1, ignore_eos=True)
         chunks = [next(stream) for _ in range(KILL_AFTER)]
-        began = time.monotonic()
+        heard, longest = time.monotonic(), 0.0
         os.kill(pid, how)
         try:
-            chunks += list(stream)
+            for chunk in stream:
+                chunks.append(chunk)
+                heard, longest = time.monotonic(), max(longest, time.monotonic() - heard)
         finally:
             if how == signal.SIGSTOP:
                 os.kill(pid, signal.SIGCONT)
         answer = stream.completion()
-    assert time.monotonic() - began < LEFT_SECONDS
+    assert longest <= allowed(STOP_SECONDS if how == signal.SIGSTOP else KILL_SECONDS)
     assert answer.reconnects == 1
     assert answer.text == "".join(chunk.text for chunk in chunks)
     assert answer.usage.completion_tokens == len(answer.token_ids) == NEW
@@ -91,4 +91,4 @@ def test_workers_take_back_what_a_killed_router_had_asked_for(cluster):
         seconds = time.monotonic() - killed
         ended = [one.result(timeout=120.0) for one in asked]
     assert "broken" in ended, "they had all ended before"
-    assert seconds <= RECLAIM_SECONDS + BUSY_SECONDS
+    assert seconds <= allowed(ROUTER_GONE_SECONDS)

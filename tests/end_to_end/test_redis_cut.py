@@ -12,14 +12,13 @@ import pytest
 
 from baton.client import Client
 from cluster.redis.embedded import EmbeddedRedis
+from tests.bounds import PLACEMENT_BACK_SECONDS, allowed
 from tests.checkpoints import prompt_ids
 from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
 from tests.network.run_proxy import RunningProxy, run_proxy
 from tests.waiting import wait_for
 
 CUT_SECONDS = 6.0  # leases run out meanwhile
-BACK_SECONDS = 2.0
-SLACK_SECONDS = 2.0  # of a busy machine
 
 
 @pytest.fixture
@@ -58,7 +57,9 @@ def test_lost_packets_fail_no_request_and_placement_is_back_at_once(checkpoint, 
         healed.join()
         began = time.monotonic()
         wait_for(
-            lambda: ask(9) and view_is_whole(cluster.http), BACK_SECONDS + SLACK_SECONDS, "Redis places again"
+            lambda: ask(9) and view_is_whole(cluster.http),
+            allowed(PLACEMENT_BACK_SECONDS),
+            "Redis places again",
         )
         print(f"placement back after {time.monotonic() - began:.2f} s")
     assert_all_free(cluster)

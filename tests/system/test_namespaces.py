@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from baton.client import AsyncClient, Client
+from tests.bounds import STOP_SECONDS, allowed
 from tests.checkpoints import prompt_ids
 from tests.exactness import judge
 from tests.system.namespaces import Network, make_network
@@ -115,6 +116,7 @@ def test_a_partition_costs_a_pause_and_no_token(lost, hosts):
             )
     longest = asyncio.run(_streams_through(lost, hosts))
     print(f"longest silence {longest:.2f} s")
+    assert longest <= allowed(STOP_SECONDS)
     wait_for(hosts.whole, 60, "every worker is back and holds nothing")
 
 

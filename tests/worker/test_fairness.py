@@ -207,10 +207,10 @@ async def test_a_tenant_gets_back_what_a_request_that_gave_up_did_not_use():
     """Its next one is as early as if the other had never come."""
     queue = FairQueue()
     queue.push(waiting(0, "b", 100))
-    given_up = waiting(1, "a", 4000, 4.0)
+    given_up = waiting(1, "a", 100, 0.25)
     queue.push(given_up)
     assert queue.remove(given_up)
-    queue.push(waiting(2, "a", 200, 4.0))
+    queue.push(waiting(2, "a", 20, 0.25))
     queue.check_integrity()
     assert [(queue.pop().tenant, queue.tokens) for _ in range(2)] == [("a", 100), ("b", 0)]
 
