@@ -29,12 +29,13 @@ class Watch:
     worker: _Worker
     on_lost: Callable[[], None]
     on_first: Callable[[], None]
+    clock: Callable[[], float]  # the loop's: asking which loop runs costs a system call a message
     last: float
     answered: bool = False
     paused: bool = False  # nobody reads it: a slow client is no sign of a lost worker
 
     def heard(self) -> None:
-        self.last = self.worker.last = asyncio.get_running_loop().time()
+        self.last = self.worker.last = self.clock()
         if not self.answered:
             self.answered = True
             self.on_first()
@@ -71,7 +72,7 @@ class Liveness:
         worker = self._workers.get(name)
         if worker is None:
             worker = self._workers[name] = _Worker(loop.time())
-        watch = Watch(worker, on_lost, lambda: self._lost.answered(name), loop.time())
+        watch = Watch(worker, on_lost, lambda: self._lost.answered(name), loop.time, loop.time())
         worker.watches.append(watch)
         if self._timer is None:
             self._timer = loop.call_later(WATCH_SECONDS, self._look)

@@ -1,0 +1,174 @@
+"""What a request does when an attempt fails: who is asked, and who is left out of the next placement."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.errors import (
+    BatonError,
+    BlocksExhaustedError,
+    DrainingError,
+    HandoffError,
+    InvalidRequestError,
+    PeerLostError,
+    TransportError,
+)
+from router.dispatch import life
+from router.dispatch.attempt import Ended, Source
+from router.dispatch.pairs import Pairs
+from router.tokens.tokenizer import ModelText
+from tests.router.dispatch.test_life import NEW, PROMPT, Scripted, World, deliver, end, token
+
+P, D = Source.PREFILL, Source.DECODE
+Play = Callable[[Scripted], None]
+
+
+@pytest.fixture(scope="module")
+def text(checkpoint):
+    made = ModelText(checkpoint("llama"))
+    yield made
+    made.close()
+
+
+class Played(World):
+    """The first attempt is played; every other one goes well."""
+
+    def __init__(self, text: ModelText, play: Play, arbiter: str = "aborted"):
+        super().__init__(text, [([], arbiter)])
+        self.play = play
+        self.services.pairs = Pairs(lambda: 0.0)
+        self.asked = 0
+
+    def attempt(self, **facts: Any) -> Scripted:
+        made = super().attempt(**facts)
+        if len(self.attempts) == 1:
+            ask = made.ask_arbiter
+
+            async def ask_arbiter() -> bool:
+                self.asked += 1
+                return await ask()
+
+            made.ask_arbiter = ask_arbiter  # type: ignore[method-assign]
+            made.start = lambda: self.play(made)  # type: ignore[method-assign]
+        return made
+
+
+async def run(world: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "Attempt", world.attempt)
+    async with asyncio.timeout(60):
+        tokens = await deliver(world)
+    assert [one.position for one in tokens] == list(range(PROMPT, PROMPT + NEW))
+
+
+def lost(source: Source) -> Play:
+    def play(attempt: Scripted) -> None:
+        attempt.lost.add(source)
+        attempt.events.add(Ended(source, None, PeerLostError("gone")))
+
+    return play
+
+
+def says(source: Source, outcome: str, error: BatonError | None = None) -> Play:
+    return lambda attempt: attempt.ends(source, end(outcome, error))
+
+
+def lost_after(tokens: int) -> Play:
+    """P is, and D goes on to its end: it has committed."""
+
+    def play(attempt: Scripted) -> None:
+        position = attempt.from_position
+        for _ in range(tokens):
+            position = attempt.play("next", position)
+        lost(P)(attempt)
+        while position < PROMPT + NEW:
+            position = attempt.play("next", position)
+        attempt.ends(D, end("DONE"))
+
+    return play
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+async def test_what_has_committed_goes_on_without_its_prefill_worker(text, monkeypatch, tokens):
+    """D alone decides: nothing is computed twice."""
+    world = Played(text, lost_after(tokens), "committed")
+    await run(world, monkeypatch)
+    assert world.asked == 1
+    assert len(world.attempts) == 1, "a committed attempt was given up"
+
+
+async def test_what_was_aborted_is_dispatched_without_the_lost_prefill_worker(text, monkeypatch):
+    world = Played(text, lost(P))
+    await run(world, monkeypatch)
+    assert (world.asked, len(world.attempts)) == (1, 2)
+    assert world.excluded[1] == {"p"}
+
+
+async def test_a_decode_worker_that_does_not_say_is_left_out(text, monkeypatch):
+    """Not the prefill worker: it may have been lost for D's sake."""
+    world = Played(text, lost(P), "silent")
+    await run(world, monkeypatch)
+    assert world.excluded[1] == {"d"}
+
+
+async def test_a_lost_decode_worker_is_left_out_and_nobody_is_asked(text, monkeypatch):
+    world = Played(text, lost(D))
+    await run(world, monkeypatch)
+    assert world.asked == 0
+    assert world.excluded[1] == {"d"}
+
+
+# source, outcome, error, who is left out of the next placement
+ENDS: list[tuple[Source, str, BatonError | None, set[str]]] = [
+    (P, "REFUSED", BlocksExhaustedError("full", retry_after_seconds=0.001), {"d"}),
+    (P, "REFUSED", DrainingError("leaves", retry_after_seconds=0.001), {"d"}),
+    (P, "ABORTED", DrainingError("p leaves"), {"p"}),
+    (P, "ABORTED", TransportError("could not write"), {"d"}),
+    (
+        P,
+        "ABORTED",
+        None,
+        {"p", "d"},
+    ),  # given up without a reason: as if D had been lost to it, the two are apart
+    (P, "ABORTED", PeerLostError("d is gone"), {"p", "d"}),
+    (D, "ABORTED", DrainingError("d leaves"), {"d"}),
+    (D, "ABORTED", HandoffError("x"), set()),
+    (D, "PREEMPTED", None, set()),
+    (D, "PREEMPTED", DrainingError("d leaves"), {"d"}),
+    (D, "DONE", None, set()),  # too early
+]
+
+
+@pytest.mark.parametrize(("source", "outcome", "error", "left_out"), ENDS)
+async def test_who_is_left_out_of_the_next_placement(text, monkeypatch, source, outcome, error, left_out):
+    world = Played(text, says(source, outcome, error))
+    await run(world, monkeypatch)
+    assert len(world.attempts) == 2
+    assert world.excluded[1] == left_out
+
+
+async def test_a_wrong_request_is_not_tried_again(text, monkeypatch):
+    world = Played(text, says(D, "ABORTED", InvalidRequestError("no", field="n")))
+    with pytest.raises(InvalidRequestError):
+        await run(world, monkeypatch)
+    assert len(world.attempts) == 1
+
+
+async def test_the_end_of_a_prefill_alone_changes_nothing(text, monkeypatch):
+    def play(attempt: Scripted) -> None:
+        attempt.ends(P, end("DONE"))
+        position = attempt.from_position
+        while position < PROMPT + NEW:
+            position = attempt.play("next", position)
+        attempt.ends(D, end("DONE"))
+
+    world = Played(text, play)
+    await run(world, monkeypatch)
+    assert (world.asked, len(world.attempts)) == (0, 1)
+
+
+def test_the_script_s_last_token_ends_an_answer():
+    assert token(PROMPT + NEW - 1).finish and not token(PROMPT).finish
