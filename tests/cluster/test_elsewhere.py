@@ -18,7 +18,7 @@ from cluster.index.reporter import ChainReporter
 from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
-from cluster.redis.elsewhere import ElsewhereError
+from cluster.redis.elsewhere import ElsewhereError, leave
 from cluster.redis.embedded import EmbeddedRedis
 from router.placement.script_call import ScriptCall
 from tests.waiting import until, wait_for
@@ -134,6 +134,77 @@ async def test_routers_and_workers_follow(pair: Pair, namespace: str) -> None:
         await asyncio.to_thread(reporter.stop)
         await asyncio.to_thread(registration.stop)
         await members.close()
+
+
+# --- each by itself, without threads --------------------------------------------------------------------------
+
+
+HELD = [(hash_blocks(pack_tokens([1] * 64), 16, secret=b"s", salt=make_salt("m")), 4)]
+
+
+def in_index(pair: Pair, number: int, namespace: str) -> bool:
+    with redis.Redis.from_url(pair.servers[number].url) as client:
+        return bool(client.keys(f"{{{namespace}}}:m:n:*"))
+
+
+def test_a_registration_follows(pair: Pair, namespace: str) -> None:
+    registration = Registration(pair.url, namespace, INFO)
+    registration.register_again()
+    pair.lead_to(1)
+    registration._try(registration._do_renew)
+    assert registration.errors == 1 and registration.unreachable
+    registration._try(registration._do_renew)
+    assert registration.errors == 1 and pair.workers_of(1, namespace) == ["w"]
+    registration.stop()
+
+
+async def test_a_membership_follows(pair: Pair, namespace: str) -> None:
+    members = Members(pair.url, namespace)
+    await members.refresh()
+    pair.lead_to(1)
+    await members.refresh()
+    assert not members.redis_ok and members.errors == 1
+    await members.refresh()
+    assert members.redis_ok and members.errors == 1
+    await members.close()
+
+
+def test_a_report_that_a_replica_would_take_for_said(pair: Pair, namespace: str) -> None:
+    """It knows the slot, and a later number of it."""
+    registration = Registration(pair.url, namespace, INFO)
+    reporter = ChainReporter(pair.url, namespace, "m", registration, lambda: HELD)
+    registration.register_again()
+    assert reporter._resync_if_new_slot()
+    reporter._send_batch()
+    assert in_index(pair, 0, namespace)
+    pair.lead_to(1)
+    for _ in range(2):
+        registration.register_again()
+    assert reporter._resync_if_new_slot() and registration.slot == 1, "the slot that it had at the other one"
+    with pytest.raises(redis.ResponseError, match="READONLY"):
+        reporter._send_batch()
+    leave(reporter._client, ReadOnlyError())
+    reporter._send_batch()
+    assert in_index(pair, 1, namespace) and reporter.waiting == 0
+    reporter.stop()
+    registration.stop()
+
+
+def test_a_cache_is_published_after_every_registration(redis_url: str, namespace: str) -> None:
+    """An emptied Redis gives out the same slot again."""
+    registration = Registration(redis_url, namespace, INFO)
+    reporter = ChainReporter(redis_url, namespace, "m", registration, lambda: HELD)
+    with redis.Redis.from_url(redis_url) as client:
+        for _ in range(2):
+            registration.register_again()
+            assert registration.slot == 1 and reporter._wait()
+            assert reporter._resync_if_new_slot()
+            reporter._send_batch()
+            known = list(client.scan_iter(f"{{{namespace}}}:m:n:*"))
+            assert len(known) == 1
+            client.delete(*client.scan_iter(f"{{{namespace}}}:*"))
+    reporter.stop()
+    registration.stop()
 
 
 # --- answers that only a cluster gives ----------------------------------------------------------------------

@@ -145,23 +145,14 @@ def test_a_slot_that_another_owns_now_is_not_placed_on(cluster, who):
         assert cluster.load() == {}
 
 
-def test_what_does_not_fit_goes_where_it_does(cluster):
-    """A worker short of room costs seconds; a busy one with room costs almost nothing."""
-    cluster.client.hset(cluster.tag + "load", cluster.of("d1"), 15_000)
-    assert cluster.place(100)[1] == "d2"
-    cluster.client.hset(cluster.tag + "load", cluster.of("d2"), 15_800)
-    cluster.client.hset(cluster.tag + "load", cluster.of("d1"), 15_850)
-    # 110 tokens do not fit at d2 by 0 and at d1 not by 50: only their room tells them apart.
-    cluster.client.hset(cluster.tag + "load", cluster.of("d2"), 15_885)
-    assert cluster.place(100, random=0.999)[1] == "d1" and cluster.place(100, random=0.0)[1] != "d2"
-
-
-def test_a_decode_worker_without_room_is_passed_over_for_a_prefix_elsewhere(cluster):
-    """However long the prefix that it holds: what lacks costs a second and more."""
-    cluster.client.hset(cluster.tag + "load", cluster.of("d1"), 16_000)
-    for chance in (0.0, 0.5, 0.999):
-        number = cluster.place(100, random=chance)
-        assert number[1] == "d2"
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.999])
+def test_what_does_not_fit_goes_where_it_does(cluster, chance):
+    """That a worker is busy costs next to nothing here; that it lacks room costs a second, and more the more it lacks."""
+    cluster.client.hset(cluster.tag + "load", cluster.of("d1"), 15_891)
+    cluster.client.hset(cluster.tag + "load", cluster.of("d2"), 15_890)
+    assert cluster.place(100, output=10, random=chance)[1] == "d2", "110 tokens fit exactly"
+    cluster.client.hset(cluster.tag + "load", cluster.of("d1"), 40_000)
+    assert cluster.place(100, output=10, random=chance)[1] == "d2", "where less is lacking"
 
 
 def test_a_dead_routers_charges_are_dropped_by_the_next_placement(cluster):

@@ -1,0 +1,51 @@
+"""Numbers of calls, and when Redis is asked again."""
+
+from __future__ import annotations
+
+import random
+
+from router.placement.calls import Calls
+from router.placement.rest import Rest
+
+
+def test_the_oldest_that_is_awaited():
+    calls = Calls(run=7)
+    assert calls.settle() == (7, 1, 1)
+    first, second, third = (calls.begin() for _ in range(3))
+    assert calls.settle() == (7, 2, first)
+    calls.end(second)
+    assert calls.settle() == (7, 3, first)
+    calls.end(first)
+    assert calls.settle() == (7, 4, third)
+    calls.end(third)
+    assert calls.settle() == (7, 5, third + 1), "none: all that were begun"
+    calls.restart(8)
+    assert calls.settle() == (8, 1, 1)
+    calls.end(third)  # of the run before
+    assert calls.begin() == 1
+
+
+def test_routers_that_lost_redis_together_try_it_at_different_moments():
+    now = [10.0]
+    rests = [Rest(1.0, random.Random(seed), clock=lambda: now[0]) for seed in range(20)]
+    for rest in rests:
+        assert rest.may_ask()
+        rest.failed()
+    tried = []
+    for _ in range(11):
+        now[0] += 0.1
+        tried.append(sum(rest.may_ask() for rest in rests))
+    assert sum(tried[:4]) == 0, "none before half the pause"
+    assert max(tried) < 15 and sum(tried) >= 20
+
+
+def test_one_call_tries_and_its_answer_lets_all_go_on():
+    now = [10.0]
+    rest = Rest(1.0, clock=lambda: now[0])
+    rest.failed()
+    now[0] += 1.0
+    assert [rest.may_ask() for _ in range(3)] == [True, False, False]
+    now[0] += 1.0  # it was cancelled, and said nothing
+    assert [rest.may_ask() for _ in range(3)] == [True, False, False]
+    rest.answered()
+    assert all(rest.may_ask() for _ in range(3))
