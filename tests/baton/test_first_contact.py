@@ -76,6 +76,21 @@ def test_a_sentence_and_no_traceback(arguments, environment, said, checkpoint, t
     assert not list(tmp_path.iterdir()), "nothing is left of a start that started nothing"
 
 
+def test_a_state_file_that_cannot_be_written_is_refused_at_once(checkpoint):
+    with pytest.raises(ConfigError) as caught:
+        LocalCluster(UpOptions(checkpoint("llama"), state_file=Path("/proc/nobody/state.json")))
+    assert caught.value.field == "state_file"
+
+
+@pytest.mark.parametrize(
+    "url", ["p4ssw0rd", "http://u:p4ssw0rd@h", "redis//p4ssw0rd@h", "redis://u:p4ssw0rd@h:port"]
+)
+def test_a_url_that_is_none_is_refused_when_settings_are_read(url, checkpoint):
+    with pytest.raises(ConfigError) as caught:
+        settings.load(RouterConfig, {"model": checkpoint("llama"), "redis_url": url})
+    assert caught.value.field == "redis_url" and "p4ssw0rd" not in caught.value.message
+
+
 def test_a_silent_redis_is_said_once_and_waited_for(checkpoint, capsys):
     config = RouterConfig(model=checkpoint("llama"), redis_url=NOBODY, secret="s")
     serve.check_start(config, None)
@@ -190,6 +205,12 @@ def test_no_configuration_has_a_secret_that_everybody_knows(checkpoint):
 @pytest.mark.parametrize("command", [serve.router, worker.prefill, worker.decode])
 def test_no_process_starts_without_a_secret(command, checkpoint, monkeypatch):
     monkeypatch.delenv("BATON_SECRET", raising=False)
+
+    def started(process):
+        process.close()
+        raise AssertionError("it was started")
+
+    monkeypatch.setattr("uvloop.run", started)
     with pytest.raises(ConfigError) as caught:
         command(model=checkpoint("llama"), redis_url=NOBODY)
     assert caught.value.field == "secret"
