@@ -371,3 +371,18 @@ def test_parts_carry_the_digest_that_their_pair_has_agreed_on(sending, setting, 
     fields = (A, "r", "p", "nixl", [Flow(0, 0, 0, HEADS)], 0, 4, SLOT_BYTES, 1, 2)
     opened = m.OpenTransfer(*fields, digests=setting, digest_kind=kind)
     assert {digests.kind_of(opened, 0, 0, part) for part in range(20)} == {expected}
+
+
+def test_a_hand_off_that_failed_posts_nothing_more(sending, monkeypatch):
+    """Its reader is told that it is over: whatever else is granted to it is written to no slot."""
+    sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], ""))
+    sending.compute(A, "peer", 64)
+    monkeypatch.setattr(SenderRank, "_answered", lambda *arguments: 1 / 0)
+    sending.rank.handle(m.PartAnswered(A, 0, 0, True))
+    wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 60, "it fails")
+    monkeypatch.undo()
+    for part in range(sending.parts(A)):
+        sending.rank.handle(m.Granted(A, 0, part, part, 1, 4096 * part, 0, 1.0))
+    sending.open(B, "other", 8)  # after all of that
+    wait_for(lambda: sending.written("other") == sending.parts(B), 60, "the other goes on")
+    assert sending.written("peer") == 0
