@@ -52,7 +52,9 @@ class HandMovedRank:
         self.on_event: Callable[[Any], None] = lambda event: None
         self.hello = m.PeerRank(0, "", b"", digest_kinds=(XXH3_128,))
         self.expected: list[m.Expect] = []  # every one ever, for events that come late or twice
-        self.told: dict[bytes, m.ExpectTransfer] = {}
+        self.told: dict[bytes, m.ExpectTransfer] = {}  # and has not been told to forget
+        self.blocks: dict[bytes, list[int]] = {}  # of every transfer ever
+        self.on_told: Callable[[m.ExpectTransfer], None] = lambda told: None
         self.writers: dict[int, bytes] = {}
         self.scatters: dict[
             int, m.Expect
@@ -68,7 +70,10 @@ class HandMovedRank:
                 self.scatters[message.slot] = message
                 self.expected.append(message)
             case m.ExpectTransfer():
+                assert message.transfer_id not in self.told, "a rank was told twice"
                 self.told[message.transfer_id] = message
+                self.blocks[message.transfer_id] = list(message.block_ids)
+                self.on_told(message)
             case m.ForgetTransfer(confirm=False):
                 self.told.pop(message.transfer_id, None)
             case m.ForgetTransfer(transfer_id=token) | m.Settle(token=token):
@@ -92,8 +97,8 @@ class HandMovedRank:
 class Core:
     """What the role asks of its worker."""
 
-    def __init__(self) -> None:
-        self.runner = FakeRunner(24, max_batch_tokens=64)
+    def __init__(self, blocks: int) -> None:
+        self.runner = FakeRunner(blocks, max_batch_tokens=64)
         self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
         self.worker_id = "d"
         self.page_size = PAGE
@@ -150,6 +155,7 @@ class Stream:
     queue: asyncio.Queue[handoff_pb2.PrefillToDecode | None] = field(default_factory=asyncio.Queue)
     replies: list[handoff_pb2.DecodeToPrefill] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
+    failure: BatonError | None = None  # that it was ended with
 
     @property
     def open(self) -> bool:
@@ -166,8 +172,8 @@ class Stream:
 class DecodeWorld:
     """Made inside its loop."""
 
-    def __init__(self) -> None:
-        self.core = Core()
+    def __init__(self, blocks: int = 24) -> None:
+        self.core = Core(blocks)
         self.rank = HandMovedRank()
         self.role = DecodeRole(self.core)  # type: ignore[arg-type]
         self.receiver = HandoffReceiver(
@@ -202,8 +208,11 @@ class DecodeWorld:
         stream = Stream(f"{name}@{prefill_epoch:x}")
 
         async def serve() -> None:
-            async for reply in self.receiver.serve(stream.requests()):
-                stream.replies += [reply, *reply.more]
+            try:
+                async for reply in self.receiver.serve(stream.requests()):
+                    stream.replies += [reply, *reply.more]
+            except BatonError as error:
+                stream.failure = error
 
         stream.task = self.start(serve())
         stream.say(

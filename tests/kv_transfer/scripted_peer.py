@@ -17,7 +17,7 @@ from wire import common_pb2, handoff_pb2
 
 EPOCH = 5
 DECODE_EPOCH = 2
-PATIENCE_SECONDS = 2.0
+PATIENCE_SECONDS = 10.0
 
 
 class ScriptedPeer:
@@ -69,8 +69,8 @@ class ScriptedPeer:
         }
         self.say(hello=handoff_pb2.Hello(**{**greeting, **changed}))
 
-    def ask_to_reserve(self, tokens: int) -> bytes:
-        transfer_id = secrets.token_bytes(16)
+    def ask_to_reserve(self, tokens: int, transfer_id: bytes = b"") -> bytes:
+        transfer_id = transfer_id or secrets.token_bytes(16)
         spec = common_pb2.GenerateSpec(n=1, prompt_tokens=bytes(4 * tokens))
         self.say(
             reserve=handoff_pb2.Reserve(
@@ -79,8 +79,8 @@ class ScriptedPeer:
         )
         return transfer_id
 
-    async def reserve(self, tokens: int) -> bytes:
-        transfer_id = self.ask_to_reserve(tokens)
+    async def reserve(self, tokens: int, transfer_id: bytes = b"") -> bytes:
+        transfer_id = self.ask_to_reserve(tokens, transfer_id)
         reply = await self.heard("reserve_reply", transfer_id)
         assert not reply.HasField("refused"), reply
         return transfer_id

@@ -1,0 +1,359 @@
+"""How a pair's stream begins and ends at the decode worker: a refused Hello ends it, whatever fails gives everything
+back, and nothing that waits for the engine stops it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from cluster.errors import InvalidRequestError, LayoutMismatchError, StaleEpochError, TransportError
+from kv_transfer import landing, peer, reserving
+from kv_transfer.base import Reservation
+from kv_transfer.ring import SlotState
+from tests.kv_transfer.pair import LAYERS, PAGE, Decode, config, decode_side, layout
+from tests.kv_transfer.scripted_peer import ScriptedPeer
+from tests.waiting import until
+from wire import common_pb2
+
+TOKENS = 2 * PAGE
+ALL = (0, LAYERS)
+
+
+@pytest.fixture
+async def decode() -> AsyncIterator[Decode]:
+    async with decode_side(config("grpc")) as side:
+        yield side
+
+
+def other_layout(**changed: Any) -> common_pb2.KvLayout:
+    made = layout(1)
+    for name, value in changed.items():
+        setattr(made, name, value)
+    return made
+
+
+REFUSED = {
+    "epoch": ({"decode_epoch": 77}, StaleEpochError, "decode_epoch"),
+    "heads": ({"layout": other_layout(num_kv_heads=3)}, LayoutMismatchError, "num_kv_heads"),
+    "heads for its ranks": (
+        {"layout": other_layout(num_kv_heads=3, tensor_parallel=3)},
+        LayoutMismatchError,
+        "num_kv_heads",
+    ),
+    "layers": ({"layout": other_layout(num_layers=9)}, LayoutMismatchError, "num_layers"),
+    "transport": ({"transports": ["pigeon"]}, TransportError, "transport"),
+    "digest kind": ({"digest_kinds": ["crc32"]}, TransportError, "digest_kinds"),
+    "no digest kind": ({"digest_kinds": []}, TransportError, "digest_kinds"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_refused_hello_ends_the_link(decode, name):
+    changed, kind, field = REFUSED[name]
+    one = ScriptedPeer(decode.receiver)
+    one.hello(**changed)
+    one.ask_to_reserve(TOKENS)  # said before the answer can be known
+    await until(lambda: one.ended, "the stream has ended")
+    assert isinstance(one.failure, kind) and one.failure.field == field
+    (welcome,) = one.all("welcome")
+    assert welcome.refused.code == kind.__name__
+    assert welcome.refused.field == field
+    assert not one.all("reserve_reply"), "the refused one was answered"
+    assert decode.receiver.live == 0 and not decode.receiver._peers
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"layout": other_layout(tensor_parallel=3)}, "layout.tensor_parallel"),
+        ({"digests": "some"}, "digests"),
+        ({"digests": ""}, "digests"),
+    ],
+)
+async def test_a_hello_that_makes_no_sense_ends_the_stream(decode, changed, field):
+    one = ScriptedPeer(decode.receiver)
+    one.hello(**changed)
+    await until(lambda: one.ended, "the stream has ended")
+    assert isinstance(one.failure, InvalidRequestError) and one.failure.field == field
+    assert not one.replies
+
+
+async def test_a_second_hello_ends_the_stream(decode):
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    transfer_id = await one.reserve(TOKENS)
+    one.hello(layout=layout(2))
+    await until(lambda: one.ended, "the stream has ended")
+    assert isinstance(one.failure, InvalidRequestError) and one.failure.field == "hello"
+    await until(lambda: transfer_id in decode.engine.aborted, "its hand-off has ended")
+
+
+# --- whatever fails gives everything back ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["IncomingHandoff", "plan_flows"])
+async def test_what_fails_beside_a_reservation_gives_its_blocks_back(decode, where, monkeypatch):
+    taken: list[bytes] = []
+    reserve = decode.engine.reserve
+
+    async def counted(spec: Any) -> Reservation:
+        taken.append(spec.transfer_id)
+        return await reserve(spec)
+
+    decode.engine.reserve = counted
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    await one.heard("welcome")
+
+    def fails(*arguments: object, **more: object) -> None:
+        raise ZeroDivisionError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reserving, where, fails)
+        transfer_id = one.ask_to_reserve(TOKENS)
+        reply = await one.heard("reserve_reply", transfer_id)
+    assert reply.refused.code == "InternalError"
+    assert taken == list(decode.engine.aborted), "blocks were taken and not given back"
+    assert not decode.ranks[0]._transfers and decode.receiver.live == 0
+    await one.reserve(TOKENS)  # the stream goes on
+    await one.close()
+
+
+async def test_what_a_rank_knows_of_a_transfer_ends_with_it(decode):
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    committed, aborted, open_one = [await one.reserve(TOKENS) for _ in range(3)]
+    rank = decode.ranks[0]
+    await until(lambda: set(rank._transfers) == {committed, aborted, open_one}, "the rank knows of all")
+    await one.send(committed, 0, ALL, (0, TOKENS))
+    one.finish(committed, (0, 0, 1))
+    await one.heard("committed", committed)
+    one.say(abort={"transfer_id": aborted, "reason": "enough"})
+    await until(lambda: set(rank._transfers) == {open_one}, "the rank knows of the open one only")
+    await one.close()
+    await until(lambda: not rank._transfers, "the rank knows of nothing")
+
+
+# --- the engine is slow ------------------------------------------------------------------------------------
+
+
+class SlowEngine:
+    """A DecodeEngine whose answers to reserve and commit wait for `go_on`."""
+
+    def __init__(self, decode: Decode):
+        self._engine = decode.engine
+        self.reserving: list[bytes] = []
+        self.go_on = asyncio.Event()
+        self.slow = False
+        decode.receiver._engine = self  # type: ignore[assignment]
+
+    async def _wait(self) -> None:
+        if self.slow:
+            await self.go_on.wait()
+
+    async def reserve(self, spec: Any) -> Reservation:
+        self.reserving.append(spec.transfer_id)
+        await self._wait()
+        return await self._engine.reserve(spec)
+
+    async def commit(self, *arguments: Any) -> None:
+        await self._wait()
+        await self._engine.commit(*arguments)
+
+    async def abort(self, transfer_id: bytes, verified_tokens: int) -> None:
+        await self._wait()
+        await self._engine.abort(transfer_id, verified_tokens)
+
+
+@pytest.fixture
+def slow(decode: Decode) -> SlowEngine:
+    return SlowEngine(decode)
+
+
+async def test_a_slow_engine_holds_up_no_slot_request(decode, slow):
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    first, second = await one.reserve(TOKENS), await one.reserve(TOKENS)
+    await one.send(first, 0, ALL, (0, TOKENS))
+    await one.verified(first, 0)
+    slow.slow = True
+    one.ask_to_reserve(TOKENS)
+    one.finish(first, (0, 0, 1))
+    await one.send(second, 0, ALL, (0, TOKENS))  # a grant is waited for
+    await one.verified(second, 0)
+    assert not one.all("committed")
+    slow.go_on.set()
+    await one.heard("committed", first)
+    await one.heard("reserve_reply", count=3)
+    await one.close()
+
+
+async def test_what_is_said_of_one_transfer_stays_in_order(decode, slow):
+    """An Abort behind a Reserve that the engine has not answered: afterwards nothing is held."""
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    await one.heard("welcome")
+    slow.slow = True
+    transfer_id = one.ask_to_reserve(TOKENS)
+    one.say(abort={"transfer_id": transfer_id, "reason": "too slow"})
+    other = one.ask_to_reserve(TOKENS)
+    await until(lambda: slow.reserving == [transfer_id, other], "both are asked of the engine")
+    slow.go_on.set()
+    await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
+    await one.heard("reserve_reply", other)
+    assert decode.receiver.live == 1
+    await one.close()
+
+
+async def test_reservations_that_wait_are_bounded(decode, slow, monkeypatch):
+    monkeypatch.setattr(peer, "MAX_RESERVING", 4)
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    await one.heard("welcome")
+    slow.slow = True
+    asked = [one.ask_to_reserve(TOKENS) for _ in range(6)]
+    for transfer_id in asked[4:]:
+        reply = await one.heard("reserve_reply", transfer_id)
+        assert reply.refused.code == "BlocksExhaustedError" and reply.refused.limit == "4"
+    assert len(slow.reserving) == 4
+    slow.go_on.set()
+    for transfer_id in asked[:4]:
+        reply = await one.heard("reserve_reply", transfer_id)
+        assert not reply.HasField("refused")
+    await one.reserve(TOKENS)
+    await one.close()
+
+
+async def test_a_peer_that_asks_and_asks_ends_its_stream(decode, slow, monkeypatch):
+    monkeypatch.setattr(peer, "MAX_PENDING", 8)
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    await one.heard("welcome")
+    slow.slow = True
+    transfer_id = one.ask_to_reserve(TOKENS)
+    await until(lambda: bool(slow.reserving), "asked of the engine")
+    for _ in range(20):
+        one.say(abort={"transfer_id": transfer_id, "reason": "again"})
+    await until(lambda: one.ended, "the stream has ended")
+    assert isinstance(one.failure, TransportError) and one.failure.limit == "8"
+    slow.go_on.set()
+    await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
+    assert decode.receiver.live == 0
+
+
+async def test_a_stream_that_ends_meanwhile_asks_the_engine_for_nothing_more(decode, slow):
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    await one.heard("welcome")
+    slow.slow = True
+    transfer_id = one.ask_to_reserve(TOKENS)
+    one.say(abort={"transfer_id": transfer_id, "reason": "behind it"})
+    await until(lambda: slow.reserving == [transfer_id], "asked of the engine")
+    await one.close()
+    slow.go_on.set()
+    await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
+    assert decode.receiver.live == 0
+
+
+# --- Drained -----------------------------------------------------------------------------------------------
+
+
+async def in_doubt(decode: Decode, one: ScriptedPeer) -> bytes:
+    transfer_id = await one.reserve(TOKENS)
+    one.want(transfer_id, 0, 64)
+    await one.granted(transfer_id, 0)
+    one.say(abort={"transfer_id": transfer_id, "reason": "enough"})
+    await until(lambda: decode.count(SlotState.QUARANTINED) == 1, "its slot is in doubt")
+    return transfer_id
+
+
+async def test_drained_is_acknowledged_once_it_was_acted_upon(decode):
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    transfer_id = await in_doubt(decode, one)
+    handle, settles = decode.ranks[0].handle, []
+
+    def kept(message: Any) -> None:
+        if type(message).__name__ == "Settle":
+            settles.append(message)
+        else:
+            handle(message)
+
+    decode.ranks[0].handle = kept
+    for _ in range(3):
+        one.say(drained={"transfer_id": transfer_id})
+    await until(lambda: len(settles) == 1, "the rank is asked")
+    one.say(beat=common_pb2.Beat())
+    assert not one.all("drained_ack"), "acknowledged while the slot is in doubt"
+    handle(settles[0])
+    await one.heard("drained_ack", transfer_id)
+    assert decode.all_free
+    assert len(settles) == 1, "said again meanwhile, it was begun again"
+    one.say(drained={"transfer_id": transfer_id})  # it is in doubt no more
+    await one.heard("drained_ack", transfer_id, count=2)
+    await one.close()
+
+
+async def test_drained_of_a_transfer_that_was_never_here_is_acknowledged(decode):
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    one.say(drained={"transfer_id": bytes(16)})
+    await one.heard("drained_ack", bytes(16))
+    await one.close()
+
+
+async def test_drained_does_not_wait_for_the_engine(decode, slow):
+    """Of a hand-off that is live: its slots are free while the engine is at its step; its blocks wait for it."""
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    transfer_id = await one.reserve(TOKENS)
+    one.want(transfer_id, 0, 64)
+    await one.granted(transfer_id, 0)
+    slow.slow = True
+    one.say(drained={"transfer_id": transfer_id})
+    await one.heard("drained_ack", transfer_id)
+    assert decode.all_free and not decode.engine.aborted
+    slow.go_on.set()
+    await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
+    await one.close()
+
+
+async def test_no_other_worker_ends_a_doubt_or_a_hand_off(decode):
+    one, other = ScriptedPeer(decode.receiver), ScriptedPeer(decode.receiver, "another")
+    one.hello()
+    other.hello()
+    doubtful, live = await in_doubt(decode, one), await one.reserve(TOKENS)
+    for transfer_id in (doubtful, live):
+        other.say(drained={"transfer_id": transfer_id})
+        await other.heard("drained_ack", transfer_id)
+    assert decode.count(SlotState.QUARANTINED) == 1, "the doubt ended by another's word"
+    assert decode.receiver.live == 1
+    # The same worker under its next epoch, on another stream: its word counts.
+    again = ScriptedPeer(decode.receiver)
+    again.worker.epoch += 1
+    again.hello()
+    again.say(drained={"transfer_id": doubtful})
+    await again.heard("drained_ack", doubtful)
+    assert decode.all_free
+    for stream in (one, other, again):
+        await stream.close()
+
+
+async def test_a_rank_that_does_not_settle_gets_no_acknowledgement(decode, monkeypatch, caplog):
+    monkeypatch.setattr(landing, "ANSWER_SECONDS", 0.05)
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    transfer_id = await in_doubt(decode, one)
+    handle = decode.ranks[0].handle
+    decode.ranks[0].handle = lambda message: None
+    reasons: list[str] = []
+    decode.receiver.on_exhausted = reasons.append
+    one.say(drained={"transfer_id": transfer_id})
+    await until(lambda: bool(reasons), "the worker gives itself up")
+    assert not one.all("drained_ack")
+    assert decode.count(SlotState.QUARANTINED) == 1
+    decode.ranks[0].handle = handle
+    await one.close()
