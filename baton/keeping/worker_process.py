@@ -51,7 +51,6 @@ def main(path: Path) -> None:
 
     # What differs from node to node (its address, its secrets' files) stands in that node's environment.
     config = settings.load(WorkerConfig, {}, values=values)
-    settings.require_secret(config)
     logs.configure(config.worker_id)
     uvloop.run(_until_it_ends(config, path, listening))
 
@@ -121,12 +120,14 @@ async def _until_it_ends(config: WorkerConfig, path: Path, listening: socket.soc
 
 async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> None:
     from baton.workers import start_worker
+    from cluster import settings
 
     # The loop does not turn while a model is loaded, and nothing is lost by ending there and then.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     door = KeeperDoor(path.parent)
     server = await asyncio.start_unix_server(door.come, sock=listening)
     try:
+        settings.require_secret(config)
         worker = await start_worker(config)
     except Exception as error:
         await asyncio.sleep(TELL_SECONDS)  # the keeper knocked while the loop stood still

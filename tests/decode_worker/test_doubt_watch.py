@@ -32,7 +32,7 @@ class World:
         self.watch = DoubtWatch(receiver, self, self.registered, lambda: self.now)
 
     async def process_exited(self, peer: str) -> None:
-        self.ring.process_exited(peer)
+        self.ring.fence_proven(lambda claim: claim.peer == peer)
 
     def has_exited(self, pod: Pod) -> bool:
         self.asked.append(pod)

@@ -57,6 +57,7 @@ def test_a_router_takes_them_too(checkpoint, monkeypatch):
         asked.append(config)
 
     monkeypatch.setattr(serve, "_run_router", run)
+    monkeypatch.setenv("BATON_SECRET", "s")
     result = CliRunner().invoke(app, ["router", "--model", str(checkpoint("llama")), *FLAGS])
     assert result.exit_code == 0, result.output
     assert {name: getattr(asked[0], name) for name in GIVEN} == GIVEN

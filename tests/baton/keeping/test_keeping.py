@@ -50,7 +50,7 @@ def where() -> Iterator[Path]:
 @pytest.fixture
 def config(checkpoint: Checkpoint, redis_url: str, namespace: str) -> dict[str, Any]:
     engine = {"model": str(checkpoint("llama")), "device": "cpu", "kv_memory_bytes": 16 << 20}
-    return {"role": "decode", "redis_url": redis_url, "namespace": namespace, "engine": engine}
+    return {"role": "decode", "redis_url": redis_url, "namespace": namespace, "engine": engine, "secret": "s"}
 
 
 def keep(where: Path, config: dict[str, Any]) -> Keeper:
@@ -114,9 +114,14 @@ def test_one_that_hangs_is_replaced_and_one_that_is_stopped_leaves_nothing(
 
 
 @pytest.mark.timeout(200)
-def test_one_that_cannot_start_says_why(where: Path, config: dict[str, Any]) -> None:
-    config["engine"]["model"] = "/nowhere"
-    with pytest.raises(SetupError, match="/nowhere"):
+@pytest.mark.parametrize(
+    ("changed", "reason"), [({"engine": {"model": "/nowhere"}}, "/nowhere"), ({"secret": ""}, "BATON_SECRET")]
+)
+def test_one_that_cannot_start_says_why(
+    where: Path, config: dict[str, Any], changed: dict[str, Any], reason: str
+) -> None:
+    config |= changed
+    with pytest.raises(SetupError, match=reason):
         keep(where, config)
     assert list(where.iterdir()) == []
 
