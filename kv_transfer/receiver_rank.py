@@ -33,11 +33,18 @@ log = logging.getLogger(__name__)
 # Polling: fast while a part is expected, slower and slower when none comes, asleep when none is expected.
 FAST_POLL_SECONDS = 50e-6
 SLOW_POLL_SECONDS = 2e-3
+PATIENCE = 16
 IDLE_POLL_SECONDS = 0.25  # an unpolled side completes nothing for its peer over TCP
 LINGER_SECONDS = 1.0
 SETTLE_SECONDS = 0.02  # hundreds of polls: far more than a socket's buffer takes
 PARTS_TOGETHER = 4  # reported to the leader
 REPORT_SECONDS = 0.0005  # at most so long after the last of them, if no further one comes
+
+
+def pause_of(quiet_seconds: float) -> float:
+    """Between two looks while parts are expected: a part that takes T is seen within T / PATIENCE of its arrival, and one
+    that never comes costs little."""
+    return min(SLOW_POLL_SECONDS, max(FAST_POLL_SECONDS, quiet_seconds / PATIENCE))
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,7 @@ class ReceiverRank:
         if self._settling or self._unreported:
             pause = FAST_POLL_SECONDS
         elif self._expected:
-            pause = FAST_POLL_SECONDS if quiet_seconds < 0.05 else SLOW_POLL_SECONDS
+            pause = pause_of(quiet_seconds)
         else:
             pause = SLOW_POLL_SECONDS if quiet_seconds < LINGER_SECONDS else IDLE_POLL_SECONDS
         with self._wake:

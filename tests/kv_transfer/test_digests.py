@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_transfer.digest import NONE, XXH3_128, Digests
+from kv_transfer.digest import NONE, SUM64, XXH3_128, Digests, digest, kinds_on, stricter
 from tests.kv_transfer.pair import SLOT_BYTES, assert_same, config, decode_side, prefill_side
 
 CPU = torch.device("cpu")
@@ -28,6 +28,52 @@ def test_a_sample_is_its_share_of_the_parts_and_always_the_same():
     assert chosen(Digests(CPU, "all", 0.1), names[0], 50) == set(range(50))
     assert not chosen(Digests(CPU, "off", 0.1), names[0], 50)
     assert Digests(CPU, "all", 0.1).kind_of(names[0], 0, 0, 0) == XXH3_128
+
+
+def some_bytes(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int64).mul(37).remainder(251).to(torch.uint8)
+
+
+@pytest.mark.parametrize("kind", [XXH3_128, SUM64])
+@pytest.mark.parametrize("cut", [0, 4, 12, 30])
+def test_a_digest_of_several_pieces_is_that_of_all_their_bytes(kind, cut):
+    data = some_bytes(64)
+    whole = digest([data], kind)
+    assert digest([data[:cut], data[cut:]], kind) == whole
+    for piece in (slice(0, 32), slice(32, 64)):
+        other = data.clone()
+        other[piece.start] ^= 1
+        assert digest([other[:32], other[32:]], kind) != whole
+
+
+@pytest.mark.parametrize("kind", [XXH3_128, SUM64])
+def test_a_digest_sees_every_byte_and_words_that_changed_places(kind):
+    data = some_bytes(67)  # no whole number of words
+    whole = digest([data], kind)
+    for at in range(67):
+        other = data.clone()
+        other[at] ^= 0x80
+        assert digest([other], kind) != whole, at
+    moved = data.clone()
+    moved[0:4], moved[8:12] = data[8:12].clone(), data[0:4].clone()
+    assert digest([moved], kind) != whole
+
+
+def test_sum64_is_the_sum_of_words_and_the_sum_weighted_by_place():
+    words = torch.tensor([5, -2, 7], dtype=torch.int32)
+    data = torch.cat([words.view(torch.uint8), torch.tensor([9], dtype=torch.uint8)])
+    total, weighted = 5 - 2 + 7 + 9, 5 * 1 - 2 * 2 + 7 * 3
+    assert digest([data], SUM64) == total.to_bytes(8, "little") + weighted.to_bytes(8, "little")
+
+
+def test_kinds_and_settings():
+    assert kinds_on(CPU) == (XXH3_128, SUM64)
+    assert kinds_on(torch.device("cuda")) == (SUM64,)
+    assert [stricter("off", "sample"), stricter("all", "sample"), stricter("off", "off")] == [
+        "sample",
+        "all",
+        "off",
+    ]
 
 
 @pytest.mark.parametrize("mode", ["off", "sample", "all"])
