@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 
 from kv_transfer import drained_mail, sender
 from tests.kv_transfer.pair import config, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode
-from tests.waiting import until
+from tests.waiting import until as until_true
+
+until = partial(until_true, seconds=15.0)
 
 TOKENS = 16
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import pytest
 
 from cluster.errors import StaleEpochError
 from kv_transfer import drained_mail
 from kv_transfer.drained_mail import DrainedMail
-from tests.waiting import until
+from tests.waiting import until as until_true
 from wire import common_pb2
+
+until = partial(until_true, seconds=15.0)
 
 
 class Worker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -13,8 +14,10 @@ from kv_transfer.digest import stricter
 from kv_transfer.known_workers import KnownWorkers
 from tests.kv_transfer.pair import DECODE_EPOCH, config, layout, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome
-from tests.waiting import until
+from tests.waiting import until as until_true
 from wire import common_pb2, handoff_pb2
+
+until = partial(until_true, seconds=15.0)
 
 TOKENS = 16
 

@@ -239,23 +239,23 @@ def test_a_grant_said_again_after_a_resend_is_not_used(sending):
     assert sending.parts(A) > 1
     first, second = m.Granted(A, 0, 0, 5, 1, 4096, 0, 1.0), m.Granted(A, 0, 0, 5, 2, 4096, 0, 1.0)
     sending.rank.handle(first)
-    wait_for(lambda: sending.written("peer") == 1, 60, "posted")
+    wait_for(lambda: sending.written("peer") == 1, 15, "posted")
     sending.endpoint.writes["agent-peer"][0].state = "done"
     sending.rank.handle(m.PartAnswered(A, 0, 0, False))
-    wait_for(lambda: len(sending.of(m.SlotWanted, A)) == sending.parts(A) + 1, 60, "asked for again")
+    wait_for(lambda: len(sending.of(m.SlotWanted, A)) == sending.parts(A) + 1, 15, "asked for again")
     sending.rank.handle(first)
     sending.rank.handle(m.Granted(A, 0, 1, 6, 1, 4096, 0, 1.0))
-    wait_for(lambda: sending.written("peer") == 2, 60, "another part is posted")
+    wait_for(lambda: sending.written("peer") == 2, 15, "another part is posted")
     time.sleep(0.05)
     assert sending.written("peer") == 2, "written under a grant that was used up"
     sending.rank.handle(second)
-    wait_for(lambda: sending.written("peer") == 3, 60, "posted under its new grant")
+    wait_for(lambda: sending.written("peer") == 3, 15, "posted under its new grant")
 
 
 def test_a_peer_gets_nothing_new_while_an_ended_hand_off_writes_to_it(sending):
     """Its staging is not free yet, and nobody knows when it will be."""
     sending.open(A, "slow", 4)
-    wait_for(lambda: sending.written("slow") == sending.parts(A), 60, "all posted")
+    wait_for(lambda: sending.written("slow") == sending.parts(A), 15, "all posted")
     sending.rank.handle(m.CloseTransfer(A))
     sending.open(B, "slow", 4)
     posted = sending.written("slow")
@@ -263,13 +263,13 @@ def test_a_peer_gets_nothing_new_while_an_ended_hand_off_writes_to_it(sending):
     assert sending.written("slow") == posted == sending.parts(A)
     for write in list(sending.endpoint.writes["agent-slow"]):
         write.state = "done"
-    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
-    wait_for(lambda: sending.written("slow") == posted + sending.parts(B), 60, "now it does")
+    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 15, "drained")
+    wait_for(lambda: sending.written("slow") == posted + sending.parts(B), 15, "now it does")
 
 
 def test_a_hand_off_that_no_rank_knows_is_drained(sending):
     sending.rank.handle(m.CloseTransfer(A))
-    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
+    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 5, "drained")
 
 
 def fails_for(transfer: bytes, original):
@@ -284,23 +284,23 @@ def fails_for(transfer: bytes, original):
 def test_what_one_hand_off_does_to_the_rank_ends_that_hand_off_only(sending, monkeypatch):
     """Whatever it is: here, while one of its granted parts is made ready. What it had posted is waited for."""
     sending.open(A, "peer", 64)
-    wait_for(lambda: sending.written("peer") == sending.parts(A), 60, "all posted")
+    wait_for(lambda: sending.written("peer") == sending.parts(A), 15, "all posted")
     sending.rank.handle(m.PartAnswered(A, 0, 0, False))  # one more is to be posted, and that fails
-    wait_for(lambda: len(sending.of(m.SlotWanted, A)) == sending.parts(A) + 1, 60, "asked for again")
+    wait_for(lambda: len(sending.of(m.SlotWanted, A)) == sending.parts(A) + 1, 15, "asked for again")
     monkeypatch.setattr(SenderRank, "_source", fails_for(A, SenderRank._source))
     sending.endpoint.writes["agent-peer"][0].state = "done"
     sending.rank.handle(m.Granted(A, 0, 0, 9, 1, 4096, 0, 1.0))
-    wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 60, "it fails")
+    wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 15, "it fails")
     assert "a fault of ours" in sending.of(m.TransferFailed, A)[0].reason
     sending.open(B, "other", 8)
-    wait_for(lambda: sending.written("other") == sending.parts(B), 60, "the other goes on")
+    wait_for(lambda: sending.written("other") == sending.parts(B), 15, "the other goes on")
     assert len(sending.of(m.TransferFailed, A)) == 1, "said once"
     sending.rank.handle(m.CloseTransfer(A))
-    wait_for(lambda: bool(sending.rank._transfers[A].closing), 60, "closing")
+    wait_for(lambda: bool(sending.rank._transfers[A].closing), 15, "closing")
     assert not sending.of(m.TransferDrained, A), "a write of it is under way"
     for write in sending.endpoint.writes["agent-peer"]:
         write.state = "done"
-    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
+    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 15, "drained")
     assert not any(isinstance(event, m.RankFailed) for event in sending.events)
 
 
@@ -311,7 +311,7 @@ def test_a_message_that_the_rank_cannot_digest_ends_its_hand_off_only(sending, m
 
     if message == "open":
         sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], ""))
-        wait_for(lambda: bool(sending.endpoint.connects), 60, "connected")
+        wait_for(lambda: bool(sending.endpoint.connects), 15, "connected")
         monkeypatch.setattr(sending.endpoint, "connect", fault)
         flows = [Flow(0, 0, 0, HEADS)]
         sending.rank.handle(m.OpenTransfer(A, "r", "peer", "nixl", flows, 0, 4, SLOT_BYTES, 1, 2))
@@ -325,12 +325,12 @@ def test_a_message_that_the_rank_cannot_digest_ends_its_hand_off_only(sending, m
         monkeypatch.setattr(SenderRank, "_granted" if message == "grant" else "_answered", fault)
         grant, result = m.Granted(A, 0, 0, 0, 1, 0, 0, 1.0), m.PartAnswered(A, 0, 0, True)
         sending.rank.handle(grant if message == "grant" else result)
-    wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 60, "it fails")
+    wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 15, "it fails")
     monkeypatch.undo()
     sending.open(B, "other", 8)
-    wait_for(lambda: sending.written("other") == sending.parts(B), 60, "the other goes on")
+    wait_for(lambda: sending.written("other") == sending.parts(B), 15, "the other goes on")
     sending.rank.handle(m.CloseTransfer(A))
-    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
+    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 15, "drained")
     assert not any(isinstance(event, m.RankFailed) for event in sending.events)
 
 
@@ -340,7 +340,7 @@ def test_a_peer_that_cannot_be_connected_for_whatever_reason_is_told_so(sending,
 
     monkeypatch.setattr(sending.endpoint, "connect", fault)
     sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "nonce"))
-    wait_for(lambda: m.ProbeFailed("peer", "no such thing") in sending.events, 60, "told")
+    wait_for(lambda: m.ProbeFailed("peer", "no such thing") in sending.events, 15, "told")
     assert not any(isinstance(event, m.RankFailed) for event in sending.events)
 
 
@@ -355,12 +355,12 @@ def test_writes_that_stay_pending_are_looked_at_ever_less_often(sending, monkeyp
 
     monkeypatch.setattr(sending.rank._wake, "wait", noted)
     sending.open(A, "stopped", 64)
-    wait_for(lambda: pauses[-1:] == [MAX_SECONDS], 60, "as seldom as it gets")
+    wait_for(lambda: pauses[-1:] == [MAX_SECONDS], 15, "as seldom as it gets")
     count = len(pauses)
-    wait_for(lambda: len(pauses) > count + 3, 60, "and so it stays")
+    wait_for(lambda: len(pauses) > count + 3, 15, "and so it stays")
     assert set(pauses[count:]) == {MAX_SECONDS}
     sending.endpoint.writes["agent-stopped"][0].state = "done"
-    wait_for(lambda: any(pause < MAX_SECONDS / 4 for pause in pauses[count:]), 60, "quick again")
+    wait_for(lambda: any(pause < MAX_SECONDS / 4 for pause in pauses[count:]), 15, "quick again")
 
 
 @pytest.mark.parametrize(("setting", "kind", "expected"), [
@@ -379,10 +379,10 @@ def test_a_hand_off_that_failed_posts_nothing_more(sending, monkeypatch):
     sending.compute(A, "peer", 64)
     monkeypatch.setattr(SenderRank, "_answered", lambda *arguments: 1 / 0)
     sending.rank.handle(m.PartAnswered(A, 0, 0, True))
-    wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 60, "it fails")
+    wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 15, "it fails")
     monkeypatch.undo()
     for part in range(sending.parts(A)):
         sending.rank.handle(m.Granted(A, 0, part, part, 1, 4096 * part, 0, 1.0))
     sending.open(B, "other", 8)  # after all of that
-    wait_for(lambda: sending.written("other") == sending.parts(B), 60, "the other goes on")
+    wait_for(lambda: sending.written("other") == sending.parts(B), 15, "the other goes on")
     assert sending.written("peer") == 0

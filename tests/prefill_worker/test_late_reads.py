@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import PeerLostError
 from kv_transfer import messages as m
 from prefill_worker import role as role_module
-from prefill_worker.attempt import PrefillAttempt
+from prefill_worker.attempt import PrefillAttempt, PrefillState
 from tests.prefill_worker.late_reads import PREFILL, World
 from tests.waiting import until
 from wire import handoff_pb2
@@ -81,11 +81,9 @@ async def test_a_late_read_finds_the_requests_own_kv(ends, digests):
         assert one.engine.stats().blocks_held == 11, "the first request still holds some"
 
 
-@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("ends", [one for one in ENDS if one is not committed])
 async def test_a_request_that_ended_is_computed_no_further(ends):
     """Also where its blocks are still read: a step of a prompt that nobody wants costs others theirs."""
-    if ends is committed:
-        pytest.skip("it is computed to its end")
     async with world() as one:
         attempt = one.run(A, [MINE] * 40)
         object.__setattr__(one.engine._config, "max_batch_tokens", 16)
@@ -93,7 +91,7 @@ async def test_a_request_that_ended_is_computed_no_further(ends):
         await one.steps()
         await one.grant_all(attempt, 4)
         await ends(one, attempt)
-        await until(lambda: not one.engine.has_work, "nothing more to compute")
+        await until(lambda: not one.engine.has_work, "nothing more to compute", 10.0)
         assert one.engine.stats().blocks_held == 10
         for write in one.endpoint.writes:
             write.state = "done"
@@ -150,6 +148,20 @@ async def test_a_worker_that_stops_does_not_wait_for_a_stuck_peer():
     await one.role.cancel(attempt)
     async with asyncio.timeout(10):
         await one.sender.close()
-    await until(lambda: not one.role._freeing._tasks, "nothing waits for ever")
+    await until(lambda: not one.role._freeing._tasks, "nothing waits for ever", 5.0)
     assert one.engine.stats().blocks_held == PARTS
     await one.role.attempts.close()
+
+
+async def test_what_has_not_begun_is_given_back_together():
+    """One by one, each that goes would let the next one in, and a worker that leaves would begin with it."""
+    async with world() as one:
+        begun = [one.run(A, [MINE] * 44), one.run(B, [MINE] * 44)]
+        waiting = [one.run(b"c" * 16, [MINE] * 44), one.run(b"d" * 16, [MINE] * 8)]
+        await until(
+            lambda: all(attempt.machine.state is PrefillState.COMPUTING for attempt in begun), "begun"
+        )
+        assert all(attempt.machine.state is PrefillState.QUEUED for attempt in waiting)
+        await one.role.give_back_waiting()
+        assert all(attempt.log.ended for attempt in waiting)
+        assert not any(attempt.log.ended for attempt in begun)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import grpc
@@ -14,9 +16,11 @@ from cluster.errors import StaleEpochError, WireVersionError
 from cluster.wire_version import WIRE_VERSION
 from prefill_worker.service import PrefillService
 from tests.prefill_worker.late_reads import DECODE, World
-from tests.waiting import until
+from tests.waiting import until as until_true
 from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
 from worker.core import WorkerCore
+
+until = partial(until_true, seconds=15.0)
 
 EPOCH = 0x5EED
 T = b"t" * 16
@@ -123,7 +127,15 @@ async def test_a_cancel_says_that_blocks_are_free_when_they_are():
         call = stub.Run(run())
         await until(lambda: world.engine.has_work, "the engine has it")
         await world.steps()
-        answer = await stub.Cancel(prefill_pb2.PrefillCancelRequest(transfer_id=T))
+        attempt = world.role.attempts.get(T)
+        await world.grant_all(attempt, 4)
+        cancelling = asyncio.ensure_future(stub.Cancel(prefill_pb2.PrefillCancelRequest(transfer_id=T)))
+        await until(lambda: attempt.log.ended, "it has ended")
+        await asyncio.sleep(0.05)
+        assert not cancelling.done(), "its blocks are still read"
+        for write in world.endpoint.writes:
+            write.state = "done"
+        answer = await cancelling
         assert answer.known
         assert world.engine.stats().blocks_held == 0
         call.cancel()
