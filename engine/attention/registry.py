@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import logging
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.varlen import PAGE_SIZES, TORCH_PAGE_SIZES
 from engine.ops.team import KernelTeam, Team
 
+log = logging.getLogger(__name__)
 NAMES = ("cpu", "sdpa", "varlen", "flash")
 MAX_HEAD_DIM = 256
 
@@ -22,7 +25,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
     if name == "auto":
         if device.type != "cuda":
             return "cpu" if fits else "sdpa"
-        paged = (one for one in ("flash", "varlen") if not _refusal(one, dtype, head_dim, page_size))
+        paged = (one for one in ("flash", "varlen") if not _refusal(one, device, dtype, head_dim, page_size))
         return next(paged, "sdpa")
     if name not in NAMES:
         raise ConfigError(
@@ -35,23 +38,31 @@ def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
         )
     if name in ("varlen", "flash") and device.type != "cuda":
         raise ConfigError(f"attention_backend {name} needs a CUDA device", field="attention_backend")
-    if name in ("varlen", "flash") and (refusal := _refusal(name, dtype, head_dim, page_size)):
+    if name in ("varlen", "flash") and (refusal := _refusal(name, device, dtype, head_dim, page_size)):
         raise ConfigError(f"attention_backend {name} {refusal}", field="attention_backend")
     return name
 
 
-def _refusal(name: str, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
+def _refusal(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
     """Why a paged CUDA kernel can't run here; empty if it can."""
     if dtype is not torch.bfloat16:
         return "needs bfloat16"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:  # FlashAttention 2's, which both are
         return f"takes heads of up to {MAX_HEAD_DIM} that 8 divides, not {head_dim}"
-    if name == "flash" and not _has_flash():
-        return "needs vllm_flash_attn or vllm, and neither is installed"
     sizes = PAGE_SIZES if name == "flash" else TORCH_PAGE_SIZES
-    return (
-        "" if page_size in sizes else f"takes pages of {', '.join(map(str, sizes))} tokens, not {page_size}"
-    )
+    if page_size not in sizes:
+        return f"takes pages of {', '.join(map(str, sizes))} tokens, not {page_size}"
+    return _probe(name, device, dtype, head_dim, page_size)
+
+
+@cache
+def _probe(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
+    """Why the kernel does not work, seen by a call; empty if it does."""
+    from engine.attention import probe
+    from engine.attention.varlen import flash_varlen, torch_varlen
+
+    make = flash_varlen if name == "flash" else torch_varlen
+    return probe.why_not(make, device, dtype, head_dim, page_size)
 
 
 def can_run(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
@@ -78,9 +89,12 @@ def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> Atte
     return VarlenBackend(shape, kv_cache, flash_varlen(), name="flash")
 
 
-def _has_flash() -> bool:
-    return any(importlib.util.find_spec(name) is not None for name in ("vllm_flash_attn", "vllm"))
-
-
+@cache
 def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
+    """Found is not enough: an install may lack the llvmlite that it needs, or numpy be too new for it."""
+    try:
+        importlib.import_module("numba")
+    except Exception as error:
+        log.warning("attention_backend cpu is left out: numba can't be imported (%s)", error)
+        return False
+    return True

@@ -6,7 +6,10 @@ successor inside vLLM order their arguments differently.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,8 +26,8 @@ Kernel = Callable[..., Tensor]
 
 
 class VarlenBackend:
-    """`kernel(q=…, k=…, v=…, cu_seqlens_q=…, seqused_k=…, max_seqlen_q=…, max_seqlen_k=…, block_table=…,
-    softmax_scale=…, window=(left, right))` → [tokens, heads, dim]."""
+    """`kernel(q=…, k=…, v=…, cu_seqlens_q=…, cu_seqlens_k=…, seqused_k=…, max_seqlen_q=…, max_seqlen_k=…,
+    block_table=…, softmax_scale=…, window=(left, right))` → [tokens, heads, dim]."""
 
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, kernel: Kernel, name: str = "varlen"):
         if shape.page_size not in PAGE_SIZES:
@@ -46,11 +49,9 @@ class VarlenBackend:
         page = self._shape.page_size
         width = max(-(-end // page) for end in ends)
         table = [(item.block_ids[: -(-item.end // page)] + [0] * width)[:width] for item in items]
-        offsets = [0]
-        for count in counts:
-            offsets.append(offsets[-1] + count)
         self._step = {
-            "cu_seqlens_q": torch.tensor(offsets, dtype=torch.int32, device=device),
+            "cu_seqlens_q": torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
+            "cu_seqlens_k": torch.tensor([0, *accumulate(ends)], dtype=torch.int32, device=device),
             "seqused_k": torch.tensor(ends, dtype=torch.int32, device=device),
             "max_seqlen_q": max(counts),
             "max_seqlen_k": max(ends),
@@ -59,15 +60,16 @@ class VarlenBackend:
         }
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        window = self._shape.windows[layer]
         out = self._kernel(
-            q=q,
-            k=self._keys[layer],
-            v=self._values[layer],
-            window=(window - 1, 0) if window else (-1, 0),
-            **self._step,
+            q=q, k=self._keys[layer], v=self._values[layer], window=self._window(layer), **self._step
         )
         return out.reshape(q.shape[0], -1)
+
+    def _window(self, layer: int) -> tuple[int, int]:
+        """(left, right); -1 = no bound. A single token is the last one, and nothing lies to its right: kernels pack query
+        heads only where no bound is named."""
+        left = self._shape.windows[layer] - 1
+        return (left, 0) if left >= 0 or self._step["max_seqlen_q"] > 1 else (-1, -1)
 
 
 def torch_varlen() -> Kernel:
@@ -81,7 +83,7 @@ def torch_varlen() -> Kernel:
             key=a["k"],
             value=a["v"],
             cu_seq_q=a["cu_seqlens_q"],
-            cu_seq_k=None,
+            cu_seq_k=a["cu_seqlens_k"],  # the CUDA operator takes both or neither; lengths are seqused_k's
             max_q=a["max_seqlen_q"],
             max_k=a["max_seqlen_k"],
             scale=a["softmax_scale"],
@@ -98,16 +100,21 @@ def torch_varlen() -> Kernel:
 
 
 def flash_varlen(function: Callable[..., Any] | None = None) -> Kernel:
-    """vllm-flash-attn, standalone or bundled with vLLM, whichever is found."""
+    """vllm-flash-attn, standalone or bundled with vLLM, whichever is found. The standalone one has no `seqused_k`: its
+    lengths are the differences of `cu_seqlens_k`."""
     flash = function or _find_flash()
+    parameters = inspect.signature(flash).parameters.values()
+    named = {one.name for one in parameters}
+    takes_lengths = "seqused_k" in named or any(one.kind is one.VAR_KEYWORD for one in parameters)
+    lengths = "seqused_k" if takes_lengths else "cu_seqlens_k"
 
     def kernel(**a: Any) -> Tensor:
         out = flash(
+            **{lengths: a[lengths]},
             q=a["q"],
             k=a["k"],
             v=a["v"],
             cu_seqlens_q=a["cu_seqlens_q"],
-            seqused_k=a["seqused_k"],
             max_seqlen_q=a["max_seqlen_q"],
             max_seqlen_k=a["max_seqlen_k"],
             block_table=a["block_table"],
@@ -122,14 +129,12 @@ def flash_varlen(function: Callable[..., Any] | None = None) -> Kernel:
 
 
 def _find_flash() -> Callable[..., Any]:
-    try:
-        from vllm_flash_attn import flash_attn_varlen_func
-    except ImportError:
+    reasons = []
+    for package in ("vllm_flash_attn", "vllm.vllm_flash_attn"):
         try:
-            from vllm.vllm_flash_attn import flash_attn_varlen_func
-        except ImportError as error:
-            raise ConfigError(
-                "attention_backend flash: neither vllm_flash_attn nor vllm is installed",
-                field="attention_backend",
-            ) from error
-    return flash_attn_varlen_func  # type: ignore[no-any-return]
+            found: Callable[..., Any] = importlib.import_module(package).flash_attn_varlen_func
+        except Exception as error:  # a broken install raises more than ImportError
+            reasons.append(f"{package}: {error}")
+        else:
+            return found
+    raise ConfigError(f"attention_backend flash: {'; '.join(reasons)}", field="attention_backend")

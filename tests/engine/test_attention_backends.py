@@ -37,10 +37,11 @@ def reference(
         for row in range(begin, end):
             at = length - (end - row)
             low = max(0, at - window[0]) if window[0] >= 0 else 0
+            high = at + 1 + window[1] if window[1] >= 0 else length
             for head in range(q.shape[1]):
                 mine = head // (q.shape[1] // k.shape[2])
-                scores = keys[low : at + 1, mine] @ q[row, head] * softmax_scale
-                out[row, head] = torch.softmax(scores, 0) @ values[low : at + 1, mine]
+                scores = keys[low:high, mine] @ q[row, head] * softmax_scale
+                out[row, head] = torch.softmax(scores, 0) @ values[low:high, mine]
     return out
 
 
@@ -178,9 +179,9 @@ def test_the_torch_adapter_calls_what_torch_has(window, monkeypatch):
     for a in calls:
         assert a["num_splits"] == 1
         assert a["enable_gqa"] is True
-        assert a["cu_seq_k"] is None and a["return_aux"] is None
+        assert a["cu_seq_k"].tolist() == [0, 21, 60, 101] and a["return_aux"] is None
         assert a["window_size"] == ((window - 1, 0) if window else (-1, 0))
-        for name in ("cu_seq_q", "seqused_k", "block_table"):
+        for name in ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table"):
             assert a[name].dtype is torch.int32 and a[name].is_contiguous()
 
 
@@ -201,7 +202,10 @@ def test_a_backend_that_cannot_run_here_is_refused():
 def test_on_a_card_auto_chooses_what_can_run(monkeypatch):
     """torch's kernel refuses pages below 256 tokens, and both refuse fp32, only when they are called: too late."""
     card, bf16 = torch.device("cuda"), torch.bfloat16
-    monkeypatch.setattr(registry, "_has_flash", lambda: False)
+    works = {"varlen"}
+    monkeypatch.setattr(
+        registry, "_probe", lambda name, *how: "" if name in works else "does not work here (no vllm)"
+    )
     assert registry.choose("auto", card, bf16, 64, 16) == "sdpa"
     assert registry.choose("auto", card, bf16, 64, 256) == "varlen"
     assert registry.choose("auto", card, torch.float32, 64, 256) == "sdpa"
@@ -212,7 +216,7 @@ def test_on_a_card_auto_chooses_what_can_run(monkeypatch):
     ):
         with pytest.raises(ConfigError, match=why):
             registry.choose(name, card, dtype, 64, page)
-    monkeypatch.setattr(registry, "_has_flash", lambda: True)
+    works.add("flash")
     assert registry.choose("auto", card, bf16, 64, 16) == "flash"
     assert registry.choose("auto", card, bf16, 64, 48) == "sdpa"
     assert registry.choose("auto", card, torch.float32, 64, 16) == "sdpa"

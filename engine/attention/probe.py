@@ -1,0 +1,69 @@
+"""Whether a paged kernel works here: it is called once, over a few tokens, and compared with plain products.
+
+That a package is found says little: an install may be broken, made for another torch or another card, or of a version
+whose arguments mean something else, and what is silently wrong is worse than what fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionShape
+from engine.attention.sdpa import SdpaBackend
+from engine.attention.varlen import Kernel, VarlenBackend
+from engine.ops.team import Team
+from engine.plan import PlanItem
+
+HEADS, KV_HEADS, BLOCKS = 4, 2, 5
+TOLERANCE = 5e-2  # of bf16, over numbers of about 1
+
+
+def why_not(
+    make: Callable[[], Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int
+) -> str:
+    """Empty: it works."""
+    try:
+        kernel = make()
+        for window in (0, page_size // 2):
+            shape = AttentionShape(HEADS, KV_HEADS, head_dim, page_size, (window,))
+            for items in _steps(page_size):
+                if not _right(kernel, shape, items, device, dtype):
+                    return "is installed and computes something else than attention here"
+    except Exception as error:  # whatever a broken install, or a kernel that lacks this card, raises
+        return f"does not work here ({type(error).__name__}: {str(error).strip() or 'no reason given'})"
+    return ""
+
+
+def _steps(page: int) -> list[list[PlanItem]]:
+    """A chunk that crosses blocks beside a token, and a step of single tokens."""
+    chunk = PlanItem("chunk", [0] * 6, page - 3, [3, 1], True)
+    return [
+        [chunk, PlanItem("token", [0], 4, [4], True)],
+        [PlanItem("long", [0], 2 * page - 2, [0, 2], True), PlanItem("token", [0], 4, [4], True)],
+    ]
+
+
+@torch.inference_mode()
+def _right(
+    kernel: Kernel, shape: AttentionShape, items: Sequence[PlanItem], device: torch.device, dtype: torch.dtype
+) -> bool:
+    random = torch.Generator().manual_seed(len(items[0].token_ids))
+    page, dim = shape.page_size, shape.head_dim
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random).to(device, dtype)
+
+    cache = draw(BLOCKS, 1, 2, KV_HEADS, page, dim)
+    places = [(item.block_ids[at // page], at % page) for item in items for at in range(item.begin, item.end)]
+    k, v = (torch.stack([cache[block, 0, which, :, offset] for block, offset in places]) for which in (0, 1))
+    q = draw(len(places), HEADS, dim)
+    paged = VarlenBackend(shape, cache, kernel)
+    paged.begin(items)
+    got = paged.attend(0, q, k, v)
+    plain = SdpaBackend(shape, cache.float(), Team(1))
+    plain.begin(items)
+    expected = plain.attend(0, q.float(), k.float(), v.float())
+    return torch.allclose(got.float(), expected, atol=TOLERANCE, rtol=TOLERANCE)
