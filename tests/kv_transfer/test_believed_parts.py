@@ -70,6 +70,7 @@ async def test_nothing_is_written_below_the_held_tokens(decode, peer, tokens):
         (ALL, (0, TOKENS), {"head_begin": 1, "head_end": HEADS + 1}),
         (ALL, (0, TOKENS), {"head_end": 1, "token_end": 2 * TOKENS}),
         (ALL, (0, TOKENS), {"head_end": 1, "layer_end": 2 * LAYERS}),
+        (ALL, (0, TOKENS), {"token_end": TOKENS - 1}),  # more bytes than they make
         (ALL, (0, TOKENS), {"bytes": 0, "token_begin": TOKENS}),
         (ALL, (0, TOKENS), {"token_end": 2**63 + 5}),
         (ALL, (0, TOKENS), {"token_begin": 2**64 - TOKENS, "token_end": 0}),
@@ -151,6 +152,7 @@ async def test_a_part_that_finish_does_not_count_keeps_no_slot(decode, peer, ask
         await peer.granted(transfer_id, 1)
     else:
         peer.finish(transfer_id, (0, 0, 1))
+        await until(lambda: decode.receiver._live[transfer_id].finish is not None, "Finish was read")
         peer.want(transfer_id, 1, 64)
     if asked_first:
         await peer.send(transfer_id, 0, ALL, (0, TOKENS))
@@ -174,7 +176,7 @@ async def test_part_numbers_are_bounded(decode, peer):
     """Or a peer could have each of any number of parts remembered."""
     transfer_id = await peer.reserve(TOKENS)
     peer.want(transfer_id, MAX_PARTS_PER_ROW * LAYERS * TOKENS, 64)
-    await ended_with(decode, peer, transfer_id, "TransportError", "part")
+    await ended_with(decode, peer, transfer_id, "TransportError", "is too many")
 
 
 async def test_only_whole_blocks_stay_after_an_abort(decode, peer):
