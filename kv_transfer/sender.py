@@ -128,12 +128,11 @@ class OutgoingHandoff:
         future.result()
 
     async def drained(self) -> None:
-        """Returns when no rank reads from the request's blocks any more, nor will: the blocks may be given back. Comes
-        true only after `finish` or `abort`; raises CancelledError where the sender closes before."""
+        """After `finish` or `abort`: returns when no rank reads from the request's blocks any more, nor will. Raises
+        CancelledError where the sender closes before."""
         await asyncio.shield(self._all_drained)
 
-    def give_up_draining(self) -> None:
-        """This process ends: the blocks are not given to another request any more."""
+    def give_up_draining(self) -> None:  # this process ends: the blocks go to no other request
         self._all_drained.cancel()
 
     async def abort(self, reason: str) -> None:

@@ -146,9 +146,7 @@ class SenderRank:
             for transfer in self._known():
                 try:
                     worked |= self._advance(transfer)
-                except (
-                    Exception
-                ) as error:  # this thread serves every hand-off: it outlives what one does to it
+                except Exception as error:  # this thread serves every hand-off
                     self._fail(transfer, error)
             worked |= self._peers.let_go()
             if worked:

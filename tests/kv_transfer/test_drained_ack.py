@@ -82,9 +82,14 @@ async def test_a_reservation_that_was_given_up_is_said_too(monkeypatch):
         assert transfer in prefill.sender.mail._waiting["decode"]
 
 
-async def test_a_sender_that_closes_waits_a_moment_for_the_last_words():
-    async with scripted_decode(acknowledges=True) as decode:
-        async with prefill_side(config("grpc")) as prefill:
-            handoff = await prefill.open(decode.ref, TOKENS)
-            await handoff.abort("this worker stops")
-        assert handoff.transfer_id in set(decode.drained())
+async def test_a_sender_that_closes_waits_a_moment_for_the_last_words(monkeypatch):
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        transfer = await given_up(prefill, decode)
+        monkeypatch.setattr(sender, "LAST_WORDS_SECONDS", 15.0)
+        closing = asyncio.create_task(prefill.sender.close())
+        await until(lambda: transfer in set(decode.drained()), "said")
+        await asyncio.sleep(0.1)
+        assert not closing.done(), "D has not acted on it yet"
+        decode.acknowledge(decode.streams[0], transfer)
+        async with asyncio.timeout(10):
+            await closing
