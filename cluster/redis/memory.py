@@ -40,7 +40,8 @@ class RedisMemory:
 
     @property
     def evicts_index_only(self) -> bool:
-        return not self.policy or self.policy.startswith("volatile-")
+        """False too where Redis has not said it."""
+        return self.policy.startswith("volatile-")
 
     def shortened(self, ttl_seconds: float) -> float:
         """The time to live of what the index learns now: less, the fuller Redis is."""

@@ -25,6 +25,7 @@ class MemoryWatch:
         self._any_hash = any_hash
         self._closed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._refused = False
         self.memory = RedisMemory()
 
     def start(self) -> None:
@@ -40,10 +41,16 @@ class MemoryWatch:
             async with asyncio.timeout(LOOK_SECONDS):
                 await self._client.hdel(self._any_hash, "")
                 now = RedisMemory.of(await self._client.info("memory"))
+        except redis.exceptions.NoPermissionError as error:
+            if not self._refused:
+                log.warning("how full Redis is stays unknown: give this router's user +info (%s)", error)
+            self._refused = True
+            return
         except (redis.RedisError, TimeoutError, OSError) as error:
             log.debug("Redis does not say how full it is: %s", error)
             await leave_async(self._client, error)
             return
+        self._refused = False
         before, self.memory = self.memory, now
         warn_of_policy(before, now)
         if now.pressed != before.pressed:

@@ -178,6 +178,7 @@ def test_shares_and_policies() -> None:
     assert most.pressed and most.shortened(600) == 10 and not most.evicts_index_only
     assert RedisMemory(85, 100, "allkeys-lru").shortened(600) == pytest.approx(300)
     assert not RedisMemory(85, 100, "allkeys-lru").evicts_index_only
+    assert not RedisMemory().evicts_index_only
     assert RedisMemory(70, 100).pressed and not RedisMemory(10**12, 0, "noeviction").pressed
 
 
@@ -195,6 +196,27 @@ async def test_a_policy_that_evicts_nothing_is_warned_of_once(
         one.message for one in caplog.records if "noeviction" in one.message and "volatile-lru" in one.message
     ]
     assert sum("noeviction" in one.message for one in caplog.records) == 1
+
+
+async def test_a_redis_that_does_not_say_it_is_warned_of_once(small, client, namespace, caplog) -> None:
+    client.execute_command("ACL", "SETUSER", "blind", "on", ">word", "~*", "+@all", "-info")
+    config = RouterConfig(
+        model="/m", redis_url=small.url.replace("unix://", "unix://blind:word@"), namespace=namespace
+    )
+    members = Members(config.redis_url, namespace)
+    placement = Placement(config, members)
+    for _ in range(3):
+        await placement._watch.look()
+    assert not placement.memory.evicts_index_only, "unknown is not well"
+    assert sum("+info" in one.message for one in caplog.records) == 1
+    await placement.close()
+    await members.close()
+    registration = Registration(config.redis_url, namespace, worker("prefill", 0))
+    registration.register_again()
+    reporter = ChainReporter(config.redis_url, namespace, "m", registration, list)
+    assert reporter._look_at_memory() == RedisMemory(), "its reports go on"
+    reporter.stop()
+    registration.stop()
 
 
 def test_reports_shorten_what_they_set(small, client, namespace) -> None:

@@ -20,6 +20,7 @@ from router.placement import placement as module
 from router.placement.placement import MAX_CANDIDATES_KEPT, Placement
 from router.placement.rest import Rest
 from router.placement.types import PlacementRequest
+from tests.waiting import until
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 10_000)
 
@@ -109,8 +110,7 @@ async def test_after_a_pause_one_call_tries_redis(make, monkeypatch):
         now[0] += 1.0
         ready.clear()
         waiting = [asyncio.create_task(placement.place(request())) for _ in range(50)]
-        while sum(task.done() for task in waiting) < 49:
-            await asyncio.sleep(0)
+        await until(lambda w=waiting: sum(task.done() for task in w) == 49, "the others go on", 10.0)
         assert len(asked) == attempts, "one tries, the others go on without"
         ready.set()
         placed = await asyncio.gather(*waiting)

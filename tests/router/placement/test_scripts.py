@@ -213,9 +213,12 @@ def test_a_placement_of_an_earlier_run_is_void_and_one_of_a_later_run_is_not(clu
     cluster.place(100, number=1)
     cluster.settle({}, run=3, number=1)
     assert cluster.place(100, number=2) == VOID, "of run 1"
-    cluster.run = 4
-    assert cluster.place(100, number=1) != VOID, "Redis was rolled back: the numbers of run 3 mean nothing"
-    assert sum(cluster.load().values()) == 210
+    for cluster.run in (3, 4):
+        for number in (1, 2):
+            assert cluster.place(100, number=number) != VOID, (
+                "Redis was rolled back: run 3's numbers mean nothing"
+            )
+    assert sum(cluster.load().values()) == 4 * 210
 
 
 # --- settling ---------------------------------------------------------------------------------------------------
@@ -256,6 +259,7 @@ def test_runs_are_given_out_upwards_and_an_earlier_one_is_told(cluster):
 
 def test_a_run_that_was_given_out_and_never_used_is_forgotten(cluster):
     cluster.settle({}, run=0, router="dead")
+    assert cluster.client.zscore(cluster.tag + "routers", "dead") is not None
     cluster.expire("dead")
     cluster.settle({})
     assert not cluster.client.exists(cluster.tag + "answers:dead")

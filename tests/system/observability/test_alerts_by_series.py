@@ -60,7 +60,10 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
         "baton_redis_memory_used_bytes": _gauge(100, 800),
         "baton_redis_memory_max_bytes": _gauge(1000, 1000),
     },
-    "BatonRedisEviction": {"baton_redis_evicts_index_only": _gauge(1, 0)},
+    "BatonRedisEviction": {
+        "baton_redis_evicts_index_only": _gauge(1, 0),
+        'baton_redis_up{role=""}': _gauge(1, 1),
+    },
     "BatonEventLoopLate": {
         "baton_event_loop_lag_seconds_sum": _counter(0.1, 12),
         "baton_event_loop_lag_seconds_count": _counter(60, 60),
