@@ -134,7 +134,7 @@ async def http_user(port: int, tls: ClientTls | None, streams: bool) -> AsyncIte
                 return int(answer.json()["usage"]["completion_tokens"])
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 answer.raise_for_status()
-                lines = [line async for line in answer.aiter_lines() if '"choices":[{' in line]
+                lines = [line async for line in answer.aiter_lines() if '"finish_reason":null' in line]
                 return len(lines)
 
         yield ask

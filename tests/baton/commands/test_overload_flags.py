@@ -50,7 +50,7 @@ def test_up_hands_them_to_its_routers_and_workers(checkpoint, monkeypatch):
     assert plain.worker_config("decode", "", "n", "s").batch_aging_seconds == 30
 
 
-def test_a_router_takes_them_too(checkpoint, monkeypatch):
+def test_a_router_takes_them_too(checkpoint, monkeypatch, redis_url):
     asked: list[RouterConfig] = []
 
     async def run(config: RouterConfig, ready_file: Any) -> None:
@@ -58,7 +58,8 @@ def test_a_router_takes_them_too(checkpoint, monkeypatch):
 
     monkeypatch.setattr(serve, "_run_router", run)
     monkeypatch.setenv("BATON_SECRET", "s")
-    result = CliRunner().invoke(app, ["router", "--model", str(checkpoint("llama")), *FLAGS])
+    named = ["--model", str(checkpoint("llama")), "--redis-url", redis_url]
+    result = CliRunner().invoke(app, ["router", *named, *FLAGS])
     assert result.exit_code == 0, result.output
     assert {name: getattr(asked[0], name) for name in GIVEN} == GIVEN
 

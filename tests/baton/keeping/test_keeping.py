@@ -50,7 +50,8 @@ def where() -> Iterator[Path]:
 @pytest.fixture
 def config(checkpoint: Checkpoint, redis_url: str, namespace: str) -> dict[str, Any]:
     engine = {"model": str(checkpoint("llama")), "device": "cpu", "kv_memory_bytes": 16 << 20}
-    return {"role": "decode", "redis_url": redis_url, "namespace": namespace, "engine": engine, "secret": "s"}
+    cluster = {"redis_url": redis_url, "namespace": namespace, "secret": "s"}
+    return {"role": "decode", **cluster, "engine": engine}
 
 
 def keep(where: Path, config: dict[str, Any]) -> Keeper:
