@@ -47,7 +47,13 @@ class HeldEndpoint:
         self.connected.discard(agent_name)
 
     def write(
-        self, agent_name: str, pieces: list[Tensor], address: int, device: int, notification: bytes
+        self,
+        agent_name: str,
+        pieces: list[Tensor],
+        address: int,
+        device: int,
+        notification: bytes,
+        memory: str = "DRAM",
     ) -> HeldWrite:
         assert agent_name in self.connected
         self.writes.setdefault(agent_name, []).append(HeldWrite())

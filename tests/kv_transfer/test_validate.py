@@ -20,7 +20,11 @@ def message(**given: Any) -> handoff_pb2.PrefillToDecode:
 
 def hello(worker_id: str = "p", ranks: int = 1, heads: int = 8) -> handoff_pb2.PrefillToDecode:
     layout = common_pb2.KvLayout(tensor_parallel=ranks, num_kv_heads=heads)
-    return message(hello=handoff_pb2.Hello(prefill=common_pb2.WorkerRef(worker_id=worker_id), layout=layout))
+    return message(
+        hello=handoff_pb2.Hello(
+            digests="all", prefill=common_pb2.WorkerRef(worker_id=worker_id), layout=layout
+        )
+    )
 
 
 def test_what_is_right_passes():

@@ -71,7 +71,13 @@ class LateEndpoint:
         return []
 
     def write(
-        self, agent_name: str, pieces: list[Tensor], address: int, device: int, notification: bytes
+        self,
+        agent_name: str,
+        pieces: list[Tensor],
+        address: int,
+        device: int,
+        notification: bytes,
+        memory: str = "DRAM",
     ) -> LateWrite:
         self.writes.append(LateWrite(pieces))
         return self.writes[-1]

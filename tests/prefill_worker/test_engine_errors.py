@@ -10,7 +10,7 @@ import pytest
 from cluster.errors import EngineRequestError
 from prefill_worker import role as role_module
 from prefill_worker.attempt import PrefillState
-from tests.prefill_worker.test_prefill_machine import Handoff, PrefillMachine
+from tests.prefill_worker.test_prefill_machine import Handoff, PrefillMachine, prompt_of
 from wire import common_pb2
 
 GOOD, BAD = bytes([1]) * 16, bytes([2]) * 16
@@ -59,9 +59,12 @@ def assert_only_bad_failed(machine: PrefillMachine, handoff: Watching) -> None:
     assert failed.error.code == EngineRequestError.__name__ and failed.error.retryable
     assert machine.opened[BAD].machine.state is PrefillState.DRAINED
     assert handoff.aborted == 1
-    assert handoff.held_when_aborted == 2
-    machine.handoff_ends(GOOD, True)
+    assert handoff.held_when_aborted == -(-len(prompt_of(BAD)) // 4)  # of four tokens each
+    machine.handoff_ends(0, True, False)
     assert end_of(machine, GOOD).outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+    assert machine.engine.stats().blocks_held > 0, "a write may still read them"
+    for one in machine.sender.handoffs.values():
+        machine.inside(lambda drained=one.all_drained: drained.set_result(None))
     assert machine.engine.stats().blocks_held == 0
     machine.whole()
 
@@ -69,7 +72,8 @@ def assert_only_bad_failed(machine: PrefillMachine, handoff: Watching) -> None:
 def test_logits_that_are_not_finite_end_the_attempt(machine):
     handoff = both_in_the_engine(machine)
     machine.runner.sick.add(BAD.hex())
-    machine.step()
+    while machine.engine.has_work:
+        machine.step(1)
     assert_only_bad_failed(machine, handoff)
 
 
@@ -83,5 +87,6 @@ def test_a_token_that_cannot_be_told_ends_its_attempt(machine, monkeypatch):
 
     monkeypatch.setattr(role_module, "token_to_wire", fails)
     handoff = both_in_the_engine(machine)
-    machine.step()
+    while machine.engine.has_work:
+        machine.step(1)
     assert_only_bad_failed(machine, handoff)

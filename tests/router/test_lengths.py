@@ -218,7 +218,9 @@ async def test_held_tokens_beyond_the_context_are_refused_before_the_prompt_is_t
 
 
 async def test_prompts_of_token_ids_are_measured_first(front):
-    prompts = generate.Generate(front)._prompts
+    async def prompts(value: Any, **more: Any) -> list[list[int]]:
+        return await generate.Generate(front)._prompts({"prompt": value, **more})
+
     assert await prompts([1] * (CONTEXT - 1)) == [[1] * (CONTEXT - 1)]
     assert await prompts([[1] * (CONTEXT - 1)]) == [[1] * (CONTEXT - 1)]
     most = front.config.max_prompts
@@ -226,6 +228,9 @@ async def test_prompts_of_token_ids_are_measured_first(front):
         with pytest.raises(ContextLengthError):
             await prompts(value)
     assert len(await prompts(["a"] * most)) == most
+    # What is to be cut may be longer than the context.
+    (whole,) = await prompts([[1] * 2 * CONTEXT], truncate_prompt_tokens=CONTEXT // 2)
+    assert len(whole) == 2 * CONTEXT
 
 
 # --- what is done beside the loop --------------------------------------------------------------------------------------

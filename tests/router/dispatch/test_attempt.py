@@ -120,7 +120,7 @@ class World:
         placed = Placed(None if local else p, d, 0, 0, False)  # type: ignore[arg-type]
         made = Attempt(
             request_id="r",
-            spec=common_pb2.GenerateSpec(model_id="m"),
+            spec=common_pb2.GenerateSpec(model_id="m", sampling=common_pb2.SamplingParams(max_tokens=100)),
             placed=placed,
             channels=self.channels,
             liveness=self.liveness,
