@@ -39,6 +39,15 @@ import grpc
 
 from wire import common_pb2
 
+# Of a text that crosses a process border. It travels up to three times in the trailing metadata of a call, which gRPC
+# bounds at 8 KiB in all: beyond that the peer learns neither class nor field.
+MAX_WIRE_BYTES = 800
+
+
+def _cut(text: str) -> str:
+    raw = text.encode(errors="replace")
+    return text if len(raw) <= MAX_WIRE_BYTES else raw[:MAX_WIRE_BYTES].decode(errors="ignore") + "…"
+
 
 class BatonError(Exception):
     """Base of every error with a meaning outside its process.
@@ -63,9 +72,9 @@ class BatonError(Exception):
     def to_wire(self) -> common_pb2.ErrorDetail:
         return common_pb2.ErrorDetail(
             code=type(self).__name__,
-            message=self.message,
-            field=self.field,
-            limit=self.limit,
+            message=_cut(self.message),
+            field=_cut(self.field),
+            limit=_cut(self.limit),
             retryable=self.retryable,
             retry_after_seconds=self.retry_after_seconds,
         )

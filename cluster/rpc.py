@@ -16,7 +16,9 @@ STATUS_KEY = "grpc-status-details-bin"
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.BatonError) -> NoReturn:
     """Ends the RPC with the error's status; the peer gets it back from `error_from_rpc`."""
-    await context.abort(error.grpc_status, error.message, trailing_metadata=trailing_metadata(error))
+    await context.abort(
+        error.grpc_status, error.to_wire().message, trailing_metadata=trailing_metadata(error)
+    )
     raise AssertionError("abort() raises")
 
 
@@ -27,7 +29,7 @@ def trailing_metadata(error: errors.BatonError) -> tuple[tuple[str, bytes], ...]
         return (ours,)
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.FromMilliseconds(round(error.retry_after_seconds * 1000))
-    status = status_pb2.Status(code=error.grpc_status.value[0], message=error.message)
+    status = status_pb2.Status(code=error.grpc_status.value[0], message=error.to_wire().message)
     status.details.add().Pack(retry)
     return (ours, (STATUS_KEY, status.SerializeToString()))
 
