@@ -160,6 +160,7 @@ def test_a_stopped_rank_costs_no_more_than_a_stopped_worker_and_wakes_under_a_ne
     assert_all_free(cluster)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_while_nothing_runs_is_noticed_and_its_worker_is_replaced_in_the_end(
     checkpoint, cluster
 ):

@@ -54,6 +54,7 @@ def test_requests_go_on_while_ray_starts_anew_and_replaces_replicas_again(ray_cl
     assert_all_free(cluster)
 
 
+@pytest.mark.long
 def test_a_killed_replica_comes_back_and_requests_go_on(ray_cluster):
     model, cluster = ray_cluster
     prompt = prompt_ids(70)
