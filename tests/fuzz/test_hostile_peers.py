@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from cluster.block_hash import pack_tokens
 from cluster.errors import InternalError
-from tests.fuzz.conftest import CASES, few
+from tests.fuzz.conftest import few
 from tests.fuzz.messages import changing
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
 from tests.fuzz.test_workers import message
@@ -29,11 +29,9 @@ from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
 
 To, From = handoff_pb2.PrefillToDecode, handoff_pb2.DecodeToPrefill
 CANARY = list(range(100, 140))  # another request's prompt: its blocks are held while the peer lies
-LAYERS, PAGE = 2, 16
+LAYERS = 2
 TYPED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAVAILABLE}
 count = itertools.count()
-# One slot of a peer that lied and left has been seen to stay in doubt. Until that is mended, `make fuzz` shows it.
-pytestmark = pytest.mark.skipif(not CASES, reason="a slot of a lying peer may stay in doubt: make fuzz")
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +66,14 @@ def canary(pair: Pair, decode: grpc.Channel) -> list[int]:
 
 
 class LyingPrefill:
-    """The stream of a prefill worker; `tell` waits a moment for the answer that it would need."""
+    """The stream of a prefill worker; `tell` waits a moment for the answer that it would need.
+
+    Used as a context: hypothesis also ends an example by an exception, and the slots of a peer whose exit nobody
+    reported stay in quarantine, as they must."""
 
     def __init__(self, pair: Pair, decode: grpc.Channel):
         self.pair = pair
+        self._decode = decode
         self.name = f"liar-{next(count)}"
         self.replies: queue.Queue[From | None] = queue.Queue()
         self.failure: grpc.RpcError | None = None
@@ -106,12 +108,15 @@ class LyingPrefill:
                 return getattr(reply, wanted)
         return None
 
-    def end(self, decode: grpc.Channel) -> None:
+    def __enter__(self) -> LyingPrefill:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._said.put(None)
         self._reading.result(60)
         self._reader.shutdown()
         gone = decode_pb2.PeerExitedRequest(worker_id=self.name).SerializeToString()
-        decode.unary_unary("/baton.v1.Decode/PeerExited")(gone, timeout=60)
+        self._decode.unary_unary("/baton.v1.Decode/PeerExited")(gone, timeout=60)
 
 
 def greeting(pair: Pair, name: str) -> handoff_pb2.Hello:
@@ -151,23 +156,44 @@ def honest_part(
 
 
 def lie(data: st.DataObject, header: handoff_pb2.PartHeader) -> None:
-    """Layers, heads and tokens that still make the announced size, or any field set to any value."""
+    """Other layers, heads or tokens of the same size, no digest, or any field set to any value."""
+    tokens = header.token_end - header.token_begin
     swaps = {
-        "layers": lambda: setattr(header, "layer_begin", header.layer_end - 1),
-        "heads": lambda: (setattr(header, "head_begin", 1), setattr(header, "head_end", header.head_end + 1)),
-        "tokens": lambda: (setattr(header, "token_begin", 0), setattr(header, "token_end", PAGE)),
+        "layers": lambda: _shift(header, "layer", 1),
+        "heads": lambda: _shift(header, "head", 1),
+        # Where the prompt's first blocks are held: into them.
+        "tokens": lambda: _shift(header, "token", data.draw(st.integers(-header.token_begin, 1))),
+        "one layer, more tokens": lambda: (
+            setattr(header, "layer_end", 1),
+            setattr(header, "token_end", header.token_begin + LAYERS * tokens),
+        ),
         "no digest": lambda: (header.ClearField("digest"), header.ClearField("digest_kind")),
         "anything": lambda: data.draw(changing(header, 2)),
     }
     swaps[data.draw(st.sampled_from(sorted(swaps)))]()
 
 
+def _shift(header: handoff_pb2.PartHeader, kind: str, by: int) -> None:
+    for name in (f"{kind}_begin", f"{kind}_end"):
+        setattr(header, name, getattr(header, name) + by)
+
+
 @few(120, 0.15)
 @given(data=st.data(), length=st.integers(1, 60))
 def test_a_prefill_worker_that_lies(data, length, pair, decode, tally):
     before = canary(pair, decode)
-    peer = LyingPrefill(pair, decode)
     transfer_id = secrets.token_bytes(16)
+    with LyingPrefill(pair, decode) as peer:
+        _converse(data, pair, peer, transfer_id, length)
+    if peer.failure is not None:
+        assert peer.failure.code() in TYPED, peer.failure
+    tally.count("a prefill worker that lies", ANSWERED if peer.failure is None else REFUSED)
+    cancel = decode_pb2.DecodeCancelRequest(transfer_id=transfer_id).SerializeToString()
+    decode.unary_unary("/baton.v1.Decode/Cancel")(cancel, timeout=60)  # where it did commit
+    assert canary(pair, decode) == before
+
+
+def _converse(data: st.DataObject, pair: Pair, peer: LyingPrefill, transfer_id: bytes, length: int) -> None:
     # The first blocks of the canary's prompt are held: nothing may be written into them.
     prompt = (CANARY[: data.draw(st.sampled_from([0, 16, 32]))] + [5] * 60)[:length]
     hello = greeting(pair, peer.name)
@@ -191,13 +217,6 @@ def test_a_prefill_worker_that_lies(data, length, pair, decode, tally):
     peer.tell(To(finish=finish))
     peer.tell(To(abort=handoff_pb2.AbortHandoff(transfer_id=transfer_id, reason="enough")))
     peer.tell(To(drained=handoff_pb2.Drained(transfer_id=transfer_id)))
-    peer.end(decode)
-    if peer.failure is not None:
-        assert peer.failure.code() in TYPED, peer.failure
-    tally.count("a prefill worker that lies", ANSWERED if peer.failure is None else REFUSED)
-    cancel = decode_pb2.DecodeCancelRequest(transfer_id=transfer_id).SerializeToString()
-    decode.unary_unary("/baton.v1.Decode/Cancel")(cancel, timeout=60)  # where it did commit
-    assert canary(pair, decode) == before
 
 
 def _send_a_part(
