@@ -29,7 +29,6 @@ from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
 
 To, From = handoff_pb2.PrefillToDecode, handoff_pb2.DecodeToPrefill
 CANARY = list(range(100, 140))  # another request's prompt: its blocks are held while the peer lies
-LAYERS = 2
 TYPED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAVAILABLE}
 count = itertools.count()
 
@@ -161,11 +160,11 @@ def lie(data: st.DataObject, header: handoff_pb2.PartHeader) -> None:
     swaps = {
         "layers": lambda: _shift(header, "layer", 1),
         "heads": lambda: _shift(header, "head", 1),
-        # Where the prompt's first blocks are held: into them.
-        "tokens": lambda: _shift(header, "token", data.draw(st.integers(-header.token_begin, 1))),
+        # Where the prompt's first blocks are held: into them. What is drawn may not depend on an answer.
+        "tokens": lambda: _shift(header, "token", max(-header.token_begin, data.draw(st.integers(-48, 1)))),
         "one layer, more tokens": lambda: (
+            setattr(header, "token_end", header.token_begin + header.layer_end * tokens),
             setattr(header, "layer_end", 1),
-            setattr(header, "token_end", header.token_begin + LAYERS * tokens),
         ),
         "no digest": lambda: (header.ClearField("digest"), header.ClearField("digest_kind")),
         "anything": lambda: data.draw(changing(header, 2)),
