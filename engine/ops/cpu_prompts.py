@@ -191,6 +191,13 @@ def _numbers(typing, address):
     return types.CPointer(types.float32)(types.int64), codegen
 
 
+@intrinsic
+def _held(typing, array):
+    """Uses the array, so that its memory is still allocated here: numba frees an array after the last use of its name,
+    and an address taken from it is no use."""
+    return types.void(array), lambda context, builder, signature, args: context.get_dummy_value()
+
+
 def padded(tokens: int) -> int:
     """To whole panels."""
     return -(-tokens // PANEL) * PANEL
@@ -283,3 +290,6 @@ def attend_prompt(
                     values + (panel * whole + low * PANEL) * 64, width // 2, to_shares,
                     out + row * out_stride + (head * dim + panel * PANEL) * 2, out_stride,
                 )  # fmt: skip
+    _held(scores)
+    _held(weights)
+    _held(shares)

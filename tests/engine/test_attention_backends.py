@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -220,3 +223,38 @@ def test_on_a_card_auto_chooses_what_can_run(monkeypatch):
     assert registry.choose("auto", card, bf16, 64, 16) == "flash"
     assert registry.choose("auto", card, bf16, 64, 48) == "sdpa"
     assert registry.choose("auto", card, torch.float32, 64, 16) == "sdpa"
+
+
+EACH_KERNEL = """
+import torch
+from engine.attention.base import AttentionShape
+from engine.attention.paged_cpu import PagedCpuBackend
+from engine.ops.team import KernelTeam
+from engine.plan import PlanItem
+
+tokens, dim, dtype = 3000, 32, torch.{dtype}
+blocks = list(range(tokens // 16 + 2))
+cache = torch.zeros(len(blocks), 1, 2, 1, 16, dim, dtype=dtype)
+backend = PagedCpuBackend(AttentionShape(1, 1, dim, 16, (0,)), cache, KernelTeam(2, dtype, dim))
+for item in (PlanItem("prompt", list(range(tokens)), 0, blocks, True), PlanItem("token", [1], tokens, blocks, True)):
+    backend.begin([item])
+    q, k, v = (torch.randn(len(item.token_ids), 1, dim, dtype=dtype) for _ in range(3))
+    assert not backend.attend(0, q, k, v).isnan().any()
+print("whole")
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_use_no_memory_that_is_freed(dtype):
+    """Every allocation is a mapping of its own here: memory that was freed can't be read without a fault."""
+    script = EACH_KERNEL.format(dtype=dtype)
+    limits = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_MMAP_MAX_": "1000000"}
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **limits},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, (ran.returncode, ran.stderr[-500:])
+    assert ran.stdout == b"whole\n"
