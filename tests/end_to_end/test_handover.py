@@ -55,7 +55,7 @@ def llama(checkpoint, tmp_path_factory):
 
 
 # One cluster a model; every variant is handed over within one process too (tests/engine/test_parity_ranks.py).
-COMMON = ("qwen2", "qwen3", "mistral", "llama-mqa-tied")
+COMMON = ("qwen3", "llama-mqa-tied")
 OTHERS = [
     variant if variant in COMMON else pytest.param(variant, marks=pytest.mark.long)
     for variant in VARIANTS

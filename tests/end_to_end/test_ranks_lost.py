@@ -24,6 +24,8 @@ from tests.exactness import judge
 from tests.rank_processes import rank_pids
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.long
+
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "16MiB")
 COUNTS = ("--prefill", "2", "--decode", "2", "--prefill-tp", "2", "--decode-tp", "2")
 STALL_SECONDS = 12.0  # a rank that stays silent for longer ends its worker
@@ -122,7 +124,7 @@ def is_live(cluster: Cluster, worker: dict) -> bool:
     return any(one["id"] == worker["id"] and one["lease"] == "live" for one in cluster.workers())
 
 
-@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
+@pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_killed_rank_costs_a_pause_and_its_worker_is_replaced(role, checkpoint, cluster):
     with load(cluster, checkpoint("llama")) as running:
         worker, rank = victim(cluster, running, role)
@@ -135,7 +137,7 @@ def test_a_killed_rank_costs_a_pause_and_its_worker_is_replaced(role, checkpoint
     assert_all_free(cluster)
 
 
-@pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
+@pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_stopped_rank_costs_no_more_than_a_stopped_worker_and_wakes_under_a_new_epoch(
     role, checkpoint, cluster
 ):
@@ -160,7 +162,6 @@ def test_a_stopped_rank_costs_no_more_than_a_stopped_worker_and_wakes_under_a_ne
     assert_all_free(cluster)
 
 
-@pytest.mark.long
 def test_a_rank_that_is_stopped_while_nothing_runs_is_noticed_and_its_worker_is_replaced_in_the_end(
     checkpoint, cluster
 ):

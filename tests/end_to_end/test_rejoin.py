@@ -17,7 +17,8 @@ FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback
 STOP_SECONDS = 5.6
 
 
-@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.long), "decode"])
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_fenced_worker_joins_again_under_a_new_epoch(role, checkpoint, start_cluster):
     model = checkpoint("llama")
     cluster = start_cluster(model, *FLAGS)

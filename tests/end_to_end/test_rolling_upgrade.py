@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from baton.client import AsyncClient, Completion
 from bench.cluster import Cluster
 from cluster.membership.leaving import request_drain
@@ -47,6 +49,7 @@ def next_generation(cluster: Cluster, directory: Path) -> Iterator[None]:
             process.wait(30)
 
 
+@pytest.mark.long
 def test_requests_move_to_the_new_generation_and_none_is_lost(
     checkpoint: Any, start_cluster: Start, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -11,7 +11,7 @@ from tests.end_to_end.test_handover import NEW, PROCESS, assert_all_free, assert
 # (variant, prefill ranks, decode ranks). llama-mqa-tied has one KV head: it is replicated where TP is 2.
 CASES = [
     ("mistral", 1, 2),
-    ("qwen3", 2, 1),
+    pytest.param("qwen3", 2, 1, marks=pytest.mark.long),
     pytest.param("qwen2-window", 2, 2, marks=pytest.mark.long),
     pytest.param("llama-mqa-tied", 1, 2, marks=pytest.mark.long),
     pytest.param("llama-mqa-tied", 2, 1, marks=pytest.mark.long),

@@ -140,7 +140,7 @@ async def http_user(port: int, tls: ClientTls | None, streams: bool) -> AsyncIte
         yield ask
 
 
-@pytest.fixture(params=["plain", "tls"])
+@pytest.fixture(params=["plain", pytest.param("tls", marks=pytest.mark.long)])
 def pair(
     request: pytest.FixtureRequest, checkpoint: Any, redis_url: str, namespace: str, tmp_path: Path
 ) -> Iterator[tuple[Router, Router, ClientTls | None]]:
