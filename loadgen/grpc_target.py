@@ -79,7 +79,7 @@ def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
     timings = completed.timings
     told = bool(
         timings.decode_worker
-    )  # workers and queues are for admins' keys; the others' zeros say nothing
+    )  # without an admin's key the router omits workers and queues: zeros are no measurement
     record.timings = ServerTimings(
         stages={stage: getattr(timings, stage) for stage in STAGES if told or stage not in QUEUES},
         total_seconds=timings.total_seconds,

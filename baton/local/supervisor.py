@@ -63,7 +63,9 @@ class Supervisor:
 
     def _exited(self, ward: Ward) -> str:
         child, now = ward.child, self._clock()
-        if child.reap():  # ranks of a worker live in its session: what they have posted may still land
+        if (
+            child.reap()
+        ):  # writes posted by a rank, which is in the worker's session, may still land until it is gone
             ward.on_exit(child)
         line = f"{child.name} exited with code {child.exit_code()}"
         ward.short_lives = ward.short_lives + 1 if now - ward.started < SHORT_LIFE_SECONDS else 0
