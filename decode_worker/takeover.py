@@ -92,9 +92,7 @@ class Takeover:
             attempt.log.add(token)
         try:
             await self._core.host.call(lambda engine: engine.commit(attempt.engine_id, first))
-        except (
-            EngineRequestError
-        ) as error:  # the router gets the reason, not only that the attempt was aborted
+        except EngineRequestError as error:  # the router gets the reason, not only an abort
             self._role.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
             raise
         if attempt.machine.may(DecodeState.DECODING):  # or its last token was here before this answer

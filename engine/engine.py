@@ -184,10 +184,7 @@ class Engine:
         (sequence,) = waiting
         choices = {token.choice for token in first_tokens}
         if sequence.choice not in choices or all(token.finish is not None for token in first_tokens):
-            raise InvalidRequestError(
-                "first_tokens: needs one for the reserved choice, and one without a finish reason",
-                field="first_tokens",
-            )
+            raise InvalidRequestError("first_tokens: none continues the reservation", field="first_tokens")
         try:
             sequence.num_computed = len(sequence.tokens)
             self._register(sequence, len(sequence.tokens))

@@ -203,10 +203,8 @@ class HandoffReceiver:
             await self._abort(finish.transfer_id, error)
 
     def drained(self, link: PeerLink, transfer_id: bytes) -> None:
-        """Settle a Drained in the background, so that the peer's stream is read on.
-
-        The peer repeats Drained until it is acknowledged, so repetitions and messages beyond the bound are dropped.
-        """
+        """Settle a Drained in the background, so that the peer's stream is read on. The peer repeats it until it is
+        acknowledged, so repetitions and messages beyond the bound are dropped."""
         if transfer_id not in self._draining and len(self._draining) < MAX_DRAINING:
             self._draining.add(transfer_id)
             self._spawn(self._drain(link, transfer_id))
@@ -330,10 +328,8 @@ class HandoffReceiver:
             await self._follow_ups.complete(freeing)
 
     def _end(self, transfer_id: bytes, error: errors.BatonError) -> Coroutine[Any, Any, None] | None:
-        """End a hand-off: put its slots in doubt and tell the peer, both at once.
-
-        Returns a coroutine that frees its blocks, or None if there is no such hand-off.
-        """
+        """End a hand-off: put its slots in doubt and tell the peer, both at once. Returns a coroutine that frees its
+        blocks, or None if there is no such hand-off."""
         handoff = self._live.get(transfer_id)
         if handoff is None or handoff.committing:
             return None

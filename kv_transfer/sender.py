@@ -128,10 +128,8 @@ class OutgoingHandoff:
         future.result()
 
     async def drained(self) -> None:
-        """Wait, after `finish` or `abort`, until no rank will read the request's blocks any more.
-
-        Raises CancelledError if the sender closes first.
-        """
+        """Wait, after `finish` or `abort`, until no rank will read the request's blocks any more. Raises CancelledError
+        if the sender closes first."""
         await asyncio.shield(self._all_drained)
 
     def give_up_draining(self) -> None:  # this process ends: the blocks go to no other request
@@ -188,9 +186,7 @@ class OutgoingHandoff:
     def on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
         try:
             self._on_reply(reply)
-        except (
-            errors.TransportError
-        ) as error:  # an invalid reply ends this hand-off; the stream's others go on
+        except errors.TransportError as error:  # an invalid reply ends its own hand-off only
             self.fail(error)
 
     def _on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:

@@ -281,10 +281,8 @@ class SenderRank:
         return range(job.flow.head_begin - self._heads[0], job.flow.head_end - self._heads[0])
 
     def _pieces(self, opened: m.OpenTransfer, job: Job) -> list[Tensor] | None:
-        """The part's bytes in place, without a copy, if they lie in large pieces.
-
-        The engine keeps the blocks until this rank reports TransferDrained, however the hand-off ends.
-        """
+        """The part's bytes in place, without a copy, if they lie in large pieces. The engine keeps the blocks until
+        this rank reports TransferDrained, however the hand-off ends."""
         if opened.transport != "nixl":
             return None
         heads = self._own_heads(job)

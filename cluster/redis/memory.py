@@ -1,7 +1,7 @@
 """Redis' memory use and eviction policy.
 
 Only index keys have a time to live, so a policy of `volatile-…` evicts the index and nothing else. With `noeviction` a
-full index also fails placing, registering and renewing; `allkeys-…` evicts leases, load and quotas, which cannot be rebuilt.
+full index also fails placing, registering and renewing; `allkeys-…` evicts leases, load and quotas.
 """
 
 from __future__ import annotations

@@ -85,9 +85,7 @@ def torch_varlen() -> Kernel:
             key=a["k"],
             value=a["v"],
             cu_seq_q=a["cu_seqlens_q"],
-            cu_seq_k=a[
-                "cu_seqlens_k"
-            ],  # the CUDA operator wants both or neither, and reads lengths from seqused_k
+            cu_seq_k=a["cu_seqlens_k"],  # the CUDA operator takes both or neither, lengths from seqused_k
             max_q=a["max_seqlen_q"],
             max_k=a["max_seqlen_k"],
             scale=a["softmax_scale"],

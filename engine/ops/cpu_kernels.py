@@ -281,10 +281,7 @@ def _scores(keys, coming, size, kv, group, page, tokens, dim8, q, out):
 @compiled
 def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
     """acc[head] += p[head, token] · value[token] for the first `tokens` of a block; prefetches block `coming`.
-
-    Four tokens at a time, which loads and stores the sums a quarter as often. The rest of the block is not read: it may
-    hold a former request's NaN, and 0 · NaN is NaN.
-    """
+    Four at a time: fewer loads and stores of the sums. Nothing behind them is read, as 0 · NaN of stale KV is NaN."""
     dim = 8 * len(dim8)
     fours = tokens // 4 * 4
     for head in range(kv):

@@ -33,9 +33,7 @@ class Arrivals:
         self.count = 0
 
     def arrive(self) -> None:
-        self.at = (
-            self._clock()
-        )  # before the count: a reader that sees the new count must not see the old time
+        self.at = self._clock()  # first: a reader that sees the new count must not see the old time
         self.count += 1
 
 
