@@ -58,7 +58,7 @@ explore: $(STAMP)  ## Property tests and state machines with new random events e
 		BATON_EXPLORE=1 $(BIN)/python -m pytest -q --no-header -m "not system" -k "(hypothesis or machine) and not fuzz" tests $(MORE) || exit 1; done
 
 ONLY ?=
-mutants: $(STAMP)  ## Deliberate mistakes in a scratch copy, one at a time: prints those that no test notices; ONLY=kv
+mutants: $(STAMP)  ## Apply deliberate mistakes to a scratch copy, one at a time; prints those that no test notices (ONLY=name or area)
 	$(BIN)/python -m tests.mutants --only "$(ONLY)"
 
 MINUTES ?= 60

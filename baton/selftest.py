@@ -100,7 +100,7 @@ def check_handoff(doors: Doors, seconds: float, transport: str) -> str:
                     continue
                 if transport in ("", timings.transport):
                     way = ""
-                    if timings.decode_worker:  # only an admin's key is told who it was
+                    if timings.decode_worker:  # empty unless the key is an admin's
                         way = f" from {timings.prefill_worker} to {timings.decode_worker}"
                     return f"{timings.kv_bytes_shipped} bytes of KV went{way} over {timings.transport}"
                 seen = f"KV went over {timings.transport}"

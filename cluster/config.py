@@ -141,8 +141,8 @@ class ClusterFields(Frozen):
 class SecretFields(Frozen):
     secret: str = Field(
         "",
-        description="deployment secret that keys the block hashes and the resume tickets; the same in all routers and "
-        "workers, none of which starts without",
+        description="deployment secret that keys the block hashes and the resume tickets; required, and the same in all "
+        "routers and workers",
         repr=False,
     )
     secret_file: Path | None = Field(None, description="a file that holds it (a mounted Secret)")
@@ -186,8 +186,8 @@ class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     )
     peer_exits: Literal["none", "kubernetes"] = Field(
         "none",
-        description="where a decode worker asks whether the process of a prefill worker has exited whose writes are in "
-        "doubt; none: it is told by whoever started that process (`baton up`, Ray), or never learns it",
+        description="where a decode worker asks whether a prefill worker has exited that leaves landing slots in doubt; "
+        "none: only the parent of that process (`baton up`, Ray) can report it",
     )
     load_seconds: float = Field(
         600.0, gt=0, description="how long Ray waits for a replica whose worker loads its model"
@@ -289,15 +289,16 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     api_keys_file: Path | None = Field(None, description="YAML or JSON list of API keys; none = no keys")
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",
-        description="fields of an OpenAI request that mean nothing here: refused by name, or ignored as vLLM does; "
-        "fields that are known and not supported are refused either way",
+        description="unknown fields of an OpenAI request: refused by name, or ignored as vLLM does; "
+        "known fields that are not supported are refused either way",
     )
     priority_order: Literal["higher_first", "lower_first"] = Field(
         "higher_first",
-        description="which number of an OpenAI request's `priority` is more important; vLLM: lower_first",
+        description="whether a higher or a lower number in an OpenAI request's `priority` comes first; vLLM: lower_first",
     )
     cors_origins: tuple[str, ...] = Field(
-        (), description="origins whose pages may ask this router from a browser; * = all; none = no CORS"
+        (),
+        description="origins whose pages may call this router from a browser (CORS); * = all; empty = none",
     )
     ui: bool = Field(True, description="serve the page at /ui: topology, percentiles, a playground")
     share_prefixes_across_tenants: bool = Field(

@@ -18,7 +18,7 @@ BatonError
 │   ├── ConfigError                                        a flag, variable or file is wrong
 │   └── ModelError                                         unknown architecture, missing tensor, wrong shape
 ├── HandoffError                   503 UNAVAILABLE         between workers; the router dispatches again
-│   ├── WireVersionError                                   another version of the wire; names both
+│   ├── WireVersionError                                   request of another wire version; names both
 │   ├── LayoutMismatchError                                KV that can't be converted; names the field
 │   ├── BlocksExhaustedError                               the decode worker has no room now
 │   ├── StaleEpochError                                    addressed to an earlier life of this worker
@@ -27,8 +27,8 @@ BatonError
 │   ├── PeerLostError                                      connection broken, or no beat for 5 s
 │   └── TransportError                                     NIXL or gRPC could not move the bytes
 └── InternalError                  500 INTERNAL            a fault of ours
-    ├── EngineRequestError                                 an engine failed on this request and runs on
-    └── EngineFailedError                                  an engine failed while it ran this request, and ends
+    ├── EngineRequestError                                 an engine failed on this request alone and keeps running
+    └── EngineFailedError                                  an engine stopped in a step that ran this request
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ import grpc
 
 from wire import common_pb2
 
-# Of a text that crosses a process border. It travels up to three times in the trailing metadata of a call, which gRPC
-# bounds at 8 KiB in all: beyond that the peer learns neither class nor field.
+# Limit of a text that crosses a process border. A call's trailing metadata repeats the text up to three times, and gRPC
+# bounds that metadata at 8 KiB: a larger one is dropped, and with it the error's class and field.
 MAX_WIRE_BYTES = 800
 
 
@@ -199,7 +199,7 @@ class InternalError(BatonError):
 
 
 class EngineRequestError(InternalError):
-    """The computation of one request failed in an engine that goes on with the others."""
+    """The computation of one request failed in an engine; its other requests go on."""
 
     # The fault may lie in one worker's memory or cache: the router tries one other engine.
     retryable = True
@@ -212,7 +212,7 @@ class EngineFailedError(InternalError):
 
 
 def engine_request_error(error: Exception) -> EngineRequestError:
-    """What an exception in the engine's work for one request is to those who asked for it."""
+    """Wrap an exception raised by the engine's work for one request; an EngineRequestError is returned as it is."""
     if isinstance(error, EngineRequestError):
         return error
     wrapped = EngineRequestError(f"the request failed in the engine: {type(error).__name__}: {error}")

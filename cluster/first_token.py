@@ -1,5 +1,7 @@
-"""Which attempts are over with their first token: routers and prefill workers must judge alike, or one waits for a decode
-worker that the other has not asked."""
+"""Which attempts end with their first token and need no decode worker.
+
+Routers and prefill workers use the same rule: otherwise one would wait for a decode worker that the other never asked.
+"""
 
 from __future__ import annotations
 
@@ -9,5 +11,5 @@ TOKEN_BYTES = 4
 
 
 def ends_with_first_token(spec: common_pb2.GenerateSpec) -> bool:
-    """Known before it is computed: nothing is handed over then. One that a stop token ends shows only afterwards."""
+    """Whether the limits alone end the attempt at its first token. An end by a stop token is known only afterwards."""
     return spec.sampling.max_tokens - len(spec.output_tokens) // TOKEN_BYTES <= 1

@@ -1,4 +1,4 @@
-"""The Kubernetes pod that a worker's process runs in, as the downward API tells it."""
+"""The Kubernetes pod that a worker's process runs in, from the downward API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pod:
-    """Empty outside of pods. `started`: a moment of this process's life, by the clock of its node."""
+    """Identity of a container's process; every field is empty outside pods.
+
+    `started` is a time after the start of the process: Unix seconds, by the clock of its node.
+    """
 
     namespace: str = ""
     name: str = ""
@@ -21,7 +24,7 @@ class Pod:
 
 
 def own_pod(environment: Mapping[str, str] | None = None) -> Pod:
-    """Of this process; empty unless all of it is known."""
+    """The pod of this process; an empty Pod unless every variable is set."""
     env = os.environ if environment is None else environment
     names = ("POD_NAMESPACE", "POD_NAME", "POD_UID", "POD_CONTAINER", "POD_NODE")
     namespace, name, uid, container, node = (env.get(one, "") for one in names)

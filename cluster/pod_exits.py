@@ -1,11 +1,11 @@
-"""Whether a process that ran in a pod has exited: proofs of the Kubernetes API, never guesses.
+"""Whether a process that ran in a pod has exited, as far as the Kubernetes API proves it:
 
-    the kubelet says that the process's container has terminated            the pod is still listed
-    the pod's node has been removed, or is tainted as out of service        the pod is gone
+    the pod is listed     its kubelet reports that the process's container has terminated
+    the pod is gone       its node was removed, or is tainted as out of service
 
-A pod that is gone proves nothing by itself (it may have been deleted by force), nor does a node that is not ready, nor
-a phase: the control plane sets those without having heard from the kubelet. A container that starts again in its pod is
-told from the one before by time: both times are of the node's clock.
+Neither a missing pod (it may have been deleted by force) nor a node that is not ready nor a pod phase is a proof: the
+control plane sets those without the kubelet. A restarted container is told from its predecessor by comparing times, all
+of which come from the node's clock.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from cluster.pod import Pod
 
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 NOT_FOUND = 404
-# The kubelet did not find the container any more: that is not to have seen it end.
+# The kubelet lost track of the container and did not see it end.
 UNSEEN = "ContainerStatusUnknown"
 CALL_SECONDS = 5.0
 
 
 class PodExits:
-    """`api` is a kubernetes.client.ApiClient. Its service account may get pods of the namespace, and nodes."""
+    """Asks through `api`, a kubernetes.client.ApiClient whose service account may get pods of the namespace, and nodes."""
 
     def __init__(self, api: Any):
         from kubernetes import client
@@ -31,7 +31,10 @@ class PodExits:
         self._core = client.CoreV1Api(api)
 
     def has_exited(self, pod: Pod) -> bool:
-        """Blocks for a call or two. Raises UnavailableError where the API does not say."""
+        """Whether the process of `pod` has provably exited. Blocks for one or two API calls.
+
+        Raises UnavailableError if the API refuses or does not answer.
+        """
         found = self._get(self._core.read_namespaced_pod, pod.name, pod.namespace)
         if found is None or found.metadata.uid != pod.uid:
             return self._node_lost(pod.node)
@@ -46,7 +49,7 @@ class PodExits:
         return any(taint.key == OUT_OF_SERVICE for taint in taints)
 
     def _get(self, read: Any, *names: str) -> Any:
-        """None: the API says that there is no such object."""
+        """Read one object; None if the API answers that it does not exist."""
         import urllib3
         from kubernetes import client
 
@@ -55,14 +58,18 @@ class PodExits:
         except client.ApiException as error:
             if error.status == NOT_FOUND:
                 return None
-            raise UnavailableError(f"the API answers {error.status} {error.reason} for {names[0]}") from error
+            raise UnavailableError(
+                f"the Kubernetes API answers {error.status} {error.reason} for {names[0]}"
+            ) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise UnavailableError(f"the API does not answer: {error}") from error
+            raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
 
 
 def _terminated(status: Any, started: float) -> bool:
-    """Whether the process that lived at `started` ran in a container of this name that has ended since. The API cuts
-    times to seconds, downwards: neither comparison is loosened by that."""
+    """Whether the container of the process that lived at `started` has ended since.
+
+    The API rounds times down to seconds, which makes both comparisons stricter, never looser.
+    """
     running = status.state.running if status.state is not None else None
     if running is not None and running.started_at is not None and running.started_at.timestamp() > started:
         return True

@@ -82,8 +82,8 @@ def with_secrets(config: C) -> C:
 
 
 def require_secret(config: SecretFields) -> None:
-    """Raises ConfigError. Who knows the secret can name other tenants' prefixes and make resume tickets: there is no
-    default that everybody would know."""
+    """Raise ConfigError if there is no secret. A default would be public, and whoever knows the secret can compute other
+    tenants' block hashes and forge resume tickets."""
     if not config.secret:
         raise ConfigError(
             "the deployment's secret is missing: give every router and worker the same one, by BATON_SECRET or "
@@ -93,7 +93,7 @@ def require_secret(config: SecretFields) -> None:
 
 
 def require_redis(config: ClusterFields) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError if there is no Redis URL."""
     if not config.redis_url:
         raise ConfigError(
             "redis_url is missing: routers and workers find each other in Redis; give all of them the same one, by "

@@ -1,4 +1,4 @@
-"""The version of what processes of a deployment say to each other (docs/wire-versions.md)."""
+"""The version of the protocol between the processes of a deployment (docs/wire-versions.md)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ WIRE_VERSION = 2
 
 
 def check_wire_version(version: int, worker_id: str) -> None:
-    """Of a request that has come. Raises WireVersionError."""
+    """Check the version of a received request. Raises WireVersionError."""
     if version != WIRE_VERSION:
         raise WireVersionError(
-            f"{worker_id} speaks wire version {WIRE_VERSION}, the request version {version}: "
+            f"{worker_id} has wire version {WIRE_VERSION}, the request has {version}: "
             f"upgrade whichever is older",
             field="wire_version",
             limit=str(WIRE_VERSION),

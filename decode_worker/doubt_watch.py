@@ -1,6 +1,8 @@
-"""Proofs for slots in doubt where nobody is the parent of prefill workers: this worker asks, and only then.
+"""Frees slots in doubt on Kubernetes, where no parent process reports that a prefill worker has exited.
 
-in doubt for 2 s ─► the peer's pod, as it registered ─► has that container terminated? ─► its slots are free again
+in doubt for 2 s ─► the peer's pod, from its registration ─► container terminated? ─► its slots are free again
+
+The API is asked only while slots are in doubt.
 """
 
 from __future__ import annotations
@@ -23,20 +25,23 @@ from kv_transfer.ring import SlotState
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
-PATIENCE_SECONDS = 2.0  # most doubts end with the peer's own word
-ASK_SECONDS = 5.0  # between two questions about the same peer
+PATIENCE_SECONDS = 2.0  # before the first query: most doubts end with the peer's own Drained
+ASK_SECONDS = 5.0  # between two queries about the same peer
 
 
 class PeerExits(Protocol):
-    """Who can prove that a peer's process has exited."""
+    """A source of proofs that a peer's process has exited."""
 
     def has_exited(self, pod: Pod) -> bool:
-        """May block. Raises UnavailableError where it can't be told; False: there is no proof, yet."""
+        """True if there is a proof, False if there is none yet. May block. Raises UnavailableError for no answer."""
 
 
 class DoubtWatch:
-    """`registered`: the workers as the registry knows them; it may block. Peers are named by their lives
-    (worker_id@epoch): what was learnt of one life is never believed of another."""
+    """Polls for slots in doubt and frees those of peers that have provably exited.
+
+    `registered` returns the workers of the registry; it may block. Peers are keyed by worker_id@epoch, so that a proof
+    about one epoch is never applied to another.
+    """
 
     def __init__(
         self,
@@ -49,12 +54,12 @@ class DoubtWatch:
         self._exits = exits
         self._registered = registered
         self._clock = clock
-        self._due: dict[str, float] = {}  # of lives in doubt: when to ask next
+        self._due: dict[str, float] = {}  # peer in doubt → time of the next query
         self._pods: dict[str, Pod] = {}
         self._failing = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Poll until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await self.look()
@@ -85,7 +90,9 @@ class DoubtWatch:
             proven = pod is not None and await asyncio.to_thread(self._exits.has_exited, pod)
         except (BatonError, redis.RedisError, ValueError) as error:
             if not self._failing:
-                log.warning("whether %s has exited can't be told: %s", peer, error)
+                log.warning(
+                    "the exit of %s can't be checked, its landing slots stay in doubt: %s", peer, error
+                )
             self._failing = True
             return False
         self._failing = False
@@ -98,7 +105,7 @@ class DoubtWatch:
 
 
 def open_doubt_watch(config: WorkerConfig, receiver: HandoffReceiver) -> DoubtWatch | None:
-    """None where the configuration names nobody to ask. Raises SetupError."""
+    """The watch that `config.peer_exits` asks for, or None. Raises SetupError if no API is configured."""
     if config.peer_exits == "none":
         return None
     from kubernetes import config as kubernetes_config
@@ -109,5 +116,8 @@ def open_doubt_watch(config: WorkerConfig, receiver: HandoffReceiver) -> DoubtWa
     try:
         api = open_api(config.topology.kubeconfig)
     except (kubernetes_config.ConfigException, OSError) as error:
-        raise SetupError(f"not in a cluster: {error}", field="peer_exits") from error
+        raise SetupError(
+            f"peer_exits kubernetes: neither a kubeconfig nor the service account of a pod: {error}",
+            field="peer_exits",
+        ) from error
     return DoubtWatch(receiver, PodExits(api), lambda: read_workers(config.redis_url, config.namespace))

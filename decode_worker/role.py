@@ -79,8 +79,11 @@ class DecodeRole:
         return attempt
 
     def check_abort(self, request: decode_pb2.AbortRequest) -> None:
-        """Raises StaleEpochError where the attempt was with an earlier life of this worker: what it held then has
-        ended, and may not begin now. Nothing has committed that the router could still read."""
+        """Raise StaleEpochError if the attempt belongs to an earlier epoch of this worker.
+
+        Everything of that epoch has ended, so no commit remains that the router could read. The transfer id is
+        remembered as ended, so that a late Attach or Run does not start it.
+        """
         try:
             self._core.check_epoch(request.worker_epoch)
         except StaleEpochError:
@@ -145,7 +148,7 @@ class DecodeRole:
             self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_PREEMPTED, error)
 
     def failed(self, word: BatonError) -> None:
-        """No engine is asked any more: what it held is gone with it."""
+        """End attempts without calling the engine, which has failed and has lost what it held."""
         for attempt in self.attempts.all():
             inside = attempt.engine_id in self.by_engine_id
             if inside or not isinstance(word, EngineFailedError):
@@ -184,8 +187,13 @@ class DecodeRole:
         self._pause_if_unread(attempt)
 
     def _failed(self, attempt: DecodeAttempt, error: Exception) -> None:
-        """An exception in the work for one attempt ends that attempt: what follows in the output is others'."""
-        log.error("attempt failed", extra={"request_id": attempt.request_id}, exc_info=error)
+        """End one attempt after an exception in its own work; the rest of the output belongs to other attempts."""
+        log.error(
+            "attempt %s failed",
+            attempt.transfer_id.hex(),
+            extra={"request_id": attempt.request_id},
+            exc_info=error,
+        )
         self._core.spawn(self._core.host.call(lambda engine: engine.abort(attempt.engine_id)))
         self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, engine_request_error(error))
 

@@ -51,7 +51,7 @@ class Takeover:
         return reservation
 
     def _reserved(self, attempt: DecodeAttempt, spec: HandoffSpec, reservation: Reservation) -> None:
-        if attempt.machine.state is not DecodeState.EXPECTED:  # ended while the engine was asked
+        if attempt.machine.state is not DecodeState.EXPECTED:  # it ended while the engine reserved
             raise CancelledError("the attempt ended while its blocks were being reserved")
         attempt.trace = self._core.trace_of(spec.spec)
         attempt.report.not_shipped_tokens = reservation.held_tokens
@@ -65,7 +65,7 @@ class Takeover:
         page, secret = self._core.page_size, self._core.config.secret.encode()
 
         def reserve(engine: Engine) -> Reservation:
-            # Of the tokens that were sent: what a hash of the peer's named might be another prompt's.
+            # Hashed here, from the tokens: a hash from the peer could name another prompt's blocks.
             hashes = hash_blocks(packed, page, secret=secret, salt=request.salt)
             taken = engine.reserve(request, hashes, growth)
             return Reservation(list(taken.block_ids), taken.held_tokens)
@@ -92,7 +92,7 @@ class Takeover:
             attempt.log.add(token)
         try:
             await self._core.host.call(lambda engine: engine.commit(attempt.engine_id, first))
-        except EngineRequestError as error:  # the router hears why, not only that it was aborted
+        except EngineRequestError as error:  # the router gets the reason, not only an abort
             self._role.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
             raise
         if attempt.machine.may(DecodeState.DECODING):  # or its last token was here before this answer

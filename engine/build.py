@@ -29,7 +29,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def compute_dtype(asked: str, stored: str) -> str:
-    """What a model is computed in that is stored in `stored`."""
+    """The dtype to compute in, for the setting `asked` and a checkpoint stored as `stored`."""
     if asked != "auto":
         return asked
     # fp16 is 15 times slower than bf16 on CPUs, and its KV could not be exchanged with a bf16 worker's.
@@ -37,7 +37,10 @@ def compute_dtype(asked: str, stored: str) -> str:
 
 
 def rank_device(name: str, rank: int) -> torch.device:
-    """`name` is resolved. A node's ranks are its cards in order; a card that is named is that of the only rank."""
+    """Device of a rank on its node. "cuda" gives rank n the node's card n; "cuda:N" names the card of a single rank.
+
+    `name` is resolved, not "auto".
+    """
     device = torch.device(name)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", rank % torch.cuda.device_count())
@@ -45,7 +48,7 @@ def rank_device(name: str, rank: int) -> torch.device:
 
 
 def check(config: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
-    """What config.json and the settings say, resolved, before any weight is read and any rank is started.
+    """Resolve and check config.json and the settings, before any weight is read or any rank is started.
 
     Raises ModelError naming the key, or ConfigError naming the setting.
     """
@@ -58,14 +61,17 @@ def check(config: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
 
 
 def _block_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Of one rank."""
+    """Bytes of one KV block on one rank."""
     first, end = kv_head_range(0, config.tensor_parallel, model.num_kv_heads)
     shape = (model.num_layers, 2, end - first, config.page_size, model.head_dim)
     return math.prod(shape) * _DTYPES[config.dtype].itemsize
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """A new configuration without "auto", but for the size of the KV pool: the weights come first. Raises ConfigError."""
+    """A new configuration without "auto", except the KV pool's size, which depends on what the weights leave.
+
+    Raises ConfigError.
+    """
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,7 +109,7 @@ def _check_card(device: torch.device) -> None:
 
 
 def load_runner(config: EngineConfig, group: TpGroup | None = None, *, beside_bytes: int = 0) -> ModelRunner:
-    """Loads the model. `beside_bytes`: what this rank will take of the device's memory beside its KV pool.
+    """Load the model. `beside_bytes`: device memory that this rank will allocate later, beside its KV pool.
 
     Raises ModelError naming the tensor or key, or ConfigError naming the setting.
     """

@@ -125,7 +125,7 @@ class Engine:
         self.abort(request_id)
 
     def park(self, request_id: str) -> None:
-        """It is computed no further, and keeps its blocks until `abort`: writes may still read from them."""
+        """Stop computing the request but keep its blocks until `abort`: hand-off writes may still read them."""
         for sequence in self._requests.get(request_id, ()):
             self._scheduler.remove(sequence)
             if sequence.state is S.RUNNING:
@@ -184,14 +184,14 @@ class Engine:
         (sequence,) = waiting
         choices = {token.choice for token in first_tokens}
         if sequence.choice not in choices or all(token.finish is not None for token in first_tokens):
-            raise InvalidRequestError("first_tokens: none is there to go on with", field="first_tokens")
+            raise InvalidRequestError("first_tokens: none continues the reservation", field="first_tokens")
         try:
             sequence.num_computed = len(sequence.tokens)
             self._register(sequence, len(sequence.tokens))
             sequence.machine.to(S.RUNNING)
             self._scheduler.running.append(sequence)
             self._fork(sequence, first_tokens)
-        except Exception as error:  # all its parts have landed: nothing is written to its blocks any more
+        except Exception as error:  # all parts have landed, so no write can still reach its blocks
             self.abort(request_id)
             raise engine_request_error(error) from error
 
@@ -209,7 +209,7 @@ class Engine:
             sibling.machine.to(S.RUNNING)
             self._pool.hold(first.blocks[:used])
             sibling.blocks = first.blocks[:used]
-            family.append(sibling)  # whatever fails from here on: its blocks have an owner
+            family.append(sibling)  # before anything that can fail, so that `abort` frees its blocks
             if token.finish is None:
                 self._scheduler.running.append(sibling)
             else:
@@ -289,9 +289,9 @@ class Engine:
                 self._fail(sequence, engine_request_error(error), output)
 
     def _fail(self, sequence: Sequence, error: EngineRequestError, output: StepOutput) -> None:
-        """Ends the whole request. One that exports keeps its blocks until `abort`: they may still be read."""
+        """End the whole request. One that exports KV keeps its blocks until `abort`: they may still be read."""
         request_id = sequence.request.request_id
-        log.error("request %s fails: %s", request_id, error.message, exc_info=error.__cause__)
+        log.error("request %s failed in the engine: %s", request_id, error.message, exc_info=error.__cause__)
         output.done.append(replace(self._done(self._requests[request_id]), error=error))
         if sequence.request.export:
             self._scheduler.remove(sequence)
@@ -316,7 +316,7 @@ class Engine:
         self._on_chain(ChainReport(sequence.hashes[:full], full))
 
     def _sample(self, sequences: list[Sequence], logits: Tensor, output: StepOutput) -> None:
-        """`sequences`: of each row of `logits`."""
+        """Draw the next tokens. `sequences[i]` is the sequence of row i of `logits` [rows, vocab]."""
         wanted = [
             Wanted(sequence, row, self._new_choices(sequence))
             for row, sequence in enumerate(sequences)
@@ -336,7 +336,7 @@ class Engine:
                 self._fail(one.sequence, engine_request_error(error), output)
 
     def _new_choices(self, sequence: Sequence) -> int:
-        """How many are drawn from its logits: where the prompt ends, its choices part."""
+        """How many choices are drawn from its logits: all of them at the end of the prompt, then one."""
         request = sequence.request
         fresh = len(sequence.tokens) == sequence.num_prompt + len(request.output_tokens)
         return request.n if fresh and len(self._requests[request.request_id]) == 1 else 1

@@ -13,14 +13,14 @@ from cluster.errors import ConfigError
 from cluster.memory import available_bytes
 from engine.parallel.group import TpGroup
 
-# When no size is named. Of what a CPU's memory has left: other processes live here too. Of a whole card: the rest is for
-# activations, and what other processes use of it counts as used.
+# Shares for an unset kv_memory. CPU: share of the free memory, which other processes use too. CUDA: share of the card's
+# total memory, less what is in use; the rest is for activations.
 FREE_SHARE_CPU = 0.25
 TOTAL_SHARE_CUDA = 0.9
 
 
 def _card_memory(device: torch.device) -> tuple[int, int]:
-    torch.cuda.empty_cache()  # what loading left in the allocator is free as well
+    torch.cuda.empty_cache()  # memory that the allocator caches after loading counts as free
     return torch.cuda.mem_get_info(device)
 
 
@@ -30,15 +30,17 @@ def choose_bytes(
     beside_bytes: int = 0,
     card_memory: Callable[[torch.device], tuple[int, int]] = _card_memory,
 ) -> int:
-    """Bytes of one rank's pool, asked when the weights are where they will be. `beside_bytes` will be taken later, of the
-    same memory; `card_memory` gives free and total bytes. Raises ConfigError where a machine has less memory left than
-    was asked for."""
+    """Size of one rank's KV pool in bytes; call it after the weights are loaded.
+
+    `beside_bytes` of the same memory will be allocated later; `card_memory` returns (free, total) bytes. Raises
+    ConfigError if `asked` is more than a CPU machine has free.
+    """
     if asked:
         if device.type == "cpu" and asked > (free := available_bytes()):
-            # Memory is taken as it is used: the worker would be killed later, with what it serves.
+            # The kernel commits memory on first use: the worker would start, and be killed later under load.
             raise ConfigError(
                 f"kv_memory: {asked} bytes are more than the {free} bytes of memory that are free: give less, or "
-                f"leave it out for a share that fits",
+                f"omit it for a share that fits",
                 field="kv_memory",
             )
         return asked
@@ -51,7 +53,8 @@ def choose_bytes(
 def sized(
     config: EngineConfig, block_bytes: int, device: torch.device, group: TpGroup, beside_bytes: int = 0
 ) -> EngineConfig:
-    """With the size of the pool. All ranks get the smallest of theirs: the leader's plans name blocks of every rank."""
+    """`config` with the pool's size: the smallest over all ranks, because the leader's plans name the same blocks for
+    every rank."""
     if config.kv_memory_bytes:
         choose_bytes(config.kv_memory_bytes, device)  # or it says why not
         return config
@@ -62,7 +65,7 @@ def sized(
 
 
 def check_fits(pool_bytes: int, block_bytes: int, config: EngineConfig) -> None:
-    """Raises ConfigError if the pool can't hold one context, saying by how much it falls short."""
+    """Raise ConfigError if the pool can't hold one context; the message says how many bytes are missing."""
     blocks = pool_bytes // block_bytes
     needed = -(-config.max_model_len // config.page_size)
     if blocks < needed:

@@ -1,4 +1,4 @@
-"""From a step's logits to each sequence's next tokens, or to the error that ends its request and no other."""
+"""Draws the next tokens from a step's logits; a failure in one row ends that row's request only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.stop import finish_reason, forbidden
 
 @dataclass(frozen=True)
 class Wanted:
-    """The tokens to draw from one row of logits: one, or one for each choice where they part."""
+    """The draws from one row of logits: one, or at the end of the prompt one for each choice."""
 
     sequence: Sequence
     logits_row: int
@@ -25,7 +25,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Ends:
-    """What of the model decides when a choice ends."""
+    """The model's limits that end a choice."""
 
     eos: tuple[int, ...]
     max_len: int
@@ -35,7 +35,10 @@ Answer = list[TokenOutput] | EngineRequestError
 
 
 def next_tokens(wanted: Seq[Wanted], logits: Tensor, ends: Ends) -> list[Answer]:
-    """In the order of `wanted`: a token for each choice, or why the request has none."""
+    """Tokens for each entry of `wanted`, in its order, or the error that ends that request.
+
+    `logits` is [rows, vocab], a row for each entry.
+    """
     answers: list[Answer] = []
     rows: list[Row] = []
     source: list[int] = []

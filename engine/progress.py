@@ -1,4 +1,4 @@
-"""What a step has computed of a sequence, noted in the sequence and in the engine's counters."""
+"""Records what a step computed, in the sequence and in the engine's counters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.scheduler.sequence import Sequence
 
 @dataclass(frozen=True)
 class StepSpan:
-    """One step: monotonic seconds, and the tokens of all its sequences."""
+    """Begin and end of one step (monotonic seconds), and the tokens of all its sequences."""
 
     began: float
     ended: float
@@ -19,7 +19,7 @@ class StepSpan:
 
 
 def note_computed(sequence: Sequence, count: int, step: StepSpan, counters: Counter[str]) -> None:
-    """`count` more of its tokens have their KV in its blocks; those of the prompt cost it their share of the step."""
+    """Record that `count` more tokens have their KV; prompt tokens are charged their share of the step's time."""
     prompt = max(0, min(sequence.num_computed + count, sequence.num_prompt) - sequence.num_computed)
     sequence.computed_prompt_tokens += prompt
     sequence.prompt_compute_seconds += prompt * (step.ended - step.began) / step.tokens

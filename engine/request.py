@@ -92,9 +92,7 @@ class RequestDone:
     computed_prompt_tokens: int = 0
     prompt_compute_seconds: float = 0.0  # its share, by tokens, of the steps that computed them
     chunks: tuple[PromptChunk, ...] = ()
-    error: EngineRequestError | None = (
-        None  # why it failed; blocks that it exports stay its own until `abort`
-    )
+    error: EngineRequestError | None = None  # set if it failed; exported blocks stay allocated until `abort`
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class ModelRunner:
 
     @property
     def arrivals(self) -> Arrivals:
-        """How far this rank has come in the operations that it shares with the others."""
+        """This rank's progress through the group's collective operations."""
         return self._group.arrivals
 
     @torch.inference_mode()

@@ -1,5 +1,7 @@
-"""Which KV of a hand-off is here: a bitmap over (flow, layer, token). A flow's heads always come together: a part that
-has other heads than its flow is refused before it is counted here."""
+"""Which KV of a hand-off has landed: a bitmap over (flow, layer, token).
+
+Heads need no dimension: a part carries all heads of its flow, or is refused before it is counted.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ FlowKey = tuple[int, int]  # (source rank, target rank)
 
 
 class Coverage:
-    """Tokens [held_tokens, token_count) are shipped; those before are here already."""
+    """The bitmap of one hand-off. Tokens [held_tokens, token_count) are shipped; earlier ones are in the prefix cache."""
 
     def __init__(self, flows: Sequence[Flow], num_layers: int, held_tokens: int, token_count: int):
         self._held = held_tokens
@@ -29,24 +31,24 @@ class Coverage:
         return frozenset(self._here)
 
     def add(self, flow: FlowKey, layers: tuple[int, int], tokens: tuple[int, int]) -> None:
-        """What is here already counts once. The ranges lie within what is shipped."""
+        """Mark half-open ranges, which lie within the shipped ones, as landed; marking twice changes nothing."""
         part = self._here[flow][slice(*layers), tokens[0] - self._held : tokens[1] - self._held]
         self._missing -= part.size - int(np.count_nonzero(part))
         part[:] = True
 
     @property
     def whole(self) -> bool:
-        """Every token, in every layer, from every flow."""
+        """Whether every shipped token has landed in every layer of every flow."""
         return self._missing == 0
 
     @property
     def leading_tokens(self) -> int:
-        """Tokens before the first of which anything is missing, held ones included."""
+        """Number of leading tokens that are complete, held ones included."""
         shipped = min((_leading(here) for here in self._here.values()), default=0)
         return self._held + shipped
 
 
 def _leading(here: NDArray[np.bool_]) -> int:
-    """Columns before the first that has a gap."""
+    """Number of columns before the first column with a gap."""
     gaps = np.flatnonzero(~np.logical_and.reduce(here, axis=0))
     return int(gaps[0]) if gaps.size else here.shape[1]

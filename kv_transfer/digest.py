@@ -13,16 +13,16 @@ XXH3_128 = "xxh3_128"  # CPU: 35–87 GB/s measured
 SUM64 = "sum64"  # expressible in torch, so it runs where the bytes are on CUDA
 
 KINDS = (NONE, XXH3_128, SUM64)
-MODES = ("off", "sample", "all")  # the laxest first
+MODES = ("off", "sample", "all")  # from the laxest to the strictest
 
 
 def kinds_on(device: torch.device) -> tuple[str, ...]:
-    """What can be computed where the bytes are; the fastest first."""
+    """Digest kinds that can be computed on `device`, the fastest first."""
     return (XXH3_128, SUM64) if device.type == "cpu" else (SUM64,)
 
 
 def stricter(one: str, other: str) -> str:
-    """Of two of MODES."""
+    """The stricter of two MODES."""
     return max(one, other, key=MODES.index)
 
 

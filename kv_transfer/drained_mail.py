@@ -1,9 +1,10 @@
 """Drained messages, kept until the decode worker has acknowledged them.
 
-Until it has acted on one it keeps slots in doubt. Each is said at once on a stream that lives, on every later stream, and
-about once a second on one that lives on. The doubt outlives the worker's epochs, so messages are kept by worker; where no
-hand-off opens a stream to it, one is opened for them. That is given up after a while, the messages are not: a worker that
-was stopped, or cut off, for an hour still has the slots in doubt when it is back.
+Until a decode worker has acted on the message, it keeps slots in doubt. A message is sent at once if a stream is open, on
+every later stream, and about once a second while one stays open. Slots stay in doubt across the worker's epochs, so
+messages are kept per worker; if no hand-off opens a stream to it, one is opened for them. After TRIES failures no more
+streams are opened, but the messages stay: a worker that was stopped or cut off for an hour comes back with the slots
+still in doubt.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from wire import common_pb2
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 4096  # of one worker
-MAX_TOGETHER = 256  # said at a time: a stream's queue is bounded, and has other messages to carry
-MAX_GIVEN_UP = 256  # workers that could not be reached; most are gone for good, and their end is a fence
+MAX_TOGETHER = 256  # sent at a time: a stream's queue is bounded, and carries other messages too
+MAX_GIVEN_UP = 256  # unreachable workers; most have ended for good, and their slots with them
 TRIES = 30
 TRY_SECONDS = 1.0
 
@@ -39,14 +40,14 @@ class DrainedMail:
         self._open = open_stream
         self._current_epoch = current_epoch
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[str, dict[bytes, float]] = {}  # when each was said last; the longest ago first
+        self._waiting: dict[str, dict[bytes, float]] = {}  # time of the last sending; the oldest first
         self._delivering: set[str] = set()
         self._answered: set[str] = set()  # workers that have acknowledged something since the last look
         self._given_up: dict[str, None] = {}  # the longest first
         self._follow_ups = FollowUps()
 
     def keep(self, decode: common_pb2.WorkerRef, transfer_id: bytes, stream: Stream | None = None) -> None:
-        """`stream`: one that lives; it is said there at once."""
+        """Keep a message until it is acknowledged; if `stream` is given, send it there at once."""
         waiting = self._waiting.setdefault(decode.worker_id, {})
         if stream is None:
             waiting[transfer_id] = -TRY_SECONDS
@@ -57,7 +58,7 @@ class DrainedMail:
         self._start(decode, at_once=stream is None)
 
     def acknowledged(self, worker_id: str, transfer_id: bytes) -> None:
-        """It is in doubt about this transfer no more."""
+        """Drop the message: the worker has acted on it."""
         waiting = self._waiting.get(worker_id, {})
         if waiting.pop(transfer_id, None) is None:
             return
@@ -66,7 +67,7 @@ class DrainedMail:
             self._forget(worker_id)
 
     def hand_over(self, decode: common_pb2.WorkerRef, stream: Stream) -> None:
-        """The stream is up: it says what waits, however long it has."""
+        """Send all waiting messages on a stream that was just opened."""
         self._given_up.pop(decode.worker_id, None)
         if decode.worker_id in self._waiting:
             self._repeat(decode.worker_id, stream, self._loop.time())
@@ -76,7 +77,7 @@ class DrainedMail:
         return worker_id in self._waiting
 
     def close(self) -> None:
-        """This process ends, and that proves what was to be said."""
+        """Drop all messages: the exit of this process proves the same."""
         self._waiting.clear()
 
     # --- until it is acknowledged -------------------------------------------------------------------------
@@ -99,8 +100,11 @@ class DrainedMail:
             self._follow_ups.spawn(self._deliver(decode, at_once))
 
     async def _deliver(self, decode: common_pb2.WorkerRef, at_once: bool) -> None:
-        """Says so when a stream fails for the first time, and how it ended then; not at every try. A stream counts as
-        one try, however long it lives."""
+        """Repeat the messages until they are acknowledged or TRIES is reached.
+
+        Logs the first failure and the end, not every try. A stream counts as one try however long it stays open; an
+        acknowledgement starts the count again.
+        """
         worker_id, failed, in_vain = decode.worker_id, False, 0
         last: Stream | None = None
         try:
@@ -124,7 +128,7 @@ class DrainedMail:
                 except (errors.BatonError, TimeoutError) as error:
                     in_vain += 1
                     if not failed:
-                        log.info("%s has not heard yet what is drained: %s", worker_id, _words(error))
+                        log.info("%s does not take Drained yet, retrying: %s", worker_id, _words(error))
                     failed = True
                     decode = self._as_it_is_now(decode)
         finally:
@@ -135,10 +139,10 @@ class DrainedMail:
     def _tell_the_end(self, worker_id: str, failed: bool) -> None:
         left = len(self._waiting.get(worker_id, ()))
         if left:
-            log.info("%s was not told of %d drained transfers: not until it is back", worker_id, left)
+            log.info("%s has not acknowledged %d Drained; they wait for its next stream", worker_id, left)
             self._give_up(worker_id)
         elif failed:
-            log.info("%s has heard what is drained", worker_id)
+            log.info("%s has acknowledged every Drained", worker_id)
 
     def _give_up(self, worker_id: str) -> None:
         """Whoever opens the next stream to it brings the mail."""

@@ -1,4 +1,4 @@
-"""Does a part belong where its header says? Checked before anything of it is written: the header is its sender's word."""
+"""Checks a part's header against the reservation before anything of the part is written into KV blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wire import handoff_pb2
 
 @dataclass(frozen=True)
 class Place:
-    """Of a part in this rank's cache. `heads` are the rank's own, `block_ids` those of `tokens`."""
+    """Where a part goes in this rank's cache. `heads` are indices of the rank, `block_ids` those of `tokens`."""
 
     layers: range
     heads: range
@@ -23,13 +23,16 @@ class Place:
 class CacheShape:
     num_layers: int
     page_size: int
-    row_bytes: int  # of one token in one head of one layer, K or V
-    first_head: int  # of the whole model
+    row_bytes: int  # bytes of one token in one head of one layer, K or V
+    first_head: int  # this rank's first KV head, counted over the whole model
     slot_bytes: int
 
     def place(self, header: handoff_pb2.PartHeader, told: m.ExpectTransfer, source_rank: int) -> Place | None:
-        """None for a part of other heads than its flow's, of held tokens, of tokens or layers that there are none of,
-        or of another size than those make."""
+        """The place of a part, or None if the header does not fit.
+
+        It does not fit if its heads are not its flow's, its tokens or layers are not all to be shipped, or its size does
+        not follow from its ranges.
+        """
         heads = (header.head_begin, header.head_end)
         layers = (header.layer_begin, header.layer_end)
         tokens = (header.token_begin, header.token_end)

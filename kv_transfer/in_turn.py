@@ -1,5 +1,4 @@
-"""What a peer asks for and the engine has to answer. An engine's step takes as long as it takes: the peer's stream is
-read on meanwhile."""
+"""Runs the work that a peer's messages ask of the engine, so that reading its stream never waits for an engine step."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ Work = Callable[[], Awaitable[None]]
 
 
 class InTurn:
-    """Of each transfer one thing at a time, in the order of asking; of different transfers beside each other."""
+    """Runs the work of one transfer in the order of arrival, and the work of different transfers concurrently."""
 
     def __init__(self, spawn: Callable[[Coroutine[Any, Any, Any]], None], limit: int):
         self._spawn = spawn
         self._limit = limit
         self._queues: dict[bytes, deque[Work]] = {}
-        self.pending = 0  # begun, or waiting
+        self.pending = 0  # running or waiting
 
     def add(self, transfer_id: bytes, work: Work) -> bool:
-        """False: too much is pending, and nothing was added."""
+        """Queue `work`. Returns False, without queueing it, if `limit` works are pending."""
         if self.pending >= self._limit:
             return False
         self.pending += 1
@@ -40,8 +39,8 @@ class InTurn:
             while queue:
                 try:
                     await queue.popleft()()
-                except Exception:  # what comes after it may have to undo it
-                    log.exception("a message about %s could not be acted upon", transfer_id.hex())
+                except Exception:  # later messages still run: one of them may undo this one
+                    log.exception("handling a message of hand-off %s failed", transfer_id.hex())
                 finally:
                     self.pending -= 1
         finally:

@@ -16,7 +16,7 @@ from kv_transfer.messages import PartLanded
 from wire import handoff_pb2
 
 log = logging.getLogger(__name__)
-# A prompt whose blocks were taken back at the sender is computed, and ships, again.
+# A prompt that is preempted at the prefill worker is computed, and shipped, again.
 MAX_PARTS_PER_ROW = 8  # a row: one token in one layer
 H = HandoffState
 TRANSITIONS: dict[HandoffState, frozenset[HandoffState]] = {
@@ -40,7 +40,7 @@ class IncomingHandoff:
     )  # parts that have, or wait for, a slot, or had one
     resent: set[tuple[int, int, int]] = field(default_factory=set)
     finish: handoff_pb2.Finish | None = None
-    announced: dict[FlowKey, int] = field(default_factory=dict)  # parts of each flow, by Finish
+    announced: dict[FlowKey, int] = field(default_factory=dict)  # parts of each flow, from Finish
     finish_received: float = 0.0
     committing: bool = False
     under_way: int = 0  # slots granted, nothing landed yet
@@ -68,13 +68,13 @@ class IncomingHandoff:
         return self.machine.state is H.COMMITTED
 
     def refused_part(self, request: handoff_pb2.SlotRequest, slot_bytes: int) -> TransportError | None:
-        """Why no such part can be one of this hand-off."""
+        """The error if the requested part cannot belong to this hand-off, else None."""
         key = (request.source_rank, request.target_rank)
         if key not in self._coverage.flows:
             return TransportError(f"rank {key[0]} ships nothing to rank {key[1]}", field="source_rank")
         if request.part >= self._max_parts:
             limit = str(self._max_parts)
-            return TransportError(f"part {request.part} is too many", field="part", limit=limit)
+            return TransportError(f"part {request.part} is beyond the limit", field="part", limit=limit)
         if request.bytes > slot_bytes:
             limit = str(slot_bytes)
             return TransportError(f"a part of {request.bytes} bytes", field="slot_bytes", limit=limit)
@@ -125,7 +125,7 @@ class IncomingHandoff:
         )
 
     def take_finish(self, finish: handoff_pb2.Finish) -> None:
-        """Raises TransportError where it can't be true, whatever is still to come."""
+        """Store the announced part counts. Raises TransportError if they contradict what is known already."""
         self.finish, self.finish_received = finish, time.monotonic()
         self.announced = dict.fromkeys(self._coverage.flows, 0)
         named: set[FlowKey] = set()
@@ -148,7 +148,7 @@ class IncomingHandoff:
 
     @property
     def covered(self) -> bool:
-        """Every token that had to be shipped is here in every layer from every flow."""
+        """Whether every token to be shipped has landed in every layer of every flow."""
         return self._coverage.whole
 
     @property
@@ -162,7 +162,7 @@ def untrue(claim: str) -> TransportError:
 
 
 def error_of(part: PartLanded, digests: str, digest_kind: str) -> BatonError:
-    """Why the attempt ends with this part. `digests` and `digest_kind` are the pair's."""
+    """The error with which a refused part ends its attempt. `digests` and `digest_kind` are the pair's."""
     if part.error == "digest":
         return DigestMismatchError(f"part {part.part} arrived corrupted twice")
     if part.error == "digest_missing":

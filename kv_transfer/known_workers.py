@@ -1,4 +1,4 @@
-"""What a prefill worker remembers of decode workers beyond their streams, of the last so many it has met."""
+"""What a prefill worker keeps about decode workers after their streams have closed, for the most recent 1,024."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_WORKERS = (
-    1024  # as many as a NIXL agent keeps idle: of others there is no connection that may have broken
+    1024  # as many idle connections as a NIXL agent keeps: others have no connection whose state matters
 )
 
 
 @dataclass
 class Known:
-    epoch: int = 0  # that it last said it lives under; 0 = it said none
-    reached: bool = False  # by NIXL
+    epoch: int = 0  # the last one that the worker sent; 0 = none
+    reached: bool = False  # over NIXL
 
 
 class KnownWorkers:

@@ -58,7 +58,7 @@ class Landing:
 
     @property
     def digest_kinds(self) -> tuple[str, ...]:
-        """What every rank can verify."""
+        """Digest kinds that every rank can verify, the fastest first."""
         first, *others = (rank.hello.digest_kinds for rank in self._ranks)
         return tuple(kind for kind in first if all(kind in other for other in others))
 
@@ -79,7 +79,7 @@ class Landing:
     # --- transfers and grants ----------------------------------------------------------------------------
 
     def expect_transfer(self, handoff: IncomingHandoff, digests: str, digest_kind: str) -> None:
-        """Each rank learns where its parts belong."""
+        """Tell each rank into which blocks the hand-off's parts go."""
         for index, rank in enumerate(self._ranks):
             rank.handle(
                 m.ExpectTransfer(
@@ -95,14 +95,14 @@ class Landing:
             )
 
     def forget(self, transfer_id: bytes) -> None:
-        """Nothing of it can land any more."""
+        """Tell the ranks that no part of the transfer can land any more."""
         for rank in self._ranks:
             rank.handle(m.ForgetTransfer(transfer_id, confirm=False))
 
     def expect(
         self, claim: Claim, slot: Slot, rank: int, seconds: float, expired: Callable[[Slot], None]
     ) -> None:
-        """The slot was granted. `expired` hears of it if nothing lands within `seconds`."""
+        """Expect a part in a slot that was granted; calls `expired(slot)` if nothing lands within `seconds`."""
         self._ranks[rank].handle(
             m.Expect(slot.index, slot.generation, claim.transfer_id, claim.part, claim.source_rank)
         )
@@ -139,7 +139,10 @@ class Landing:
         return forgotten
 
     async def drained(self, transfer_id: bytes, worker_id: str) -> None:
-        """Proof, where it is that worker's transfer: every handle of it is terminal."""
+        """Free the transfer's slots in doubt: its prefill worker reports that all its writes are terminal.
+
+        Does nothing if the transfer is another worker's.
+        """
 
         def proven(claim: Claim) -> bool:
             return claim.transfer_id == transfer_id and worker_of(claim.peer) == worker_id

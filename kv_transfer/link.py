@@ -93,7 +93,7 @@ class LinkToDecode:
             self._lose(errors.PeerLostError(f"{self.name} takes no messages"))
 
     def say_drained(self, transfer_id: bytes) -> None:
-        """Whoever says it keeps it until it is acknowledged (`DrainedMail`)."""
+        """Send Drained once; the caller repeats it until it is acknowledged (`DrainedMail`)."""
         self.send(drained=handoff_pb2.Drained(transfer_id=transfer_id))
 
     def attach(self, handoff: OutgoingHandoff) -> None:
@@ -230,7 +230,7 @@ class LinkToDecode:
             self._ready.set_result(None)
 
     def _check(self, welcome: handoff_pb2.Welcome) -> None:
-        """Raises what D refused the pair for, or what is wrong with its answer."""
+        """Raise the decode worker's reason if it refused the pair, or an error for an invalid Welcome."""
         if welcome.HasField("refused"):
             raise errors.from_wire(welcome.refused)
         sender = self._sender

@@ -23,7 +23,7 @@ class PeerRank:
     metadata: bytes
     memory: str = DRAM  # where its slots lie
     device: int = 0  # its index in the rank's process
-    digest_kinds: tuple[str, ...] = ()  # that it can compute where its bytes are, the fastest first
+    digest_kinds: tuple[str, ...] = ()  # that it can compute on its device, the fastest first
 
 
 # --- leader → sending rank ---------------------------------------------------------------------------------
@@ -153,22 +153,25 @@ class ProbeFailed:
 
 @dataclass(frozen=True)
 class ExpectTransfer:
-    """Blocks are reserved: where this rank's parts of the transfer belong, until ForgetTransfer. Once a transfer: a long
-    prompt has thousands of blocks, and a rank may be in another process."""
+    """Where this rank's parts of a transfer go, valid until ForgetTransfer.
+
+    Sent once per transfer and not with each part: a long prompt has thousands of blocks, and the message is pickled for
+    a rank in another process.
+    """
 
     transfer_id: bytes
     prefill_epoch: int
-    block_ids: Sequence[int]  # of the whole request
-    held_tokens: int  # in blocks that other requests hold too: never written to
+    block_ids: Sequence[int]  # of the whole request, in the order of its tokens
+    held_tokens: int  # leading tokens in blocks that other requests share: never written to
     token_count: int
     flows: Sequence[Flow]  # to this rank
-    digests: str  # "off" | "sample" | "all": which of its parts carry one
+    digests: str  # "off" | "sample" | "all": which parts carry a digest
     digest_kind: str
 
 
 @dataclass(frozen=True)
 class Expect:
-    """A slot is granted to this part of a transfer that the rank was told of."""
+    """A slot is granted to this part; ExpectTransfer of its transfer came before."""
 
     slot: int
     generation: int
@@ -179,8 +182,7 @@ class Expect:
 
 @dataclass(frozen=True)
 class ForgetTransfer:
-    """Nothing of it is wanted any more: what lands is dropped. Where asked, confirmed with the transfer id when no
-    scatter of it runs."""
+    """Drop what still lands of the transfer. With `confirm`, answered by Confirmed once no scatter of it runs."""
 
     transfer_id: bytes
     confirm: bool = True

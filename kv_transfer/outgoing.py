@@ -105,7 +105,7 @@ class Transfer:
     complete_tokens: int = 0
     announced: bool = False
     closing: bool = False
-    failed: bool = False  # an exception of ours: it goes no further, and waits to be closed
+    failed: bool = False  # an exception in this rank: nothing more is posted until CloseTransfer
     _seen_first: bool = False
     _layers: list[int] = field(default_factory=list)  # of the current token range, not yet cut into a job
     _tokens: range = range(0)

@@ -1,4 +1,4 @@
-"""Which digest a part carries: each pair has agreed on how many parts do, and on the kind."""
+"""Which digest a part carries, by the setting and kind that its pair has agreed on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_transfer.messages import OpenTransfer
 
 class PairDigests:
     def __init__(self, device: torch.device, config: TransferConfig):
-        """`config.digests` holds for a pair that has agreed on nothing."""
+        """`config.digests` applies to pairs without an agreement."""
         self._device = device
         self._config = config
         self._agreed: dict[tuple[str, str], Digests] = {}

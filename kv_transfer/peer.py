@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", handoff_pb2.Reserve, handoff_pb2.Finish, handoff_pb2.AbortHandoff)
-MAX_RESERVING = 512  # of one peer: asked of the engine, which answers between two steps
-MAX_PENDING = 8 * MAX_RESERVING  # with what follows on them
+MAX_RESERVING = 512  # reservations of one peer that wait for the engine, which answers between two steps
+MAX_PENDING = 8 * MAX_RESERVING  # these and the messages that follow them
 
 
 class PeerLink:
@@ -36,7 +36,7 @@ class PeerLink:
         self.layout = common_pb2.KvLayout()
         self.transport = ""
         self.digests = ""
-        self.digest_kind = NONE  # of what carries one
+        self.digest_kind = NONE  # of the parts that carry a digest
         self.closed = False
         self.failure: errors.BatonError | None = None  # of what the peer sent
         self._receiver = receiver
@@ -104,7 +104,7 @@ class PeerLink:
             self.end()
 
     def _on_message(self, message: handoff_pb2.PrefillToDecode) -> None:
-        """Waits for nothing: what the engine or a rank has to answer is handed on."""
+        """Handle one message without waiting; what needs the engine or a rank is queued."""
         receiver = self._receiver
         check_message(message, self.layout if self.layout.tensor_parallel else None)
         match message.WhichOneof("message"):
@@ -143,7 +143,7 @@ class PeerLink:
         self._receiver.land(part.header.target_rank, m.Land(part.header.SerializeToString(), part.payload))
 
     def _hello(self, hello: handoff_pb2.Hello) -> None:
-        """Raises BatonError after the peer was told why: a refused one says nothing more here."""
+        """Answer Hello. A refused peer gets the reason, then BatonError is raised and ends the stream."""
         self.prefill.CopyFrom(hello.prefill)
         try:
             self._agree(hello)
@@ -158,7 +158,7 @@ class PeerLink:
     def _agree(self, hello: handoff_pb2.Hello) -> None:
         receiver = self._receiver
         if hello.decode_epoch != receiver.worker.epoch:
-            raise errors.StaleEpochError("this worker lives under another epoch now", field="decode_epoch")
+            raise errors.StaleEpochError("this worker has another epoch now", field="decode_epoch")
         check_layouts(hello.layout, receiver.layout)
         self.transport = self._choose(list(hello.transports))
         self.digests = stricter(receiver.config.digests, hello.digests)

@@ -1,8 +1,8 @@
-"""How often writes under way are looked at: at once again after something has happened, then ever less often.
+"""How often pending writes are polled: at once after progress, then at growing intervals.
 
-Over TCP a look is also what moves the bytes. So the pause grows with the time in which nothing happened: a write that
-takes T is known to be over within T / PATIENCE of it, and one to a stopped peer, which may stay pending for ever, costs a
-look every MAX_SECONDS.
+Over TCP a poll also moves the bytes, so the pause grows only in proportion to the time without progress: the end of a
+write that takes T is noticed after at most T / PATIENCE more. A write to a stopped peer, which may stay pending for ever,
+costs one poll every MAX_SECONDS.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PATIENCE = 64
 
 class PollPace:
     def __init__(self, now: float):
-        self._since = now  # when something happened last
+        self._since = now  # time of the last progress
 
     def happened(self, now: float) -> None:
         self._since = now

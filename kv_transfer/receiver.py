@@ -121,7 +121,7 @@ class HandoffReceiver:
     # --- what the peer asks ------------------------------------------------------------------------------
 
     async def reserve(self, link: PeerLink, request: handoff_pb2.Reserve) -> None:
-        """Asked again: the first answer again."""
+        """Reserve blocks; a repeated Reserve gets the first answer again."""
         reply = handoff_pb2.ReserveReply(transfer_id=request.transfer_id)
         try:
             handoff = self._live.get(request.transfer_id) or await self._reserve(link, request)
@@ -137,7 +137,7 @@ class HandoffReceiver:
             raise errors.StaleTransferError(f"attempt {transfer_id.hex()} has ended", field="transfer_id")
         if self.exhausted:
             raise errors.UnavailableError(f"the decode worker leaves: {self.exhausted}")
-        if link.closed:  # while this waited for its turn
+        if link.closed:  # closed while this request was queued
             raise errors.PeerLostError("the prefill worker is gone")
         handoff = await take_on(link, request, layout=self.layout, engine=self._engine, landing=self.landing)
         self._live[transfer_id], self._links[transfer_id] = handoff, link
@@ -203,8 +203,8 @@ class HandoffReceiver:
             await self._abort(finish.transfer_id, error)
 
     def drained(self, link: PeerLink, transfer_id: bytes) -> None:
-        """Settling takes a moment; the peer's stream is read on meanwhile. It says Drained again until it has our
-        answer: what comes while this is acted upon, or beyond the bound, need not be kept."""
+        """Settle a Drained in the background, so that the peer's stream is read on. The peer repeats it until it is
+        acknowledged, so repetitions and messages beyond the bound are dropped."""
         if transfer_id not in self._draining and len(self._draining) < MAX_DRAINING:
             self._draining.add(transfer_id)
             self._spawn(self._drain(link, transfer_id))
@@ -216,7 +216,7 @@ class HandoffReceiver:
             handoff = self._live.get(transfer_id)
             if handoff is not None and worker_of(handoff.peer) == worker_id:
                 freeing = self._end(transfer_id, errors.CancelledError("given up by the prefill worker"))
-                if freeing is not None:  # the slots need not wait for the engine
+                if freeing is not None:  # in the background: the slots need not wait for the engine
                     self._spawn(freeing)
             await self.landing.drained(transfer_id, worker_id)
         finally:
@@ -328,8 +328,8 @@ class HandoffReceiver:
             await self._follow_ups.complete(freeing)
 
     def _end(self, transfer_id: bytes, error: errors.BatonError) -> Coroutine[Any, Any, None] | None:
-        """At once: its slots are in doubt, and the peer is told. What is returned gives its blocks back; None: there is
-        nothing to end."""
+        """End a hand-off: put its slots in doubt and tell the peer, both at once. Returns a coroutine that frees its
+        blocks, or None if there is no such hand-off."""
         handoff = self._live.get(transfer_id)
         if handoff is None or handoff.committing:
             return None

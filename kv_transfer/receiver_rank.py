@@ -42,8 +42,10 @@ REPORT_SECONDS = 0.0005  # at most so long after the last of them, if no further
 
 
 def pause_of(quiet_seconds: float) -> float:
-    """Between two looks while parts are expected: a part that takes T is seen within T / PATIENCE of its arrival, and one
-    that never comes costs little."""
+    """Pause between two polls while parts are expected, after `quiet_seconds` without an arrival.
+
+    A part that takes T is noticed at most T / PATIENCE after its arrival; a part that never comes costs few polls.
+    """
     return min(SLOW_POLL_SECONDS, max(FAST_POLL_SECONDS, quiet_seconds / PATIENCE))
 
 
@@ -230,7 +232,7 @@ class ReceiverRank:
         self._landed(header)
 
     def _expectation(self, header: handoff_pb2.PartHeader) -> _Transfer | None:
-        """The transfer it is of, if it is the part that was expected there, under these epochs."""
+        """The part's transfer, if slot, part, rank, generation and epochs are the ones expected; else None."""
         # The grant may still be in the inbox: the peer can be faster than our own wake-up.
         while self._inbox and isinstance(self._inbox[0], m.ExpectTransfer | m.Expect | m.ForgetTransfer):
             self._handle_one(self._inbox.popleft())
@@ -250,7 +252,7 @@ class ReceiverRank:
         return transfer
 
     def _landed(self, header: handoff_pb2.PartHeader, payload: bytes | None = None) -> None:
-        """`payload`: bytes that came on the stream and are not in the slot yet."""
+        """Process a part. `payload`: its bytes if they came on the gRPC stream and are not in the slot yet."""
         transfer = self._expectation(header)
         if transfer is None:
             self.dropped["stale"] += 1
@@ -297,7 +299,7 @@ class ReceiverRank:
             self.on_event(m.Confirmed(self.rank, message.transfer_id))
 
     def _take(self, header: handoff_pb2.PartHeader, transfer: _Transfer, payload: bytes | None) -> str:
-        """Why it could not be taken, or "". This thread serves every hand-off: it outlives what one part does to it."""
+        """Verify and scatter a part; return "" or why that failed. Raises nothing: the thread serves all hand-offs."""
         try:
             place = self._shape.place(header, transfer.told, header.source_rank)
             if place is None or (payload is not None and not self._fill(header, payload)):
@@ -312,7 +314,9 @@ class ReceiverRank:
             self._scatter(data, place)
             return ""
         except Exception:
-            log.exception("part %d of %s could not be taken", header.part, header.transfer_id.hex())
+            log.exception(
+                "part %d of hand-off %s could not be scattered", header.part, header.transfer_id.hex()
+            )
             return "failed"
 
     def _fill(self, header: handoff_pb2.PartHeader, payload: bytes) -> bool:
@@ -324,7 +328,7 @@ class ReceiverRank:
         return True
 
     def _unverified(self, header: handoff_pb2.PartHeader, digests: Digests, data: Tensor) -> str:
-        """Why these are not the bytes that were sent, or "". A digest that was not agreed on is checked too."""
+        """Check the digest; returns "" or why it fails. A digest that the pair did not agree on is checked too."""
         agreed = digests.kind_of(header.transfer_id, header.source_rank, self.rank, header.part)
         if header.digest_kind not in ((NONE, *kinds_on(data.device)) if agreed == NONE else (agreed,)):
             return "digest_missing"

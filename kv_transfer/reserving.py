@@ -1,5 +1,7 @@
-"""How a hand-off begins at the decode worker: what can be checked is checked, then its blocks are taken, then its ranks
-learn of it. Whatever fails on the way, nothing of it is held afterwards."""
+"""Begins a hand-off at the decode worker: checks first, then reserves blocks, then tells the ranks.
+
+If any step fails, everything reserved so far is released.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ async def take_on(
     engine: DecodeEngine,
     landing: Landing,
 ) -> IncomingHandoff:
-    """Raises BatonError, or whatever else went wrong."""
+    """Reserve blocks and register the hand-off. Re-raises any failure after releasing what was reserved."""
     spec = HandoffSpec.of(request)
     flows = plan_flows(
         layout.num_kv_heads, link.layout.tensor_parallel, layout.tensor_parallel, spec.transfer_id

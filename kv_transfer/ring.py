@@ -52,12 +52,12 @@ class Slot:
 
 
 def worker_of(peer: str) -> str:
-    """Of worker_id@epoch: its doubt outlives its epochs."""
+    """The worker_id of worker_id@epoch. A worker may release its slots in doubt under a later epoch."""
     return peer.rsplit("@", 1)[0]
 
 
 class _Shares:
-    """Who holds how many slots: a claim is counted from its grant until its slot is free, in doubt or not."""
+    """Slots per transfer and per peer, counted from the grant until the slot is free, also while it is in doubt."""
 
     def __init__(self) -> None:
         self._transfers: Counter[bytes] = Counter()
@@ -98,8 +98,9 @@ def _less(counter: Counter[K], key: K) -> None:
 
 
 class Ring:
-    """Grants round robin: at most a quarter of the ring to one hand-off, half to one peer. What is in doubt counts
-    as theirs: it costs a peer its own slots, and its other hand-offs go on with the rest of its half.
+    """Grants slots round robin: at most a quarter of the ring to one hand-off, half of it to one peer.
+
+    Slots in doubt count against these limits, so a peer's other hand-offs go on with the rest of its half.
 
     `on_grant(claim, slot)` is called for each grant.
     """
@@ -164,7 +165,7 @@ class Ring:
         )
 
     def fence_proven(self, proven: Callable[[Claim], bool]) -> None:
-        """Every handle of the transfer is terminal, or the peer's process is gone by the word of its parent."""
+        """Free the slots in doubt that `proven` accepts: all writes are terminal, or the peer's process has exited."""
         for slot in self.slots:
             if slot.machine.state is S.QUARANTINED and slot.claim is not None and proven(slot.claim):
                 self._release(slot)

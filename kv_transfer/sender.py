@@ -29,7 +29,7 @@ from wire import common_pb2, handoff_pb2
 log = logging.getLogger(__name__)
 TRANSPORTS = ("nixl", "grpc")
 STALL_SECONDS = 10.0  # D grants in turn: one hand-off may wait for others, but not for so long
-LAST_WORDS_SECONDS = 1.0  # a sender that closes waits so long until Drained is acknowledged
+LAST_WORDS_SECONDS = 1.0  # how long a closing sender waits for acknowledgements of Drained
 
 
 class OutgoingHandoff:
@@ -128,8 +128,8 @@ class OutgoingHandoff:
         future.result()
 
     async def drained(self) -> None:
-        """After `finish` or `abort`: returns when no rank reads from the request's blocks any more, nor will. Raises
-        CancelledError where the sender closes before."""
+        """Wait, after `finish` or `abort`, until no rank will read the request's blocks any more. Raises CancelledError
+        if the sender closes first."""
         await asyncio.shield(self._all_drained)
 
     def give_up_draining(self) -> None:  # this process ends: the blocks go to no other request
@@ -186,7 +186,7 @@ class OutgoingHandoff:
     def on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
         try:
             self._on_reply(reply)
-        except errors.TransportError as error:  # it makes no sense: the stream's other hand-offs go on
+        except errors.TransportError as error:  # an invalid reply ends its own hand-off only
             self.fail(error)
 
     def _on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
@@ -309,7 +309,7 @@ class HandoffSender:
         self.is_drained(link, handoff.transfer_id)
 
     def is_drained(self, link: LinkToDecode, transfer_id: bytes) -> None:
-        """Said until D acknowledges it, on the link of the hand-off or on its worker's next."""
+        """Send Drained on the open link, or on the worker's next one, until it is acknowledged."""
         current = self._links.get(link.name, link)
         lives = not current.lost and current.is_ready
         self.mail.keep(link.decode, transfer_id, current if lives else None)
@@ -324,7 +324,7 @@ class HandoffSender:
 
     @property
     def digest_kinds(self) -> Sequence[str]:
-        """What parts may carry, in order of preference. Every rank computes on the same kind of device."""
+        """Digest kinds for parts, in order of preference; the same for all ranks, whose devices are of one kind."""
         return self.ranks[0].hello.digest_kinds
 
     def handed_over(self, transport: str, shipped_bytes: int, exposed_seconds: float) -> None:
@@ -391,7 +391,7 @@ class HandoffSender:
             await asyncio.to_thread(rank.close)
 
     def _has_last_words(self) -> bool:
-        """Is anything not acknowledged that a stream which lives could still carry?"""
+        """Whether an open stream still waits for an acknowledgement of Drained."""
         return any(
             self.mail.waits_for(link.decode.worker_id) for link in self._links.values() if link.is_ready
         )

@@ -204,18 +204,18 @@ class SenderRank:
                 self._close_transfer(message.transfer_id)
 
     def _fail(self, transfer: Transfer, error: Exception) -> None:
-        """Said once. What it has posted is looked at until it is terminal; nothing more is posted."""
+        """Mark a hand-off failed and report it once. Posted writes are polled until terminal; nothing more is posted."""
         if transfer.failed:
             return
         transfer.failed = True
         transfer_id = transfer.opened.transfer_id
-        log.error("hand-off %s fails at rank %d", transfer_id.hex(), self.rank, exc_info=error)
+        log.error("hand-off %s failed at rank %d", transfer_id.hex(), self.rank, exc_info=error)
         self.on_event(m.TransferFailed(transfer_id, f"{type(error).__name__}: {error}"))
 
     def _connect(self, message: m.Connect) -> None:
         try:
             self._peers.connect(message)
-        except Exception as error:  # whatever it is, it is between us and this peer
+        except Exception as error:  # any failure here concerns this peer only
             self.on_event(m.ProbeFailed(message.peer, str(error)))
         if self._endpoint is not None:
             self._probing_until = time.monotonic() + PROBE_SECONDS
@@ -281,8 +281,8 @@ class SenderRank:
         return range(job.flow.head_begin - self._heads[0], job.flow.head_end - self._heads[0])
 
     def _pieces(self, opened: m.OpenTransfer, job: Job) -> list[Tensor] | None:
-        """The part where it lies, if that is in large pieces: no copy. The engine keeps the blocks until this rank has
-        said TransferDrained, however the hand-off ends."""
+        """The part's bytes in place, without a copy, if they lie in large pieces. The engine keeps the blocks until
+        this rank reports TransferDrained, however the hand-off ends."""
         if opened.transport != "nixl":
             return None
         heads = self._own_heads(job)
@@ -376,7 +376,7 @@ class SenderRank:
 
     def _close_transfer(self, transfer_id: bytes) -> None:
         transfer = self._transfers.get(transfer_id)
-        if transfer is None:  # it was never opened here, and now it never will be
+        if transfer is None:  # never opened here, and closed before it could be
             self.on_event(m.TransferDrained(transfer_id, self.rank))
             return
         transfer.closing = True

@@ -1,5 +1,7 @@
-"""Who is next: peers take turns, and so do the hand-offs of each. A hand-off's parts stay in the order of asking, and
-one that asks for little does not wait for all that others asked for before."""
+"""The order of waiting claims: round robin over peers, then over each peer's hand-offs, first in first out within one.
+
+So a hand-off that needs few slots does not wait behind all claims that arrived before it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """One part that wants, or has, a slot."""
+    """One part that waits for a slot or has one."""
 
     transfer_id: bytes
     peer: str  # worker_id@epoch
@@ -20,10 +22,10 @@ class Claim:
 
 
 class Turns:
-    """Claims that wait. What `take` and `drop` cost does not grow with the number of claims, nor of hand-offs."""
+    """The queue of waiting claims. `take` and `drop` cost O(peers), whatever the number of claims and hand-offs."""
 
     def __init__(self) -> None:
-        # Whoever is next stands first.
+        # In the order of turns: the next one first.
         self._peers: OrderedDict[str, OrderedDict[bytes, deque[Claim]]] = OrderedDict()
         self._count = 0
 
@@ -36,7 +38,7 @@ class Turns:
         self._count += 1
 
     def take(self, peer_may: Callable[[str], bool], handoff_may: Callable[[bytes], bool]) -> Claim | None:
-        """The next claim of those that may have a slot. The others keep their turn."""
+        """Remove and return the next claim that `peer_may` and `handoff_may` allow; the others keep their turn."""
         for peer, handoffs in self._peers.items():
             if not peer_may(peer):
                 continue
@@ -55,7 +57,7 @@ class Turns:
             self._forget(peer, transfer_id)
 
     def drop(self, transfer_id: bytes) -> None:
-        """Its claims are gone."""
+        """Remove all claims of a transfer."""
         for peer in [peer for peer, handoffs in self._peers.items() if transfer_id in handoffs]:
             self._count -= len(self._peers[peer][transfer_id])
             self._forget(peer, transfer_id)

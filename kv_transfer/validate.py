@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from cluster.errors import InvalidRequestError
 from kv_transfer.digest import MODES
+from kv_transfer.layout import can_share_heads
 from wire import common_pb2, handoff_pb2
 
 TRANSFER_ID_BYTES = 16
 MAX_NAME = 1024
-MAX_RANKS = 1024
 
 
 def check_message(message: handoff_pb2.PrefillToDecode, layout: common_pb2.KvLayout | None) -> None:
@@ -35,12 +35,11 @@ def check_message(message: handoff_pb2.PrefillToDecode, layout: common_pb2.KvLay
 def _check_hello(hello: handoff_pb2.Hello) -> None:
     if not 0 < len(hello.prefill.worker_id) <= MAX_NAME:
         raise _wrong("prefill.worker_id", f"must have 1 … {MAX_NAME} characters")
-    ranks, heads = hello.layout.tensor_parallel, hello.layout.num_kv_heads
-    if not 1 <= ranks <= MAX_RANKS or heads < 1 or (heads % ranks and ranks % heads):
+    if not can_share_heads(hello.layout):
+        ranks, heads = hello.layout.tensor_parallel, hello.layout.num_kv_heads
         raise _wrong("layout.tensor_parallel", f"{ranks} ranks can't share {heads} heads")
-
     if hello.digests not in MODES:
-        raise _wrong("digests", f"{hello.digests[:20]!r} is none of {', '.join(MODES)}")
+        raise _wrong("digests", f"{hello.digests[:20]!r} is not one of {', '.join(MODES)}")
 
 
 def _check_name(field: str, name: str) -> None:

@@ -256,7 +256,7 @@ def _part(total: int, count: int, index: int) -> int:
 
 
 def _check_writable(files: Mapping[str, Path | None]) -> None:
-    """Before the run: what it finds must not be lost. Makes the folders on the way, and no file."""
+    """Fail before the run if a report could not be saved after it. Creates missing parent folders, and no file."""
     for flag, file in files.items():
         if file is None:
             continue

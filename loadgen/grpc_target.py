@@ -77,9 +77,7 @@ def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
     record.usage_tokens = completed.usage.completion_tokens
     record.cached_tokens = completed.usage.cached_tokens
     timings = completed.timings
-    told = bool(
-        timings.decode_worker
-    )  # workers and queues are for admins' keys; the others' zeros say nothing
+    told = bool(timings.decode_worker)  # else the router has omitted workers and queueing times
     record.timings = ServerTimings(
         stages={stage: getattr(timings, stage) for stage in STAGES if told or stage not in QUEUES},
         total_seconds=timings.total_seconds,

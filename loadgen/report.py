@@ -97,7 +97,7 @@ class Report:
 
     @cached_property
     def stages(self) -> dict[str, Summary]:
-        """Where the server says the time went; without the stages of which it says nothing."""
+        """The server's seconds by stage; stages that it did not report are left out."""
         said = [record.timings.stages for record in self.answered if record.timings is not None]
         by_stage = {stage: [one[stage] for one in said if stage in one] for stage in STAGES}
         return {stage: summarise(seconds) for stage, seconds in by_stage.items() if seconds}
@@ -186,11 +186,11 @@ class Report:
         return (record.failure for record in self.records if record.failure is not None)
 
     def error_messages(self) -> dict[str, list[str]]:
-        """By kind, what the failures said: the first few that differ."""
+        """Kind of failure → its first few distinct messages."""
         return self._first_few(lambda failure: failure.message)
 
     def error_targets(self) -> dict[str, list[str]]:
-        """By kind, whose failures they were: the first few."""
+        """Kind of failure → the first few distinct targets that it came from."""
         return self._first_few(lambda failure: failure.target)
 
     def _first_few(self, what: Callable[[Failure], str]) -> dict[str, list[str]]:

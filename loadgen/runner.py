@@ -96,7 +96,7 @@ class Runner:
         return turn + 1 >= self._config.session_turns
 
     async def _request(self, index: int, prompt: Prompt, record: RequestRecord) -> str | None:
-        """The answer of a target, or None if it failed."""
+        """Send one request; returns its answer, or None if it failed."""
         target, address = self.targets[index], self._config.addresses[index]
         self.records.append(record)
         self.progress.started += 1

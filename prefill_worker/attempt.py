@@ -64,7 +64,7 @@ class PrefillAttempt:
     chunks: tuple[PromptChunk, ...] = ()
     trace: Context | None = None  # the router's span, where the request is traced
     parts: PartTimes | None = None
-    freed: asyncio.Event = field(default_factory=asyncio.Event)  # it holds no block any more
+    freed: asyncio.Event = field(default_factory=asyncio.Event)  # set once it holds no block
 
     def __post_init__(self) -> None:
         self.machine = StateMachine(PrefillState.QUEUED, TRANSITIONS, f"prefill {self.engine_id}")

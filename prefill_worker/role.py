@@ -35,7 +35,7 @@ from worker.core import WorkerCore
 from worker.validate import check_spec
 
 log = logging.getLogger(__name__)
-FREE_SECONDS = 1.0  # a cancel's answer waits so long for writes that still read the request's blocks
+FREE_SECONDS = 1.0  # how long the answer to a cancel waits for writes that still read the request's blocks
 
 
 class PrefillRole:
@@ -49,7 +49,7 @@ class PrefillRole:
             cancel=self.cancel, max_attempts=core.config.max_queued_requests
         )
         self._by_engine_id: dict[str, PrefillAttempt] = {}
-        self._freeing = FollowUps()  # of ended attempts whose blocks are still read from
+        self._freeing = FollowUps()  # free the blocks of ended attempts once no write reads them
         self.arrivals = Arrivals()
         self._at_admitted = core.faults.point(Point.PREFILL_ADMITTED)
         self._at_reserved = core.faults.point(Point.PREFILL_RESERVED)
@@ -78,14 +78,14 @@ class PrefillRole:
         return attempt
 
     async def cancel(self, attempt: PrefillAttempt) -> None:
-        """Ends an attempt at once. Its blocks are free once no write reads from them (`freed`)."""
+        """End an attempt at once. Its blocks are freed once no write reads them (`freed`)."""
         if attempt.task is not None and not attempt.task.done():
             attempt.task.cancel()
             await asyncio.wait([attempt.task], timeout=5.0)
 
     async def freed(self, attempt: PrefillAttempt, seconds: float | None = None) -> bool:
-        """Waits until an attempt that has ended holds no block; False: `seconds` were not enough, as over TCP to a
-        decode worker that was stopped."""
+        """Wait until an ended attempt holds no block. Returns False after `seconds` (default FREE_SECONDS): a write over
+        TCP to a stopped decode worker may stay pending for ever."""
         try:
             async with asyncio.timeout(FREE_SECONDS if seconds is None else seconds):
                 await attempt.freed.wait()
@@ -105,19 +105,19 @@ class PrefillRole:
         await self._give_back(self.attempts.all())
 
     async def _give_back(self, attempts: list[PrefillAttempt]) -> None:
-        """All at once: one by one, each that goes lets the next one in."""
+        """Cancel all at once: one by one, each cancelled attempt would let a queued one start."""
         for attempt in attempts:
             attempt.given_back = True
         await asyncio.gather(*(self.cancel(attempt) for attempt in attempts))
 
     def failed(self, word: BatonError) -> None:
-        """The engine gives nothing any more: what it held ends with `word`, what waits goes back."""
+        """The engine has failed: end what it held with the error `word`, and return waiting attempts to the router."""
         self._has_failed = True
         for attempt in self.attempts.all():
             prefilled = attempt.prefilled
             if not prefilled.done() and attempt.engine_id in self._by_engine_id:
                 prefilled.set_exception(word)
-                prefilled.exception()  # retrieved, also where the attempt ends before it looks
+                prefilled.exception()  # marks it retrieved: the attempt may end without reading it
             elif isinstance(word, EngineFailedError) or (prefilled.done() and prefilled.exception()):
                 continue
             elif attempt.task is not None:
@@ -203,7 +203,7 @@ class PrefillRole:
             if inside:
                 self.admission.leave(tokens)
             self._by_engine_id.pop(attempt.engine_id, None)
-            # Its end is told meanwhile: a write to a decode worker that was stopped may never end.
+            # In the background, so that the router gets the end now: a write to a stopped decode worker may never end.
             self._freeing.spawn(self._free(attempt, handoff))
 
     async def _reserve(self, attempt: PrefillAttempt) -> OutgoingHandoff:
@@ -243,7 +243,11 @@ class PrefillRole:
         except BatonError:
             raise
         except Exception as error:
-            log.exception("the engine refused a request", extra={"request_id": request.request_id})
+            log.exception(
+                "request %s was refused by the engine",
+                request.request_id,
+                extra={"request_id": request.request_id},
+            )
             raise engine_request_error(error) from error
 
     async def _hand_over(
@@ -264,8 +268,10 @@ class PrefillRole:
         report.transport = result.transport
 
     async def _free(self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None) -> None:
-        """Computed blocks become prefix cache, the others are free: once every rank has said that it reads none of them
-        any more. A part read later would be another request's KV under this one's hashes."""
+        """Release the attempt's blocks once every rank reports that it reads them no more.
+
+        A part read after that would ship another request's KV under this request's hashes.
+        """
         engine_id = attempt.engine_id
         try:
             if handoff is not None:
@@ -273,5 +279,5 @@ class PrefillRole:
                 await handoff.drained()
             await self._core.host.call(lambda engine: engine.abort(engine_id))
         except (DrainingError, InternalError) as error:  # the engine has stopped, and its blocks with it
-            log.debug("blocks were not given back: %s", error)
+            log.debug("blocks were not released, the engine has stopped: %s", error)
         attempt.freed.set()

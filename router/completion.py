@@ -33,7 +33,9 @@ class Completion:
     tenant: str = ""  # whose key it came with
     weight: float = 1.0  # of the tenant, beside other tenants'
     rate_limits: RateLimits = NO_LIMITS
-    cache_salt: str = ""  # the client's own: of its tenant's requests, those with the same one share prefixes
+    cache_salt: str = (
+        ""  # from the client: within its tenant, only requests with the same salt share prefixes
+    )
     prefix_scope: str = ""  # who shares its prefixes; goes into the salt of its block hashes
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What only an admin's key is shown of a request: who worked on it, and how long it queued behind others'."""
+"""Which parts of an answer only admins' keys see: the workers of a request, its queueing times, its placement."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ADMIN_TIMINGS = frozenset(
 
 
 def check_explain(completion: Completion, caller: Caller) -> None:
-    """Raises ForbiddenError: the explanation of a placement names all workers and their loads."""
+    """Raise ForbiddenError for `explain` without an admin's key: it names all workers and their loads."""
     if completion.explain and not caller.admin:
-        raise ForbiddenError("explain: needs a key with admin: true", field="explain")
+        raise ForbiddenError("explain: requires an API key with admin: true", field="explain")
 
 
 def timings_for(caller: Caller, timings: inference_pb2.Timings) -> inference_pb2.Timings:

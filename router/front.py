@@ -45,7 +45,7 @@ class Front:
         self.live = Live(services, metrics, self._own_state)
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """A prompt's token ids. Raises ContextLengthError before it tokenises what cannot fit."""
+        """Tokenise a prompt. Raises ContextLengthError before tokenising a text that cannot fit."""
         self.validator.check_text(text)
         return await self.text.encode(text, special=special)
 

@@ -1,4 +1,4 @@
-"""Who shares cached prefixes: those whose scope, a part of the salt of every block hash, is the same."""
+"""The scope within which requests share cached prefixes; it is part of the salt of every block hash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def prefix_scope(tenant: str, cache_salt: str) -> str:
-    """Of a tenant's requests, those with the same `cache_salt`; without one, those that have none."""
+    """Scope of a request: its tenant's requests with the same `cache_salt`, or those without one."""
     if not cache_salt:
         return tenant
     owner = tenant.encode()

@@ -1,11 +1,11 @@
-"""The proof that a request was taken in already, by whichever router.
+"""The proof that some router of this deployment has admitted a request already.
 
     ticket = time of issue (u64, Unix seconds) ‖ BLAKE2b(key, time ‖ name ‖ seed)        24 bytes
     name   = BLAKE2b(tenant, request id, prompt)
 
-The stream's first event carries it. A client whose router died shows it at another one beside the tokens it holds:
-half an answer must not be refused for being late. Tokens alone prove nothing, anybody can make some up: they are
-refused. A ticket without tokens is that of a request whose router died before its first token: it has been charged.
+The stream's first event carries it. A client whose router died sends it to another one with the tokens it holds, so that
+half an answer is not refused for being late. Tokens without a ticket are refused: a client could make them up. A ticket
+without tokens belongs to a request whose router died before the first token; it has been charged.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ class Tickets:
         return self._ticket(int(self._clock()), name, seed)
 
     def check(self, completion: Completion, name: bytes) -> bool:
-        """Was this request taken in by a router of this deployment, not too long ago? Raises InvalidRequestError where
-        it was not and brings tokens all the same."""
+        """Whether a router of this deployment admitted this request, not too long ago.
+
+        Raises InvalidRequestError if not and the request holds tokens.
+        """
         valid = self._is_valid(completion.resume_ticket, name, completion.sampling.seed)
         if completion.resume_tokens and not valid:
             raise InvalidRequestError(
-                "resume_ticket: resume_tokens need the ticket of this request's first event, at most "
-                f"{self._seconds:.0f} s old, with the seed it carries; or send the request anew without them",
+                "resume_ticket: resume_tokens require the ticket and the seed of this request's first event, at most "
+                f"{self._seconds:.0f} s old; or send the request again without resume_tokens",
                 field="resume_ticket",
             )
         return valid

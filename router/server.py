@@ -48,8 +48,8 @@ QUIET_SECONDS = 0.5
 log = logging.getLogger(__name__)
 STALL_SECONDS = 30.0  # without a turn of the loop for so long, a router is dead
 SEND_BUFFER_BYTES = 256 << 10
-# The default looks at every stream's objects again each 700 new ones, and counts the collections that are due by what is
-# left after the freeze, which is little. Objects in cycles are few here; so many of them are some MiB.
+# Python's default scans the objects of every stream after each 700 new ones, and as few objects are left after the freeze,
+# it makes full collections often. Few objects here are in cycles: collecting them this late costs some MiB.
 GC_THRESHOLDS = (20_000, 20, 50)
 
 

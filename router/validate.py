@@ -88,7 +88,7 @@ class Validator:
         if resumed and len(resumed) >= sampling.max_tokens:
             raise _refuse(
                 "resume_tokens",
-                f"{len(resumed)} tokens are held already of at most {sampling.max_tokens}",
+                f"{len(resumed)} tokens leave none of max_tokens = {sampling.max_tokens} to generate",
                 f"< max_tokens = {sampling.max_tokens}",
             )
         return Completion(
@@ -111,7 +111,7 @@ class Validator:
         )
 
     def check_lengths(self, prompt_tokens: int, resume_tokens: int = 0) -> None:
-        """Before anything walks over the tokens: a message may carry millions. Raises ContextLengthError."""
+        """Check counts before anything iterates over the tokens: one may hold millions. Raises ContextLengthError."""
         for name, tokens in (("prompt", prompt_tokens), ("resume_tokens", prompt_tokens + resume_tokens)):
             if tokens >= self.max_model_len:
                 raise ContextLengthError(
@@ -121,24 +121,26 @@ class Validator:
                 )
 
     def check_text(self, text: str) -> None:
-        """Before it is tokenised: a text that cannot fit the context in any way. Raises ContextLengthError."""
+        """Refuse a text that cannot fit the context, before it is tokenised. Raises ContextLengthError."""
         longest = self._text.most_bytes
         if longest is None or 4 * len(text) <= longest * (self.max_model_len - 1):
             return
         size = len(text.encode(errors="surrogatepass"))
         if size > longest * (self.max_model_len - 1):
             raise ContextLengthError(
-                f"prompt: {size} bytes are more than {self.max_model_len} tokens of at most {longest} bytes",
+                f"prompt: {size} bytes exceed a context of {self.max_model_len} tokens of at most {longest} bytes each",
                 field="prompt",
                 limit=str(self.max_model_len),
             )
 
     def check_messages(self, count: int) -> None:
-        """Before they are read: every template worth the name gives each a token at least. Raises
-        ContextLengthError."""
+        """Refuse more messages than the context has tokens, before they are rendered: each takes at least one token.
+
+        Raises ContextLengthError.
+        """
         if count >= self.max_model_len:
             raise ContextLengthError(
-                f"messages: {count} of them do not fit a context of {self.max_model_len} tokens",
+                f"messages: {count} messages do not fit a context of {self.max_model_len} tokens",
                 field="messages",
                 limit=str(self.max_model_len),
             )

@@ -159,7 +159,7 @@ class RankEndpoint(_message.Message):
     agent_name: _builtins.str
     agent_metadata: _builtins.bytes
     memory: _builtins.str
-    """where its slots lie, by NIXL's name: "DRAM" (also if empty) | "VRAM" """
+    """memory of its slots, by NIXL's name: "DRAM" (also if empty) | "VRAM" """
     def __init__(
         self,
         *,
@@ -633,7 +633,7 @@ Global___Drained: _TypeAlias = Drained  # noqa: Y015
 
 @_typing.final
 class DrainedAck(_message.Message):
-    """Drained was read and acted upon, or the transfer was not in doubt."""
+    """The slots of the transfer are settled: they were released, or none was in doubt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -126,8 +126,7 @@ class Attempts(Generic[A]):
         await self._follow_ups.complete(self._cancel_and_forget(attempt))
 
     async def cancel_all(self) -> None:
-        """Ends every attempt there is now; their readers hear it. One that cannot be cancelled does not keep the
-        others."""
+        """Cancel and end every current attempt; a failure to cancel one does not stop the others."""
         for attempt in self.all():
             try:
                 await self._cancel_and_forget(attempt)

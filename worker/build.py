@@ -1,4 +1,4 @@
-"""The id of a model: what two workers must have in common to share KV and prefixes."""
+"""The model id: workers exchange KV and share prefixes only if theirs are equal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine.model.config import ModelConfig
 from engine.model.weights import tensor_files
 from worker import weights_digest
 
-# Keys of config.json that say nothing of what the engine computes: notes, training, defaults of generation (which are
-# the router's), and the types and end tokens, which are hashed as they are resolved. Any other key counts, known or not.
+# Keys of config.json that do not change what the engine computes: notes, training settings, generation defaults (applied
+# by the router), and dtypes and end tokens, which are hashed as resolved. Any other key, known or not, changes the id.
 _COSMETIC_KEYS = frozenset({
     "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "auto_map",
     "transformers_version", "transformers.js_config", "task_specific_params", "finetuning_task", "problem_type",
@@ -30,7 +30,7 @@ _COSMETIC_KEYS = frozenset({
 
 
 def make_model_id(model: Path, dtype: str = "auto") -> str:
-    """Two workers with one id compute the same. `dtype` is what the worker is told to compute in.
+    """The model id of the checkpoint in `model`, computed in `dtype`: equal ids mean equal output.
 
     Raises ModelError naming the key or the file.
     """

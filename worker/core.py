@@ -161,11 +161,11 @@ class WorkerCore:
         return SpecLimits(self.model_id, self.runner.model_config.vocab_size, config.max_batch_requests)
 
     def beat_step(self) -> int | None:
-        """The step counter a beat carries; None while the engine or a rank hangs: a hung engine is a dead one."""
+        """The step counter of a beat; None while the engine or a rank hangs, so that beats stop."""
         return self.host.steps if self._speaks() else None
 
     def _speaks(self) -> bool:
-        """Whether beats and lease renewals go out."""
+        """Whether beats and lease renewals are sent."""
         return self.host.healthy() and self.ranks.watch.prompt()
 
     def trace_of(self, spec: common_pb2.GenerateSpec) -> Context | None:
@@ -231,7 +231,7 @@ class WorkerCore:
             blocks_total=self.runner.num_blocks,
             page_size=self.page_size,
             location=location,
-            # What proves the end of this process says nothing of ranks on other nodes.
+            # A proof that this process has exited would not cover ranks on other nodes.
             pod=own_pod() if self.config.engine.nodes == 1 else Pod(),
         )
         self._registration = registration = Registration(
@@ -291,21 +291,20 @@ class WorkerCore:
         self.on_output(output)
 
     def _rank_failed(self, reason: str) -> None:
-        """On any thread: a worker without one of its ranks can compute nothing."""
+        """Fail the worker, which cannot compute without the rank. Any thread."""
         error = InternalError(reason)
         with contextlib.suppress(RuntimeError):  # the loop has closed: the worker ends anyway
             self._loop.call_soon_threadsafe(self.fail, error)
 
     def _engine_failed(self, error: BaseException) -> None:
-        """On the loop: a step raised. A rank's death breaks the leader's step too, and its pipe tells a moment later."""
+        """Handle an exception of a step, on the loop. A dead rank breaks the step too, and its pipe reports it later."""
         if self.ranks.remote:
             self._loop.call_later(RANK_DEATH_SECONDS, self._end_failed, error)
         else:
             self._end_failed(error)
 
     def _end_failed(self, error: BaseException) -> None:
-        """Requests that a failed step ran are named as its possible cause, but not where the error has a name: what
-        is lost with a rank or a peer no request has done."""
+        """Blame the requests of a failed step, unless the error is a BatonError: then a lost rank or peer is the cause."""
         if self.failed.done():
             return
         if not isinstance(error, BatonError):
@@ -314,7 +313,7 @@ class WorkerCore:
         self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """This worker ends. Its attempts end first, with a word of which routers need not wait for the connection."""
+        """End this worker. Its attempts end first, typed, so that routers need not wait for the connection to break."""
         if not self.failed.done():
             self.failed.set_result(error)
             self.on_failed(DrainingError(f"{self.worker_id} has failed and ends"))
@@ -365,12 +364,11 @@ class WorkerCore:
         )
 
     async def cut_off(self) -> None:
-        """After a failure: nothing here can be finished, and routers go on elsewhere as soon as their streams end. The
-        last event of each, which says why, gets a moment to be written."""
+        """End all streams after a failure, leaving a moment to send the last event of each, which has the reason."""
         await self.server.stop(LAST_EVENT_SECONDS)
 
     async def end_silent_ranks(self) -> None:
-        """The engine's thread, and whoever waits for it, would wait for them."""
+        """Kill silent ranks, for which the engine's thread would wait in a collective operation."""
         await asyncio.to_thread(self.ranks.watch.kill_silent, LOST_SECONDS)
 
     async def stop(self, grace_seconds: float = 1.0) -> None:

@@ -42,7 +42,7 @@ class Leaving(Protocol):
         ...
 
     def failed(self, word: BatonError) -> None:
-        """The worker has failed. EngineFailedError ends what the engine held, anything else all there is."""
+        """The worker has failed: EngineFailedError ends the attempts in the engine, any other error all attempts."""
         ...
 
 

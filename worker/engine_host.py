@@ -23,7 +23,7 @@ Command = Callable[[], None]
 log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.005
 JOIN_LOOK_SECONDS = 0.1
-LAST_SECONDS = 2.0  # for a thread whose engine has failed, or hangs
+LAST_SECONDS = 2.0  # join time for a thread whose engine has failed or hangs
 
 
 class EngineHost:
@@ -63,7 +63,7 @@ class EngineHost:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread after the step in progress; what still waits is refused. A thread that hangs is left."""
+        """End the thread after the step in progress and refuse waiting commands. A thread that hangs is abandoned."""
         self._commands.put(None)
         await asyncio.to_thread(self._join)
 
@@ -83,8 +83,7 @@ class EngineHost:
         return self._engine.steps
 
     def healthy(self) -> bool:
-        """False once the engine failed, or has work and has not finished a step for `step_stall_seconds`, and while
-        one of its ranks does not answer."""
+        """False if the engine failed, if a step takes longer than `step_stall_seconds`, or while a rank is silent."""
         if self._failed is not None or not self._ranks_answer():
             return False
         since = self._busy_since
@@ -96,8 +95,10 @@ class EngineHost:
         return self._clock() - since if since is not None else 0.0
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Runs `function(engine)` between two steps; its result or error comes back here. Raises DrainingError once the
-        engine has stopped: another worker takes the request, whatever stopped this one."""
+        """Run `function(engine)` between two steps and return its result, or raise its error.
+
+        Raises DrainingError once the engine has stopped, so that the router tries another worker.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 

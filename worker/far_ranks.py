@@ -51,7 +51,7 @@ class RankActor:
     def end(self, seconds: float) -> None:
         import ray
 
-        with contextlib.suppress(Exception):  # Ray itself is gone: what it started ends with it
+        with contextlib.suppress(Exception):  # Ray itself is gone, and its actors with it
             ray.wait([self._ended], timeout=seconds)
         self.kill()
 

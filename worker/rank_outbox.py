@@ -1,5 +1,5 @@
-"""What a leader has to say to one of its ranks, written by a thread of its own: a rank that does not read holds up
-neither the event loop nor the timers that notice it."""
+"""A queue of messages to one rank, written by its own thread, so that a rank that does not read blocks neither the event
+loop nor the timers that detect it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Hand-offs bound what is under way (parts by landing slots); a rank that lets so much pile up has failed.
+# Far above what hand-offs have in flight (parts are bounded by landing slots): a rank with so many unread has failed.
 MAX_MESSAGES = 8192
 
 
 class RankOutbox:
-    """`put` from any thread. Messages go out in order; what is left when the rank is gone is dropped."""
+    """Sends messages in order; `put` may be called from any thread. Drops what is left when the rank is gone."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class RankOutbox:
         self._thread.start()
 
     def put(self, message: Any) -> bool:
-        """False: the message was not taken, because too many wait."""
+        """Queue a message; returns False, without queueing it, if too many wait."""
         if self._waiting.qsize() >= self._max_messages:
             return False
         self._waiting.put(message)
         return True
 
     def stuck_seconds(self) -> float:
-        """How long the write in progress has taken; 0 between writes."""
+        """Seconds since the write in progress began; 0 between writes."""
         since = self._writing_since
         return self._clock() - since if since is not None else 0.0
 
@@ -52,7 +52,7 @@ class RankOutbox:
             self._writing_since = self._clock()
             try:
                 self._pipe.send(message)
-            except (OSError, ValueError):  # the rank is gone, or the pipe is closed: who listens notices too
+            except (OSError, ValueError):  # the rank is gone or the pipe closed: its reader reports it
                 self._writing_since = None
                 return
             self._writing_since = None

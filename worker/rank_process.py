@@ -1,11 +1,11 @@
 """A tensor-parallel rank in a process of its own: beside its leader, or (worker/far_ranks.py) on another node.
 
-The leader and a rank speak twice: step plans go through torch.distributed (engine/parallel), hand-off messages
+The leader and a rank have two channels: step plans go through torch.distributed (engine/parallel), hand-off messages
 through a pipe, both ways, so that moving KV never waits for a step.
 
     leader ──plan (gloo/NCCL)──►  rank: engine thread = its main thread
     leader ◄──messages (pipe)──►  rank: pipe thread → its hand-off endpoint
-    leader ◄───beats (pipe)─────  rank: a thread that says how far the main thread has come (worker/rank_watch.py)
+    leader ◄───beats (pipe)─────  rank: a thread that sends the main thread's progress (worker/rank_watch.py)
 
 A rank whose place is about to go (the file that LEAVING_FILE names appears) says so, and the whole worker drains.
 """
@@ -63,7 +63,7 @@ class _Leaving:
 
 @dataclass(frozen=True)
 class _Beat:
-    """Said again and again: this process runs. `arrived`: at so many of the group's operations."""
+    """Sent every BEAT_SECONDS while the process runs. `arrived`: collective operations entered so far."""
 
     arrived: int
 
@@ -77,10 +77,10 @@ class RankProcess(Protocol):
     """Where a rank runs."""
 
     def end(self, seconds: float) -> None:
-        """It has been told to close: waits so long, then makes sure of it."""
+        """Wait `seconds` for the rank, which was told to close, to exit; then kill it."""
 
     def kill(self) -> None:
-        """At once."""
+        """Kill the rank at once."""
 
 
 class SpawnedProcess:
@@ -128,10 +128,10 @@ class RemoteRank:
         self._clock = clock
         self._heard = clock()
         self._arrived = 0
-        self.failure = ""  # what ended it, once it has failed
+        self.failure = ""  # the reason, once it has failed
         self.hello: Any = None
         self.on_event: Callable[[Any], None] = lambda event: None
-        self.on_failed: Callable[[str], None] = lambda reason: None  # once, on any thread
+        self.on_failed: Callable[[str], None] = lambda reason: None  # called once, on any thread
         self.on_leaving: Callable[[], None] = lambda: None  # perhaps more than once
         self._closing = False
         self._failing = threading.Lock()
@@ -153,12 +153,12 @@ class RemoteRank:
         self._outbox.start()
 
     def handle(self, message: Any) -> None:
-        """Never waits. A rank that has let too many messages pile up has failed."""
+        """Send a message without waiting. A rank that leaves too many unread has failed."""
         if not self.failure and not self._outbox.put(message):
-            self._fail(f"rank {self.rank} reads none of the messages that wait for it")
+            self._fail(f"rank {self.rank} does not read its messages")
 
     def silent_seconds(self, leader: Arrivals) -> float:
-        """See worker/rank_watch.py; infinity once it has failed."""
+        """Silence as worker/rank_watch.py defines it; infinity once the rank has failed."""
         if self.failure:
             return math.inf
         now, arrived = self._clock(), leader.count
@@ -171,7 +171,7 @@ class RemoteRank:
         self._outbox.put(_Close())
 
     def end(self, seconds: float) -> None:
-        """After `start_closing`."""
+        """Wait for the process to exit, then kill it; call `start_closing` first."""
         self._process.end(seconds)
 
     def kill(self) -> None:
@@ -202,7 +202,7 @@ class RemoteRank:
 
 
 def serve_pipe(pipe: Connection, endpoint: RankEndpoint, hello: Any, arrivals: Arrivals) -> None:
-    """In the rank: tells the leader it is ready, then passes messages both ways, and beats, on threads."""
+    """Rank side: report readiness to the leader, then pass messages both ways and send beats, on threads."""
     lock = threading.Lock()
 
     def send(event: Any) -> None:

@@ -1,15 +1,15 @@
-"""Whether every process of a worker is at work: a rank that hangs is the worker's failure, as if its leader hung.
+"""Detects a rank that hangs and makes its whole worker count as hanging.
 
-    rank: a beat each 0.15 s, from a thread of its own, with how far its plans have come
-    leader: a rank is silent since its last beat, since a write to it does not progress, or since the leader waits at an
-            operation of the group that the rank has not come to
+    rank: sends a beat every 0.15 s, from a thread of its own, with its progress through the collective operations
+    leader: counts a rank as silent since its last beat, since a write to it makes no progress, or since the leader waits
+            in a collective operation that the rank has not entered
 
-    silent for     0.5 s:  no beats to routers, no lease renewals, until it is heard again; so routers and the registry
-                           come to the same verdict, within the same bounds, as on a worker that is silent itself
-                   5 s:    not healthy, as its probes and Ray see it
-                   `step_stall_seconds`: the worker fails, and is started again by whoever keeps it
+    silent for     0.5 s:  no beats to routers and no lease renewals, until the rank is heard again. Routers and the
+                           registry then apply the same bounds as for a worker that is silent itself
+                   5 s:    not healthy for probes and Ray
+                   `step_stall_seconds`: the worker fails and is restarted by its supervisor
 
-A long step in which all ranks compute is none of that. A rank that wakes makes its worker rejoin under a new epoch.
+A long step in which all ranks compute is no silence. After a rank wakes, its worker rejoins under a new epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WatchedRank(Protocol):
 
     @property
     def failure(self) -> str:
-        """Empty while there is none."""
+        """The reason why the rank failed; "" if it has not."""
 
     def silent_seconds(self, leader: Arrivals) -> float: ...
 
@@ -40,26 +40,25 @@ class WatchedRank(Protocol):
 
 
 class RankWatch:
-    """Over the further ranks of one worker; without any, all is well."""
+    """Watches all ranks of a worker but its leader; a worker with one rank is always healthy."""
 
     def __init__(self, ranks: Sequence[WatchedRank], leader: Arrivals):
         self._ranks = ranks
         self._leader = leader
 
     def silent_seconds(self) -> float:
-        """Of the rank that has been silent longest; infinity once one has failed."""
+        """The longest current silence of a rank; infinity once one has failed."""
         return max((rank.silent_seconds(self._leader) for rank in self._ranks), default=0.0)
 
     def prompt(self) -> bool:
-        """Whether this worker may say that it is alive."""
+        """Whether this worker may send beats and renew its lease."""
         return self.silent_seconds() < QUIET_SECONDS
 
     def healthy(self) -> bool:
         return self.silent_seconds() < LOST_SECONDS
 
     def kill_silent(self, seconds: float) -> None:
-        """Ends the ranks that have been silent for so long: what waits for them in an operation of the group, the
-        engine's thread first of all, fails at once."""
+        """Kill the ranks silent for `seconds` or more, so that collective operations that wait for them fail at once."""
         for rank in self._ranks:
             if rank.silent_seconds(self._leader) >= seconds:
                 rank.kill()
@@ -70,10 +69,10 @@ class RankWatch:
         patience_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Until a rank has failed, or has been silent for `patience_seconds`.
+        """Run until a rank has failed, or has been silent for `patience_seconds`; then call `fail`.
 
-        That time is counted from our own looks: a leader that was stopped itself finds old beats only, until the
-        threads that listen have run again.
+        The time is counted from this loop's own observations: a leader that was stopped itself sees only old beats until
+        its reader threads have run again.
         """
         since: dict[int, float] = {}
         while True:
@@ -84,6 +83,6 @@ class RankWatch:
                     since.pop(rank.rank, None)
                 elif clock() - since.setdefault(rank.rank, clock()) >= patience_seconds:
                     return fail(
-                        InternalError(f"rank {rank.rank} has not answered for {patience_seconds:.0f} s")
+                        InternalError(f"rank {rank.rank} has been silent for {patience_seconds:.0f} s")
                     )
             await asyncio.sleep(LOOK_SECONDS)

@@ -34,7 +34,7 @@ from worker.rank_process import END_SECONDS, RemoteRank, report_failure, serve_p
 from worker.rank_watch import QUIET_SECONDS, RankWatch
 
 log = logging.getLogger(__name__)
-STOP_SECONDS = 2.0  # for the group's last operation
+STOP_SECONDS = 2.0  # limit of the group's last operation
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Ranks:
     watch: RankWatch
 
     def close(self, *, between_steps: bool = True) -> None:
-        """After the engine has stopped: further ranks leave their loops and end; those that are silent are killed. In
-        the middle of a step they would not hear of it that way, and their leader would wait for them."""
+        """End the other ranks after the engine has stopped; silent ones are killed, because a rank in the middle of a step
+        cannot receive the stop and would block its leader."""
         if between_steps and self.watch.prompt():
-            # Not here: a rank that hangs from this moment on would hold up the group's operation, and us.
+            # On a thread: a rank that hangs from here on would block this operation.
             stopping = threading.Thread(target=self.runner.stop_ranks, name="stop-ranks", daemon=True)
             stopping.start()
             stopping.join(STOP_SECONDS)
@@ -125,7 +125,7 @@ def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
 
 
 def _beside(config: WorkerConfig) -> int:
-    """Memory of a rank's device that its end of hand-offs takes after the model is loaded, at most."""
+    """Upper bound in bytes of the device memory that a rank's hand-off buffers take after the model is loaded."""
     transfer = config.transfer
     return transfer.staging_bytes if config.role == "prefill" else transfer.ring_max_bytes
 

@@ -85,9 +85,9 @@ class RoleWorker:
                 async with asyncio.timeout_at(deadline):
                     await close()
             except TimeoutError:
-                log.error("not all of it could be closed within %.0f s", CLOSE_SECONDS)
+                log.error("closing %s took longer than %.0f s; exiting anyway", self.worker_id, CLOSE_SECONDS)
             except BatonError as error:  # the engine has failed: there is nothing to give back
-                log.warning("not all of it could be closed: %s", error)
+                log.warning("closing %s failed, exiting anyway: %s", self.worker_id, error)
         await self._core.stop()
 
     async def _try_to_drain(self) -> None:

@@ -1,11 +1,11 @@
-"""What identifies a checkpoint's weights without reading all of them: every tensor's name, type, shape and some bytes.
+"""Samples a checkpoint's weights for the model id: every tensor's name, dtype and shape, and some of its bytes.
 
-A start must not cost a pass over hundreds of gigabytes. Tensors of up to 64 KiB (norms, biases) are read whole; of each
-larger one, sixteen pieces spread evenly from its first byte to its last, 64 KiB together, or less where so many are
-large that 256 MiB would not do for all. Of a 70B Llama (141 GB) that is 38 MiB. A change of single rows between the
-pieces stays unseen; another training, or another merge, does not.
+Reading hundreds of gigabytes would make every start slow. Tensors of up to 64 KiB (norms, biases) are read whole. Of each
+larger one sixteen pieces are read, spread evenly from its first byte to its last: 64 KiB in all, or less if 256 MiB would
+not suffice for all large tensors. For a 70B Llama (141 GB) that is 38 MiB. A change of single rows between the pieces is
+not detected; another training or merge is.
 
-How tensors are spread over files, and how the files are called, says nothing of the model.
+File names and the distribution of tensors over files do not count.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Stored:
 
 
 def samples(files: dict[str, Path]) -> Iterator[bytes]:
-    """What to hash of a checkpoint whose tensors, by name, are in these files. Raises ModelError naming the file."""
+    """The bytes to hash. `files` maps each tensor's name to its file. Raises ModelError naming the file."""
     headers = {file: _read_header(file) for file in sorted(set(files.values()))}
     stored: dict[str, _Stored] = {}
     for name, file in files.items():
         if name not in headers[file]:
-            raise ModelError(f"{file}: tensor {name} is not in it", field=file.name)
+            raise ModelError(f"{file}: tensor {name} is missing", field=file.name)
         stored[name] = headers[file][name]
     large = sum(one.end - one.begin > WHOLE_BYTES for one in stored.values())
     each = min(WHOLE_BYTES, MAX_SAMPLED_BYTES // max(1, large)) // PIECES
@@ -72,7 +72,7 @@ def _read_header(file: Path) -> dict[str, _Stored]:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             if length > min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"its header of {length} bytes is not there")
+                raise ValueError(f"the header of {length} bytes is missing or cut off")
             header: dict[str, Any] = json.loads(opened.read(length))
         data = 8 + length
         return {name: _stored(entry, data, size) for name, entry in header.items() if name != "__metadata__"}

@@ -13,8 +13,8 @@ from cluster.redis.connect import connect
 from cluster.redis.elsewhere import leave
 
 log = logging.getLogger(__name__)
-# KEYS: lease, when it ends (ms)   ARGV: holder, ms. → 1: it is ours now.
-# Neither key has a time to live: a full Redis evicts those that have one, and two autoscalers would hold the lease.
+# KEYS: lease holder, end of the lease (ms)   ARGV: holder, duration (ms). → 1: the caller holds the lease.
+# Neither key has a time to live: a full Redis evicts keys that have one, and then two autoscalers would hold the lease.
 _HOLD = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)

@@ -39,7 +39,7 @@ class AsyncClient:
         api_key: sent with every call, where the routers ask for keys.
         tls: whom to trust and who we are, where the routers speak TLS; `ClientTls()` trusts the system's list.
         max_reconnects: how often one call may move on to another router; default: each router twice.
-        shuffle: puts the addresses, in place, into the order in which they are tried; default: a random one.
+        shuffle: reorders the list of addresses in place; they are tried in that order. Default: random.
 
     Every method raises a class of `cluster.errors`.
     """

@@ -24,8 +24,8 @@ Shuffle = Callable[[list[str]], None]
 class Routers:
     """A ring of addresses. A failure moves on from the address that failed, once, whoever reports it.
 
-    Each client has them in an order of its own: clients given the same list spread over all routers, and those of a
-    router that dies spread over the others.
+    Each client shuffles the list: clients with the same list spread over all routers, and the clients of a router that
+    dies spread over the remaining ones.
     """
 
     def __init__(self, addresses: str | Sequence[str], shuffle: Shuffle = random.shuffle) -> None:

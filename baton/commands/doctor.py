@@ -22,7 +22,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
     values_only: Annotated[bool, typer.Option("--values", help="Only the chart's values (YAML).")] = False,
     redis_url: Annotated[
-        str, typer.Option(help="A Redis of your own (externalRedis.url), to check its memory and policy.")
+        str, typer.Option(help="URL of an external Redis (externalRedis.url): checks its memory and policy.")
     ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question to the API.")] = 10.0,
 ) -> None:

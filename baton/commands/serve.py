@@ -114,14 +114,16 @@ def router(
 
 
 def check_start(config: RouterConfig | WorkerConfig, ready_file: Path | None) -> None:
-    """What can be known before a model is loaded. Raises ConfigError; of a Redis that is silent it only says so, for
-    it may come yet."""
+    """Check what can be checked before a model is loaded.
+
+    An unreachable Redis is only reported, because it may start later than this process. Raises ConfigError.
+    """
     settings.require_secret(config)
     settings.require_redis(config)
     if ready_file is not None:
         check_writable(ready_file, "--ready-file", "ready_file")
     if why := why_silent(config.redis_url):
-        say(f"{why}; this process goes on, and uses Redis as soon as it answers")
+        say(f"{why}; starting anyway, Redis is used as soon as it answers")
 
 
 def pools(

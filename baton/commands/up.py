@@ -123,7 +123,7 @@ def run(options: UpOptions) -> None:
             try:
                 state = cluster.start()
             except BaseException as error:
-                cluster.stop(keep_logs=isinstance(error, Exception))  # not where Ctrl-C ended the start
+                cluster.stop(keep_logs=isinstance(error, Exception))  # Ctrl-C is no failure to look into
                 raise
         say(f"ready  http {state.http}  grpc {state.grpc}")
         try:

@@ -1,8 +1,8 @@
-"""On Ray a replica is its worker's parent: its word that a prefill worker's process has exited ends quarantines at decode
-workers, as that of `baton up` does where that is the parent.
+"""Tells decode workers that a prefill worker on Ray has exited, which ends the quarantine of its landing slots.
 
-The word is given when nothing is left of the worker's session. Ranks on other nodes are no part of that: of a worker
-that has some, nothing is said.
+The Ray replica that started the worker sends this notice, as `baton up` does for the workers that it starts. It is sent
+only when no process of the worker's session is left. Ranks on other nodes are not in that session, so for a worker
+that spans nodes no notice is sent.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from cluster.membership.reader import read_workers
 from cluster.tls import Peers, make_identity
 
 log = logging.getLogger(__name__)
-GRACE_SECONDS = 5.0  # for a process that has said its last word
-TELL_SECONDS = 10.0  # a decode worker that is stopped may wake within that time
+GRACE_SECONDS = 5.0  # between the worker's last message and SIGKILL
+TELL_SECONDS = 10.0  # how long delivery is retried: a decode worker may be stopped for a moment
 POLL_SECONDS = 0.1
 
 
 class ExitWord:
-    """`config`: the worker's. `give` blocks, and returns at the latest after some 20 s."""
+    """Sends the exit notice of one worker, whose configuration is `config`."""
 
     def __init__(self, config: WorkerConfig):
         self._config = config
 
     def give(self, gone: Facts) -> None:
-        """Whatever is left of the worker's processes is killed; then every decode worker hears of it."""
+        """Kill what is left of the worker's processes, then notify every decode worker. Blocks, for 20 s at most."""
         proven = sessions.end(gone.pid, gone.began, GRACE_SECONDS)
         config = self._config
         if config.role != "prefill" or config.engine.nodes > 1 or not config.redis_url:
             return
         if not proven:
-            log.error("processes of %s can't be ended: decode workers are told nothing", gone.worker_id)
+            log.error("processes of %s survive SIGKILL: its landing slots stay in doubt", gone.worker_id)
             return
         try:
             self._tell(gone.worker_id)
         except redis.RedisError as error:
-            log.warning("decode workers can't be told that %s has exited: %s", gone.worker_id, error)
+            log.warning(
+                "the exit of %s was not sent to decode workers, Redis failed: %s", gone.worker_id, error
+            )
 
     def _tell(self, worker_id: str) -> None:
         config = self._config

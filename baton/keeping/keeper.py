@@ -28,8 +28,10 @@ SILENT_SECONDS = 20.0  # of a worker that serves; it speaks twice a second
 
 
 class Keeper:
-    """Of one worker. Its thread reads what the worker says. `on_gone` is called once, when the worker has ended or was
-    killed, if it has ever served; it may block."""
+    """Supervises one worker process; a thread reads its status messages.
+
+    `on_gone` is called once, when a worker that has served has ended or was killed; it may block.
+    """
 
     def __init__(
         self, place: Place, lock: int, connection: socket.socket, on_gone: OnGone = lambda gone: None
@@ -74,7 +76,7 @@ class Keeper:
                     log.warning("took over %s (pid %d)", keeper._last["worker"], keeper._pid)
                     return keeper
                 keeper._kill()
-            else:  # it has died while nobody kept it
+            else:  # it died while no replica supervised it
                 if (gone := place.facts()) is not None:
                     on_gone(gone)
                 place.clear()

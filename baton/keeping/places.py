@@ -2,7 +2,7 @@
 
 DIR/KEY.ID.sock   the worker listens there; KEY names what it was started with
 DIR/KEY.ID.lock   locked by the replica that keeps it: the kernel unlocks it however the replica ends
-DIR/KEY.ID.facts  which worker that is, once it serves
+DIR/KEY.ID.facts  the worker's id, pid and start time, written once it serves
 DIR/owner         who started the cluster, where somebody did (`baton up`): unkept workers don't outstay it
 """
 
@@ -52,11 +52,11 @@ def key_of(config: Mapping[str, Any], environment: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a worker that serves, or has served."""
+    """Identity of a worker process that serves or has served."""
 
     worker_id: str
     pid: int
-    began: int  # baton.keeping.sessions.started: with the pid it names one process
+    began: int  # baton.keeping.sessions.started; pid and start time together identify one process
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,15 @@ class Place:
         return connection
 
     def write_facts(self, worker_id: str) -> None:
-        """This process is that worker's."""
+        """Record that this process is the worker `worker_id`."""
         facts = Facts(worker_id, os.getpid(), sessions.started(os.getpid()))
         self.stem.with_name(f"{self.stem.name}.facts").write_text(json.dumps(asdict(facts)))
 
     def facts(self) -> Facts | None:
-        """None where the worker has not served yet."""
+        """Read the facts; None if the worker has not served yet."""
         try:
             return Facts(**json.loads(self.stem.with_name(f"{self.stem.name}.facts").read_text()))
-        except (OSError, ValueError, TypeError):  # not there, or cut off in the middle
+        except (OSError, ValueError, TypeError):  # missing or incomplete
             return None
 
     def clear(self) -> None:

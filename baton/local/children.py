@@ -52,7 +52,7 @@ class Child:
         self.process.wait(5.0)
 
     def reap(self) -> bool:
-        """After its exit: kills what is left of its session. True: nothing is, which others may be told."""
+        """After the child's exit: kill what is left of its session. True if nothing of it runs any more."""
         return sessions.end(self.pid, 0, 0.0)
 
     def _kill_session(self) -> None:

@@ -79,9 +79,10 @@ class LocalCluster:
         return self._logs
 
     def start(self) -> ClusterState:
-        """Raises SetupError, ConfigError or ModelError; then `stop` still has to be called.
+        """Start every process and wait until the cluster serves.
 
-        SetupError names the logs where there are any: stop(keep_logs=True) leaves them.
+        Raises SetupError, ConfigError or ModelError; then `stop` still has to be called. A SetupError names the log
+        folder if there are logs: stop(keep_logs=True) leaves it.
         """
         try:
             return self._start()
@@ -124,9 +125,9 @@ class LocalCluster:
         )
         try:
             self._write_state(state)
-        except OSError as error:  # a full disk ends no cluster; with the next change it is tried again
+        except OSError as error:  # a full disk must not end the cluster; the next change tries again
             self._written = state
-            return [f"the state file could not be written: {error}"]
+            return [f"the state file could not be written and is out of date: {error}"]
         return []
 
     def _ready(self, supervisor: Supervisor) -> list[dict[str, Any]]:
@@ -151,8 +152,10 @@ class LocalCluster:
         self._written = state
 
     def stop(self, *, keep_logs: bool = False) -> None:
-        """Stops what was started here and nothing else; safe to call at any point of a start. `keep_logs`: they stay,
-        of a start that failed; what else was written, secrets among it, goes."""
+        """Stop what was started here and nothing else; safe to call at any point of a start.
+
+        `keep_logs` leaves the log folder, for a start that failed; all other files, which hold secrets, are removed.
+        """
         self._notices.close()
         children.stop_all(self._routers.children, STOP_SECONDS)
         children.stop_all(self._workers.children, STOP_SECONDS)
@@ -185,7 +188,7 @@ class LocalCluster:
         if self._redis_url:
             if why := why_silent(self._redis_url):
                 raise SetupError(
-                    f"{why}; start one there, or leave --redis-url and BATON_REDIS_URL out: baton up brings its own",
+                    f"{why}; start one there, or omit --redis-url and BATON_REDIS_URL: baton up starts its own",
                     field="redis_url",
                 )
             return

@@ -38,7 +38,7 @@ class ExitNotices:
 
     @property
     def waiting(self) -> bool:
-        """Somebody has not taken a notice."""
+        """Whether a notice is still to be delivered to some decode worker."""
         return bool(self._notices)
 
     def add(self, exited: str, targets: Iterable[str]) -> None:

@@ -107,12 +107,16 @@ class UpOptions:
             raise ConfigError(f"--{name.replace('_', '-')}: {problem['msg']}", field=name) from None
 
     def _check_kv_memory(self) -> None:
-        """Memory is taken as it is used: pools that do not fit would be killed later, with what they serve."""
+        """Raise ConfigError if the KV pools do not fit the free memory.
+
+        The kernel commits memory on first use, so an oversized pool is allocated without an error and its worker is
+        killed later, under load.
+        """
         ranks = self._ranks
         if self.kv_memory * ranks > (free := available_bytes()):
             raise ConfigError(
                 f"--kv-memory {_in_gib(self.kv_memory)} for each of {ranks} ranks is more than the {_in_gib(free)} of "
-                f"memory that are free: give less than {_in_gib(free // ranks)}, or leave it out for a share that fits",
+                f"memory that are free: give less than {_in_gib(free // ranks)}, or omit it for a share that fits",
                 field="kv_memory",
             )
 

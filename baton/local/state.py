@@ -46,7 +46,7 @@ class ClusterState:
     logs: str
 
     def write(self, path: Path) -> None:
-        """Whole or not at all: a reader never sees half a file. Raises OSError."""
+        """Replace the file atomically: a reader never sees half of it. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = _beside(path)
         scratch.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -58,7 +58,7 @@ def _beside(path: Path) -> Path:
 
 
 def check_writable(path: Path, flag: str, field: str) -> None:
-    """Raises ConfigError: better now than once everything runs. Makes the folders on the way, and no file."""
+    """Raise ConfigError if `path` cannot be written. Creates missing parent folders, and no file."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -63,7 +63,7 @@ class Supervisor:
 
     def _exited(self, ward: Ward) -> str:
         child, now = ward.child, self._clock()
-        if child.reap():  # ranks of a worker live in its session: what they have posted may still land
+        if child.reap():  # until its ranks, which are in its session, are gone, their writes may still land
             ward.on_exit(child)
         line = f"{child.name} exited with code {child.exit_code()}"
         ward.short_lives = ward.short_lives + 1 if now - ward.started < SHORT_LIFE_SECONDS else 0

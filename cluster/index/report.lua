@@ -1,6 +1,6 @@
 -- KEYS: owners, sequences   ARGV: prefix, slot, name(worker@epoch), sequence, ttl_ms, then (held, chain) pairs
 -- -> 'ok' | 'register' | the sequence number to resend from
-redis.call('HDEL', KEYS[1], '')  -- writes nothing, but a replica refuses it: an 'ok' of its own would lose the batch
+redis.call('HDEL', KEYS[1], '')  -- no effect on a master; a replica refuses it, whose 'ok' would lose the batch
 if redis.call('HGET', KEYS[1], ARGV[2]) ~= ARGV[3] then return 'register' end
 local sequence = tonumber(ARGV[4])
 local expected = tonumber(redis.call('HGET', KEYS[2], ARGV[2]) or '1')

@@ -30,7 +30,7 @@ BATCH_SECONDS = 0.02
 RETRY_SECONDS = 0.25
 RESYNC_RETRY_SECONDS = 2.0
 MAX_WAITING_CHAINS = 10_000
-MEMORY_SECONDS = 1.0  # how old the word on Redis' memory may be
+MEMORY_SECONDS = 1.0  # how old the reading of Redis' memory may be
 
 Chain = tuple[list[bytes], int]  # hashes from the root, held
 
@@ -57,7 +57,7 @@ class ChainReporter:
         self._sequence = 1
         self._wake = threading.Condition()
         self._stopping = False
-        self._standing = (0, 0)  # of the registration, when everything was said last
+        self._standing = (0, 0)  # Registration.standing when the last full report began
         self._memory, self._looked = RedisMemory(), -MEMORY_SECONDS
         self._dropped = False  # the queue ran over: only a resync makes the index true again
         self._thread = threading.Thread(target=self._run, name="chain-reporter", daemon=True)
@@ -158,7 +158,7 @@ class ChainReporter:
     def _look_at_memory(self) -> RedisMemory:
         if time.monotonic() - self._looked > MEMORY_SECONDS:
             self._looked = time.monotonic()
-            with contextlib.suppress(redis.ResponseError):  # it may not be allowed to ask
+            with contextlib.suppress(redis.ResponseError):  # its Redis user may lack +info
                 self._memory = RedisMemory.of(self._client.info("memory"))
         return self._memory
 

@@ -178,7 +178,7 @@ local function insert(prefix, chain, slots, held, confirmed, until_ms, expire_at
       split(prefix, key, label, m, expire_at)
       run = m
     end
-    -- A full Redis evicts the two keys of a node separately: whether this one has children is not known any more.
+    -- A full Redis evicts the two keys of a node separately: whether this node has children is unknown by then.
     if held > pos and redis.call('EXISTS', prefix .. 'w:' .. key) == 0 then
       redis.call('HSET', prefix .. 'w:' .. key, 'c', '1')
     end

@@ -34,7 +34,7 @@ def slot_owners(namespace: str) -> str:
 
 
 def sequences(namespace: str) -> str:
-    """Hash: slot → number of the next batch of reports to the index."""
+    """Hash: slot → sequence number of the next batch of index reports."""
     return f"{{{namespace}}}:sequences"
 
 

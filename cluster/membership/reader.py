@@ -115,10 +115,10 @@ class Members:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def refresh(self) -> None:
-        """Reads once; keeps what is known when Redis does not answer.
+        """Read once; keep the last view if Redis does not answer.
 
-        One read at a time, so that an older answer never replaces a newer one. Who asks while one is on its way shares
-        the next with all others who do: the one on its way may have been answered before what made them ask.
+        Reads run one at a time, so that an older answer never replaces a newer one. All calls that arrive while a read
+        is in flight share the next one: Redis may have answered the current read before the change that caused them.
         """
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._read_in_turn())

@@ -89,7 +89,7 @@ class Registration:
 
     @property
     def standing(self) -> tuple[int, int]:
-        """Slot, and how often this worker has registered: an emptied Redis may give out the same slot again."""
+        """(slot, number of registrations): an emptied Redis may assign the same slot again."""
         return self._standing
 
     @property

@@ -69,8 +69,8 @@ return 1
 
 # Same keys   ARGV: forget_after_ms
 # → now_ms, the last slot given out, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?)
-# for each. Long dead workers are forgotten. The first call writes nothing, but a replica refuses it: a router must not go
-# on with what a server knows that others have replaced.
+# for each. Workers dead for long are forgotten. The first call has no effect on a master, but a replica refuses it: a
+# router must not act on the view of a server that was demoted.
 READ = """
 redis.call('HDEL', KEYS[1], '')
 local now = redis.call('TIME')

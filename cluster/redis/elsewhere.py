@@ -1,7 +1,7 @@
-"""Answers by which a Redis server says that another one is asked now, or that it cannot answer yet.
+"""Redis answers that mean "ask another server" or "not ready yet": READONLY, MOVED, LOADING, CLUSTERDOWN and the like.
 
-After a failover the address leads to another server. Who gets such an answer closes the connection; the next call
-resolves the address again.
+After a failover the address leads to another server. A client that gets such an answer closes the connection; its next
+call resolves the address again.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import redis.asyncio
 from redis.exceptions import AskError, ClusterDownError, TryAgainError
 
 _CODES = "READONLY|MOVED|ASK|TRYAGAIN|LOADING|CLUSTERDOWN|MASTERDOWN"
-# Redis before 7 puts a script's error into a sentence of its own: "ERR Error running script (…): …: -READONLY You …".
+# Redis before 7 wraps the error of a script: "ERR Error running script (…): …: -READONLY You …".
 _SAID = re.compile(rf"^(?:{_CODES}) |: -(?:{_CODES}) ")
 _TYPES = (redis.ReadOnlyError, redis.BusyLoadingError, AskError, ClusterDownError, TryAgainError)
 
 
 class ElsewhereError(redis.ConnectionError):
-    """The server is not, or not now, the one to ask; nothing was carried out."""
+    """Another server must be asked, or this one later; the call was not executed."""
 
 
 def says_elsewhere(answer: str) -> bool:
-    """Of an error as it stands on the wire."""
+    """Whether an error, as text from the wire, has one of these codes."""
     return bool(_SAID.search(answer))
 
 
@@ -34,11 +34,12 @@ def _is_elsewhere(error: redis.RedisError) -> bool:
 
 
 def leave(client: redis.Redis, error: redis.RedisError) -> None:
-    """Closes the connections of `client` that are free, where `error` says that another server is to be asked."""
+    """Close the idle connections of `client` if `error` says that another server must be asked."""
     if _is_elsewhere(error):
         client.connection_pool.disconnect(inuse_connections=False)
 
 
 async def leave_async(client: redis.asyncio.Redis, error: BaseException) -> None:
+    """`leave` for an asyncio client."""
     if isinstance(error, redis.RedisError) and _is_elsewhere(error):
         await client.connection_pool.disconnect(inuse_connections=False)

@@ -1,4 +1,4 @@
-"""What a process that starts can say about its Redis: whether its URL is one, and whether anything answers there."""
+"""Checks of Redis at process start: the URL is valid, and a server answers there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster.redis.connect import connect, without_password
 
 
 def check_url(url: str) -> None:
-    """Raises ConfigError, which shows nothing of the URL: there may be a password in it."""
+    """Raise ConfigError if `url` is not a Redis URL. The message leaves the URL out, which may hold a password."""
     try:
         parse_url(url)  # type: ignore[no-untyped-call]
     except ValueError:
@@ -22,7 +22,7 @@ def check_url(url: str) -> None:
 
 
 def why_silent(url: str) -> str:
-    """Asks once, for a second or two. Empty where it answers; otherwise where it was asked, and why there is no answer."""
+    """Ping once, for a second or two. Returns "" if Redis answers, else its address and the reason."""
     check_url(url)
     client = connect(url)
     try:

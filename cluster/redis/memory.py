@@ -1,7 +1,7 @@
-"""How full Redis is, and what it evicts when it is.
+"""Redis' memory use and eviction policy.
 
-Where only index keys have a time to live, a policy of `volatile-…` evicts the index and nothing else; with `noeviction` a
-full index stops placing, registering and renewing as well, and `allkeys-…` evicts what nobody can make again.
+Only index keys have a time to live, so a policy of `volatile-…` evicts the index and nothing else. With `noeviction` a
+full index also fails placing, registering and renewing; `allkeys-…` evicts leases, load and quotas.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PRESSED = 0.7  # used/maxmemory from which the index takes less
-LEAST_SHARE = 1 / 60  # of the index's time to live, when Redis is full
+PRESSED = 0.7  # used/maxmemory above which the index's time to live shrinks
+LEAST_SHARE = 1 / 60  # of the index's time to live, at a full Redis
 ADVICE = "set maxmemory-policy to volatile-lru"
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RedisMemory:
-    """As INFO says it. `max_bytes` 0: no limit of its own."""
+    """Memory figures of INFO. `max_bytes` is 0 if maxmemory is not set."""
 
     used_bytes: int = 0
     max_bytes: int = 0
@@ -40,19 +40,21 @@ class RedisMemory:
 
     @property
     def evicts_index_only(self) -> bool:
-        """False too where Redis has not said it."""
+        """False also if the policy is unknown."""
         return self.policy.startswith("volatile-")
 
     def shortened(self, ttl_seconds: float) -> float:
-        """The time to live of what the index learns now: less, the fuller Redis is."""
+        """The time to live for new index entries: `ttl_seconds`, reduced linearly above PRESSED."""
         if not self.pressed:
             return ttl_seconds
         return ttl_seconds * max(LEAST_SHARE, (1.0 - self.share) / (1.0 - PRESSED))
 
 
 def warn_of_policy(before: RedisMemory, now: RedisMemory) -> None:
-    """Once, and again when it has changed."""
+    """Log a policy that does not protect control data, once for each change."""
     if now.policy != before.policy and not now.evicts_index_only:
         log.warning(
-            "Redis' maxmemory-policy is %s: %s, or a full index stops everything else", now.policy, ADVICE
+            "Redis' maxmemory-policy is %s: %s, otherwise a full prefix index fails every other write",
+            now.policy,
+            ADVICE,
         )

@@ -1,7 +1,7 @@
-"""Whether a paged kernel works here: it is called once, over a few tokens, and compared with plain products.
+"""Checks a paged attention kernel: calls it on a few tokens and compares the result with plain matrix products.
 
-That a package is found says little: an install may be broken, made for another torch or another card, or of a version
-whose arguments mean something else, and what is silently wrong is worse than what fails.
+Importing the package is not enough: the install may be broken, built for another torch or GPU, or of a version whose
+arguments have another meaning, which gives wrong output without an error.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from engine.ops.team import Team
 from engine.plan import PlanItem
 
 HEADS, KV_HEADS, BLOCKS = 4, 2, 5
-TOLERANCE = 5e-2  # of bf16, over numbers of about 1
+TOLERANCE = 5e-2  # absolute; for bf16 values of magnitude 1
 
 
 def why_not(
     make: Callable[[], Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int
 ) -> str:
-    """Empty: it works."""
+    """Return why the kernel cannot be used, or "" if it works."""
     try:
         kernel = make()
         for window in (0, page_size // 2):
             shape = AttentionShape(HEADS, KV_HEADS, head_dim, page_size, (window,))
             for items in _steps(page_size):
                 if not _right(kernel, shape, items, device, dtype):
-                    return "is installed and computes something else than attention here"
+                    return "is installed, but its output is not attention: wrong results on this device"
     except Exception as error:  # whatever a broken install, or a kernel that lacks this card, raises
         return f"does not work here ({type(error).__name__}: {str(error).strip() or 'no reason given'})"
     return ""
 
 
 def _steps(page: int) -> list[list[PlanItem]]:
-    """A chunk that crosses blocks beside a token, and a step of single tokens."""
+    """Two steps: a chunk that crosses blocks beside a single token, and single tokens only."""
     chunk = PlanItem("chunk", [0] * 6, page - 3, [3, 1], True)
     return [
         [chunk, PlanItem("token", [0], 4, [4], True)],

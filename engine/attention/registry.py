@@ -57,7 +57,7 @@ def _refusal(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
 
 @cache
 def _probe(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
-    """Why the kernel does not work, seen by a call; empty if it does."""
+    """Why a call of the kernel fails or gives wrong output; "" if it works."""
     from engine.attention import probe
     from engine.attention.varlen import flash_varlen, torch_varlen
 
@@ -91,10 +91,10 @@ def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> Atte
 
 @cache
 def _has_numba() -> bool:
-    """Found is not enough: an install may lack the llvmlite that it needs, or numpy be too new for it."""
+    """Import numba, not only find it: its llvmlite may be missing, or numpy too new for it."""
     try:
         importlib.import_module("numba")
     except Exception as error:
-        log.warning("attention_backend cpu is left out: numba can't be imported (%s)", error)
+        log.warning("attention_backend cpu is not available: numba can't be imported (%s)", error)
         return False
     return True

@@ -66,8 +66,10 @@ class VarlenBackend:
         return out.reshape(q.shape[0], -1)
 
     def _window(self, layer: int) -> tuple[int, int]:
-        """(left, right); -1 = no bound. A single token is the last one, and nothing lies to its right: kernels pack query
-        heads only where no bound is named."""
+        """(left, right) in tokens; -1 = no bound.
+
+        For steps of single tokens no right bound is needed, and kernels pack query heads only without one.
+        """
         left = self._shape.windows[layer] - 1
         return (left, 0) if left >= 0 or self._step["max_seqlen_q"] > 1 else (-1, -1)
 
@@ -83,7 +85,7 @@ def torch_varlen() -> Kernel:
             key=a["k"],
             value=a["v"],
             cu_seq_q=a["cu_seqlens_q"],
-            cu_seq_k=a["cu_seqlens_k"],  # the CUDA operator takes both or neither; lengths are seqused_k's
+            cu_seq_k=a["cu_seqlens_k"],  # the CUDA operator takes both or neither, lengths from seqused_k
             max_q=a["max_seqlen_q"],
             max_k=a["max_seqlen_k"],
             scale=a["softmax_scale"],
@@ -100,8 +102,10 @@ def torch_varlen() -> Kernel:
 
 
 def flash_varlen(function: Callable[..., Any] | None = None) -> Kernel:
-    """vllm-flash-attn, standalone or bundled with vLLM, whichever is found. The standalone one has no `seqused_k`: its
-    lengths are the differences of `cu_seqlens_k`."""
+    """vllm-flash-attn, standalone or bundled with vLLM, whichever is found first and works.
+
+    The standalone package has no `seqused_k`: it gets lengths as differences of `cu_seqlens_k`.
+    """
     flash = function or _find_flash()
     parameters = inspect.signature(flash).parameters.values()
     named = {one.name for one in parameters}

@@ -101,7 +101,7 @@ class BlockPool:
         return [chain for chain in chains if chain]
 
     def _chain(self, block_hash: bytes) -> list[bytes]:
-        """From the root; empty if an earlier block is gone."""
+        """Hashes from the root to the block; empty if an earlier block is not cached."""
         chain: list[bytes] = []
         node: bytes | None = block_hash
         while node is not None:

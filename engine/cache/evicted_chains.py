@@ -1,12 +1,12 @@
-"""What the pool tells of evicted blocks: "of this chain only the first `held` blocks are left".
+"""Reports of evicted blocks: "of this chain only the first `held` blocks are still cached".
 
-A prefix is evicted tail first, block by block. Its chain is put together once, for the first block, by the walk to the
-root; for each further block the same list serves with a smaller `held`:
+A prefix is evicted tail first, block by block. For the first block the walk to the root builds the chain; each further
+block reuses the list with a smaller `held`:
 
     chain    h0  h1  h2  h3  h4        all that was cached of it when the run began
                      └──────── held = 2: h4, h3 and h2 have gone since
 
-A chain that shares a prefix with the last one is walked only as far as to where they part.
+For a chain that shares a prefix with the last one, the walk ends where the two meet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ Evicted = Callable[[list[bytes], int], None]
 
 
 class EvictedChains:
-    """`parents`: of every cached block, None for a root. `tell` gets a list that never changes afterwards."""
+    """Builds the reports. `parents`: block hash → parent's hash, None for a root, of every cached block.
+
+    `tell(chain, held)` receives hashes from the root; the list is not changed afterwards.
+    """
 
     def __init__(self, parents: Mapping[bytes, bytes | None], tell: Evicted):
         self._parents = parents
@@ -28,7 +31,7 @@ class EvictedChains:
         self._untold = False
 
     def evicted(self, block_hash: bytes) -> None:
-        """Called while `parents` still knows the block."""
+        """Note an evicted block; call it while `parents` still has it."""
         if block_hash not in self._at:
             self.tell()
             if not self._follow(block_hash):
@@ -39,20 +42,22 @@ class EvictedChains:
             self._untold = True
 
     def remembered(self, block_hash: bytes) -> None:
-        """A block is cached. If it is one of the chain's, how much of that is held is not known any more."""
+        """Note a newly cached block. If it belongs to the current chain, `held` is outdated and the chain is dropped."""
         if block_hash in self._at:
             self.tell()
             self._chain, self._at, self._held = [], {}, 0
 
     def tell(self) -> None:
-        """At the end of a run, at the latest when whoever took blocks has them."""
+        """Report the current run of evictions; call it at the latest when an allocation is complete."""
         if self._untold:
             self._untold = False
             self._tell(self._chain, self._held)
 
     def _follow(self, block_hash: bytes) -> bool:
-        """Makes `_chain` the one that ends with the block. False: an earlier block is gone, and its going was told as the
-        end of all behind it."""
+        """Make `_chain` the chain that ends with the block.
+
+        Returns False if an earlier block is gone: the report of that one covers all blocks behind it.
+        """
         tail: list[bytes] = []
         node: bytes | None = block_hash
         while node is not None and node not in self._at:

@@ -18,7 +18,7 @@ _FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-# Of each way to scale, the numbers that it needs.
+# The keys that each rope type needs.
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -94,7 +94,7 @@ class ModelConfig:
             )
         if raw.get("quantization_config"):
             raise ModelError(
-                "quantised checkpoints are not supported: serve the unquantised one",
+                "quantised checkpoints are not supported: use the unquantised one",
                 field="quantization_config",
             )
         if raw.get("hidden_act") not in (None, "silu", "swish"):
@@ -164,10 +164,11 @@ def _eos(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
 
 
 def check_rope(rope: dict[str, Any]) -> None:
-    """Raises ModelError naming the key: what `inverse_frequencies` can't do, or lacks a number for."""
+    """Raise ModelError naming the key that `inverse_frequencies` does not support or misses."""
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(
-            "rope_parameters differ between layers; supported is one for all layers", field="rope_parameters"
+            "rope_parameters differ between layers; only one setting for all layers is supported",
+            field="rope_parameters",
         )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(
@@ -177,8 +178,8 @@ def check_rope(rope: dict[str, Any]) -> None:
     kind = _rope_kind(rope)
     if kind not in _ROPE_NUMBERS:
         raise ModelError(
-            f"rope type {kind!r} is not supported; supported: {', '.join(_ROPE_NUMBERS)}. Where it only stretches the "
-            f"context, take it out of config.json, and set max_position_embeddings to the length before",
+            f"rope type {kind!r} is not supported; supported: {', '.join(_ROPE_NUMBERS)}. If it only extends the "
+            f"context, remove it from config.json and set max_position_embeddings to the original length",
             field="rope_parameters.rope_type",
         )
     for key in ("rope_theta", *_ROPE_NUMBERS[kind]):

@@ -40,7 +40,7 @@ class Checkpoint:
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of every tensor of a checkpoint. Raises ModelError naming the file."""
+    """Map each tensor name of a checkpoint to its file. Raises ModelError naming the file."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:

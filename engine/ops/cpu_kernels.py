@@ -257,7 +257,7 @@ def _ask_for(address, size):
 
 @compiled
 def _scores(keys, coming, size, kv, group, page, tokens, dim8, q, out):
-    """out[head, token] = q[head] · key[token] for the first `tokens` of a block; meanwhile `coming` is asked for."""
+    """out[head, token] = q[head] · key[token] for the first `tokens` of a block; prefetches block `coming`."""
     dim = 8 * len(dim8)
     for head in range(kv):
         for token in range(tokens):
@@ -280,8 +280,8 @@ def _scores(keys, coming, size, kv, group, page, tokens, dim8, q, out):
 
 @compiled
 def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
-    """acc[head] += p[head, token] · value[token] for the first `tokens` of a block, four at a time: that spares the
-    sums' way to memory. What lies behind them is a former request's: a weight of 0 would not hide a NaN."""
+    """acc[head] += p[head, token] · value[token] for the first `tokens` of a block; prefetches block `coming`.
+    Four at a time: fewer loads and stores of the sums. Nothing behind them is read, as 0 · NaN of stale KV is NaN."""
     dim = 8 * len(dim8)
     fours = tokens // 4 * 4
     for head in range(kv):
@@ -351,7 +351,7 @@ def attend_tokens(
 
 @compiled
 def _soften(weights, heads, begin, end):
-    """Softmax over tokens [begin, end); those before get no weight, those behind have no score and are not read."""
+    """Softmax over tokens [begin, end). Tokens before get weight 0; those behind have no score and are not read."""
     for head in range(heads):
         whole = weights[head]
         row = whole[begin:end]

@@ -22,8 +22,10 @@ JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they come; one t
 
 
 class Arrivals:
-    """How many of the group's operations this rank has come to, and when to the last one. Written by the thread that
-    runs its plans, read by any."""
+    """Counts the collective operations that this rank has entered, with the time of the last one (monotonic seconds).
+
+    Written by the thread that runs the plans, read by any thread.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -31,7 +33,7 @@ class Arrivals:
         self.count = 0
 
     def arrive(self) -> None:
-        self.at = self._clock()  # first: who sees the new count must not see the old time
+        self.at = self._clock()  # first: a reader that sees the new count must not see the old time
         self.count += 1
 
 

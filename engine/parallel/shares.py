@@ -1,15 +1,15 @@
-"""Which numbers of ranks can share a model."""
+"""Which tensor-parallel sizes fit a model."""
 
 from __future__ import annotations
 
 from cluster.errors import ConfigError
 from engine.model.config import ModelConfig
 
-MOST_RANKS = 64  # that are named in an answer
+MOST_RANKS = 64  # the largest size that an error message suggests
 
 
 def check_shares(model: ModelConfig, size: int) -> None:
-    """Raises ConfigError naming what `size` ranks can't share, and the sizes that fit."""
+    """Raise ConfigError naming the dimension that `size` ranks can't share equally, and the sizes that fit."""
     if reason := _in_the_way(model, size):
         fit = ", ".join(str(one) for one in range(1, MOST_RANKS + 1) if not _in_the_way(model, one))
         raise ConfigError(
@@ -19,7 +19,7 @@ def check_shares(model: ModelConfig, size: int) -> None:
 
 
 def _in_the_way(model: ModelConfig, size: int) -> str:
-    """Empty: nothing is."""
+    """The dimension that `size` ranks can't share equally, with its value; "" if there is none."""
     for key, value in (
         ("num_attention_heads", model.num_heads),
         ("intermediate_size", model.intermediate_size),
@@ -27,7 +27,7 @@ def _in_the_way(model: ModelConfig, size: int) -> str:
     ):
         if value % size:
             return f"{key} = {value}"
-    # Where there are more ranks than KV heads, several hold the same one.
+    # With more ranks than KV heads, several ranks hold the same head.
     if model.num_kv_heads % size and size % model.num_kv_heads:
         return f"num_key_value_heads = {model.num_kv_heads}"
     return ""

@@ -28,7 +28,7 @@ def philox4x32(counter: tuple[U64, U64, U64, U64], key: tuple[U64, U64]) -> tupl
 
 
 def uniform(seeds: list[int], choices: list[int], positions: list[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) per row. Numbers count modulo their width: one row's must not fail the others."""
+    """One number in [0, 1) per row. Arguments are taken modulo their width, so that no row's value fails the batch."""
     seed, position, choice = (
         np.array([number & 0xFFFFFFFFFFFFFFFF for number in column], dtype=np.uint64)
         for column in (seeds, positions, choices)

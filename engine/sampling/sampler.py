@@ -11,8 +11,8 @@ Order of operations, per row:
  7. top-k, then min-p, then top-p on what is left
  8. inverse CDF at uniform(seed, choice, position); by falling probability where 7 has sorted, else by token id
 
-A row fails alone: its logits hold NaN or +inf, every token of it is forbidden, or its parameters cannot be applied.
--inf is a token that the model excludes.
+A row fails alone: if its logits hold NaN or +inf, if every token is forbidden, or if its parameters cannot be applied.
+-inf marks a token that the model excludes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ from engine.request import SamplingParams
 from engine.sampling.philox import uniform
 
 GREEDY_BELOW = 1e-5  # temperatures
-LOWEST_TEMPERATURE = 1e-2  # what is drawn at: two logits 1 apart are then e^100 apart
-LARGEST_LOGIT = 1e30  # after the repetition penalty; divided by the lowest temperature it is still finite
+LOWEST_TEMPERATURE = (
+    1e-2  # lower ones are raised to it: a difference of 1 between logits is a factor of e^100 already
+)
+LARGEST_LOGIT = (
+    1e30  # bound after the repetition penalty: still finite when divided by the lowest temperature
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,10 @@ class Sampled:
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled | EngineRequestError]:
-    """logits [rows, vocab] fp32; may be changed in place. For each row its token, or why it has none."""
+    """Draw one token per row. `logits` is [rows, vocab] fp32 and may be changed in place.
+
+    Returns for each row its token, or the error of that row.
+    """
     raw: list[Tensor | None] = [None] * len(rows)
     failed: dict[int, EngineRequestError] = {}
     for i, row in enumerate(rows):
@@ -61,7 +68,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled | EngineRequestE
             adjust(logits[i], row)
         except Exception as error:
             failed[i] = engine_request_error(error)
-    best = logits.argmax(-1, keepdim=True)  # of a row with a NaN: the NaN
+    best = logits.argmax(-1, keepdim=True)  # NaN wins argmax: a row with one is found below
     chosen: list[int] = best[:, 0].tolist()
     finite: list[bool] = logits.gather(-1, best)[:, 0].isfinite().tolist()
     random = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
@@ -167,8 +174,10 @@ def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
 
 
 def _invert(mass: Tensor, draw: float) -> int:
-    """The first index whose cumulated mass exceeds draw · total. `mass` needs no normalising. Raises
-    EngineRequestError where nothing has any: logits so large that their quotients by the temperature are infinite."""
+    """The first index whose cumulative mass exceeds draw · total; `mass` need not be normalised.
+
+    Raises EngineRequestError if the total is 0 or not finite: logits that overflow when divided by the temperature.
+    """
     cumulated = mass.cumsum(-1)
     total = float(cumulated[-1])
     if not (0.0 < total < math.inf):

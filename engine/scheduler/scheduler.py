@@ -56,8 +56,10 @@ class Scheduler:
         return bool(self.waiting) or any(not s.paused for s in self.running)
 
     def room(self, held: list[int], rank: int) -> int:
-        """Free blocks for something new of class `rank` that takes the cached blocks `held` as well. What running
-        sequences of that class or a higher one wait for, or have set aside for their growth, is theirs first."""
+        """Blocks available to a new request of class `rank` that also takes the cached blocks `held`.
+
+        Excludes blocks that running sequences of the same or a higher class wait for or have set aside for growth.
+        """
         owed = {s: self._set_aside.owed(s) for s in self._set_aside.sequences()}
         for sequence, count in self._short:
             owed[sequence] = max(count, owed.get(sequence, 0))

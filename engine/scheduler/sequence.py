@@ -10,7 +10,7 @@ from engine.scheduler.states import TRANSITIONS, SequenceState
 
 
 def rank_of(request: EngineRequest) -> int:
-    """Of its class: high before normal before batch. Within a class a larger number buys nothing."""
+    """Rank of the request's class: high before normal before batch. Priority numbers within a class are equal."""
     return (request.priority < 0) - (request.priority > 0)
 
 
@@ -35,11 +35,11 @@ class Sequence:
     chunks: list[PromptChunk] = field(default_factory=list)
     paused: bool = False
     rank: int = field(init=False)
-    order: tuple[int, int] = field(init=False)  # who comes first: by class, then by arrival
+    order: tuple[int, int] = field(init=False)  # sort key: class, then arrival
     machine: StateMachine[SequenceState] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Kept, not computed: a step looks at them for every running sequence.
+        # Stored, because every step reads them for every running sequence.
         self.rank = rank_of(self.request)
         self.order = (self.rank, self.arrival)
         self.machine = StateMachine(SequenceState.WAITING, TRANSITIONS, self.request.request_id)

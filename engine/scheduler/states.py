@@ -3,7 +3,7 @@
 WAITING ──admitted──► RUNNING ──► FINISHED
    ▲                  │  ▲  └─prefill_only, or parked─► HELD ──► FINISHED
    └───preempted──────┘  └─commit─ WAITING_FOR_KV (reserved, KV on its way)
-                                        └──growth wants its blocks──► EVICTED (until nobody writes) ──► FINISHED
+                                        └──growth wants its blocks──► EVICTED (until all writes ended) ──► FINISHED
 """
 
 from __future__ import annotations

@@ -46,9 +46,11 @@ class Endpoint(Protocol):
         notification: bytes,
         memory: str = "DRAM",
     ) -> PendingWrite:
-        """Starts copying `pieces` (contiguous uint8, registered), one after the other, to the peer's address, which is
-        in its `memory` ("DRAM" or "VRAM") of its `device`; the peer gets the notification after the bytes. Raises
-        TransportError."""
+        """Start copying `pieces` (contiguous uint8, registered), one after the other, to `address` at the peer.
+
+        `memory` ("DRAM" or "VRAM") and `device` say where that address is; the peer gets the notification after the
+        bytes. Raises TransportError.
+        """
 
     def notify(self, agent_name: str, message: bytes) -> None: ...
 

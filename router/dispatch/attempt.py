@@ -120,7 +120,7 @@ class Attempt:
             return
         self._first_call = remote = self._run(self.placed.prefill, admission_deadline_ms)
         self._read(Source.PREFILL, self.placed.prefill, lambda: remote)
-        if ends_with_first_token(self.spec):  # the prefill worker asks no decode worker
+        if ends_with_first_token(self.spec):  # the prefill worker reserves at no decode worker either
             self.finished.add(Source.DECODE)
             return
         attach = decode_pb2.AttachRequest(

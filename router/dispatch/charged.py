@@ -24,7 +24,7 @@ async def charged(
     new = min(max(0, c.sampling.max_tokens - held), EXPECTED_OUTPUT_TOKENS)
     claim = Claim(
         name.hex(),
-        again=resumed,  # only the ticket proves it: a name, a prompt and a count of reconnects can be made up
+        again=resumed,  # proven by the ticket only: a client can forge name, prompt and reconnect count
         held_tokens=held if resumed else 0,
         seconds=c.deadline_seconds + GRACE_SECONDS,
     )

@@ -1,8 +1,7 @@
-"""Which engines one request has failed in, over all its attempts and choices.
+"""Counts the engines that one request has failed in, over all its attempts and choices.
 
-A request may itself be what an engine fails of: the second failure ends it, and no third engine sees it. Only a worker's
-own word counts. A connection that broke, a silent worker or a dead process says nothing about the request: those are
-lost for many reasons, and a request must outlive more than two of them.
+The request itself may make engines fail, so the second failure ends it. Only errors that a worker reports count: a broken
+connection, a silent worker or a dead process has many causes, and a request must survive more than two of those.
 """
 
 from __future__ import annotations
@@ -16,17 +15,19 @@ MOST_ENGINES = 2
 class EngineFailures:
     def __init__(self) -> None:
         self._failures = 0
-        self.names: frozenset[str] = frozenset()  # of the workers' lives: the request is placed without them
+        self.names: frozenset[str] = frozenset()  # worker_id@epoch, excluded from the next placement
 
     def note(self, worker: WorkerInfo, reason: BatonError) -> None:
-        """How an attempt ended at `worker`, if that was its engine's failure. Raises AttemptsExhaustedError at the
-        second."""
+        """Record the end of an attempt at `worker`; ignores other reasons than an engine's failure.
+
+        Raises AttemptsExhaustedError at the second failure.
+        """
         if not isinstance(reason, EngineRequestError | EngineFailedError):
             return
         self._failures += 1
         self.names |= {worker.name}
         if self._failures >= MOST_ENGINES:
             raise AttemptsExhaustedError(
-                f"the request failed in {MOST_ENGINES} engines and is not tried in another: {reason.message}",
+                f"the request failed in {MOST_ENGINES} engines and is not retried: {reason.message}",
                 limit=str(MOST_ENGINES),
             )

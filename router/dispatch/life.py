@@ -235,7 +235,7 @@ class RequestLife:
         c, secret = self._completion, self._services.config.secret.encode()
         packed = spec.prompt_tokens + spec.output_tokens
         hashes = hash_blocks(packed, generation.page_size, secret=secret, salt=spec.salt)
-        taken_in = bool(self.truth.attempts or c.resume_tokens)  # it is not refused any more
+        taken_in = bool(self.truth.attempts or c.resume_tokens)  # never refused for being late
         return PlacementRequest(
             transfer_id=self._services.new_transfer_id(),
             chain=index_keys(hashes),

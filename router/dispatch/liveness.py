@@ -29,7 +29,7 @@ class Watch:
     worker: _Worker
     on_lost: Callable[[], None]
     on_first: Callable[[], None]
-    clock: Callable[[], float]  # the loop's: asking which loop runs costs a system call a message
+    clock: Callable[[], float]  # the event loop's: get_running_loop would cost a system call per message
     last: float
     answered: bool = False
     paused: bool = False  # nobody reads it: a slow client is no sign of a lost worker

@@ -172,8 +172,8 @@ async def _responses(
     life: RequestLife, completion: Completion, caller: Caller
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     deltas: Mailbox[Delta] = Mailbox(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
-    # Who pays by request holds its ticket before the first token: if this router dies, the next one must not charge it
-    # again. Others need none until there is something to resume, and are spared the message.
+    # A charged request gets its ticket before the first token, so that another router does not charge it again if this
+    # one dies. Others get it with the first token, which saves a message.
     life.on_charged = lambda: deltas.add(_CHARGED)
     life.start(deltas)
     started: pb.Started | None = None

@@ -114,7 +114,9 @@ def _models(front: Front) -> Endpoint:
 def _model(front: Front) -> Endpoint:
     async def model(request: Request) -> Response:
         if request.path_params["model"] != front.validator.served_name:
-            raise UnknownModelError("there is no such model", field="model")
+            raise UnknownModelError(
+                "this model is not served here; GET /v1/models lists what is", field="model"
+            )
         return _json(_model_object(front))
 
     return model

@@ -11,8 +11,11 @@ SHOWN_HEADERS = ("x-request-id", "retry-after", "x-should-retry")
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Outermost: a browser asks for permission without a key. Keys come in a header of the page's own, so nothing
-    is allowed that a browser would send by itself (cookies)."""
+    """Wrap `app` in CORS for these origins; without any, return it unchanged.
+
+    It must be the outermost layer, because a browser's preflight request carries no API key. Credentials (cookies) are
+    not allowed: keys come in a header.
+    """
     if not origins:
         return app
     return CORSMiddleware(

@@ -1,8 +1,8 @@
 """The events of a streamed answer.
 
-choice, choice, … choice     one for what came at once; with continuous_usage_stats each with its usage
-the last choice's finish     with `baton`: known once the workers have reported, while the text is out already
-usage                        no choices; only where include_usage asks for it
+choice, choice, … choice     one event per batch of tokens; with continuous_usage_stats each has the usage so far
+the last choice's finish     with `baton`, which is known only after the last text was sent
+usage                        without choices; only with include_usage
 [DONE]
 """
 
@@ -22,7 +22,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Events:
-    """Of one answer with `choices` choices, over all its prompts."""
+    """Encodes the events of one answer with `choices` choices over all its prompts."""
 
     def __init__(self, shape: Shape, choices: int, wanted: StreamUsage, prompt_tokens: int):
         self._shape = shape
@@ -30,12 +30,12 @@ class Events:
         self._wanted = wanted
         self._so_far = UsageSoFar(prompt_tokens)
         self._begun: set[int] = set()
-        self._last: Delta | None = None  # what ends the last choice, sent by `end`
+        self._last: Delta | None = None  # the delta that ends the last choice, held back for `end`
         self._before = shape.before_choice()
         self._after = b'],"usage":null}\n\n' if wanted.at_end else b"]}\n\n"
 
     def of(self, came: Sequence[Delta]) -> bytes:
-        """What came together is written together."""
+        """Encode deltas that arrived together as one write."""
         frames: list[bytes] = []
         for delta in came:
             shown = delta if delta.finish is None else self._without_last_finish(delta)
@@ -44,7 +44,7 @@ class Events:
         return b"".join(frames)
 
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
-        """Once every choice has its finish."""
+        """Encode the end of the stream; call it once every choice has finished."""
         assert self._last is not None, "an answer ends with its last choice"
         last = self._shape.chunk([self._choice(self._last)])
         last["baton"] = baton(outcomes[-1], admin=self._shape.admin)

@@ -82,9 +82,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check(body: Mapping[str, Any], known: set[str], *, ignore_unknown: bool = False) -> None:
-    """Raises UnsupportedFieldError or InvalidRequestError naming the first field that can't be honoured.
+    """Raise UnsupportedFieldError or InvalidRequestError naming the first field that can't be honoured.
 
-    `ignore_unknown` lets names pass that mean nothing here, never a supported name's value that is refused.
+    `ignore_unknown` accepts unknown names; values of known names are checked either way.
     """
     for name, value in body.items():
         if name in known or name in HARMLESS:
@@ -94,7 +94,7 @@ def check(body: Mapping[str, Any], known: set[str], *, ignore_unknown: bool = Fa
                 raise UnsupportedFieldError(f"{name}: is not supported yet", field=name)
             continue
         if not ignore_unknown:
-            raise UnsupportedFieldError(f"{name}: is not a field of this request", field=name)
+            raise UnsupportedFieldError(f"{name}: unknown field of this request", field=name)
 
 
 def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
@@ -146,20 +146,20 @@ def bias(body: Mapping[str, Any]) -> dict[int, float]:
 
 
 def stream_usage(body: Mapping[str, Any], *, ignore_unknown: bool = False) -> StreamUsage:
-    """Checked also where nothing is streamed, though it changes nothing then."""
+    """Read `stream_options`; checked also without `stream`, where it has no effect."""
     options = body.get("stream_options")
     if options is None:
         return StreamUsage()
     if not isinstance(options, dict):
         raise _bad("stream_options", "must be an object")
     if set(options) - set(STREAM_OPTIONS) and not ignore_unknown:
-        raise _bad("stream_options", f"may hold {', '.join(STREAM_OPTIONS)}")
+        raise _bad("stream_options", f"may only hold {', '.join(STREAM_OPTIONS)}")
     boolean(options, "include_obfuscation")  # changes nothing
     return StreamUsage(boolean(options, "include_usage"), boolean(options, "continuous_usage_stats"))
 
 
 def priority(body: Mapping[str, Any], *, lower_first: bool = False) -> Any:
-    """A class by name, or a number: above 0 is high, below is batch; the other way round with `lower_first`."""
+    """Read `priority`: a class name, or a number whose sign names one. Above 0 is high; below 0 with `lower_first`."""
     value = body.get("priority")
     if isinstance(value, str):
         if value not in PRIORITIES:
@@ -175,7 +175,7 @@ def cache_salt(body: Mapping[str, Any]) -> str:
     if value is None:
         return ""
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_CACHE_SALT:
-        raise _bad("cache_salt", f"must be text of 1 … {MAX_CACHE_SALT} characters")
+        raise _bad("cache_salt", f"must be a string of 1 … {MAX_CACHE_SALT} characters")
     return value
 
 
@@ -184,7 +184,7 @@ def truncates(body: Mapping[str, Any]) -> bool:
 
 
 def truncated(body: Mapping[str, Any], prompt: list[int], context: int, max_tokens: Any) -> list[int]:
-    """The prompt's last `truncate_prompt_tokens` tokens. -1 leaves the answer its max_tokens of the context."""
+    """The prompt's last `truncate_prompt_tokens` tokens; -1 keeps as many as leave room for max_tokens."""
     value = body.get("truncate_prompt_tokens")
     if value is None:
         return prompt
@@ -197,14 +197,14 @@ def truncated(body: Mapping[str, Any], prompt: list[int], context: int, max_toke
 
 
 def check_best_of(body: Mapping[str, Any]) -> None:
-    """The best n of n are all of them; to choose among more is not supported."""
+    """Raise UnsupportedFieldError unless best_of equals n: choosing n of more candidates is not supported."""
     best_of, n = body.get("best_of"), body.get("n")
     if best_of is not None and not _is_one_of(best_of, (1 if n is None else n,)):
         raise UnsupportedFieldError("best_of: must equal n", field="best_of")
 
 
 def reasoning_effort(body: Mapping[str, Any]) -> str | None:
-    """For the chat template, which may know the word."""
+    """Read `reasoning_effort`, which is passed to the chat template."""
     value = body.get("reasoning_effort")
     if value is not None and not _is_one_of(value, REASONING_EFFORTS):
         raise _bad("reasoning_effort", f"must be one of {', '.join(REASONING_EFFORTS)}")

@@ -70,7 +70,7 @@ class Generate:
         return validator.completion(kept, asked)
 
     async def _encode(self, body: Mapping[str, Any], text: str, *, special: bool = True) -> list[int]:
-        """Its token ids. A prompt that is to be cut may be longer than the context."""
+        """Tokenise a prompt. One that will be truncated may be longer than the context."""
         encode = self._front.text.encode if fields.truncates(body) else self._front.encode
         return await encode(text, special=special)
 

@@ -1,5 +1,7 @@
-"""How long what a client sent is, before anything walks over it. What is not of the right form counts as nothing: whoever
-reads it refuses it by name."""
+"""Cheap length estimates of a request, made before anything processes it.
+
+Values of a wrong type count as length 0: the parser refuses them later by name.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,7 @@ from router.validate import Validator
 
 
 def chat_size(messages: Any, validator: Validator) -> int:
-    """About so many characters, as rendering them costs; counted no further than it matters. Raises
-    ContextLengthError."""
+    """Rendering cost of the messages, in characters; counting stops at the limit. Raises ContextLengthError."""
     if not isinstance(messages, list):
         return 0
     validator.check_messages(len(messages))

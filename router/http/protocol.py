@@ -61,10 +61,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0
-        self._body_came = False  # since this was last set to False
-        self._between_bytes = (
-            0  # of a chunked body's framing and trailers: what came without bytes of the body itself
-        )
+        self._body_came = False  # bytes of the body arrived since this was last reset
+        self._between_bytes = 0  # bytes of chunk framing and trailers since the last bytes of the body itself
         self._refused = False
         self._refusal: tuple[int, BatonError] | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
@@ -93,7 +91,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
         if self._in_body:
-            # The parser keeps a trailer, or a chunk's extension, until it is whole.
+            # The parser buffers a trailer or a chunk extension until it is complete, so both need a bound.
             self._between_bytes = 0 if self._body_came else self._between_bytes + len(data)
             if self._between_bytes > self.limits.header_bytes:
                 self._refuse(431, _too_large(self.limits.header_bytes))
@@ -125,7 +123,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            return  # a trailer: who asks, and for what, was decided by the head
+            return  # a trailer is ignored: authentication and routing used the head only
         if len(self.headers) >= self.limits.headers:
             limit = self.limits.headers
             error = InvalidRequestError(f"headers: at most {limit}", field="headers", limit=str(limit))

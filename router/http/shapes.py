@@ -19,7 +19,7 @@ _TIMINGS = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
 
 
 def baton(outcome: Outcome, *, admin: bool) -> dict[str, Any]:
-    """Timings in seconds, bytes shipped, transport; for admins also queues and workers: as in inference.proto."""
+    """The `baton` object: timings (seconds), bytes shipped, transport; for admins also queues and workers."""
     timings = outcome.timings
     shown: dict[str, Any] = {
         name: getattr(timings, name) for name in _TIMINGS if admin or name not in ADMIN_TIMINGS
@@ -52,7 +52,7 @@ class Shape:
     created: int
     id: str
     token_ids: bool  # vLLM's return_token_ids
-    admin: bool = True  # its client may see which workers did it, and their queues
+    admin: bool = True  # whether the client may see workers and queueing times
 
     object_name = ""
     chunk_name = ""
@@ -72,7 +72,7 @@ class Shape:
         return {**self.head(self.chunk_name), "choices": choices}
 
     def before_choice(self) -> bytes:
-        """What stands before the one choice of every streamed chunk: written once an answer."""
+        """The constant JSON before the choice of every streamed chunk, encoded once per answer."""
         return b"data: " + orjson.dumps(self.head(self.chunk_name))[:-1] + b',"choices":['
 
     def choice(self, index: int, answer: Answer, prompt: Sequence[int]) -> dict[str, Any]:

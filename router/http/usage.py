@@ -1,4 +1,4 @@
-"""How many tokens a request took: at its end, and in each chunk of a stream that asks for it."""
+"""Token usage of a request: at its end, and in each chunk of a stream with continuous_usage_stats."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from router.completion import Delta, Outcome
 
 @dataclass(frozen=True)
 class StreamUsage:
-    """What `stream_options` asks for."""
+    """The settings in `stream_options`."""
 
-    at_end: bool = False  # a last chunk without choices
-    continuous: bool = False  # each chunk's own, of what was sent so far
+    at_end: bool = False  # include_usage: a last chunk without choices
+    continuous: bool = False  # continuous_usage_stats: in each chunk, the usage so far
 
 
 def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -32,10 +32,7 @@ def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 class UsageSoFar:
-    """Of one stream, over all its choices: its last figures are those of the whole answer.
-
-    How many prompt tokens were cached is known at the end only.
-    """
+    """Running usage of one stream over all its choices. The number of cached prompt tokens is known only at the end."""
 
     def __init__(self, prompt_tokens: int):
         self._prompt = prompt_tokens

@@ -1,11 +1,11 @@
-"""Numbers for a router's script calls: Redis applies each once, also when it is repeated or comes late."""
+"""Sequence numbers of a router's script calls, with which Redis applies a repeated or late call only once."""
 
 from __future__ import annotations
 
 
 class Calls:
-    """`run` names this life of the router, given out by Redis: what an earlier life under the same name sent is void.
-    0: Redis has not given one yet."""
+    """Numbers of one run. `run` is assigned by Redis at start (0 before that); calls of an earlier run of the same router
+    name are void."""
 
     def __init__(self, run: int = 0) -> None:
         self.restart(run)
@@ -17,7 +17,7 @@ class Calls:
         self._settled = 0
 
     def begin(self) -> int:
-        """The number of a placement, until `end`."""
+        """Begin a placement; returns its number, to be passed to `end`."""
         number, self._next = self._next, self._next + 1
         self._awaited.add(number)
         return number
@@ -26,7 +26,9 @@ class Calls:
         self._awaited.discard(number)
 
     def settle(self) -> tuple[int, int, int]:
-        """Run, number of the table as it is now, and the oldest placement that is still awaited: the table holds every
-        older one that is not over, and Redis charges none of them any more."""
+        """(run, number of the next table, oldest placement still awaited).
+
+        The table contains every older placement that still runs, so Redis charges no older one that arrives late.
+        """
         self._settled += 1
         return self.run, self._settled, min(self._awaited, default=self._next)

@@ -1,4 +1,4 @@
-"""Reads every second how full Redis is."""
+"""Polls Redis' memory use every second."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LOOK_SECONDS = 1.0
 
 
 class MemoryWatch:
-    """`memory` is what Redis said last; while Redis is gone it stays."""
+    """Holds the last reading in `memory`, which stays while Redis is unreachable."""
 
     def __init__(self, client: redis.asyncio.Redis, any_hash: str):
-        """`any_hash`: a key of the namespace, for a write that writes nothing: a replica refuses it."""
+        """`any_hash`: a hash key of the namespace for a write without effect, which a replica refuses."""
         self._client = client
         self._any_hash = any_hash
         self._closed = asyncio.Event()
@@ -43,11 +43,11 @@ class MemoryWatch:
                 now = RedisMemory.of(await self._client.info("memory"))
         except redis.exceptions.NoPermissionError as error:
             if not self._refused:
-                log.warning("how full Redis is stays unknown: give this router's user +info (%s)", error)
+                log.warning("Redis' memory use can't be read, give this router's Redis user +info: %s", error)
             self._refused = True
             return
         except (redis.RedisError, TimeoutError, OSError) as error:
-            log.debug("Redis does not say how full it is: %s", error)
+            log.debug("Redis' memory use could not be read: %s", error)
             await leave_async(self._client, error)
             return
         self._refused = False
@@ -55,7 +55,8 @@ class MemoryWatch:
         warn_of_policy(before, now)
         if now.pressed != before.pressed:
             log.warning(
-                "Redis' memory is %.0f %% used; from %.0f %% on nothing is predicted, and the index forgets sooner",
+                "Redis' memory is %.0f %% used; above %.0f %% placements are not predicted and index entries live "
+                "shorter: raise maxmemory",
                 100 * now.share,
                 100 * PRESSED,
             )

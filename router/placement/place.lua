@@ -13,7 +13,7 @@
 -- -> prefill index (0 = local), decode index, cached tokens at prefill, at decode, cost, terms…
 --    or -1: nobody is there, -2: no choice, -3, seconds to the first token: too late, or -4: the best is leaving or
 --    has left, read the membership again, or -5: the router no longer waits for this call; then nothing was charged
--- A call that is repeated gets the answer it got before, of the router's last ANSWERS calls that charged.
+-- A repeated call gets its former answer; the answers of the router's last ANSWERS calls that charged are kept.
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
 local L, page, out = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -283,7 +283,7 @@ end
 charge(pending, u)
 if urgency ~= 'normal' then charge(urgency .. ':' .. pending, u) end
 charge(ARGV[LOADS + d], L + out)
--- Without a lease the charges of a router that dies before it settles would stay for ever.
+-- The lease expires the charges of a router that dies before it ever settles.
 call('ZADD', KEYS[3], 'NX', now + lease, router)
 
 if records then

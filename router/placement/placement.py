@@ -41,8 +41,8 @@ RETRY_SECONDS = 0.5
 MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
 _TERMS = ("cost", "prefill_wait", "prefill", "handoff", "decode_penalty", "first_token")
 _TOO_LATE, _LEAVING, _VOID = -3, -4, -5
-_LATER_RUN = -1  # the answer to a table
-MAX_CANDIDATES_KEPT = 8  # by whom they leave out
+_LATER_RUN = -1  # settle.lua's answer if Redis has a later run of this router
+MAX_CANDIDATES_KEPT = 8  # candidate lists, one per set of excluded workers
 MAX_VIEWS = 3  # of the membership, for one placement
 _DECISIONS = [(who, by) for who in ("prefill_worker", "decode_worker") for by in ("redis", "router")]
 _REFUSALS = ("no_decode_worker", "no_prefill_worker", "too_late")
@@ -125,7 +125,7 @@ class Placement:
 
     @property
     def memory(self) -> RedisMemory:
-        """Redis', as it was a second ago at most."""
+        """Redis' memory, at most a second old while Redis answers."""
         return self._watch.memory
 
     @property
@@ -188,12 +188,14 @@ class Placement:
         return candidates
 
     def _all_candidates(self, request: PlacementRequest) -> Candidates:
-        """All who are there without those that failed this request, put together once a membership and set of those:
-        as long as one is suspect, all requests exclude it."""
+        """All candidates except the workers that this request excludes.
+
+        Built once per membership version and set of exclusions: while a worker is suspect, every request excludes it.
+        """
         self._look()
         wanted = request.generation, request.excluded
         known = self._everybody.pop(wanted, None) or self._put_together(request)
-        self._everybody[wanted] = known  # at the end: what is used stays
+        self._everybody[wanted] = known  # moves it to the end: the least recently used is dropped first
         if len(self._everybody) > MAX_CANDIDATES_KEPT:
             del self._everybody[next(iter(self._everybody))]
         return known
@@ -202,7 +204,7 @@ class Placement:
         members = self._members
         prefill = [] if self.mode == "always" else usable(members.prefill, request)
         if self.mode in ("fallback", "auto") and prefill and all(request.excludes(w) for w in prefill):
-            prefill = []  # those that are left have failed this request, and others may prefill
+            prefill = []  # every prefill worker left has failed this request
         return Candidates(prefill, usable(members.decode, request), self.mode)
 
     async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:
@@ -221,7 +223,9 @@ class Placement:
             self._numbers.end(number)
         self.seconds.observe(time.monotonic() - began)
         if int(answer[0]) == _VOID:
-            raise TimeoutError(f"another router uses the id {self._config.router_id!r}")
+            raise TimeoutError(
+                f"another router uses the id {self._config.router_id!r}: give each its own router_id"
+            )
         if int(answer[0]) == _TOO_LATE:
             raise _too_late(request, float(answer[1]))
         if int(answer[0]) == _LEAVING:
@@ -355,7 +359,10 @@ class Placement:
             if not self._numbers.run:
                 self._numbers.restart(await self._send_table(0, 0, 0))
             if await self._send_table(*self._numbers.settle(), *self._table()) == _LATER_RUN:
-                log.warning("another router uses the id %r; taking over", self._config.router_id)
+                log.warning(
+                    "another router uses the id %r; taking it over, give each its own router_id",
+                    self._config.router_id,
+                )
                 self._numbers.restart(0)
                 self._dirty.set()
         except (redis.RedisError, TimeoutError, OSError) as error:

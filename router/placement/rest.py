@@ -1,7 +1,7 @@
-"""When Redis may be asked again after it did not answer.
+"""When Redis is called again after it did not answer.
 
-After the pause one call tries it; the others go on without it until that one was answered. Routers that lost it at the
-same moment come back at different ones.
+After a pause one call probes it; all others go on without Redis until the probe is answered. The pause is random, so that
+routers that lost Redis at the same moment do not return at the same moment.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class Rest:
         self._seconds = seconds
         self._rng = rng or random.Random()
         self._clock = clock
-        self._until = 0.0  # 0: it answered last time
+        self._until = 0.0  # 0: the last call was answered
 
     def may_ask(self) -> bool:
-        """True once a pause until Redis has answered: who gets it makes the call."""
+        """Whether to call Redis now; after a failure True once per pause, for the caller that probes it."""
         if self._until == 0.0:
             return True
         if self._clock() < self._until:
             return False
-        # Another call may try after the next pause, also where this one is cancelled and reports nothing.
+        # Another call may probe after the next pause, even if this one is cancelled and reports nothing.
         self.failed()
         return True
 

@@ -45,7 +45,7 @@ class ScriptCall:
                 return await line.ask(packed, seconds)
             except NoScriptError:
                 pass
-            except redis.ConnectionError:  # Redis was restarted, or another one has taken over
+            except redis.ConnectionError:  # Redis was restarted or failed over
                 pass
         async with asyncio.timeout(seconds):
             line = await self._open()

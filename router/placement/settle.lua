@@ -1,9 +1,9 @@
 -- A router's absolute table of charges, with its lease: applies new - old, so whatever was lost heals here.
 -- KEYS: load, routers, chg:<router>, answers:<router>, runs
--- ARGV: router, lease_ms, run (0: it has none yet), number of this table, number of the oldest placement that is
---       awaited, then (field, amount) pairs
--- -> a new run, where it had none; 0 applied, or a repetition, or older than what was applied; -1: Redis knows a later
---    run of this router. Only 0 applies the table.
+-- ARGV: router, lease_ms, run (0: none yet), number of this table, number of the oldest placement still awaited,
+--       then (field, amount) pairs
+-- -> a new run if it had none (the table is not applied); 0: applied, now or before, or older than the applied one;
+--    -1: Redis has a later run of this router (not applied).
 -- answers: run, settled (number of the last table), from (placements below it are void), then answers by number
 local run, number = tonumber(ARGV[3]), tonumber(ARGV[4])
 local t = redis.call('TIME')
@@ -25,7 +25,7 @@ elseif number <= tonumber(known[2] or 0) then
   return 0
 end
 redis.call('HSET', KEYS[4], 'run', run, 'settled', number, 'from', ARGV[5])
--- One long value keeps Redis from storing `load` as a list, in which every placement would search for every worker.
+-- One value above 64 bytes makes Redis store `load` as a hash table: in a listpack each lookup would be a linear search.
 redis.call('HSET', KEYS[1], '', string.rep('0', 65))
 local function add(field, amount)
   if redis.call('HINCRBY', KEYS[1], field, amount) == 0 then redis.call('HDEL', KEYS[1], field) end

@@ -12,9 +12,9 @@ A request whose client goes on at another router is charged once. Beside the buc
 
 If A lives after all, it pays only for tokens that its client did not take along.
 
-A call whose answer was lost (too late, or cancelled) may have been applied or not. Charge and settlement carry the
-charge's owner, and Redis applies each once, whatever is repeated or comes late; a settlement without an answer is said
-again until it has one, or is too old.
+A call without an answer (timed out, or cancelled) may have been applied or not. Charge and settlement carry the charge's
+owner, by which Redis applies each once, however often it is repeated and however late it arrives. A settlement is
+repeated until it is answered or too old.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _lua(name: str) -> str:
 
 
 def script_source(name: str) -> str:
-    """A script, whole."""
+    """Source of a script with records.lua in front."""
     return _lua("records.lua") + _lua(name)
 
 
@@ -201,7 +201,7 @@ class Quota:
             self._follow_ups.spawn(self._say_again())
 
     async def _say_again(self) -> None:
-        """Until none waits, or this router closes; then each gets a last try while Redis answers."""
+        """Repeat settlements until none waits. When the router closes, each gets one last try while Redis answers."""
         try:
             while (settlement := self._unsettled.oldest()) is not None:
                 if self._rest.may_ask() and await self._say(settlement):

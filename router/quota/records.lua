@@ -1,8 +1,8 @@
--- What charge.lua and settle.lua share. No key here has a time to live: Redis may evict those, and buckets are no cache.
+-- Shared by charge.lua and settle.lua. No key here has a time to live, because a full Redis evicts keys that have one.
 -- KEYS: quota:<tenant>, quota-request:<name>, quota-expiry, quota-applied
--- quota-expiry: key -> ms at which it is forgotten. quota-applied: "charge:<owner>" or "settle:<owner>" -> ms at which
--- that it was applied is forgotten; a call that is repeated, or that arrives after its settle, is applied no more.
-local SWEPT = 8  -- of each, at most, in a call: more than a call adds
+-- quota-expiry: key -> ms at which the key is deleted. quota-applied: "charge:<owner>" or "settle:<owner>" -> ms at which
+-- the entry is deleted; until then a repeated call, or a charge that arrives after its settle, has no effect.
+local SWEPT = 8  -- expired entries deleted per call, of each kind: more than a call adds
 local APPLIED_MS, MOST_APPLIED = 120000, 50000
 local call = redis.call
 local t = call('TIME')

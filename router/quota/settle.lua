@@ -1,14 +1,14 @@
 -- Corrects a charge by what the request has really used.
 -- KEYS: as in records.lua
 -- ARGV: owner, tokens charged (where the record is gone), prompt tokens, output tokens used by all routers so far,
---       served (1), finished (1: nobody will go on with it), tokens a minute, certain (0: it may not have been charged)
+--       served (1), finished (1: nobody will go on with it), tokens a minute, certain (0: the charge may not have been applied)
 -- A bucket that has run empty meanwhile takes only what was used beyond the estimate.
 local LET_GO_MS = 60000  -- how long a client may take to go on elsewhere
 local owner, prompt, output = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
 local served, finished = ARGV[5] == '1', ARGV[6] == '1'
 
 if was_applied('settle:' .. owner) then return {} end
-applied('settle:' .. owner)  -- also where nothing was charged: a charge that arrives after this is void
+applied('settle:' .. owner)  -- also if nothing was charged: a charge that arrives after this is void
 
 local record = call('HMGET', KEYS[2], 'owner', 'charged', 'times', 'taken:' .. owner)
 local requests, more

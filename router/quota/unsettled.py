@@ -1,4 +1,4 @@
-"""Settlements that Redis has not acknowledged: kept for a while, so many at most, and said again. Each is applied once."""
+"""A bounded queue of settlements that Redis has not acknowledged; they are repeated, and Redis applies each once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 MOST_KEPT = 10_000
-KEPT_SECONDS = 60.0  # shorter than Redis remembers what it has applied (records.lua)
+KEPT_SECONDS = 60.0  # less than APPLIED_MS (records.lua), for which Redis recognises a repetition
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ class Unsettled(Generic[T]):
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._waiting: deque[tuple[float, T]] = deque()
-        self.dropped = 0  # too many, or too old: their tenants keep what they were charged
+        self.dropped = 0  # too many or too old: their tenants stay charged in full
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -29,7 +29,7 @@ class Unsettled(Generic[T]):
             self.dropped += 1
 
     def oldest(self) -> T | None:
-        """Of those that are not too old; it stays until `done`."""
+        """The oldest settlement that is not too old, or None; it stays queued until `done`."""
         while self._waiting and self._clock() - self._waiting[0][0] > KEPT_SECONDS:
             self._waiting.popleft()
             self.dropped += 1

@@ -114,23 +114,23 @@ def _redis(services: Services) -> list[Reading]:
     return [
         gauge(
             "baton_redis_memory_used_bytes",
-            "Redis' used_memory; from 0.7 of its maxmemory on placements are not predicted",
+            "Redis' used_memory; above 0.7 of its maxmemory placements are not predicted",
             lambda: placement.memory.used_bytes,
         ),
         gauge(
             "baton_redis_memory_max_bytes",
-            "Redis' maxmemory; 0: it has none",
+            "Redis' maxmemory; 0 = not set",
             lambda: placement.memory.max_bytes,
         ),
         gauge(
             "baton_redis_evicts_index_only",
-            "1 while Redis' maxmemory-policy evicts keys with a time to live only",
+            "1 while Redis' maxmemory-policy is one of volatile-…, which evicts the prefix index only",
             lambda: placement.memory.evicts_index_only,
         ),
-        gauge("baton_quota_unsettled", "Settlements of quotas that wait for Redis", lambda: quota.unsettled),
+        gauge("baton_quota_unsettled", "Quota settlements that wait for Redis", lambda: quota.unsettled),
         counter(
             "baton_quota_settlements_dropped",
-            "Settlements of quotas that waited for too long, or were too many",
+            "Quota settlements dropped because they were too old or too many",
             lambda: quota.settlements_dropped,
         ),
         gauge("baton_redis_up", "1 while the membership can be read", lambda: services.members.redis_ok),

@@ -1,8 +1,8 @@
-"""How many bytes of text a token can stand for at most: a longer text is refused before it is tokenised.
+"""The most bytes of text that one token can stand for, by which a text too long for the context is refused untokenised.
 
-A text of B bytes that no token may cover more than L of has at least B / L tokens. That holds for tokenizers that lose
-nothing: every byte of the text ends in some token, none is dropped, and no token swallows what its vocabulary entry does
-not say. Others have no bound, and only the size of a message limits their texts.
+If a token covers at most L bytes, a text of B bytes has at least B / L tokens. This holds for lossless tokenizers only:
+every byte ends up in some token, and no token covers more than its vocabulary entry. For others there is no bound, and
+only the limit on a message's size applies.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-# A character that NFC makes of several has at most four parts of four bytes and two bytes itself.
+# NFC composes at most four code points of four bytes each into one of at least two bytes: 16 / 2.
 _NFC_SHRINKS = 8
 _KEEPS_ALL = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "UnicodeScripts"}
 
 
 def most_bytes(tokenizer: Tokenizer) -> int | None:
-    """Of one token. None: this tokenizer may drop text, or cover any amount of it with one token."""
+    """The bound in bytes; None if this tokenizer may drop text or cover any amount of it with one token."""
     added = tokenizer.get_added_tokens_decoder().values()
     if tokenizer.truncation is not None or any(token.lstrip or token.rstrip for token in added):
-        return None  # the latter swallow the white space around them
+        return None  # lstrip and rstrip make a token cover the white space around it
     shrinks, length = _shrinks(_settings(tokenizer.normalizer)), _length(tokenizer)
     if shrinks is None or length is None:
         return None
@@ -32,8 +32,7 @@ def most_bytes(tokenizer: Tokenizer) -> int | None:
 
 
 def _length(tokenizer: Tokenizer) -> Callable[[str], int] | None:
-    """In bytes, of an entry of the vocabulary. None: not every byte of a text has a token, if need be of its own, or
-    something is left out between words."""
+    """A function from a vocabulary entry to its length in bytes; None if the tokenizer may drop bytes of a text."""
     model, steps = tokenizer.model, list(_steps(_settings(tokenizer.pre_tokenizer), "pretokenizers"))
     if not isinstance(model, models.BPE) or any(step["type"] not in _KEEPS_ALL for step in steps):
         return None
@@ -48,12 +47,12 @@ def _length(tokenizer: Tokenizer) -> Callable[[str], int] | None:
 
 
 def _settings(part: Any) -> Any:
-    """Of a step of a tokenizer."""
+    """Settings of a tokenizer component, as parsed JSON."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _shrinks(normalizer: Any) -> int | None:
-    """By which factor at most it makes a text shorter, in bytes; None: by any."""
+    """The largest factor by which it can shorten a text in bytes; None if there is no limit."""
     factor = 1
     for step in _steps(normalizer, "normalizers"):
         if step["type"] == "NFC":
@@ -68,7 +67,7 @@ def _shrinks(normalizer: Any) -> int | None:
 
 
 def _steps(settings: Any, inner: str) -> Iterator[dict[str, Any]]:
-    """A Sequence unrolled."""
+    """The steps of a component, with Sequences unrolled."""
     if settings is None:
         return
     if settings["type"] == "Sequence":

@@ -1,8 +1,8 @@
 """Stop strings across token borders: holds back any text that may begin one.
 
-An Aho–Corasick automaton over characters (Aho and Corasick, 1975): its state is the longest end of the text that begins
-a stop string, so each character costs the same whatever the list. Nodes are made when a text first comes to them: 16 stop
-strings of 1,024 characters are 16,384 nodes, and an answer hardly visits more than the first ones.
+An Aho–Corasick automaton over characters (Aho and Corasick, 1975): its state is the longest suffix of the text that is a
+prefix of a stop string, so the cost of a character does not depend on the list. Nodes are made when a text first reaches
+them: 16 stop strings of 1,024 characters would be 16,384 nodes, of which an answer visits few.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Sequence
 
 
 class _Node:
-    """A beginning that the stop strings `low` … `high - 1` of the sorted list have in common."""
+    """A common prefix of the stop strings `low` … `high - 1` of the sorted list."""
 
     __slots__ = ("depth", "fail", "low", "match", "next", "open")
 
     def __init__(self, stops: Sequence[str], low: int, high: int, depth: int, fail: _Node | None):
         self.depth = depth
-        self.fail = fail  # the longest proper end of it that begins a stop string
-        # Length of the longest stop string that ends here; 0 = none does.
+        self.fail = fail  # the longest proper suffix of it that is a prefix of a stop string
+        # Length of the longest stop string that ends here; 0 = none.
         self.match: int = (
             depth if depth and len(stops[low]) == depth else fail.match if fail is not None else 0
         )
         self.next: dict[str, _Node] = {}
-        self.open: dict[str, tuple[int, int]] = {}  # those that no text has come to
+        self.open: dict[str, tuple[int, int]] = {}  # children not made yet: character → (low, high)
         for at in range(low, high):
             if len(stops[at]) > depth:
                 begins, _ = self.open.get(stops[at][depth], (at, at))
@@ -31,7 +31,7 @@ class _Node:
 
 
 class StopStrings:
-    """Of one request; its choices share what has been made of it."""
+    """The automaton of one request, shared by its choices."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = sorted({stop for stop in stops if stop})
@@ -39,8 +39,8 @@ class StopStrings:
         self.first = frozenset(stop[0] for stop in self._stops)
 
     def step(self, node: _Node, character: str) -> _Node:
-        """The state after `character`. On average over a text one node is looked at and one is left."""
-        wanted: list[_Node] = []  # whose next one must be made
+        """The state after `character`; amortised O(1) over a text."""
+        wanted: list[_Node] = []  # nodes whose child for `character` must be made
         at: _Node | None = node
         while at is not None:
             known = at.next.get(character)
@@ -58,19 +58,19 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Of one choice."""
+    """Filters the text of one choice."""
 
     def __init__(self, stops: StopStrings, include: bool = False):
         self._stops = stops
         self._include = include
         self._at = stops.root
-        self._held = ""  # as many characters as `_at` is deep
+        self._held = ""  # the last `_at.depth` characters
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """What may be shown. After a stop string nothing more is; `stopped` says so.
+        """Add text; returns what may be sent. After a stop string nothing more is sent, and `stopped` is True.
 
-        Of several stop strings the one that is complete first counts; of several complete at once the longest.
+        The stop string that is complete first counts; of several complete at once, the longest.
         """
         if self.stopped:
             return ""

@@ -1,7 +1,5 @@
-"""What chat templates may use: the environment in which transformers renders them, written anew.
-
-Templates on the Hub are written for `transformers.utils.chat_template_utils`; what is named here has its meaning.
-"""
+"""The jinja environment of chat templates: functions, filters and tags with the meaning that they have in
+`transformers.utils.chat_template_utils`, for which templates on the Hub are written."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ Clock = Callable[[], datetime.datetime]
 
 
 class GenerationTag(Extension):
-    """`{% generation %} … {% endgeneration %}` marks what the assistant said, for training: here its text alone."""
+    """`{% generation %} … {% endgeneration %}` marks assistant text for training; here it renders its content."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -31,7 +29,7 @@ class GenerationTag(Extension):
 
 
 def template_environment(now: Clock = datetime.datetime.now) -> ImmutableSandboxedEnvironment:
-    """`now` is what strftime_now formats: the local time."""
+    """`now` returns the local time, which strftime_now formats."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -48,7 +46,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the escapes for HTML that jinja's own filter adds."""
+    """JSON without the HTML escapes of jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -20,9 +20,9 @@ from router.tokens.templates import template_environment
 # A thread and the way back cost a request 0.2 to 0.3 ms. So much text is encoded in about 0.2 ms; all others leave the
 # loop free.
 INLINE_CHARACTERS = 1024
-# A template takes some 5 µs a message, and copies its texts; conversations up to this are rendered in about 0.3 ms.
+# Conversations up to this size render fast enough for the event loop; longer ones go to a thread.
 INLINE_CHAT_CHARACTERS = 16_384
-MESSAGE_CHARACTERS = 256  # what a message costs beside its text
+MESSAGE_CHARACTERS = 256  # cost of a message beside its text, in characters
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class ModelText:
         except Exception as error:  # the library raises plain Exceptions
             raise ModelError(f"{path}: {error}", field=path.name) from error
         self.pieces = TokenPieces(self.tokenizer)
-        self.most_bytes = most_bytes(self.tokenizer)  # that one token can stand for; None = any number
+        self.most_bytes = most_bytes(self.tokenizer)  # of text that one token can stand for; None = no bound
         self.config = _read(directory / "config.json")
         self.generation = _read(directory / "generation_config.json")
         self._check()
@@ -64,7 +64,8 @@ class ModelText:
         }
         self._template = self._compile(directory, settings)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
-        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")  # Python: a second gains nothing
+        # One thread: rendering holds the interpreter's lock.
+        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")
 
     def _check(self) -> None:
         """What requests will rely on. Raises ModelError: later it would look like the client's fault, or ours."""
@@ -101,9 +102,9 @@ class ModelText:
             raise ModelError(f"the chat template: {error}", field="chat_template") from error
 
     def render(self, messages: Sequence[Mapping[str, str]], reasoning_effort: str | None = None) -> str:
-        """A conversation as the model was trained to see it, ending where the assistant begins.
+        """Render a conversation with the model's chat template, up to where the assistant's answer begins.
 
-        Templates that know nothing of `reasoning_effort` are rendered as without it.
+        A template that does not use `reasoning_effort` ignores it.
         """
         if self._template is None:
             raise InvalidRequestError("this model has no chat template; send a prompt", field="messages")
@@ -126,8 +127,7 @@ class ModelText:
         characters: int,
         reasoning_effort: str | None = None,
     ) -> str:
-        """The conversation that `read` makes of a message of about so many `characters`, rendered; on a thread if it is
-        long."""
+        """Render the conversation that `read` returns; on a thread if its size in `characters` is large."""
         if characters <= INLINE_CHAT_CHARACTERS:
             return self.render(read(), reasoning_effort)
         loop = asyncio.get_running_loop()

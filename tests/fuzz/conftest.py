@@ -10,14 +10,18 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import grpc
 import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.fuzz.tally import Tally
 from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
+
+if TYPE_CHECKING:
+    from tests.fuzz.workers import Pair
 
 NAME = "tiny"
 CASES = int(os.environ.get("BATON_FUZZ_CASES", "0"))
@@ -43,6 +47,25 @@ def tally() -> Iterator[Tally]:
     yield made
     if RESULTS:
         made.append(Path(RESULTS))
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Any) -> Iterator[Pair]:
+    """A prefill and a decode worker of this process."""
+    from tests.fuzz.workers import running_pair  # torch: not for the routers' modules
+
+    with running_pair(checkpoint("llama")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def channels(pair: Pair) -> Iterator[dict[str, grpc.Channel]]:
+    """A channel to each of the pair, by the name of its service."""
+    with (
+        grpc.insecure_channel(pair.prefill.address) as prefill,
+        grpc.insecure_channel(pair.decode.address) as decode,
+    ):
+        yield {"Prefill": prefill, "Decode": decode}
 
 
 @pytest.fixture(scope="session")

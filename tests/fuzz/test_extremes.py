@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +17,6 @@ from tests.checkpoints import VOCAB
 from tests.fuzz.conftest import few
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
 from tests.fuzz.test_workers import message
-from tests.fuzz.workers import Pair, running_pair
 from wire import common_pb2
 from worker.validate import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TOKENS
 
@@ -100,21 +97,6 @@ def specs(draw: st.DrawFn) -> common_pb2.GenerateSpec:
         held = draw(st.lists(token_ids, min_size=1, max_size=sampling.max_tokens - 1))
         made.output_tokens = pack_tokens(held)
     return made
-
-
-@pytest.fixture(scope="module")
-def pair(checkpoint: Any) -> Iterator[Pair]:
-    with running_pair(checkpoint("llama")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def channels(pair: Pair) -> Iterator[dict[str, grpc.Channel]]:
-    with (
-        grpc.insecure_channel(pair.prefill.address) as prefill,
-        grpc.insecure_channel(pair.decode.address) as decode,
-    ):
-        yield {"Prefill": prefill, "Decode": decode}
 
 
 def stream(channels: dict[str, grpc.Channel], method: str, asked: Any) -> Any:

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
 import pytest
@@ -20,7 +19,7 @@ from cluster.rpc import error_from_rpc
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changed, damaged
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
-from tests.fuzz.workers import Pair, running_pair
+from tests.fuzz.workers import Pair
 from wire import common_pb2, decode_pb2, handoff_pb2
 
 To = handoff_pb2.PrefillToDecode
@@ -31,15 +30,8 @@ count = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def pair(checkpoint: Any) -> Iterator[Pair]:
-    with running_pair(checkpoint("llama")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def channel(pair: Pair) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(pair.decode.address) as made:
-        yield made
+def channel(channels: dict[str, grpc.Channel]) -> grpc.Channel:
+    return channels["Decode"]
 
 
 def hello(pair: Pair, peer: str) -> To:

@@ -24,7 +24,7 @@ from tests.fuzz.conftest import few
 from tests.fuzz.messages import changing
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
 from tests.fuzz.test_workers import message
-from tests.fuzz.workers import Pair, running_pair
+from tests.fuzz.workers import Pair
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
 
 To, From = handoff_pb2.PrefillToDecode, handoff_pb2.DecodeToPrefill
@@ -34,21 +34,13 @@ count = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def pair(checkpoint: Any) -> Iterator[Pair]:
-    with running_pair(checkpoint("llama")) as running:
-        yield running
+def decode(channels: dict[str, grpc.Channel]) -> grpc.Channel:
+    return channels["Decode"]
 
 
 @pytest.fixture(scope="module")
-def decode(pair: Pair) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(pair.decode.address) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def prefill(pair: Pair) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(pair.prefill.address) as made:
-        yield made
+def prefill(channels: dict[str, grpc.Channel]) -> grpc.Channel:
+    return channels["Prefill"]
 
 
 def canary(pair: Pair, decode: grpc.Channel) -> list[int]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +17,7 @@ from tests.fuzz.messages import changed, changing, damaged
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
 from tests.fuzz.test_grpc import PREFACE, frames
 from tests.fuzz.test_http import exchange
-from tests.fuzz.workers import Pair, running_pair
+from tests.fuzz.workers import Pair
 from wire import common_pb2, decode_pb2, prefill_pb2
 
 METHODS = {
@@ -38,21 +36,6 @@ TYPED = {  # what a router deals with; INTERNAL and UNKNOWN are not among it
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 transfer_ids = st.binary(min_size=16, max_size=16)
-
-
-@pytest.fixture(scope="module")
-def pair(checkpoint: Any) -> Iterator[Pair]:
-    with running_pair(checkpoint("llama")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def channels(pair: Pair) -> Iterator[dict[str, grpc.Channel]]:
-    with (
-        grpc.insecure_channel(pair.prefill.address) as prefill,
-        grpc.insecure_channel(pair.decode.address) as d,
-    ):
-        yield {"Prefill": prefill, "Decode": d}
 
 
 def call(channels: dict[str, grpc.Channel], method: str, raw: bytes, tally: Tally, kind: str) -> None:

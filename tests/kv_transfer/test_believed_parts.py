@@ -176,7 +176,7 @@ async def test_part_numbers_are_bounded(decode, peer):
     """Or a peer could have each of any number of parts remembered."""
     transfer_id = await peer.reserve(TOKENS)
     peer.want(transfer_id, MAX_PARTS_PER_ROW * LAYERS * TOKENS, 64)
-    await ended_with(decode, peer, transfer_id, "TransportError", "is too many")
+    await ended_with(decode, peer, transfer_id, "TransportError", "is beyond the limit")
 
 
 async def test_only_whole_blocks_stay_after_an_abort(decode, peer):

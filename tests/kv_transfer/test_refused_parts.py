@@ -65,7 +65,7 @@ async def test_a_part_that_breaks_the_scatter_ends_its_hand_off_only(transport, 
                 await prefill.finish(handoff, TOKENS)
             await handoff.abort("refused")
         assert decode.receiver.counts["part_failed"] >= 1
-        assert "could not be taken" in caplog.text
+        assert "could not be scattered" in caplog.text
         await prefill.send(decode.ref, TOKENS)
         assert_same(prefill, decode, TOKENS)
         assert torch.count_nonzero(decode.caches[0])

@@ -80,7 +80,7 @@ def test_a_rank_that_stays_silent_fails_its_worker_in_the_end(watched):
     watched.loop.pass_time(PATIENCE - 1.0)
     assert not watched.failures
     watched.loop.pass_time(2.0)
-    assert "rank 1 has not answered for 30 s" in str(watched.failures[0])
+    assert "rank 1 has been silent for 30 s" in str(watched.failures[0])
 
 
 def test_only_what_was_seen_without_a_break_counts(watched):

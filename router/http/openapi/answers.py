@@ -73,7 +73,7 @@ def _usage() -> Schema:
             "prompt_tokens_details": record({"cached_tokens": COUNT}),
         },
         ["prompt_tokens", "completion_tokens", "total_tokens"],
-        description="while an answer is still streamed, without prompt_tokens_details",
+        description="usage so far, in chunks before the last; without prompt_tokens_details",
     )
 
 
@@ -102,7 +102,7 @@ def _answer(name: str, choice: Schema) -> Schema:
 
 
 def _chunk(name: str, choice: Schema) -> Schema:
-    """The one that ends the last choice says where the time went. One with the usage and no choices may follow."""
+    """Schema of a chunk. The one that ends the last choice has the timings; one with usage and no choices may follow."""
     head = _head(name)
     properties = {**head, "choices": array(choice), "usage": optional(ref("Usage")), "baton": ref("Baton")}
     return record(properties, [*head, "choices"])

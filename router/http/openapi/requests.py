@@ -24,7 +24,7 @@ TOKEN_KEY = f"^[0-9]{{1,{fields.MAX_TOKEN_DIGITS}}}$"
 
 def request_schemas(front: Front) -> dict[str, Schema]:
     """Beyond what a schema can say: prompt and max_tokens together fit the context, min_tokens ≤ max_tokens,
-    top_logprobs needs logprobs, best_of is n."""
+    top_logprobs needs logprobs, best_of equals n."""
     shared = {**_sampling(front), **_answer(front), **_prompt_fields(front), **_not_used()}
     return {
         "CompletionRequest": _request(
@@ -74,7 +74,9 @@ def _token(front: Front) -> Schema:
 def _sampling(front: Front) -> dict[str, Schema]:
     config, room = front.config, _room(front)
     return {
-        "temperature": optional(number(0, 100, description="below 1e-5 greedy; below 1e-2 as 1e-2")),
+        "temperature": optional(
+            number(0, 100, description="below 1e-5: greedy; from there to 1e-2: as 1e-2")
+        ),
         "top_k": optional(integer(-(2**31), front.text.vocab_size, description="0 and less = all")),
         "top_p": optional({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "min_p": optional(number(0, 1)),
@@ -83,7 +85,7 @@ def _sampling(front: Front) -> dict[str, Schema]:
         "frequency_penalty": optional(number(-2, 2)),
         "seed": optional(integer(-(2**63), 2**64 - 1, description="drawn by the router where there is none")),
         "n": optional(integer(1, config.max_choices)),
-        "best_of": optional(integer(1, config.max_choices, description="only the same number as n")),
+        "best_of": optional(integer(1, config.max_choices, description="must equal n")),
         "max_tokens": optional(
             integer(1, room, description="of prompt and answer together the context is full")
         ),
@@ -139,13 +141,13 @@ def _prompt_fields(front: Front) -> dict[str, Schema]:
             integer(1, front.validator.max_model_len),
             {"const": -1},
             NULL,
-            description="only the prompt's last so many tokens are used; -1: those that leave room for max_tokens",
+            description="keeps only this many tokens of the prompt's end; -1: as many as leave room for max_tokens",
         ),
         "cache_salt": optional(
             text(
                 minLength=1,
                 maxLength=fields.MAX_CACHE_SALT,
-                description="cached prefixes are shared only with the tenant's requests that have the same one",
+                description="cached prefixes are shared only among the tenant's requests with the same salt",
             )
         ),
         "spaces_between_special_tokens": optional(

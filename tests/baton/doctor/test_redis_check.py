@@ -23,7 +23,7 @@ def server(tmp_path):
         ("noeviction", 1 << 30, "warning", "volatile-lru"),
         ("allkeys-lru", 1 << 30, "warning", "volatile-lru"),
         ("volatile-lru", 0, "warning", "maxmemory"),
-        ("volatile-lru", 1, "warning", "more maxmemory"),
+        ("volatile-lru", 1, "warning", "raise maxmemory"),
     ],
 )
 def test_its_memory_and_policy(server, policy, most, grade, says):
