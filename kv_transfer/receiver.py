@@ -368,14 +368,16 @@ class HandoffReceiver:
             rank.handle(m.NewEpoch(worker.epoch))
 
     async def process_exited(self, peer: str) -> None:
-        """The word of the peer's parent: nothing it posted can land any more, once we have looked. `peer` is
-        worker_id@epoch."""
-        link = self._peers.get(peer)
-        if link is not None:
+        """The word of its parent: nothing that `peer` (worker_id@epoch) posted can land any more, once we have looked."""
+        for link in [one for one in self.links if one.name == peer]:
             link.end()
             self.peer_lost(link)
-            await asyncio.sleep(0)  # its hand-offs' slots are in quarantine now
+        await asyncio.sleep(0)  # its hand-offs' slots are in quarantine now
         await self.landing.process_exited(peer)
+
+    @property
+    def links(self) -> set[PeerLink]:
+        return {*self._peers.values(), *self._links.values()}
 
     @property
     def live(self) -> int:
