@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import redis
-
 from cluster.config import WorkerConfig
-from cluster.errors import BatonError, SetupError
+from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
 from cluster.pod import Pod
@@ -83,9 +81,9 @@ class DoubtWatch:
                 await self._learn()
             pod = self._pods.get(peer)
             proven = pod is not None and await asyncio.to_thread(self._exits.has_exited, pod)
-        except (BatonError, redis.RedisError, ValueError) as error:
+        except Exception as error:  # whatever it is: it is asked again, and other peers are asked about
             if not self._failing:
-                log.warning("whether %s has exited can't be told: %s", peer, error)
+                log.warning("whether %s has exited can't be told: %r", peer, error)
             self._failing = True
             return False
         self._failing = False

@@ -134,7 +134,10 @@ async def test_a_worker_outside_of_pods_is_asked_about_nowhere(world):
     assert world.doubtful == 1 and not world.asked
 
 
-@pytest.mark.parametrize("failure", [UnavailableError("the API answers 403"), redis.ConnectionError("gone")])
+@pytest.mark.parametrize(
+    "failure",
+    [UnavailableError("the API answers 403"), redis.ConnectionError("gone"), AttributeError("no metadata")],
+)
 async def test_who_cannot_be_asked_is_asked_again(world, failure):
     world.register("p1", 0xA, POD)
     world.exited.add(POD.uid)
