@@ -25,6 +25,7 @@ from kv_transfer.digest import NONE, Digests, digest, kinds_on
 from kv_transfer.fitting import CacheShape, Place
 from kv_transfer.geometry import scatter, wait_copied
 from kv_transfer.memory import aligned_bytes
+from kv_transfer.poll_pace import pause_between
 from kv_transfer.transports.base import Endpoint
 from wire import handoff_pb2
 
@@ -46,7 +47,7 @@ REPORT_SECONDS = 0.0005  # at most so long after the last of them, if no further
 def pause_of(quiet_seconds: float) -> float:
     """Between two looks while parts are expected: a part that takes T is seen within T / PATIENCE of its arrival, and one
     that never comes costs little."""
-    return min(SLOW_POLL_SECONDS, max(FAST_POLL_SECONDS, quiet_seconds / PATIENCE))
+    return pause_between(quiet_seconds, FAST_POLL_SECONDS, SLOW_POLL_SECONDS, PATIENCE)
 
 
 @dataclass(frozen=True)
