@@ -39,7 +39,7 @@ IDLE_POLL_SECONDS = 0.25  # an unpolled side completes nothing for its peer over
 LINGER_SECONDS = 1.0
 # Far more than a socket's buffer takes. Both: where the machine is busy, few polls fit into that time.
 SETTLE_SECONDS = 0.02
-SETTLE_POLLS = 100
+SETTLE_POLLS = 20
 PARTS_TOGETHER = 4  # reported to the leader
 REPORT_SECONDS = 0.0005  # at most so long after the last of them, if no further one comes
 

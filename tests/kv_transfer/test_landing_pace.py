@@ -53,7 +53,7 @@ class BusyMachine:
 
     def notifications(self) -> list[bytes]:
         self.looks += 1
-        time.sleep(0.002)
+        time.sleep(0.005)
         return []
 
     def close(self) -> None: ...
