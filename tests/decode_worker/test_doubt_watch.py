@@ -82,6 +82,7 @@ async def test_the_api_is_asked_about_slots_in_doubt_only(world):
     assert world.doubtful == 0
     await world.passes(20)
     assert len(world.asked) == 1
+    assert not world.watch._pods and not world.watch._due, "remembered for ever"
     world.ring.check_integrity()
 
 

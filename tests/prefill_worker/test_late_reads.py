@@ -160,6 +160,7 @@ async def test_one_that_is_cancelled_before_its_first_step_says_so_too(given_bac
         attempt = one.run(A, [MINE] * 8)
         attempt.given_back = given_back
         await one.role.cancel(attempt)
+        assert attempt.log.ended
         (event,) = [event async for event in attempt.log.read()]
         assert event.end.error.code == ("DrainingError" if given_back else "CancelledError")
         assert sum(one.role.ended.values()) == 1
