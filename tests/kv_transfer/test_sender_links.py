@@ -99,13 +99,23 @@ async def test_the_call_to_a_decode_worker_that_was_stopped_ends_with_its_link(m
         await handoff.abort("lost")
 
 
-async def test_what_is_queued_when_a_link_ends_is_still_said():
-    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+async def test_what_is_queued_when_a_link_ends_is_still_said(monkeypatch):
+    for name, seconds in {"BEAT_SECONDS": 0.02, "LINGER_SECONDS": 0.05}.items():
+        monkeypatch.setattr(link, name, seconds)
+    async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
         handoff = await prefill.open(decode.ref, TOKENS)
-        await handoff.abort("the last word")
-        only_link(prefill)._lose(PeerLostError("idle"))
-        (stream,) = decode.streams
-        await until(lambda: bool(stream.of("abort")), "it is said")
+        one, (stream,) = only_link(prefill), decode.streams
+        lose = one._lose
+
+        def with_last_words(error: PeerLostError) -> None:
+            for _ in range(400):  # more than one message carries
+                one.send(abort=handoff_pb2.AbortHandoff(transfer_id=bytes(16), reason="last"))
+            lose(error)
+
+        monkeypatch.setattr(one, "_lose", with_last_words)
+        await handoff.abort("enough")
+        await until(lambda: one.lost, "it is idle")
+        await until(lambda: len(stream.of("abort")) == 401, "all of it is said")
 
 
 async def test_a_welcome_on_a_link_that_was_given_up_connects_nobody(monkeypatch):
