@@ -13,10 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import redis
-
 from cluster.config import WorkerConfig
-from cluster.errors import BatonError, SetupError
+from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
 from cluster.pod import Pod
@@ -88,10 +86,10 @@ class DoubtWatch:
                 await self._learn()
             pod = self._pods.get(peer)
             proven = pod is not None and await asyncio.to_thread(self._exits.has_exited, pod)
-        except (BatonError, redis.RedisError, ValueError) as error:
+        except Exception as error:  # whatever it is: it is asked again, and other peers are asked about
             if not self._failing:
                 log.warning(
-                    "the exit of %s can't be checked, its landing slots stay in doubt: %s", peer, error
+                    "the exit of %s can't be checked, its landing slots stay in doubt: %r", peer, error
                 )
             self._failing = True
             return False

@@ -22,6 +22,7 @@ from wire import handoff_pb2
 
 log = logging.getLogger(__name__)
 ANSWER_SECONDS = 5.0  # a rank answers between two parts: one that does not is stuck, or dead
+MOST_PART_SECONDS = 30.0  # for one part: where a peer trickled, the measured rate would allow hours
 EXHAUSTED_SECONDS = 30.0  # doubt that lasts: a cancelled hand-off is out of doubt within milliseconds
 
 
@@ -102,7 +103,8 @@ class Landing:
     def expect(
         self, claim: Claim, slot: Slot, rank: int, seconds: float, expired: Callable[[Slot], None]
     ) -> None:
-        """Expect a part in a slot that was granted; calls `expired(slot)` if nothing lands within `seconds`."""
+        """Expect a part in a slot that was granted; calls `expired(slot)` if nothing lands within `seconds`, or
+        MOST_PART_SECONDS."""
         self._ranks[rank].handle(
             m.Expect(slot.index, slot.generation, claim.transfer_id, claim.part, claim.source_rank)
         )
@@ -114,7 +116,7 @@ class Landing:
             if late is not None and late.machine.state is SlotState.GRANTED:
                 expired(late)
 
-        self._timers[key] = self._loop.call_later(seconds, too_late)
+        self._timers[key] = self._loop.call_later(min(seconds, MOST_PART_SECONDS), too_late)
 
     def landed(self, part: m.PartLanded) -> Slot | None:
         """The part's slot; None if it is in doubt by now, or another's: then the part is dropped."""

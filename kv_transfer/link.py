@@ -34,6 +34,7 @@ LOST_SECONDS = 5.0
 ANSWER_SECONDS = 5.0  # D says yes or no between two steps of its engine
 LINGER_SECONDS = 10.0
 PROBE_SECONDS = 3.0
+LAST_SECONDS = 1.0  # for what is queued when a link is lost; then the call ends, whether D answers or not
 MAX_MESSAGE_BYTES = 64 << 20
 
 
@@ -55,7 +56,7 @@ class LinkToDecode:
         self._outbox: Outbox[handoff_pb2.PrefillToDecode] = Outbox()
         self._handoffs: dict[bytes, OutgoingHandoff] = {}
         self._reserving: dict[bytes, asyncio.Future[handoff_pb2.ReserveReply]] = {}
-        self._welcomed = False
+        self._welcomed: handoff_pb2.Welcome | None = None  # what was said last
         self._last_heard = time.monotonic()
         self._idle_since = time.monotonic()
         self._at_message = sender.faults.messages()
@@ -113,7 +114,10 @@ class LinkToDecode:
         try:
             self.send(reserve=reserve)
             async with asyncio.timeout(ANSWER_SECONDS):
-                return await future
+                reply = await future
+            if self.lost:  # since the answer came: nothing would end the hand-off
+                raise errors.PeerLostError(f"{self.name} is lost")
+            return reply
         except BaseException:
             # D may have reserved by now: it must not keep what nobody will fill.
             self.send(abort=handoff_pb2.AbortHandoff(transfer_id=reserve.transfer_id, reason="given up"))
@@ -184,10 +188,8 @@ class LinkToDecode:
 
     def _on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
         kind = reply.WhichOneof("message")
-        if kind == "welcome" and self._ready.done():
-            self._connect_ranks(reply.welcome, "")
-        elif kind == "welcome":
-            self._tasks.append(asyncio.get_running_loop().create_task(self._welcome(reply.welcome)))
+        if kind == "welcome":
+            self._on_welcome(reply.welcome)
         elif kind == "reserve_reply":
             future = self._reserving.get(reply.reserve_reply.transfer_id)
             if future is not None and not future.done():
@@ -202,8 +204,17 @@ class LinkToDecode:
             if handoff is not None:
                 handoff.on_reply(reply)
 
+    def _on_welcome(self, welcome: handoff_pb2.Welcome) -> None:
+        """Said again when a rank has new memory: at any time, also while the first one is acted upon."""
+        if self.lost:
+            return
+        first, self._welcomed = self._welcomed is None, welcome
+        if first:
+            self._tasks.append(asyncio.get_running_loop().create_task(self._welcome(welcome)))
+        else:
+            self._connect_ranks(welcome, "")
+
     async def _welcome(self, welcome: handoff_pb2.Welcome) -> None:
-        self._welcomed = True
         self._sender.known.lives_under(self.decode.worker_id, welcome.decode_epoch)
         try:
             self._check(welcome)
@@ -245,7 +256,7 @@ class LinkToDecode:
                 return False
             self._probe = asyncio.get_running_loop().create_future()
             nonce = f"{self._sender.worker.worker_id}:{secrets.token_hex(8)}"
-            self._connect_ranks(welcome, nonce, anew)
+            self._connect_ranks(self._welcomed or welcome, nonce, anew)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     if await self._probe:
@@ -264,13 +275,16 @@ class LinkToDecode:
         while not self.lost:
             await asyncio.sleep(BEAT_SECONDS)
             now = time.monotonic()
-            patience = LOST_SECONDS if self._welcomed else SUSPECT_SECONDS
+            patience = SUSPECT_SECONDS if self._welcomed is None else LOST_SECONDS
             if now - self._last_heard > patience:
                 self._lose(errors.PeerLostError(f"nothing heard from {self.name} for {patience:.0f} s"))
             idle = not self._handoffs and not self._reserving
             if idle and self._ready.done() and now - self._idle_since > LINGER_SECONDS:
                 self._lose(errors.PeerLostError("idle"))
             self.send(beat=common_pb2.Beat())
+        running = self._tasks[0]
+        await asyncio.wait([running], timeout=LAST_SECONDS)
+        running.cancel()  # one that was stopped would keep the call, and its channel, open
 
     def _lose(self, error: errors.BatonError) -> None:
         if self.lost:

@@ -21,7 +21,7 @@ from kv_transfer.landing import Landing
 from kv_transfer.peer import PeerLink
 from kv_transfer.ranks import Rank
 from kv_transfer.reserving import take_on
-from kv_transfer.ring import MAX_WAITING, Slot, worker_of
+from kv_transfer.ring import Slot, worker_of
 from kv_transfer.turns import Claim
 from wire import common_pb2, handoff_pb2
 
@@ -149,13 +149,11 @@ class HandoffReceiver:
 
     def slot_wanted(self, link: PeerLink, request: handoff_pb2.SlotRequest) -> None:
         handoff = self._live.get(request.transfer_id)
-        owner = self._links.get(request.transfer_id)
-        if handoff is None or owner is not link:
+        if handoff is None or self._links.get(request.transfer_id) is not link:
             self.counts["stale"] += 1
             return
         error = handoff.refused_part(request, self.config.slot_bytes)
-        if error is None and self.rings[request.target_rank].crowded:
-            error = errors.TransportError("too many parts wait for a slot", limit=str(MAX_WAITING))
+        error = error or self.rings[request.target_rank].refused(link.name)
         if error is not None:
             self._spawn(self._abort(request.transfer_id, error))
             return
@@ -370,14 +368,16 @@ class HandoffReceiver:
             rank.handle(m.NewEpoch(worker.epoch))
 
     async def process_exited(self, peer: str) -> None:
-        """The word of the peer's parent: nothing it posted can land any more, once we have looked. `peer` is
-        worker_id@epoch."""
-        link = self._peers.get(peer)
-        if link is not None:
+        """The word of its parent: nothing that `peer` (worker_id@epoch) posted can land any more, once we have looked."""
+        for link in [one for one in self.links if one.name == peer]:
             link.end()
             self.peer_lost(link)
-            await asyncio.sleep(0)  # its hand-offs' slots are in quarantine now
+        await asyncio.sleep(0)  # its hand-offs' slots are in quarantine now
         await self.landing.process_exited(peer)
+
+    @property
+    def links(self) -> set[PeerLink]:
+        return {*self._peers.values(), *self._links.values()}
 
     @property
     def live(self) -> int:

@@ -25,6 +25,7 @@ from kv_transfer.digest import NONE, Digests, digest, kinds_on
 from kv_transfer.fitting import CacheShape, Place
 from kv_transfer.geometry import scatter, wait_copied
 from kv_transfer.memory import aligned_bytes
+from kv_transfer.poll_pace import pause_between
 from kv_transfer.transports.base import Endpoint
 from wire import handoff_pb2
 
@@ -36,7 +37,9 @@ SLOW_POLL_SECONDS = 2e-3
 PATIENCE = 16
 IDLE_POLL_SECONDS = 0.25  # an unpolled side completes nothing for its peer over TCP
 LINGER_SECONDS = 1.0
-SETTLE_SECONDS = 0.02  # hundreds of polls: far more than a socket's buffer takes
+# Far more than a socket's buffer takes. Both: where the machine is busy, few polls fit into that time.
+SETTLE_SECONDS = 0.02
+SETTLE_POLLS = 20
 PARTS_TOGETHER = 4  # reported to the leader
 REPORT_SECONDS = 0.0005  # at most so long after the last of them, if no further one comes
 
@@ -46,7 +49,7 @@ def pause_of(quiet_seconds: float) -> float:
 
     A part that takes T is noticed at most T / PATIENCE after its arrival; a part that never comes costs few polls.
     """
-    return min(SLOW_POLL_SECONDS, max(FAST_POLL_SECONDS, quiet_seconds / PATIENCE))
+    return pause_between(quiet_seconds, FAST_POLL_SECONDS, SLOW_POLL_SECONDS, PATIENCE)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,9 @@ class ReceiverRank:
         self._slots: list[Tensor] = []
         self._transfers: dict[bytes, _Transfer] = {}
         self._expected: dict[int, m.Expect] = {}  # by slot
-        self._settling: deque[tuple[float, bytes]] = deque()  # until when, and what to confirm then
+        # Until when and until which poll, and what to confirm then.
+        self._settling: deque[tuple[float, int, bytes]] = deque()
+        self._polls = 0
         self._inbox: deque[Any] = deque()
         self._unreported: list[m.PartLanded] = []
         self._arrived: deque[bytes] = deque()  # notifications
@@ -154,8 +159,8 @@ class ReceiverRank:
             worked = self._handle_inbox()
             worked |= self._poll()
             now = time.monotonic()
-            while self._settling and self._settling[0][0] <= now:
-                self.on_event(m.Confirmed(self.rank, self._settling.popleft()[1]))
+            while self._settling and self._settling[0][0] <= now and self._settling[0][1] <= self._polls:
+                self.on_event(m.Confirmed(self.rank, self._settling.popleft()[2]))
             if worked:
                 last_useful = now
                 continue
@@ -194,7 +199,8 @@ class ReceiverRank:
             case m.ForgetTransfer():
                 self._forget(message)
             case m.Settle():
-                self._settling.append((time.monotonic() + SETTLE_SECONDS, message.token))
+                until = time.monotonic() + SETTLE_SECONDS
+                self._settling.append((until, self._polls + SETTLE_POLLS, message.token))
             case m.NewEpoch():
                 self._epoch = message.epoch
                 self._expected.clear()
@@ -206,6 +212,7 @@ class ReceiverRank:
                 self.on_event(m.SegmentAdded(self.rank, addresses, self.hello.metadata))
 
     def _poll(self) -> bool:
+        self._polls += 1
         if self._endpoint is None:
             return False
         self._arrived += self._endpoint.notifications()

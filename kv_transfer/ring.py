@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self, TypeVar
 
+from cluster.errors import TransportError
 from cluster.state_machine import StateMachine
 from kv_transfer.turns import Claim, Turns
 
-MAX_WAITING = 16384  # claims
+MAX_WAITING = 16384  # claims of one peer
 
 
 class SlotState(Enum):
@@ -180,10 +181,12 @@ class Ring:
     def count(self, state: SlotState) -> int:
         return sum(slot.machine.state is state for slot in self.slots)
 
-    @property
-    def crowded(self) -> bool:
-        """More wait than honest senders, which ask a part or two ahead, ever make wait."""
-        return len(self._waiting) >= MAX_WAITING
+    def refused(self, peer: str) -> TransportError | None:
+        """Why this peer's next claim is one too many: more of them wait than an honest sender ever makes wait, which asks
+        for some dozens of each hand-off's parts. What one peer asks for ends no other one's hand-offs."""
+        if self._waiting.of(peer) < MAX_WAITING:
+            return None
+        return TransportError("too many parts wait for a slot", limit=str(MAX_WAITING))
 
     @property
     def waiting(self) -> int:

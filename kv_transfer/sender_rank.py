@@ -253,14 +253,9 @@ class SenderRank:
         return False
 
     def _within_share(self, peer: str, size: int) -> bool:
-        """A peer has at most half of what the others leave: one that takes nothing any more starves nobody.
-        While an ended hand-off's writes to it are pending it gets nothing new."""
-        own = 0
-        for transfer in self._known():
-            if transfer.opened.peer == peer:
-                if transfer.closing and transfer.writing:
-                    return False
-                own += transfer.staged_bytes
+        """A peer has at most half of what the others leave: one that takes nothing any more starves nobody. What ended
+        hand-offs of it still write counts: they cost their own staging, and its others go on with the rest."""
+        own = sum(transfer.staged_bytes for transfer in self._known() if transfer.opened.peer == peer)
         return not own or 2 * (own + size) <= self._staging.free_bytes + own
 
     def _source(self, transfer: Transfer, part: Part) -> list[Tensor] | None:

@@ -67,6 +67,7 @@ class PrefillAttempt:
     freed: asyncio.Event = field(default_factory=asyncio.Event)  # set once it holds no block
 
     def __post_init__(self) -> None:
+        self.freed.set()  # until it is let in
         self.machine = StateMachine(PrefillState.QUEUED, TRANSITIONS, f"prefill {self.engine_id}")
         self.prefilled = asyncio.get_running_loop().create_future()
 

@@ -82,6 +82,10 @@ class PrefillRole:
         if attempt.task is not None and not attempt.task.done():
             attempt.task.cancel()
             await asyncio.wait([attempt.task], timeout=5.0)
+            if attempt.task.cancelled():  # before its first step: then it has told nobody
+                end = common_pb2.AttemptEnd()
+                self._was_cancelled(attempt, end)
+                self._tell_end(attempt, end)
 
     async def freed(self, attempt: PrefillAttempt, seconds: float | None = None) -> bool:
         """Wait until an ended attempt holds no block. Returns False after `seconds` (default FREE_SECONDS): a write over
@@ -156,14 +160,21 @@ class PrefillRole:
         except BatonError as error:
             end.error.CopyFrom(error.to_wire())
         except asyncio.CancelledError:
-            if attempt.given_back:
-                end.error.CopyFrom(DrainingError(f"{self._core.worker_id} is leaving").to_wire())
-            else:
-                end.outcome = common_pb2.ATTEMPT_OUTCOME_CANCELLED
-                end.error.CopyFrom(CancelledError("cancelled").to_wire())
+            self._was_cancelled(attempt, end)
         except Exception as error:
             log.exception("attempt failed", extra={"request_id": attempt.request.request_id})
             end.error.CopyFrom(InternalError(f"{type(error).__name__}: {error}").to_wire())
+        self._tell_end(attempt, end)
+
+    def _was_cancelled(self, attempt: PrefillAttempt, end: common_pb2.AttemptEnd) -> None:
+        if attempt.given_back:
+            end.outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
+            end.error.CopyFrom(DrainingError(f"{self._core.worker_id} is leaving").to_wire())
+        else:
+            end.outcome = common_pb2.ATTEMPT_OUTCOME_CANCELLED
+            end.error.CopyFrom(CancelledError("cancelled").to_wire())
+
+    def _tell_end(self, attempt: PrefillAttempt, end: common_pb2.AttemptEnd) -> None:
         self.ended[outcome_name(end.outcome)] += 1
         attempt.report.worker_id = self._core.worker_id
         end.report.CopyFrom(attempt.report)
@@ -178,6 +189,7 @@ class PrefillRole:
         spec = attempt.request.spec
         await self.admission.enter(tokens, spec.priority, remaining, spec.tenant, spec.weight)
         inside = True
+        attempt.freed.clear()
         handoff: OutgoingHandoff | None = None
         try:
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received

@@ -3,6 +3,7 @@ rate, so it is off and our own threads poll; UCX needs `tcp` in its list even on
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from cluster.errors import TransportError
 from kv_transfer.transports.base import PendingWrite
 
+log = logging.getLogger(__name__)
 _STATES = {"DONE": "done", "PROC": "pending"}
 MAX_IDLE_PEERS = 1024  # of one agent: kept although no link leads to them
 
@@ -33,8 +35,11 @@ class NixlWrite:
                 if is_disconnect(error):
                     self._on_error()
         if self._state != "pending" and self._handle is not None:
-            self._agent.release_xfer_handle(self._handle)
-            self._handle = None
+            handle, self._handle = self._handle, None
+            try:
+                self._agent.release_xfer_handle(handle)
+            except Exception as error:  # terminal all the same: its blocks and slots must not wait for ever
+                log.warning("NIXL keeps the handle of a write that is over: %s", error)
         return self._state
 
 

@@ -108,6 +108,53 @@ async def test_an_engine_that_fails_to_commit_ends_the_attempt(caplog):
     await close(world)
 
 
+def first(**changed: int) -> common_pb2.Token:
+    fields = {"position": len(PROMPT), "token_id": continuation(PROMPT, 1)[0]}
+    return common_pb2.Token(**{**fields, **changed})
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [],
+        [first(choice=1)],
+        [first(), first(choice=1)],
+        [first(), first()],
+        [first(position=len(PROMPT) + 1)],
+        [first(position=0)],
+        [first(token_id=2**31)],
+    ],
+)
+async def test_first_tokens_that_do_not_fit_the_request_end_the_attempt(tokens):
+    """One for each choice, behind the prompt."""
+    world = DecodeWorld()
+    stream = await ready_to_commit(world)
+    flows = [handoff_pb2.FlowParts(parts=LAYERS)]
+    stream.say(finish=handoff_pb2.Finish(transfer_id=TRANSFER, first_tokens=tokens, flows=flows))
+    await until(lambda: world.receiver.live == 0, "the hand-off has ended", 10.0)
+    await until(lambda: world.core.engine.stats().blocks_held == 0, "its blocks are given back", 10.0)
+    (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
+    assert (aborted.error.code, aborted.error.field) == ("InvalidRequestError", "first_tokens")
+    assert stream.open
+    await close(world)
+
+
+@pytest.mark.parametrize("count", [0, len(PROMPT) - 1, len(PROMPT) + 1])
+async def test_a_reserve_that_says_another_length_than_its_tokens_have_is_refused(count):
+    world = DecodeWorld()
+    stream = world.connect("p", 1, 1)
+    sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=4)
+    spec = common_pb2.GenerateSpec(
+        model_id="m", prompt_tokens=pack_tokens(PROMPT), sampling=sampling, n=1, salt=SALT
+    )
+    stream.say(reserve=handoff_pb2.Reserve(transfer_id=TRANSFER, spec=spec, token_count=count))
+    await until(lambda: any(one.HasField("reserve_reply") for one in stream.replies), "answered", 10.0)
+    (reply,) = [one.reserve_reply for one in stream.replies if one.HasField("reserve_reply")]
+    assert (reply.refused.code, reply.refused.field) == ("InvalidRequestError", "token_count")
+    assert world.core.engine.stats().blocks_held == 0 and len(world.role.attempts) == 0
+    await close(world)
+
+
 @pytest.mark.parametrize("steps", [1, 8], ids=["its first step", "its last one"])
 async def test_an_arbiter_that_is_asked_meanwhile_waits_for_the_engine(steps):
     world = DecodeWorld()

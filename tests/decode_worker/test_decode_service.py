@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -63,9 +64,12 @@ def arbiter(address: str, epoch: int) -> Attempt:
 
 
 async def refusal(call) -> Exception:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    async def read() -> None:
         async for _ in call:
             pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(read(), 15)
     return rpc.error_from_rpc(caught.value)
 
 

@@ -82,6 +82,7 @@ async def test_the_api_is_asked_about_slots_in_doubt_only(world):
     assert world.doubtful == 0
     await world.passes(20)
     assert len(world.asked) == 1
+    assert not world.watch._pods and not world.watch._due, "remembered for ever"
     world.ring.check_integrity()
 
 
@@ -134,7 +135,10 @@ async def test_a_worker_outside_of_pods_is_asked_about_nowhere(world):
     assert world.doubtful == 1 and not world.asked
 
 
-@pytest.mark.parametrize("failure", [UnavailableError("the API answers 403"), redis.ConnectionError("gone")])
+@pytest.mark.parametrize(
+    "failure",
+    [UnavailableError("the API answers 403"), redis.ConnectionError("gone"), AttributeError("no metadata")],
+)
 async def test_who_cannot_be_asked_is_asked_again(world, failure):
     world.register("p1", 0xA, POD)
     world.exited.add(POD.uid)

@@ -10,6 +10,9 @@ import pytest
 from decode_worker.exited_peers import ExitedPeers
 from kv_transfer.ring import Ring, SlotState
 from kv_transfer.turns import Claim
+from tests.kv_transfer.pair import PAGE, config, decode_side
+from tests.kv_transfer.scripted_peer import ScriptedPeer
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -21,7 +24,7 @@ def exited_peers(ring):
     async def process_exited(peer):
         ring.fence_proven(lambda claim: claim.peer == peer)
 
-    receiver = SimpleNamespace(rings=[ring], process_exited=process_exited)
+    receiver = SimpleNamespace(rings=[ring], links=set(), process_exited=process_exited)
     return ExitedPeers(receiver)  # type: ignore[arg-type]
 
 
@@ -45,3 +48,22 @@ async def test_the_word_may_come_before_the_broken_connection(ring):
     async with asyncio.timeout(60):
         await applying
     assert ring.count(SlotState.FREE) == 8
+
+
+async def test_the_word_may_come_before_the_last_that_the_process_asked_for(ring):
+    """It has a hand-off and no slot yet; what it asked for lies in a socket and is read after the word."""
+    async with decode_side(config("grpc")) as decode:
+        gone, other = ScriptedPeer(decode.receiver), ScriptedPeer(decode.receiver, "another")
+        for one in (gone, other):
+            one.hello()
+        transfer_id, live = await gone.reserve(PAGE), await other.reserve(PAGE)
+        async with asyncio.timeout(60):
+            await ExitedPeers(decode.receiver).apply(gone.worker.worker_id)
+        gone.want(transfer_id, 0, 64)
+        await until(lambda: gone.ended or bool(gone.all("slot_grant")), "it is read")
+        await gone.close()
+        await until(lambda: transfer_id in decode.engine.aborted, "its hand-off has ended")
+        assert decode.all_free, "a slot is in doubt, and no further word will come"
+        other.want(live, 0, 64)
+        await other.granted(live, 0)
+        await other.close()

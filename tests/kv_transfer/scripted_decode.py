@@ -31,6 +31,7 @@ class Stream:
 
     heard: list[handoff_pb2.PrefillToDecode] = field(default_factory=list)
     out: asyncio.Queue[handoff_pb2.DecodeToPrefill | None] = field(default_factory=asyncio.Queue)
+    closed: bool = False
 
     def say(self, **message: Any) -> None:
         self.out.put_nowait(handoff_pb2.DecodeToPrefill(**message))
@@ -49,6 +50,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
     streams: list[Stream] = field(default_factory=list)
     welcome: handoff_pb2.Welcome = field(default_factory=welcome)
     acknowledges: bool = False
+    beats: bool = True
     ref: common_pb2.WorkerRef = field(default_factory=common_pb2.WorkerRef)
 
     async def Handoff(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
@@ -59,6 +61,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
             while (message := await stream.out.get()) is not None:
                 yield message
         finally:
+            stream.closed = True
             reading.cancel()
 
     async def _read(self, stream: Stream, requests: AsyncIterator[handoff_pb2.PrefillToDecode]) -> None:
@@ -71,7 +74,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
                     case "reserve":
                         reply = handoff_pb2.ReserveReply(transfer_id=message.reserve.transfer_id)
                         stream.say(reserve_reply=reply)
-                    case "beat":
+                    case "beat" if self.beats:
                         stream.say(beat=common_pb2.Beat())
                     case "drained" if self.acknowledges:
                         self.acknowledge(stream, message.drained.transfer_id)

@@ -106,6 +106,7 @@ class ScriptedPeer:
         part: int,
         layers: tuple[int, int],
         tokens: tuple[int, int],
+        /,
         *,
         heads: tuple[int, int] = (0, 2),
         source: int = 0,

@@ -1,8 +1,22 @@
-"""How often the landing thread looks while something is expected: often after an arrival, then ever less often."""
+"""How often the landing thread looks while something is expected: often after an arrival, then ever less often; and
+before memory in doubt is used again."""
 
 from __future__ import annotations
 
-from kv_transfer.receiver_rank import FAST_POLL_SECONDS, PATIENCE, SLOW_POLL_SECONDS, pause_of
+import time
+from typing import Any
+
+from kv_transfer import messages as m
+from kv_transfer.receiver_rank import (
+    FAST_POLL_SECONDS,
+    PATIENCE,
+    SETTLE_POLLS,
+    SLOW_POLL_SECONDS,
+    ReceiverRank,
+    pause_of,
+)
+from tests.kv_transfer.pair import HEADS, cache, config
+from tests.waiting import wait_for
 
 
 def looks(seconds: float) -> int:
@@ -25,3 +39,42 @@ def test_a_part_is_seen_soon_after_it_arrived():
         waited = milliseconds / 1000
         assert pause_of(waited) <= max(FAST_POLL_SECONDS, waited / PATIENCE)
     assert pause_of(60.0) == SLOW_POLL_SECONDS
+
+
+class BusyMachine:
+    """An endpoint at which a look takes as long as it does where others have the processor."""
+
+    name, metadata = "busy", b""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def register(self, memory: Any) -> None: ...
+
+    def notifications(self) -> list[bytes]:
+        self.looks += 1
+        time.sleep(0.005)
+        return []
+
+    def close(self) -> None: ...
+
+
+def test_what_may_still_lie_in_a_socket_is_looked_for_often_enough_however_slow_the_machine():
+    machine = BusyMachine()
+    rank = ReceiverRank(
+        rank=0,
+        kv_cache=cache(0, 1),
+        kv_head_range=(0, HEADS),
+        endpoint=machine,  # type: ignore[arg-type]
+        config=config("grpc"),
+        decode_epoch=1,
+    )
+    seen: list[tuple[bytes, int]] = []
+    rank.on_event = lambda event: seen.append((event.token, machine.looks))
+    before = machine.looks
+    rank.handle(m.Settle(b"settled"))
+    wait_for(lambda: seen, 30, "it is confirmed")
+    rank.close()
+    (token, looks) = seen[0]
+    assert token == b"settled"
+    assert looks - before >= SETTLE_POLLS

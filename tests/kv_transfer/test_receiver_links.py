@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequestError, LayoutMismatchError, StaleEpochError, TransportError
-from kv_transfer import landing, peer, reserving
+from kv_transfer import landing, peer, reserving, ring
 from kv_transfer.base import Reservation
 from kv_transfer.ring import SlotState
 from tests.kv_transfer.pair import LAYERS, PAGE, Decode, config, decode_side, layout
@@ -135,6 +135,28 @@ async def test_what_a_rank_knows_of_a_transfer_ends_with_it(decode):
     await until(lambda: set(rank._transfers) == {open_one}, "the rank knows of the open one only")
     await one.close()
     await until(lambda: not rank._transfers, "the rank knows of nothing")
+
+
+async def test_a_peer_that_asks_for_too_many_slots_ends_its_own_hand_off_only(decode, monkeypatch):
+    monkeypatch.setattr(ring, "MAX_WAITING", 2)
+    one, other = ScriptedPeer(decode.receiver), ScriptedPeer(decode.receiver, "another")
+    one.hello()
+    other.hello()
+    greedy, modest = await one.reserve(TOKENS), await other.reserve(TOKENS)
+    share = len(decode.rings[0].slots) // 4
+    for part in range(share + 2):
+        one.want(greedy, part, 64)
+    await one.granted(greedy, share - 1)
+    await until(lambda: decode.rings[0].waiting == 2, "what is over its share waits")
+    for part in range(2):
+        other.want(modest, part, 64)
+        await other.granted(modest, part)
+    one.want(greedy, share + 2, 64)
+    aborted = await one.heard("aborted", greedy)
+    assert aborted.error.limit == "2"
+    assert decode.receiver.live == 1 and not other.all("aborted")
+    for stream in (one, other):
+        await stream.close()
 
 
 # --- the engine is slow ------------------------------------------------------------------------------------

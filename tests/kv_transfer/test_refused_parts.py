@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from cluster.errors import TransportError
+from kv_transfer import landing, receiver_rank
 from kv_transfer import messages as m
-from kv_transfer import receiver_rank
-from tests.kv_transfer.pair import TRANSPORTS, assert_same, config, decode_side, prefill_side
+from kv_transfer.ring import SlotState
+from tests.kv_transfer.pair import LAYERS, PAGE, TRANSPORTS, assert_same, config, decode_side, prefill_side
+from tests.kv_transfer.scripted_peer import DECODE_EPOCH, ScriptedPeer
 from tests.waiting import until
 
 TOKENS = 90
@@ -49,6 +51,87 @@ async def test_a_payload_of_another_length_is_refused(name, digests):
         await prefill.send(decode.ref, TOKENS)
         assert_same(prefill, decode, TOKENS)
         await until(lambda: decode.all_free, "every slot free")
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"generation": 9},
+        {"prefill_epoch": 9},
+        {"decode_epoch": 9},
+        {"transfer_id": b"x" * 16},
+        {"slot": 5},
+        {"source_rank": 1},
+        {"part": 1},
+    ],
+    ids=lambda named: next(iter(named)),
+)
+async def test_a_part_that_is_not_the_one_its_slot_was_granted_to_is_dropped(named):
+    """It may be a late one, of an attempt or of a life that is over: the one that is expected is taken after it."""
+    async with decode_side(config("grpc")) as decode:
+        one = ScriptedPeer(decode.receiver)
+        one.hello()
+        transfer_id = await one.reserve(PAGE)
+        rank, part = decode.ranks[0], (transfer_id, 0, (0, LAYERS), (0, PAGE))
+        await one.send(*part, **named)
+        await until(lambda: rank.dropped["stale"] == 1, "it is dropped", 10.0)
+        assert not decode.caches[0].any()
+        await one.send(*part)
+        await one.verified(transfer_id, 0)
+        await one.close()
+
+
+async def test_a_rank_expects_nothing_from_before_its_worker_was_fenced():
+    async with decode_side(config("grpc")) as decode:
+        one = ScriptedPeer(decode.receiver)
+        one.hello()
+        transfer_id = await one.reserve(PAGE)
+        one.want(transfer_id, 0, 64)
+        await one.granted(transfer_id, 0)
+        rank = decode.ranks[0]
+        rank.handle(m.NewEpoch(9))
+        for dropped, epoch in enumerate((DECODE_EPOCH, 9), 1):
+            await one.send(transfer_id, 0, (0, LAYERS), (0, PAGE), decode_epoch=epoch)
+            await until(lambda dropped=dropped: rank.dropped["stale"] == dropped, "it is dropped", 10.0)
+        assert not decode.caches[0].any()
+        await one.close()
+
+
+async def test_a_part_that_arrives_corrupted_twice_ends_its_attempt():
+    async with decode_side(config("grpc")) as decode:
+        one = ScriptedPeer(decode.receiver)
+        one.hello()
+        transfer_id = await one.reserve(PAGE)
+        corrupted = (transfer_id, 0, (0, LAYERS), (0, PAGE))
+        await one.send(*corrupted, digest=bytes(16))
+        result = await one.heard("part_result", transfer_id)
+        assert not result.verified
+        one.want(transfer_id, 0, 64)
+        await one.heard("slot_grant", transfer_id, count=2)
+        await one.send(*corrupted, digest=bytes(16))
+        aborted = await one.heard("aborted", transfer_id)
+        assert aborted.error.code == "DigestMismatchError"
+        assert len(one.all("part_result")) == 1
+        await until(lambda: decode.all_free, "every slot free")
+        await one.close()
+
+
+async def test_a_part_that_does_not_land_in_time_ends_its_attempt(monkeypatch):
+    """Its slot is in doubt: it may still land."""
+    monkeypatch.setattr(landing, "MOST_PART_SECONDS", 0.05)
+    async with decode_side(config("grpc")) as decode:
+        decode.receiver._rate = 1e-9  # an earlier peer let its bytes trickle
+        one = ScriptedPeer(decode.receiver)
+        one.hello()
+        transfer_id = await one.reserve(PAGE)
+        one.want(transfer_id, 0, 64)
+        aborted = await one.heard("aborted", transfer_id)
+        assert aborted.error.code == "TransportError" and "deadline" in aborted.error.message
+        assert decode.count(SlotState.QUARANTINED) == 1 and decode.receiver.counts["late_parts"] == 1
+        await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
+        one.say(drained={"transfer_id": transfer_id})
+        await until(lambda: decode.all_free, "every slot free")
+        await one.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

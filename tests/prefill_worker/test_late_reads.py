@@ -153,6 +153,20 @@ async def test_a_worker_that_stops_does_not_wait_for_a_stuck_peer():
     await one.role.attempts.close()
 
 
+@pytest.mark.parametrize("given_back", [False, True])
+async def test_one_that_is_cancelled_before_its_first_step_says_so_too(given_back):
+    """Its reader would wait for an end for ever."""
+    async with world() as one:
+        attempt = one.run(A, [MINE] * 8)
+        attempt.given_back = given_back
+        await one.role.cancel(attempt)
+        assert attempt.log.ended
+        (event,) = [event async for event in attempt.log.read()]
+        assert event.end.error.code == ("DrainingError" if given_back else "CancelledError")
+        assert sum(one.role.ended.values()) == 1
+        assert await one.role.freed(attempt, 0.0)
+
+
 async def test_what_has_not_begun_is_given_back_together():
     """One by one, each that goes would let the next one in, and a worker that leaves would begin with it."""
     async with world() as one:

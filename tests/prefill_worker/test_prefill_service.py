@@ -14,6 +14,7 @@ from cluster import rpc
 from cluster.block_hash import pack_tokens
 from cluster.errors import StaleEpochError, WireVersionError
 from cluster.wire_version import WIRE_VERSION
+from prefill_worker import role as role_module
 from prefill_worker.service import PrefillService
 from tests.prefill_worker.late_reads import DECODE, World
 from tests.waiting import until as until_true
@@ -66,9 +67,12 @@ def run(new: int = 4, said: int = 0, n: int = 1, **more: object) -> prefill_pb2.
 
 
 async def refusal(call) -> Exception:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    async def read() -> None:
         async for _ in call:
             pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(read(), 15)
     return rpc.error_from_rpc(caught.value)
 
 
@@ -120,6 +124,22 @@ async def test_one_that_may_go_on_is_handed_over():
         await until(lambda: bool(world.link.of("slot_request")), "slots are asked for")
         assert world.sender.live == 1
         call.cancel()
+
+
+async def test_a_cancel_of_what_still_queues_is_answered_at_once(monkeypatch):
+    """It holds no blocks that could be waited for."""
+    monkeypatch.setattr(role_module, "FREE_SECONDS", 60.0)
+    async with serving() as (world, stub):
+        calls = [stub.Run(run(transfer_id=bytes([number]) * 16)) for number in range(8)]  # two steps' worth
+        await until(lambda: len(world.role.attempts) == 8, "they have come")
+        calls.append(stub.Run(run()))
+        await until(lambda: world.role.admission.waiting == 1, "it queues")
+        attempt = world.role.attempts.get(T)
+        async with asyncio.timeout(10):
+            answer = await stub.Cancel(prefill_pb2.PrefillCancelRequest(transfer_id=T))
+        assert answer.known and attempt.log.ended
+        for call in calls:
+            call.cancel()
 
 
 async def test_a_cancel_says_that_blocks_are_free_when_they_are():

@@ -1,0 +1,148 @@
+"""How a pair's stream begins and ends at the prefill worker."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from cluster.errors import PeerLostError
+from kv_transfer import link, sender
+from kv_transfer import messages as m
+from kv_transfer.link import LinkToDecode
+from tests.kv_transfer.pair import Prefill, config, prefill_side
+from tests.kv_transfer.scripted_decode import scripted_decode, welcome
+from tests.waiting import until as until_true
+from wire import handoff_pb2
+
+until = partial(until_true, seconds=15.0)
+
+TOKENS = 16
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(sender, "LAST_WORDS_SECONDS", 0.05)
+
+
+def only_link(prefill: Prefill) -> LinkToDecode:
+    (found,) = prefill.sender._links.values()
+    return found
+
+
+def endpoints(memory: str) -> list[handoff_pb2.RankEndpoint]:
+    return [handoff_pb2.RankEndpoint(rank=0, memory=memory)]
+
+
+async def test_new_memory_that_is_told_of_while_nixl_is_probed_changes_nothing_else(monkeypatch):
+    """A ring grows when a peer was lost: just then others come."""
+    monkeypatch.setattr(link, "PROBE_SECONDS", 0.5)
+    connected: list[m.Connect] = []
+    first = welcome(transport="nixl", ranks=endpoints("DRAM"))
+    async with scripted_decode(welcome=first) as decode, prefill_side(config("nixl")) as prefill:
+        handle = prefill.ranks[0].handle
+
+        def noted(message: Any) -> None:
+            if isinstance(message, m.Connect):
+                connected.append(message)
+            handle(message)
+
+        monkeypatch.setattr(prefill.ranks[0], "handle", noted)
+        prefill.sender.config = config("auto")
+        opening = asyncio.create_task(prefill.open(decode.ref, TOKENS))
+        await until(lambda: bool(connected), "it is probed")
+        (stream,) = decode.streams
+        stream.say(welcome=welcome(transport="nixl", ranks=endpoints("VRAM")))
+        await until(lambda: len(connected) == 2, "it knows the new memory")
+        stream.say(probe_result=handoff_pb2.ProbeResult(arrived=True))
+        handoff = await opening
+        one = only_link(prefill)
+        await until(lambda: all(task.done() for task in one._tasks[2:]), "no probe is waited for")
+        assert one.transport == "nixl" and not one.lost
+        assert [bool(message.nonce) for message in connected] == [True, False]
+        assert connected[-1].ranks[0].memory == "VRAM"
+        await handoff.abort("enough")
+
+
+async def test_a_probe_is_repeated_over_the_newest_memory(monkeypatch):
+    monkeypatch.setattr(link, "PROBE_SECONDS", 0.2)
+    connected: list[m.Connect] = []
+    first = welcome(transport="nixl", ranks=endpoints("DRAM"))
+    async with scripted_decode(welcome=first) as decode, prefill_side(config("nixl")) as prefill:
+        monkeypatch.setattr(prefill.ranks[0], "handle", connected.append)
+        prefill.sender.known.is_reached(decode.ref.worker_id)  # so a probe that fails is sent again
+        opening = asyncio.create_task(prefill.sender._link(decode.ref))
+        await until(lambda: bool(connected), "it is probed")
+        decode.streams[0].say(welcome=welcome(transport="nixl", ranks=endpoints("VRAM")))
+        await until(lambda: len(connected) == 3, "it is probed again")
+        assert [message.ranks[0].memory for message in connected] == ["DRAM", "VRAM", "VRAM"]
+        assert connected[-1].anew and connected[-1].nonce
+        decode.streams[0].say(probe_result=handoff_pb2.ProbeResult(arrived=True))
+        await opening
+
+
+async def test_the_call_to_a_decode_worker_that_was_stopped_ends_with_its_link(monkeypatch):
+    """It answers nothing any more, and does not end the stream either."""
+    for name, seconds in {"BEAT_SECONDS": 0.02, "LOST_SECONDS": 0.3, "LAST_SECONDS": 0.05}.items():
+        monkeypatch.setattr(link, name, seconds)
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        one, (stream,) = only_link(prefill), decode.streams
+        decode.beats = False
+        await until(lambda: one.lost, "it is lost")
+        await until(lambda: stream.closed, "its stream has ended")
+        await until(lambda: all(task.done() for task in one._tasks), "nothing waits for it")
+        with pytest.raises(PeerLostError):
+            await prefill.finish(handoff, TOKENS)
+        await handoff.abort("lost")
+
+
+async def test_what_is_queued_when_a_link_ends_is_still_said(monkeypatch):
+    for name, seconds in {"BEAT_SECONDS": 0.02, "LINGER_SECONDS": 0.05}.items():
+        monkeypatch.setattr(link, name, seconds)
+    async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        one, (stream,) = only_link(prefill), decode.streams
+        lose = one._lose
+
+        def with_last_words(error: PeerLostError) -> None:
+            for _ in range(400):  # more than one message carries
+                one.send(abort=handoff_pb2.AbortHandoff(transfer_id=bytes(16), reason="last"))
+            lose(error)
+
+        monkeypatch.setattr(one, "_lose", with_last_words)
+        await handoff.abort("enough")
+        await until(lambda: one.lost, "it is idle")
+        await until(lambda: len(stream.of("abort")) == 401, "all of it is said")
+
+
+async def test_a_welcome_on_a_link_that_was_given_up_connects_nobody(monkeypatch):
+    connected: list[m.Connect] = []
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        await handoff.abort("enough")
+        one = only_link(prefill)
+        one._lose(PeerLostError("given up"))
+        monkeypatch.setattr(prefill.ranks[0], "handle", connected.append)
+        one._on_reply(handoff_pb2.DecodeToPrefill(welcome=welcome()))
+        assert not connected, "its ranks would never be let go"
+
+
+async def test_a_link_that_is_lost_just_behind_a_yes_ends_the_hand_off(monkeypatch):
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        first = await prefill.open(decode.ref, TOKENS)
+        one = only_link(prefill)
+        on_reply = one._on_reply
+
+        def then_lost(reply: handoff_pb2.DecodeToPrefill) -> None:
+            on_reply(reply)
+            if reply.HasField("reserve_reply"):
+                one._lose(PeerLostError("gone"))
+
+        monkeypatch.setattr(one, "_on_reply", then_lost)
+        with pytest.raises(PeerLostError):
+            await prefill.open(decode.ref, TOKENS)
+        await first.abort("enough")
+        await until(lambda: prefill.sender.live == 0, "nothing is left of either")
