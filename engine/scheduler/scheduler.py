@@ -151,7 +151,7 @@ class Scheduler:
         victims = [s for s in self.running if s not in busy]
         victim = choose_victim(victims, self.running)
         self._preempt(victim, output)
-        return victim is not wanting
+        return wanting.state is S.RUNNING  # it goes as well where the victim is another choice of its request
 
     def _preempt(self, victim: Sequence, output: StepOutput) -> None:
         self._count["preemptions"] += 1

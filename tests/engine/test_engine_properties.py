@@ -20,8 +20,10 @@ def greedy(count: int) -> SamplingParams:
 
 
 class World:
-    def __init__(self, blocks: int, budget: int, chunked: bool):
-        self.runner = FakeRunner(blocks, max_batch_tokens=budget, chunked_prefill=chunked)
+    def __init__(self, blocks: int, budget: int, chunked: bool, limit: int):
+        self.runner = FakeRunner(
+            blocks, max_batch_tokens=budget, chunked_prefill=chunked, recompute_limit_tokens=limit
+        )
         self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
@@ -84,6 +86,12 @@ class World:
         for key in [key for key in self.expected if key[0] == name]:
             del self.expected[key]
 
+    def pause(self, index: int) -> None:
+        """Perhaps before its choices part: those that come then are not paused."""
+        names = sorted({name for name, _ in self.expected})
+        if names:
+            self.engine.pause(names[index % len(names)])
+
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.step()
@@ -94,6 +102,13 @@ class World:
         output = self.engine.step()
         for token in output.tokens:
             self.got.setdefault((token.request_id, token.choice), []).append(token.token_id)
+        for done in output.done:
+            assert done.error is None
+            if done.preempted:  # with what it had said so far
+                for key in [key for key in self.expected if key[0] == done.request_id]:
+                    said = self.got.get(key, [])
+                    assert said == self.expected[key][: len(said)]
+                self.forget(done.request_id)
         for name in output.evicted_reservations:
             self.evicted.append((name, self.taken[name], self.reserved[name]))
             self.forget(name)
@@ -110,6 +125,8 @@ class World:
     def finish(self) -> None:
         while self.reserved:
             self.commit()
+        for name, _ in self.expected:
+            self.engine.resume(name)
         for turn in range(3000):
             if not self.engine.has_work and not self.evicted:
                 break
@@ -127,6 +144,7 @@ operations = st.one_of(
     st.tuples(st.just("commit")),
     st.tuples(st.just("abort"), st.integers(0, 50)),
     st.tuples(st.just("last_part")),
+    st.tuples(st.just("pause"), st.integers(0, 50)),
     st.tuples(st.just("steps"), st.integers(1, 12)),  # so many that requests grow into what others hold
     st.tuples(st.just("step")),
 )
@@ -138,9 +156,10 @@ operations = st.one_of(
     blocks=st.integers(16, 28),
     budget=st.sampled_from([3, 8, 64]),
     chunked=st.booleans(),
+    limit=st.sampled_from([0, 12]),
 )
-def test_every_answer_is_its_own(steps, blocks, budget, chunked):
-    world = World(blocks, budget, chunked)
+def test_every_answer_is_its_own(steps, blocks, budget, chunked, limit):
+    world = World(blocks, budget, chunked, limit)
     for name, *arguments in steps:
         getattr(world, name)(*arguments)
         world.engine.check_integrity()
@@ -148,6 +167,21 @@ def test_every_answer_is_its_own(steps, blocks, budget, chunked):
     for key, tokens in world.expected.items():
         assert world.got[key] == tokens, key
     assert world.engine.stats().blocks_held == 0
+
+
+def test_who_goes_with_another_choice_of_its_request_takes_no_blocks():
+    """The choice that grows runs out of blocks, and the one whose turn it is to give way is its paused sibling: the whole
+    request goes back to the router."""
+    runner = FakeRunner(10, recompute_limit_tokens=4)
+    engine = Engine(runner, runner.config, secret=SECRET)
+    engine.add(EngineRequest("both", [3] * 8, greedy(50), n=2, salt=SALT))
+    engine.pause("both")  # before its choices part: the second one is not paused
+    done = []
+    for _ in range(60):
+        done += engine.step().done
+        engine.check_integrity()
+    assert [(one.request_id, one.preempted) for one in done] == [("both", True)]
+    assert engine.stats().blocks_held == 0
 
 
 def test_a_prompts_cost_is_its_share_of_the_steps_that_computed_it():
