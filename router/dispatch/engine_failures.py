@@ -1,10 +1,15 @@
 """Counts the engines that one request has failed in, over all its attempts and choices.
 
 The request itself may make engines fail, so the second failure ends it. Only errors that a worker reports count: a broken
-connection, a silent worker or a dead process has many causes, and a request must survive more than two of those.
+connection, a silent worker or a dead process has many causes, and a request must survive more than two of those. Choices
+that ran in one engine at the same time fail together: that is one failure.
 """
 
 from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
 
 from cluster.errors import AttemptsExhaustedError, BatonError, EngineFailedError, EngineRequestError
 from cluster.membership.types import WorkerInfo
@@ -13,19 +18,27 @@ MOST_ENGINES = 2
 
 
 class EngineFailures:
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._failures = 0
-        self.names: frozenset[str] = frozenset()  # worker_id@epoch, excluded from the next placement
+        self._failed_at: dict[str, float] = {}  # worker_id@epoch → time
 
-    def note(self, worker: WorkerInfo, reason: BatonError) -> None:
-        """Record the end of an attempt at `worker`; ignores other reasons than an engine's failure.
+    @property
+    def names(self) -> frozenset[str]:
+        """worker_id@epoch of each engine, excluded from the next placement."""
+        return frozenset(self._failed_at)
+
+    def note(self, worker: WorkerInfo, reason: BatonError, started: float) -> None:
+        """Record the end of an attempt at `worker` that `started` then; ignores other reasons than an engine's failure.
 
         Raises AttemptsExhaustedError at the second failure.
         """
         if not isinstance(reason, EngineRequestError | EngineFailedError):
             return
+        if started < self._failed_at.get(worker.name, -math.inf):
+            return  # it ran there at the same time as the one that was counted
         self._failures += 1
-        self.names |= {worker.name}
+        self._failed_at[worker.name] = self._clock()
         if self._failures >= MOST_ENGINES:
             raise AttemptsExhaustedError(
                 f"the request failed in {MOST_ENGINES} engines and is not retried: {reason.message}",

@@ -270,9 +270,9 @@ class RequestLife:
     async def _attempt(self, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         """Returns when every choice has its end. Raises _Retry, or the error that ends the request."""
         self.truth.attempts += 1
-        self._services.at_placed(attempt.transfer_id)
-        attempt.start()
         try:
+            self._services.at_placed(attempt.transfer_id)
+            attempt.start()
             while True:
                 events = await attempt.events.take()
                 now = time.monotonic()
@@ -337,7 +337,7 @@ class RequestLife:
                 raise _Retry(errors.PeerLostError("the decode worker ended early"))
             return
         reason = event.error or self._reason(event)
-        self._engine_failures.note(attempt.worker_of(event.source), reason)
+        self._engine_failures.note(attempt.worker_of(event.source), reason, attempt.started)
         if isinstance(reason, errors.InvalidRequestError):
             raise reason
         if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:

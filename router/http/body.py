@@ -8,8 +8,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
-
-_CONTAINERS = frozenset({dict, list})
+from router.http.nesting import depth_of
 
 
 async def read_json(request: Request, max_bytes: int, max_depth: int) -> dict[str, Any]:
@@ -31,19 +30,9 @@ async def read_json(request: Request, max_bytes: int, max_depth: int) -> dict[st
         raise InvalidRequestError(f"the body is not valid JSON: {error}", field="body") from None
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object", field="body")
-    # Each level begins with a bracket: most bodies have too few of them to need a walk.
-    if raw.count(b"[") + raw.count(b"{") > max_depth and _depth(body, max_depth) > max_depth:
+    # Each level begins with a bracket: most bodies have too few of them to need a scan.
+    if raw.count(b"[") + raw.count(b"{") > max_depth and depth_of(raw) > max_depth:
         raise InvalidRequestError(
             f"the body is nested deeper than {max_depth}", field="body", limit=str(max_depth)
         )
     return body
-
-
-def _depth(value: Any, left: int) -> int:
-    """How deeply lists and objects nest; stops counting past `left`."""
-    if left < 0 or not isinstance(value, dict | list):
-        return 0
-    inner = value.values() if isinstance(value, dict) else value
-    if _CONTAINERS.isdisjoint(map(type, inner)):
-        return 1  # a list of scalars needs no walk over its elements
-    return 1 + max((_depth(one, left - 1) for one in inner if isinstance(one, dict | list)), default=0)

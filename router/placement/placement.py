@@ -169,7 +169,6 @@ class Placement:
                 log.warning("placing without Redis: %s", error)
                 self._rest.failed()
                 break
-            self._rest.answered()
             if placed is not None:
                 return placed
             await self._members.refresh()
@@ -222,6 +221,7 @@ class Placement:
         finally:
             self._numbers.end(number)
         self.seconds.observe(time.monotonic() - began)
+        self._rest.answered()  # also where it refuses
         if int(answer[0]) == _VOID:
             raise TimeoutError(
                 f"another router uses the id {self._config.router_id!r}: give each its own router_id"

@@ -4,6 +4,7 @@ rendered and tokenised beside the loop."""
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,7 +303,7 @@ async def body(value: Any, depth: int) -> dict[str, Any]:
 
 
 VALUES = st.recursive(
-    st.integers(0, 9) | st.text("[{", max_size=3),
+    st.integers(0, 9) | st.text('[{]}"\\', max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=1), inner, max_size=3),
     max_leaves=20,
 )
@@ -319,3 +320,21 @@ def test_a_body_nests_as_deep_as_it_may_and_no_deeper(value, limit):
     else:
         with pytest.raises(InvalidRequestError, match="nested deeper"):
             asyncio.run(body(value, limit))
+
+
+@pytest.mark.parametrize("one", [[], {}, [[1]], "["])
+def test_wide_bodies_are_not_walked_over(one):
+    """A message may hold a million lists, and the loop serves others meanwhile."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        asyncio.run(body({"x": 20_000 * [one]}, 8))
+    finally:
+        sys.setprofile(before)
+    assert calls < 5_000

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,10 +18,14 @@ from cluster.errors import (
     InternalError,
     PeerLostError,
 )
+from router.completion import Completion
 from router.dispatch import life
-from router.dispatch.attempt import Source
+from router.dispatch.attempt import Source, TokenCame
+from router.dispatch.mailbox import Mailbox
+from router.placement.types import Placed, PlacementRequest
 from router.tokens.tokenizer import ModelText
-from tests.router.dispatch.test_life import NEW, Scripted, World, deliver, end
+from tests.router.dispatch.test_life import NEW, PROMPT, Scripted, World, deliver, end, token
+from wire import common_pb2
 
 REQUEST = EngineRequestError("non-finite logits")
 FAILED = EngineFailedError("the engine failed while it ran this request: IndexError")
@@ -87,3 +94,112 @@ async def test_two_are_the_end_whatever_came_between(text, monkeypatch, errors, 
 async def test_what_is_no_engine_s_word_on_the_request_does_not_count(text, monkeypatch, error):
     world = Failing(text, [(Source.DECODE, error, 1)] * 5)
     assert await run(world, monkeypatch) == NEW
+
+
+class Together(Failing):
+    """Two choices that run by themselves: what an engine does to one, it does to the other."""
+
+    def __init__(self, text: ModelText, error: BatonError, engines: int):
+        super().__init__(text, [])
+        self.error, self.engines = error, engines
+        self.lives = 0
+        self.inside: list[Scripted] = []
+
+    async def place(self, request: PlacementRequest) -> Placed:
+        """Each engine that failed with it is left out: D comes back as another life."""
+        placed = await super().place(request)
+        while f"d-{self.lives}" in request.excluded:
+            self.lives += 1
+        return replace(placed, decode=SimpleNamespace(**{**vars(self.d), "name": f"d-{self.lives}"}))  # type: ignore[arg-type]
+
+    def attempt(self, **facts: object) -> Scripted:
+        made = World.attempt(self, **facts)
+        whole = facts["spec"].n == 2  # type: ignore[attr-defined]
+        if whole:
+            made.start = lambda: self.preempt(made)  # type: ignore[method-assign]
+        elif self.lives < self.engines:
+            made.start = lambda: self.fail_with(made)  # type: ignore[method-assign]
+        else:
+            made.start = lambda: self.go_on(made, facts["spec"].first_choice)  # type: ignore[attr-defined, method-assign]
+        return made
+
+    def fail_with(self, made: Scripted) -> None:
+        """Both are in the first engine when it fails."""
+        self.inside.append(made)
+        if len(self.inside) > 1:
+            for one in self.inside if len(self.inside) == 2 else [made]:
+                self.fail(one, Source.DECODE, self.error, 0)
+
+    def preempt(self, made: Scripted) -> None:
+        for choice in (0, 1):
+            first = token(made.from_position)
+            first.choice = choice
+            made.events.add(TokenCame(first, Source.DECODE))
+        made.ends(Source.DECODE, end("PREEMPTED"))
+
+    def go_on(self, made: Scripted, choice: int) -> None:
+        for position in range(made.from_position, PROMPT + NEW):
+            one = token(position)
+            one.choice = choice
+            made.events.add(TokenCame(one, Source.DECODE))
+        for source in Source:
+            made.ends(source, end("DONE"))
+
+
+async def finish(world: World) -> list[int]:
+    completion = Completion(
+        "r",
+        "m",
+        list(range(3, 3 + PROMPT)),
+        common_pb2.SamplingParams(max_tokens=NEW),
+        n=2,
+        deadline_seconds=60.0,
+    )
+    deltas: Mailbox[Any] = Mailbox(512)
+    running = life.RequestLife(completion, world.services)
+    running.start(deltas)
+    tokens = [0, 0]
+    while batch := await deltas.take():
+        for delta in batch:
+            tokens[delta.choice] += len(delta.tokens)
+    return tokens
+
+
+@pytest.mark.parametrize("error", [REQUEST, FAILED])
+async def test_choices_that_one_engine_failed_with_are_one_failure(text, monkeypatch, error):
+    world = Together(text, error, engines=1)
+    monkeypatch.setattr(life, "Attempt", world.attempt)
+    async with asyncio.timeout(60):
+        assert await finish(world) == [NEW, NEW]
+    assert len(world.attempts) == 1 + 2 + 2
+
+
+@pytest.mark.parametrize("error", [REQUEST, FAILED])
+async def test_choices_do_not_get_two_engines_each(text, monkeypatch, error):
+    world = Together(text, error, engines=9)
+    monkeypatch.setattr(life, "Attempt", world.attempt)
+    with pytest.raises(AttemptsExhaustedError, match="failed in 2 engines"):
+        async with asyncio.timeout(60):
+            await finish(world)
+    assert len(world.attempts) <= 1 + 2 + 2
+
+
+async def test_an_attempt_that_cannot_begin_leaves_no_charge(text, monkeypatch):
+    def refuse() -> None:
+        raise InternalError("no channel")
+
+    world = World(text, [])
+    made = world.attempt
+
+    def unable(**facts: object) -> Scripted:
+        attempt = made(**facts)
+        attempt.start = refuse  # type: ignore[method-assign]
+        return attempt
+
+    monkeypatch.setattr(life, "Attempt", unable)
+    with pytest.raises(InternalError):
+        async with asyncio.timeout(60):
+            await deliver(world)
+    await world.services.finish(5.0)
+    assert world.released == [one.transfer_id for one in world.attempts]
+    assert all(one.closed for one in world.attempts)

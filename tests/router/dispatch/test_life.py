@@ -78,7 +78,7 @@ class Scripted:
     span: None = None
     prefilled_at: float = 0.0
     prefill_report: common_pb2.WorkReport | None = None
-    started: float = 0.0
+    started: float = field(default_factory=time.monotonic)
     trip_seconds: float = 0.0
     closed: bool = False
     finished: set[Source] = field(default_factory=set)

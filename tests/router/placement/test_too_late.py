@@ -99,6 +99,19 @@ async def test_what_would_come_too_late_is_refused_and_charges_nothing(placement
     assert (await placement.place(request(1000, target=0.0))).terms["first_token"] == pytest.approx(13, abs=1)
 
 
+async def test_a_refusal_is_an_answer_of_redis(placement):
+    """Or an overloaded cluster is placed on without Redis, where only a router's own requests count."""
+    for _ in range(2):
+        await placement.place(request(6000))
+    now = [10.0]
+    placement._rest = Rest(1.0, clock=lambda: now[0])
+    placement._rest.failed()
+    now[0] += 1.0
+    with pytest.raises(OverloadedError):
+        await placement.place(request(1000))
+    assert (await placement.place(request(1000, target=0.0))).from_redis
+
+
 async def test_its_own_deadline_counts_too(placement):
     await placement.place(request(6000))
     with pytest.raises(OverloadedError):
