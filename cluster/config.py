@@ -258,7 +258,7 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     model: Path = Field(description="model directory: tokenizer, chat template, generation config")
     served_model_name: str = Field("", description="name clients use; default: the directory's name")
     max_model_len: int = Field(0, ge=0)
-    page_size: int = 16
+    page_size: int = Field(16, ge=1)
     local_prefill: LocalPrefill = "auto"
     aggregated: bool = Field(False, description="decode workers prefill everything themselves")
     index_feeds: Literal["hybrid", "reported", "predicted"] = "hybrid"

@@ -5,6 +5,7 @@ Secrets may lie in files (a mounted Secret): they are read here, once, and what 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,12 +17,13 @@ from pydantic_settings import (
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    YamlConfigSettingsSource,
+    SettingsError,
 )
 
 from cluster.config import ClusterFields, Frozen, SecretFields
 from cluster.errors import ConfigError
 from cluster.redis.first_contact import check_url
+from cluster.yaml_file import read_settings
 
 C = TypeVar("C", bound=Frozen)
 
@@ -37,12 +39,11 @@ def load(
 
     Nested fields are `BATON_ENGINE__DTYPE` in the environment. Raises ConfigError naming field and source's value.
     """
-    if file is not None and not file.is_file():
-        raise ConfigError(f"no configuration file at {file}", field="config")
+    written = read_settings(file) if file is not None else {}
 
     class Sources(config, BaseSettings):  # type: ignore[valid-type, misc]
         model_config = SettingsConfigDict(
-            env_prefix="BATON_", env_nested_delimiter="__", yaml_file=file, frozen=True, extra="forbid"
+            env_prefix="BATON_", env_nested_delimiter="__", frozen=True, extra="forbid"
         )
 
         @classmethod
@@ -55,12 +56,17 @@ def load(
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             given = InitSettingsSource(settings_cls, dict(values or {}))
-            return init_settings, env_settings, given, YamlConfigSettingsSource(settings_cls)
+            return init_settings, env_settings, given, InitSettingsSource(settings_cls, written)
 
     try:
         merged = Sources(**flags)
     except ValidationError as error:
         raise ConfigError(_explain(error), field=_first_field(error)) from None
+    except SettingsError as error:  # of the environment: a field that holds others, or a list
+        (field,) = re.findall(r'field "(\w+)"', str(error)) or [""]
+        raise ConfigError(
+            f"configuration is not valid: BATON_{field.upper()} must be JSON, as {{…}} or […]", field=field
+        ) from None
     return with_secrets(config.model_validate(merged.model_dump()))
 
 

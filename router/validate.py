@@ -16,6 +16,9 @@ from wire import common_pb2
 
 MAX_PRIORITY = 2**15
 MAX_REQUEST_ID = 256  # characters: it goes into logs, headers and errors
+LEAST_POSITIVE = (
+    2.0**-126
+)  # as the wire's floats have it: what is smaller arrives as 0, which there means "not set"
 
 
 @dataclass
@@ -239,7 +242,7 @@ class Validator:
     def _positive(name: str, value: float) -> float:
         if value == 0.0:
             raise _refuse(name, "must be greater than 0", "> 0")
-        return value
+        return max(value, LEAST_POSITIVE)
 
     @staticmethod
     def _integer(name: str, value: Any, default: int, low: int, high: int) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from baton.commands.output import console, say
 from baton.commands.serve import ConfigFile, Namespace, RedisPasswordFile, RedisUrl, given
@@ -15,6 +14,7 @@ from cluster import settings
 from cluster.config import ClusterFields
 from cluster.errors import ConfigError, DeadlineError, UnavailableError
 from cluster.membership.types import Then
+from cluster.yaml_file import read_settings
 
 EXIT_STILL_DRAINING = 3
 
@@ -61,10 +61,7 @@ def _of_registry(config: Path | None) -> dict[str, Any]:
     """A worker's own configuration file names its Redis."""
     if config is None:
         return {}
-    try:
-        read = yaml.safe_load(config.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {config}: {error}", field="config") from error
+    read = read_settings(config)
     return {name: value for name, value in read.items() if name in ClusterFields.model_fields}
 
 

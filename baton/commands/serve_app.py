@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from baton.commands.output import say
 from cluster.errors import ConfigError, DeadlineError, SetupError, UnavailableError
+from cluster.yaml_file import read_yaml
 
 # What the chart's pods know, and the nodes of somebody else's cluster do not.
 SECRETS = ("BATON_SECRET", "BATON_REDIS_URL")
@@ -75,10 +75,7 @@ def with_secrets(config: dict[str, Any], environment: Any) -> dict[str, Any]:
 
 
 def _read(config: Path) -> dict[str, Any]:
-    try:
-        read = yaml.safe_load(config.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {config}: {error}", field="config") from error
+    read = read_yaml(config, "config")
     if not isinstance(read, dict) or "applications" not in read:
         raise ConfigError(f"--config {config} holds no applications", field="config")
     return read

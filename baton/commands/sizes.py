@@ -17,12 +17,15 @@ _UNITS = {
 
 
 def parse_bytes(text: str, field: str) -> int:
-    """`512MiB`, `2gib`, `1000000`. Raises ConfigError naming the flag."""
+    """`512MiB`, `2gib`, `1000000`. Raises ConfigError naming the flag, also where it is below 0, or no number."""
     number = text.strip().lower().rstrip("bgikm")
     unit = text.strip().lower()[len(number) :]
     try:
-        return int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError):
+        size = int(float(number) * _UNITS[unit])
+        if size < 0:
+            raise ValueError("below 0")
+        return size
+    except (ValueError, OverflowError, KeyError):  # infinity overflows
         raise ConfigError(
             f"--{field.replace('_', '-')} {text!r} is not a size; write for example 512MiB", field=field
         ) from None

@@ -54,15 +54,14 @@ class LocalCluster:
         progress: Progress = lambda line: None,
         start_seconds: float = START_SECONDS,
     ):
-        """Raises ConfigError where the state file cannot be written."""
+        """Raises ConfigError where the state file cannot be written, SetupError where nothing can."""
         if options.state_file is not None:
             check_writable(options.state_file, "--state-file", "state_file")
         self._options = options
         self._start_seconds = start_seconds
         self._progress = progress
-        self._dir = Path(tempfile.mkdtemp(prefix="baton-"))
+        self._dir = _make_folder()
         self._logs = self._dir / "logs"
-        self._logs.mkdir()
         self._redis: EmbeddedRedis | None = None
         self._redis_url = options.redis_url
         self._namespace = options.namespace or f"baton-{secrets.token_hex(4)}"
@@ -73,6 +72,7 @@ class LocalCluster:
         self._servers = Supervisor()  # Redis
         self._notices = ExitNotices(options.tls.peers())
         self._written: ClusterState | None = None
+        self._unwritten = False  # the state file's folder takes nothing just now
 
     @property
     def logs(self) -> Path:
@@ -88,6 +88,10 @@ class LocalCluster:
             return self._start()
         except SetupError as error:
             raise SetupError(f"{error.message}{self._where_logs_are()}", field=error.field) from error
+        except OSError as error:  # a full disk, no more processes
+            raise SetupError(
+                f"the cluster in {self._dir} does not start: {error}{self._where_logs_are()}"
+            ) from error
 
     def _start(self) -> ClusterState:
         self._start_redis()
@@ -125,9 +129,17 @@ class LocalCluster:
         )
         try:
             self._write_state(state)
-        except OSError as error:  # a full disk must not end the cluster; the next change tries again
-            self._written = state
-            return [f"the state file could not be written and is out of date: {error}"]
+        except (
+            OSError
+        ) as error:  # a full disk must not end the cluster: the write is retried, and reported once
+            said = (
+                []
+                if self._unwritten
+                else [f"the state file could not be written and is out of date: {error}"]
+            )
+            self._unwritten = True
+            return said
+        self._unwritten = False
         return []
 
     def _ready(self, supervisor: Supervisor) -> list[dict[str, Any]]:
@@ -348,6 +360,18 @@ class LocalCluster:
             pid=os.getpid(),
             logs=str(self._logs),
         )
+
+
+def _make_folder() -> Path:
+    """For what this cluster writes. Raises SetupError."""
+    try:
+        made = Path(tempfile.mkdtemp(prefix="baton-"))
+        (made / "logs").mkdir()
+    except OSError as error:
+        raise SetupError(
+            f"no folder can be made for the cluster's files: {error}; set TMPDIR to one with room"
+        ) from error
+    return made
 
 
 def _ignore(child: Child) -> None:

@@ -33,6 +33,9 @@ KV_POOL_MAX_BYTES = 2 << 30
 # What a decode worker computes again by itself when it preempts: beyond it a prefill worker, which has most of it in
 # its cache, is quicker, and the running batch is not held up.
 RECOMPUTE_LIMIT_TOKENS = 256
+# Where a process's setting has another name than the flag.
+_SETTINGS_OF_FLAGS = {"kv_memory_bytes": "kv_memory", "threads": "threads_per_worker"}
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 ROUTER_DRAIN_SECONDS = 5.0  # who presses Ctrl-C does not want to wait for every stream
 
 
@@ -77,10 +80,13 @@ class UpOptions:
             raise ConfigError(f"--model {self.model}: no config.json there", field="model")
         for name in ("routers", "decode", "prefill_tp", "decode_tp", "threads_per_worker"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", field=name)
+                raise ConfigError(f"{_flag(name)} must be at least 1", field=name)
+        for name in ("prefill", "kv_memory"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{_flag(name)} must be at least 0", field=name)
         if self.batch_aging_seconds is not None and self.batch_aging_seconds <= 0:
             raise ConfigError("--batch-aging-seconds must be above 0", field="batch_aging_seconds")
-        self._check_limits()
+        self._check_settings()
         self._check_kv_memory()
         if self.redis_url:
             check_url(self.redis_url)
@@ -97,14 +103,18 @@ class UpOptions:
                 field="prefill",
             )
 
-    def _check_limits(self) -> None:
-        """By the routers' own rules, before anything is started."""
+    def _check_settings(self) -> None:
+        """By the rules of the processes that will run with them, before any is started."""
         try:
-            RouterConfig(model=self.model, **self.limits)
+            for index in {0, self.routers - 1}:  # the last one has the highest ports
+                self.router_config(index, "", "", "")
+            for role in ROLES:
+                self.worker_config(role, "", "", "")
         except ValidationError as error:
             problem = error.errors(include_input=False)[0]
-            name = ".".join(str(part) for part in problem["loc"])
-            raise ConfigError(f"--{name.replace('_', '-')}: {problem['msg']}", field=name) from None
+            name = str(problem["loc"][-1]) if problem["loc"] else ""
+            name = _SETTINGS_OF_FLAGS.get(name, name)
+            raise ConfigError(f"{_flag(name)}: {problem['msg']}", field=name) from None
 
     def _check_kv_memory(self) -> None:
         """Raise ConfigError if the KV pools do not fit the free memory.
@@ -224,6 +234,10 @@ class UpOptions:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", "")])),
         }
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _in_gib(size: int) -> str:

@@ -79,7 +79,7 @@ class Supervisor:
         ward.started = self._clock()
         try:
             ward.child = ward.restart()
-        except SetupError as error:
+        except (SetupError, OSError) as error:  # a full disk, no more processes: it may pass
             ward.short_lives += 1
             ward.given_up = ward.short_lives >= MAX_SHORT_LIVES
             ward.due = None if ward.given_up else self._clock() + MAX_PAUSE_SECONDS

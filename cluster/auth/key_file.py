@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from cluster.auth.keys import ANYONE, Caller, KeyEntry, KeyRing
 from cluster.errors import ConfigError
+from cluster.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 16 << 20
@@ -23,18 +23,12 @@ POLL_SECONDS = 1.0
 def read_keys(path: Path) -> KeyRing:
     """Raises ConfigError. Its text names entries by number and field, never by what they hold."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", field="api_keys_file")
-        content: Any = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
+        size = path.stat().st_size
+    except OSError as error:
         raise ConfigError(f"{path}: {error}", field="api_keys_file") from error
-    except yaml.YAMLError as error:
-        # Without the parser's excerpt: it would copy a digest, or a key put there by mistake, into a log.
-        where = getattr(error, "problem_mark", None)
-        line = f" in line {where.line + 1}" if where is not None else ""
-        raise ConfigError(f"{path} is neither YAML nor JSON{line}", field="api_keys_file") from None
-    except (ValueError, RecursionError):  # a day that no month has; brackets without end
-        raise ConfigError(f"{path} holds a value that YAML can't read", field="api_keys_file") from None
+    if size > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", field="api_keys_file")
+    content: Any = read_yaml(path, "api_keys_file")
     entries = content.get("keys") if isinstance(content, dict) else content
     if not isinstance(entries, list):
         raise ConfigError(f"{path} must hold a list of keys", field="api_keys_file")

@@ -9,9 +9,11 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from functools import lru_cache
+from typing import Any, get_args
 
 import redis
+from google.protobuf.message import DecodeError
 
 from cluster.config import Role
 from cluster.membership import keys, scripts
@@ -20,10 +22,19 @@ from cluster.pod import Pod
 from cluster.redis.connect import connect, connect_async
 from cluster.redis.elsewhere import leave_async
 from cluster.topology import Location
+from wire import common_pb2
 
 _FIELDS = frozenset(field.name for field in fields(WorkerInfo))
 _LOCATION = frozenset(field.name for field in fields(Location))
 _POD = frozenset(field.name for field in fields(Pod))
+_NUMBERS = {
+    "epoch": (0, 2**64 - 1),
+    "slot": (0, 2**32 - 1),
+    "max_model_len": (0, 2**53),
+    "blocks_total": (0, 2**32),
+    "page_size": (1, 2**20),
+}
+_TEXTS = ("worker_id", "model_id", "address", "metrics_address", "place", "host", "process")
 log = logging.getLogger(__name__)
 FORGET_SECONDS = 300.0
 REFRESH_SECONDS = 0.25
@@ -37,22 +48,45 @@ def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
     for index in range(2, len(answer), 5):
         try:
             workers.append(_worker(now, *answer[index + 1 : index + 5]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:
             # Of another version, or no worker at all: the others are served on.
             log.debug("the registration of %r is not understood: %r", answer[index], error)
     return sorted(workers, key=lambda worker: worker.worker_id)
 
 
 def _worker(now: int, registration: bytes, renewed: bytes, status: bytes, drains: bytes) -> WorkerInfo:
+    facts = dict(_registered(registration))
+    facts["lease"] = lease_of((now - int(renewed)) / 1000)
+    facts["status"] = json.loads(status)
+    if not isinstance(facts["status"], dict):
+        raise TypeError("a status is an object")
+    facts["state"] = "draining" if drains else "ready"
+    return WorkerInfo(**facts)
+
+
+@lru_cache(maxsize=4096)
+def _registered(registration: bytes) -> Mapping[str, Any]:
+    """What does not change while it is registered; read again and again, it is worked out once."""
     facts: dict[str, Any] = json.loads(registration)
     facts["layout"] = bytes.fromhex(facts["layout"])
     facts["epoch"] = int(facts["epoch"], 16)
     facts["location"] = Location(**_known(facts.get("location", {}), _LOCATION))
     facts["pod"] = Pod(**_known(facts.get("pod", {}), _POD))
-    facts["lease"] = lease_of((now - int(renewed)) / 1000)
-    facts["status"] = json.loads(status)
-    facts["state"] = "draining" if drains else "ready"
-    return WorkerInfo(**_known(facts, _FIELDS))
+    _check(facts)
+    return _known(facts, _FIELDS)
+
+
+def _check(facts: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError: what one worker says must not break what is done with all of them together."""
+    for name, (least, most) in _NUMBERS.items():
+        if name in facts and not (type(facts[name]) is int and least <= facts[name] <= most):
+            raise ValueError(f"{name}: {facts[name]!r} is no number in {least} … {most}")
+    for name in _TEXTS:
+        if name in facts:
+            facts[name].encode()
+    if facts["role"] not in get_args(Role):
+        raise ValueError(f"role: {facts['role']!r}")
+    common_pb2.KvLayout.FromString(facts["layout"])
 
 
 def _known(facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

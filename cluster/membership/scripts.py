@@ -75,7 +75,7 @@ READ = """
 redis.call('HDEL', KEYS[1], '')
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
-local out = {ms, tonumber(redis.call('GET', KEYS[4]) or '0')}
+local out = {ms, tonumber(redis.call('GET', KEYS[4]) or '0') or 0}
 local all = redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
   local id = all[i]

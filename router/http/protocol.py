@@ -17,12 +17,14 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.config import RouterConfig
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from router.http.errors import error_body
+from router.http.upgrade import read_on
 
 log = logging.getLogger(__name__)
 # Closing at once, with bytes of the client's still unread, would reset the connection under our answer.
@@ -82,7 +84,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._body_came = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._refused or self.transport.is_closing():
             return
         if self._in_head and self._head_bytes + len(data) > self.limits.header_bytes:
@@ -100,6 +103,22 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop_timer()
         elif self._timer is None:
             self._expect(self.limits.header_seconds if self._in_head else self.limits.body_seconds)
+
+    def _parse(self, data: bytes) -> None:
+        left = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(left)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                left = left[upgrade.args[0] :]
+                read_on(self, self.headers)
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _should_upgrade(self) -> bool:
+        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -143,6 +162,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # so says the parser that reads no further than the head
         self._in_body = False
         super().on_message_complete()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import stat
 import subprocess
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from baton.commands import serve, worker
+from baton.commands.sizes import parse_bytes
 from baton.local import children
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
@@ -124,6 +127,44 @@ def test_up_counts_the_pools_of_all_ranks(checkpoint):
     assert caught.value.field == "kv_memory" and "each of 6 ranks" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("prefill", [-1]),
+        ("kv_memory", [-1, -(1 << 30)]),
+        ("max_model_len", [-1]),
+        ("page_size", [0, -16]),
+        ("max_batch_tokens", [-1]),
+        ("http_port", [-1, 65536]),
+        ("grpc_port", [-1, 65536]),
+        ("trace_sample_ratio", [math.nan, -0.5, 2.0]),
+        ("batch_aging_seconds", [math.nan, 0.0, -1.0]),
+    ],
+)
+def test_a_flag_of_up_that_no_process_would_take_is_named(flag, values, checkpoint):
+    for value in values:
+        with pytest.raises(ConfigError) as caught:
+            UpOptions(checkpoint("llama"), **{flag: value})
+        assert caught.value.field == flag
+        assert caught.value.message.startswith("--" + flag.replace("_", "-"))
+
+
+def test_the_last_router_s_port_is_a_port_too(checkpoint):
+    assert UpOptions(checkpoint("llama"), http_port=65534, routers=2).routers == 2
+    with pytest.raises(ConfigError) as caught:
+        UpOptions(checkpoint("llama"), http_port=65534, routers=3)
+    assert caught.value.field == "http_port"
+
+
+@pytest.mark.parametrize(
+    "size", ["inf", "-inf", "infGiB", "1e400", "nan", "-1", "-1GiB", "", "GiB", "1GiBGiB"]
+)
+def test_what_is_no_size_is_refused(size):
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes(size, "kv_memory")
+    assert caught.value.field == "kv_memory" and "write for example 512MiB" in caught.value.message
+
+
 # --- a start that fails later --------------------------------------------------------------------------------------
 
 
@@ -188,9 +229,35 @@ def test_a_state_file_that_fails_later_ends_nothing(sleepers, checkpoint, tmp_pa
         (said,) = cluster.watch()
         assert "the state file could not be written" in said
         assert cluster.watch() == []
-    finally:
         folder.unlink()
+        assert cluster.watch() == []
+        assert options.state_file.is_file(), "written as soon as it can be"
+    finally:
+        if folder.is_file():
+            folder.unlink()
         cluster.stop()
+
+
+def test_a_start_on_a_full_disk_says_so(sleepers, checkpoint, monkeypatch):
+    def full(self: Path, *_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    cluster = LocalCluster(UpOptions(checkpoint("llama"), pool="process"))
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SetupError) as caught:
+        cluster.start()
+    assert (
+        "No space left on device" in caught.value.message and str(cluster.logs.parent) in caught.value.message
+    )
+    cluster.stop(keep_logs=True)
+
+
+def test_a_folder_for_temporary_files_that_cannot_be_used_is_named(checkpoint, monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/proc/nobody")
+    monkeypatch.setattr("tempfile.tempdir", "/proc/nobody")
+    with pytest.raises(SetupError) as caught:
+        LocalCluster(UpOptions(checkpoint("llama")))
+    assert "/proc/nobody" in caught.value.message and "TMPDIR" in caught.value.message
 
 
 # --- the secret ----------------------------------------------------------------------------------------------------

@@ -6,17 +6,28 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from cluster.membership.reader import decode
+import pytest
+
+from cluster.membership import keys
+from cluster.membership.reader import Members, decode
 from cluster.membership.registration import encode
 from cluster.membership.types import WorkerInfo
+from cluster.redis.connect import connect
+from router.placement.candidates import Candidates
 
-INFO = WorkerInfo("w", 7, 3, "prefill", "m", "127.0.0.1:1", "", b"x", "", "host", 4096, 10_000)
+INFO = WorkerInfo("w", 7, 3, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
 
 
 def answer(*registrations: dict[str, Any]) -> list[Any]:
     out: list[Any] = [b"1000", b"4"]
     for facts in registrations:
-        out += [facts.get("worker_id", "?").encode(), json.dumps(facts).encode(), b"900", b"{}", b""]
+        out += [
+            facts.get("worker_id", "?").encode(errors="replace"),
+            json.dumps(facts).encode(),
+            b"900",
+            b"{}",
+            b"",
+        ]
     return out
 
 
@@ -36,3 +47,52 @@ def test_one_that_is_not_understood_does_not_take_the_others_along():
     del broken["layout"]
     workers = decode(answer(facts("a"), broken, facts("b", epoch="no number"), facts("c")))
     assert [worker.worker_id for worker in workers] == ["a", "c"]
+
+
+NONSENSE: list[dict[str, Any]] = [
+    {"blocks_total": "many"},
+    {"blocks_total": -1},
+    {"blocks_total": True},
+    {"page_size": 0},
+    {"page_size": 16.0},
+    {"slot": -1},
+    {"slot": 2**32},
+    {"epoch": "1" * 17},
+    {"epoch": "-1"},
+    {"role": "both"},
+    {"address": 7},
+    {"worker_id": "\ud800"},
+    {"place": ["here"]},
+    {"model_id": None},
+    {"layout": "ff"},
+]
+
+
+@pytest.mark.parametrize("wrong", NONSENSE, ids=lambda wrong: "=".join(map(repr, *wrong.items())))
+def test_one_whose_values_make_no_sense_does_not_take_the_others_along(wrong):
+    """They are packed together for every placement."""
+    workers = decode(answer(facts("a"), facts("broken") | wrong, facts("c")))
+    assert [worker.worker_id for worker in workers] == ["a", "c"]
+    Candidates(workers, workers, "auto")
+
+
+@pytest.mark.parametrize("status", [b"[]", b"7", b"null", b'"x"', b"{"])
+def test_a_status_that_is_none(status):
+    told = answer(facts("a"), facts("broken"), facts("c"))
+    told[2 + 5 + 3] = status
+    assert [worker.worker_id for worker in decode(told)] == ["a", "c"]
+
+
+async def test_what_is_in_redis_beside_is_no_reason_to_stop_reading(redis_url, namespace):
+    """Somebody else's value where the last slot belongs."""
+    members = Members(redis_url, namespace)
+    with connect(redis_url) as client:
+        client.set(keys.slots(namespace), "somebody else's")
+        for name, registration in {"w": encode(INFO), "stray": "no worker"}.items():
+            client.hset(keys.members(namespace), name, registration)
+            client.zadd(keys.leases(namespace), {name: 2.0**52})
+    await members.refresh()
+    await members.refresh()
+    assert members.redis_ok
+    assert [worker.worker_id for worker in members.all] == ["w"]
+    await members.close()

@@ -14,7 +14,7 @@ from cluster.membership.registration import encode
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 
-INFO = WorkerInfo("w", 7, 3, "prefill", "m", "127.0.0.1:1", "", b"x", "", "host", 4096, 10_000)
+INFO = WorkerInfo("w", 7, 3, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from baton.commands import drain, serve_app
 from cluster import settings
 from cluster.addresses import advertised, join
 from cluster.config import RouterConfig, WorkerConfig
@@ -87,6 +89,56 @@ def test_what_is_wrong_is_named(
     with pytest.raises(ConfigError) as caught:
         load(monkeypatch, **environment)
     assert caught.value.field == field
+
+
+NO_SETTINGS: dict[str, bytes] = {
+    "unfinished": b"secret: s3cret\nhost: [",
+    "tabs": b"secret: s3cret\nhost:\n\t- x",
+    "a list": b"- model",
+    "a word": b"model",
+    "a number": b"7",
+    "true": b"true",
+    "a number as a name": b"1: 2",
+    "a list as a name": b"? [1]\n: 2",
+    "two documents": b"model: x\n---\nmodel: y",
+    "an object of Python's": b"!!python/object:os.system 1",
+    "bytes": bytes(range(256)),
+    "utf-16": "model: x".encode("utf-16"),
+    "a zero": b"model: \0",
+    "no day": b"model: 2026-02-31",
+}
+
+
+@pytest.mark.parametrize("content", NO_SETTINGS.values(), ids=NO_SETTINGS)
+def test_a_file_that_holds_no_settings_is_named(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(content)
+    for read in (partial(settings.load, RouterConfig, {}), drain._of_registry, serve_app._read):
+        with pytest.raises(ConfigError) as caught:
+            read(file)
+        assert caught.value.field == "config"
+        assert str(file) in caught.value.message and "s3cret" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["nobody.yaml", "", "n" * 5000, "a\0b"])
+def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no configuration file at"):
+        settings.load(RouterConfig, {}, tmp_path / name)
+
+
+@pytest.mark.parametrize("nothing", ["", "# nothing yet", "null"])
+def test_an_empty_file_sets_nothing(nothing: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(nothing)
+    assert settings.load(RouterConfig, {"model": Path("/m")}, file).model == Path("/m")
+
+
+@pytest.mark.parametrize("said", ["*", "{", "https://chat.example"])
+def test_a_list_in_the_environment_is_json(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_CORS_ORIGINS", said)
+    with pytest.raises(ConfigError, match="BATON_CORS_ORIGINS must be JSON") as caught:
+        settings.load(RouterConfig, {"model": Path("/m")})
+    assert caught.value.field == "cors_origins"
 
 
 def test_an_empty_secret_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,15 @@ def test_what_is_taken_is_what_was_asked():
     assert validator().completion(PROMPT, Asked(logprobs=0)).sampling.logprobs
 
 
+@pytest.mark.parametrize("name", ["top_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-46, 1e-45, 1e-38])
+def test_what_is_above_0_is_not_0_on_the_wire(name, value):
+    """The wire's floats are shorter than a client's, and 0 there is a field that was not set: no top_p at all."""
+    sent = validator().completion(PROMPT, Asked(**{name: value})).sampling
+    received = type(sent).FromString(sent.SerializeToString())
+    assert 0.0 < getattr(received, name) < 1e-37
+
+
 def test_without_max_tokens_the_rest_of_the_context_is_there():
     assert validator().completion(PROMPT, Asked()).sampling.max_tokens == CONTEXT - 4
     assert validator(max_model_len=10).completion(PROMPT, Asked()).sampling.max_tokens == 6

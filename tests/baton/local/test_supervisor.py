@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import subprocess
+
+import pytest
 
 from baton.local.children import Child
 from baton.local.supervisor import MAX_PAUSE_SECONDS, MAX_SHORT_LIVES, Supervisor
@@ -63,11 +66,15 @@ def test_a_child_without_restart_is_only_reported(tmp_path):
     assert supervisor.check() == []
 
 
-def test_a_failing_start_is_tried_again_and_said(tmp_path):
+@pytest.mark.parametrize(
+    "failure", [SetupError("no room"), OSError(errno.ENOSPC, "No space left on device")], ids=["ours", "disk"]
+)
+def test_a_failing_start_is_tried_again_and_said(tmp_path, failure):
+    """Also where the disk is full: what else runs goes on."""
     clock = Clock()
 
     def restart():
-        raise SetupError("no room")
+        raise failure
 
     supervisor = Supervisor(clock)
     supervisor.add(ended_child(tmp_path, "redis"), restart)
@@ -75,4 +82,4 @@ def test_a_failing_start_is_tried_again_and_said(tmp_path):
     while clock.now < 200:
         said += supervisor.check()
         clock.now += 0.5
-    assert said.count("redis does not start: no room") == MAX_SHORT_LIVES - 1
+    assert said.count(f"redis does not start: {failure}") == MAX_SHORT_LIVES - 1

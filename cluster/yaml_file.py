@@ -1,0 +1,41 @@
+"""Files that people write: YAML, of which JSON is a part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.errors import ConfigError
+
+
+def read_yaml(path: Path, field: str) -> Any:
+    """What it holds. Raises ConfigError, whose text copies nothing of it: there may be secrets in it."""
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}", field=field) from error
+    except yaml.YAMLError as error:
+        # Without the parser's excerpt: it would copy a digest, or a key put there by mistake, into a log.
+        where = getattr(error, "problem_mark", None)
+        line = f" in line {where.line + 1}" if where is not None else ""
+        raise ConfigError(f"{path} is neither YAML nor JSON{line}", field=field) from None
+    except (ValueError, RecursionError):  # a day that no month has; brackets without end
+        raise ConfigError(f"{path} holds a value that YAML can't read", field=field) from None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Values by name; of an empty file none. Raises ConfigError."""
+    try:
+        is_there = path.is_file()
+    except (OSError, ValueError):  # a name that is none
+        is_there = False
+    if not is_there:
+        raise ConfigError(f"no configuration file at {path}", field="config")
+    content = read_yaml(path, "config")
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ConfigError(f"{path} must hold settings, as name: value", field="config")
+    return content

@@ -1,0 +1,53 @@
+"""Requests that offer to go on in another protocol (`Upgrade: h2c`), as Java's HTTP client and `curl --http2` do with the
+first one of a connection. A server need not take the offer (RFC 9110, 7.8): they are served as if they had not made it.
+
+The parser takes what follows such a head for the other protocol. So another parser reads it, told of the head what says
+how long the body is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_FRAMING = (b"content-length", b"transfer-encoding")
+
+
+class _Callbacks:
+    """The protocol's own, but for the head, which it has heard already."""
+
+    def __init__(self, protocol: HttpToolsProtocol):
+        self._protocol = protocol
+        self.in_head = True
+        self.on_body = protocol.on_body
+        self.on_message_complete = protocol.on_message_complete
+
+    def on_message_begin(self) -> None:
+        if not self.in_head:
+            self._protocol.on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self.in_head:
+            self._protocol.on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.in_head:
+            self._protocol.on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if not self.in_head:
+            self._protocol.on_headers_complete()
+
+
+def read_on(protocol: HttpToolsProtocol, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Gives `protocol`, whose request had these headers, a parser for its body and for what comes after it."""
+    callbacks = _Callbacks(protocol)
+    protocol.parser = httptools.HttpRequestParser(callbacks)
+    protocol.parser.set_dangerous_leniencies(
+        lenient_data_after_close=True
+    )  # as uvicorn does: pipelined requests
+    framing = b"".join(b"%s: %s\r\n" % pair for pair in headers if pair[0] in _FRAMING)
+    protocol.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % framing)
+    callbacks.in_head = False
