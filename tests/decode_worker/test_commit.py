@@ -139,18 +139,40 @@ async def test_first_tokens_that_do_not_fit_the_request_end_the_attempt(tokens):
     await close(world)
 
 
-@pytest.mark.parametrize("count", [0, len(PROMPT) - 1, len(PROMPT) + 1])
-async def test_a_reserve_that_says_another_length_than_its_tokens_have_is_refused(count):
-    world = DecodeWorld()
-    stream = world.connect("p", 1, 1)
+async def refused(stream: Stream, token_count: int = len(PROMPT)) -> common_pb2.ErrorDetail:
     sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=4)
     spec = common_pb2.GenerateSpec(
         model_id="m", prompt_tokens=pack_tokens(PROMPT), sampling=sampling, n=1, salt=SALT
     )
-    stream.say(reserve=handoff_pb2.Reserve(transfer_id=TRANSFER, spec=spec, token_count=count))
+    stream.say(reserve=handoff_pb2.Reserve(transfer_id=TRANSFER, spec=spec, token_count=token_count))
     await until(lambda: any(one.HasField("reserve_reply") for one in stream.replies), "answered", 10.0)
     (reply,) = [one.reserve_reply for one in stream.replies if one.HasField("reserve_reply")]
-    assert (reply.refused.code, reply.refused.field) == ("InvalidRequestError", "token_count")
+    return reply.refused
+
+
+async def test_blocks_that_come_for_an_attempt_that_has_ended_are_given_back():
+    """The engine has them and its answer is on its way."""
+    world = DecodeWorld()
+    stream = world.connect("p", 1, 1)
+    held: list[int] = []
+
+    def ends() -> None:
+        held.append(world.core.engine.stats().blocks_held)
+        world.role.end(TRANSFER, common_pb2.ATTEMPT_OUTCOME_ABORTED, None)
+
+    world.core.after_next_call.append(ends)
+    assert (await refused(stream)).code == "CancelledError"
+    assert held[0] > 0 and world.core.engine.stats().blocks_held == 0
+    assert world.receiver.live == 0
+    await close(world)
+
+
+@pytest.mark.parametrize("count", [0, len(PROMPT) - 1, len(PROMPT) + 1])
+async def test_a_reserve_that_says_another_length_than_its_tokens_have_is_refused(count):
+    world = DecodeWorld()
+    stream = world.connect("p", 1, 1)
+    error = await refused(stream, count)
+    assert (error.code, error.field) == ("InvalidRequestError", "token_count")
     assert world.core.engine.stats().blocks_held == 0 and len(world.role.attempts) == 0
     await close(world)
 

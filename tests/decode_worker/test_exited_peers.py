@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,30 @@ async def test_the_word_may_come_before_the_broken_connection(ring):
     async with asyncio.timeout(60):
         await applying
     assert ring.count(SlotState.FREE) == 8
+
+
+async def test_no_slot_is_free_before_its_rank_has_looked():
+    """The last bytes of a process that is dead may lie in a socket."""
+    async with decode_side(config("grpc")) as decode:
+        gone = ScriptedPeer(decode.receiver)
+        gone.hello()
+        transfer_id = await gone.reserve(PAGE)
+        gone.want(transfer_id, 0, 64)
+        await gone.granted(transfer_id, 0)
+        await gone.close()
+        await until(lambda: decode.count(SlotState.QUARANTINED) == 1, "its slot is in doubt")
+        handle, settles = decode.ranks[0].handle, []
+
+        def kept(message: Any) -> None:
+            (settles.append if type(message).__name__ == "Settle" else handle)(message)
+
+        decode.ranks[0].handle = kept
+        applying = asyncio.create_task(ExitedPeers(decode.receiver).apply(gone.worker.worker_id))
+        await until(lambda: len(settles) == 1, "the rank is asked", 15.0)
+        assert decode.count(SlotState.QUARANTINED) == 1
+        handle(settles[0])
+        await applying
+        assert decode.all_free
 
 
 async def test_the_word_may_come_before_the_last_that_the_process_asked_for(ring):

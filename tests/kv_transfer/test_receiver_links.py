@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from kv_transfer.base import Reservation
 from kv_transfer.ring import SlotState
 from tests.kv_transfer.pair import LAYERS, PAGE, Decode, config, decode_side, layout
 from tests.kv_transfer.scripted_peer import ScriptedPeer
-from tests.waiting import until
+from tests.waiting import until as until_true
 from wire import common_pb2
+
+until = partial(until_true, seconds=15.0)
 
 TOKENS = 2 * PAGE
 ALL = (0, LAYERS)

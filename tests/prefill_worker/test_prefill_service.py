@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from cluster import rpc
 from cluster.block_hash import pack_tokens
 from cluster.errors import StaleEpochError, WireVersionError
 from cluster.wire_version import WIRE_VERSION
+from engine.request import FinishReason
 from prefill_worker import role as role_module
 from prefill_worker.service import PrefillService
 from tests.prefill_worker.late_reads import DECODE, World
@@ -123,6 +125,22 @@ async def test_one_that_may_go_on_is_handed_over():
         await world.steps()
         await until(lambda: bool(world.link.of("slot_request")), "slots are asked for")
         assert world.sender.live == 1
+        call.cancel()
+
+
+@pytest.mark.parametrize("ends", [{1}, {0, 1}], ids=["one", "all"])
+async def test_what_goes_on_is_handed_over_although_another_choice_has_ended(ends):
+    async with serving() as (world, stub):
+        call = stub.Run(run(n=2))
+        await until(lambda: world.engine.has_work, "the engine has it")
+        output = world.engine.step()
+        for index, token in enumerate(output.tokens):
+            if token.choice in ends:
+                output.tokens[index] = replace(token, finish=FinishReason.STOP)
+        world.role.on_output(output)
+        said = "abort" if len(ends) == 2 else "finish"
+        await until(lambda: bool(world.link.of(said)), f"{said} is said")
+        assert not world.link.of("finish" if len(ends) == 2 else "abort")
         call.cancel()
 
 
