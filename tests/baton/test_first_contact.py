@@ -1,4 +1,4 @@
-"""What a user meets who starts Baton for the first time, wrongly: one sentence with what to do, never a traceback."""
+"""Mistakes at a first start give one sentence that says what to do, never a traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cluster.memory import available_bytes
 from cluster.redis.first_contact import why_silent
 from engine import kv_cache
 
-NOBODY = "redis://user:p4ssw0rd@127.0.0.1:1"  # no port of the system's: refused at once
+NOBODY = "redis://user:p4ssw0rd@127.0.0.1:1"  # nothing listens on port 1: refused at once
 
 
 def baton(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -129,7 +129,7 @@ def test_up_counts_the_pools_of_all_ranks(checkpoint):
 
 @pytest.fixture
 def sleepers(monkeypatch, tmp_path):
-    """Processes in place of routers and workers: they write into their logs and never serve."""
+    """Replaces routers and workers by processes that write to their logs and never serve."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     script = "import time; print('loading …', flush=True); time.sleep(60)"

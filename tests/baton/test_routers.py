@@ -15,7 +15,7 @@ ADDRESSES = ["a:1", "b:1", "c:1"]
 
 
 def as_given(addresses: list[str]) -> None:
-    """Leaves them in their order."""
+    """Keep the order."""
 
 
 def test_clients_start_at_all_routers_and_move_on_to_all_others() -> None:
@@ -43,10 +43,10 @@ def test_both_clients_shuffle_by_default_and_as_told(kind: type[baton.Client]) -
 
 def test_of_many_reports_about_one_router_the_first_moves_on() -> None:
     routers = Routers(ADDRESSES, as_given)
-    for _ in range(5):  # the streams that it had, one after the other
+    for _ in range(5):  # each of its streams reports the failure
         routers.failed("a:1")
     assert routers.current == "b:1"
-    routers.failed("c:1")  # a late report about one that is not in use
+    routers.failed("c:1")  # a late report about an address no longer in use
     assert routers.current == "b:1"
 
 

@@ -1,4 +1,4 @@
-"""Block hashes from their definition, which other processes and older workers hold to as well."""
+"""Block hashes against their definition, which must not change: other processes and older workers use the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECRET, SALT = b"deployment", bytes(range(16))
 
 
 def test_no_two_triples_share_a_salt_by_where_their_parts_meet() -> None:
-    """A tenant called like the end of an adapter's name would find that adapter's prefixes."""
+    """Otherwise a tenant named like the end of an adapter's name would find that adapter's prefixes."""
     triples = [
         ("ab", "c", ""),
         ("a", "bc", ""),

@@ -1,4 +1,4 @@
-"""Errors that carry a peer's own words are cut before they cross a process border: gRPC bounds trailing metadata."""
+"""Long error texts, for example from a peer, are cut before they cross a process border: gRPC bounds trailing metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the registry keeps of a worker that has been dead for long."""
+"""The registry keeps nothing of a worker that has been dead for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refreshes of a router's view that are asked for at the same time."""
+"""Concurrent refreshes of a router's membership view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a decode worker asks about slots in doubt, when, and what an answer frees."""
+"""When a decode worker asks the API about slots in doubt, about which pod, and what an answer frees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POD = Pod("default", "prefill-0", "uid-1", "worker", "node-1", 100.0)
 
 
 class World:
-    """A ring, an API that is asked, a registry that is read, and a clock."""
+    """A ring with fake API, registry and clock."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -109,7 +109,7 @@ async def test_one_peer_s_end_frees_no_other_s_slots(world):
 
 
 async def test_what_is_known_of_a_successor_is_not_believed_of_the_life_before(world):
-    """Its worker id may be the same, its pod is another one."""
+    """The successor may have the same worker id, in another pod."""
     world.register("p1", 0xB, POD)
     world.exited.add(POD.uid)
     world.ring.quarantine(world.grant(1, "p1@a"))

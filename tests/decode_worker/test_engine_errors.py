@@ -1,4 +1,4 @@
-"""A request that fails in the engine ends its attempt, typed: committed, local, or between the two."""
+"""A request that fails in the engine ends its attempt with a typed error: decoding, committing, or prefilled locally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Growth that runs out of blocks: which reservations it may take, and how often."""
+"""Growth that runs out of blocks: which reservations it may evict, and how often."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def until_evicted(engine: Engine) -> list[str]:
 
 
 def commit(engine: Engine, name: str, letter: int, blocks: int) -> list[int]:
-    """As if every part had landed; gives what its output is in the end."""
+    """Commit as if every part had landed; returns the expected output."""
     prompt = [letter] * blocks * PAGE
     engine._runner.store(engine.block_ids(name), 0, prompt)  # type: ignore[attr-defined]
     first, *rest = continuation(prompt, 8)
@@ -45,7 +45,7 @@ def commit(engine: Engine, name: str, letter: int, blocks: int) -> list[int]:
 
 @pytest.mark.parametrize("priority", [BATCH, NORMAL])
 def test_growth_leaves_reservations_of_a_higher_class_alone(priority: int) -> None:
-    """The stream waits instead, and goes on with the right tokens when the hand-off has come and gone."""
+    """The stream waits instead, and continues with the right tokens after the hand-off's request has ended."""
     engine = engine_of(10)
     engine.add(request("growing", 3, 2 * PAGE, 30, priority))
     engine.step()
@@ -107,7 +107,7 @@ def test_a_preempted_stream_of_a_lower_class_gives_way_before_a_reservation_of_a
 
 
 def evictions_while_it_grows(new: int) -> int:
-    """How often a hand-off is evicted that asks for its blocks again as soon as others' ends have made room for it."""
+    """How often a hand-off is evicted that reserves again as soon as there is room for it."""
     engine = engine_of(400)
     engine.add(request("growing", 3, PAGE, new, NORMAL))
     engine.step()
@@ -134,8 +134,8 @@ def evictions_while_it_grows(new: int) -> int:
 
 
 def test_a_growing_stream_does_not_evict_the_same_hand_off_block_by_block() -> None:
-    """Every block that the stream grew by took the hand-off with it, which was the youngest each time it came back. Now
-    what is set aside for the stream doubles with each eviction: 300 blocks of growth are a few evictions."""
+    """The hand-off is the youngest each time it comes back. What is set aside for the stream doubles with each eviction,
+    so 300 blocks of growth cause a few evictions only."""
     assert 1 <= evictions_while_it_grows(300 * PAGE) <= 4
 
 
@@ -167,7 +167,7 @@ def test_what_is_set_aside_for_a_lower_class_keeps_no_higher_one_out() -> None:
 
 
 def test_a_paused_streams_claim_holds_nothing_up() -> None:
-    """Its client reads nothing: as with what it is short of, others do not wait for it."""
+    """A stream pauses when its client does not read; others must not wait for the blocks that it lacks."""
     engine = engine_of(100)
     engine.add(request("growing", 3, PAGE, 300, NORMAL))
     engine.step()
@@ -180,7 +180,7 @@ def test_a_paused_streams_claim_holds_nothing_up() -> None:
 
 @pytest.mark.parametrize(("new", "context"), [(9 * PAGE, CONTEXT), (CONTEXT, 10 * PAGE)])
 def test_what_is_set_aside_is_no_more_than_a_stream_can_still_grow(new: int, context: int) -> None:
-    """Ten blocks in the end, by its own limit or by the context's."""
+    """The stream ends with ten blocks, by its own limit or by the context's."""
     engine = engine_of(100, context)
     engine.add(request("growing", 3, PAGE, new, NORMAL))
     engine.step()

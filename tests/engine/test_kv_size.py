@@ -1,4 +1,4 @@
-"""How large a KV pool is when its size is not named: of what is left after the load, alike on every rank."""
+"""The default size of a KV pool: a share of the memory left after the load, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_of_a_processors_memory_what_comes_later_is_left_out(monkeypatch: pytest
 
 
 class Loading:
-    """An allocator that counts what of the checkpoint has been read, as memory in use."""
+    """Counts the bytes read from the checkpoint, as memory in use."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int):
         self.total, self.loaded = total, 0
@@ -68,7 +68,7 @@ def test_the_size_is_taken_when_the_weights_are_loaded(checkpoint, monkeypatch: 
     config = EngineConfig(model=checkpoint("llama"), device="cpu", max_model_len=256)
     runner = load_runner(config, beside_bytes=8 << 20)
     assert loading.loaded > 500_000
-    assert loading.seen == [loading.loaded]  # asked once, behind the last tensor
+    assert loading.seen == [loading.loaded]  # measured once, after the last tensor
     expected = ((64 << 20) - (8 << 20) - loading.loaded) // 4
     block_bytes = runner.kv_cache[0].numel() * runner.kv_cache.itemsize
     assert runner.num_blocks == expected // block_bytes

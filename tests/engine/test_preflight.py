@@ -1,4 +1,4 @@
-"""What config.json and the settings say is wrong is said before any weight is read and any rank is started."""
+"""Errors in config.json and the settings are raised before any weight is read or any rank is started."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LLAMA3 = {
 
 @pytest.fixture
 def describe(tmp_path):
-    """A model directory with nothing but a config.json: whatever read weights would fail for their lack."""
+    """A model directory with a config.json and no weights: reading weights would fail."""
 
     def write(**changes: object) -> Path:
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))

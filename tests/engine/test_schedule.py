@@ -1,4 +1,4 @@
-"""One step's choice: who is in it, in which order, and that finding out costs the same for each who runs."""
+"""The schedule of one step: its sequences, their order, and a cost per sequence that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request(name: str, tokens: int, priority: int = 0, new: int = 40) -> EngineR
 
 
 def running(count: int, tokens: int) -> Scheduler:
-    """So many streams at `tokens` tokens each, of which one is still to be computed."""
+    """`count` running sequences with `tokens` computed tokens and one still to be computed."""
     runner = FakeRunner(count * (tokens // PAGE + 2), max_batch_tokens=2048)
     pool = BlockPool(runner.num_blocks)
     scheduler = Scheduler(runner.config, pool, NoOwner(), Counter())
@@ -93,7 +93,7 @@ def test_the_oldest_of_a_class_comes_first() -> None:
 
 
 def test_who_is_in_the_step_already_is_not_preempted_in_it() -> None:
-    """Though its tenant holds more: the step may have copied a block for it, and counts on it."""
+    """Even if its tenant holds more: the step may have copied a block for it already."""
     runner = FakeRunner(11, max_batch_tokens=64)
     engine = Engine(runner, runner.config, secret=b"s")
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

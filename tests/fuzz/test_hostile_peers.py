@@ -1,5 +1,5 @@
-"""Peers that follow the protocol and lie in its values: a prefill worker with headers, parts and ends that are not true,
-a decode worker with grants and answers that are not. The other side ends that hand-off, and nothing else."""
+"""Peers that follow the protocol but send false values: a prefill worker with false headers, parts and Finish, a decode
+worker with false grants and answers. The other side ends that hand-off, and nothing else."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ def canary(pair: Pair, decode: grpc.Channel) -> list[int]:
 
 
 class LyingPrefill:
-    """The stream of a prefill worker; `tell` waits a moment for the answer that it would need.
+    """The stream of a lying prefill worker; `tell` waits a moment for the answer to a message.
 
-    Used as a context: hypothesis also ends an example by an exception, and the slots of a peer whose exit nobody
-    reported stay in quarantine, as they must."""
+    Used as a context manager, which reports the peer's exit: hypothesis may end an example by an exception, and without
+    that report the peer's slots would rightly stay in quarantine.
+    """
 
     def __init__(self, pair: Pair, decode: grpc.Channel):
         self.pair = pair
@@ -86,7 +87,7 @@ class LyingPrefill:
             self.replies.put(None)
 
     def tell(self, said: To, wanted: str = "") -> Any:
-        """The answer of that kind, or None: another came first, or none for a while."""
+        """The next answer if it is of that kind; None if it is another, or if none comes for a while."""
         self._said.put(said.SerializeToString())
         while wanted:
             try:
@@ -153,7 +154,7 @@ def lie(data: st.DataObject, header: handoff_pb2.PartHeader) -> None:
     swaps = {
         "layers": lambda: _shift(header, "layer", 1),
         "heads": lambda: _shift(header, "head", 1),
-        # Where the prompt's first blocks are held: into them.
+        # If the prompt's first blocks are held: into them.
         "tokens": lambda: _shift(header, "token", data.draw(st.integers(-header.token_begin, 1))),
         "one layer, more tokens": lambda: (
             setattr(header, "layer_end", 1),
@@ -229,7 +230,7 @@ def _send_a_part(
 
 
 class LyingDecode(decode_pb2_grpc.DecodeServicer):
-    """Answers every message as an honest worker would, but for what `change` makes of it."""
+    """Answers every message like an honest worker; `change` alters the answers."""
 
     def __init__(self, layout: common_pb2.KvLayout, change: Any):
         self._layout = layout
@@ -319,7 +320,7 @@ EDGES = (0, 1, 2, 7, 2**31, 2**32 - 1)
 
 
 def _twist(answer: Any, number: int) -> None:
-    """Sets one numeric field to an edge of its type, by the number's digits."""
+    """Set one numeric field to an edge value of its type, both selected by `number`."""
     fields = [f for f in answer.DESCRIPTOR.fields if f.cpp_type in (f.CPPTYPE_UINT32, f.CPPTYPE_UINT64)]
     if "welcome" in answer.DESCRIPTOR.name.lower():
         answer = answer.layout if number % 2 else answer

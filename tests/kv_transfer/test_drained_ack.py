@@ -1,4 +1,4 @@
-"""Drained is said until it is acknowledged: that its bytes were read proves nothing about what became of it."""
+"""Drained is repeated until it is acknowledged: that its bytes were read does not prove that it was acted upon."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _short_pauses(monkeypatch):
 
 
 async def given_up(prefill, decode):
-    """The transfer id of a hand-off that was aborted: nothing of it is on its way."""
+    """The transfer id of an aborted hand-off without pending writes."""
     handoff = await prefill.open(decode.ref, TOKENS)
     await handoff.abort("no more")
     await handoff.drained()
@@ -46,7 +46,7 @@ async def test_it_is_repeated_on_a_stream_that_lives_until_it_is_acknowledged():
 
 
 async def test_what_a_worker_has_only_read_is_said_on_its_next_stream():
-    """However long ago: it read it, was busy, and its stream broke before it came to it."""
+    """The worker read the message long ago, but its stream broke before it acted on it."""
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         transfer = await given_up(prefill, decode)
         await until(lambda: transfer in set(decode.drained()), "it has read it")
@@ -69,7 +69,7 @@ async def test_every_hand_off_is_said_and_nothing_is_left():
 
 
 async def test_a_reservation_that_was_given_up_is_said_too(monkeypatch):
-    """D may have reserved, and granted; nobody will write there."""
+    """D may have reserved and granted slots that will never be written to."""
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         await given_up(prefill, decode)
         monkeypatch.setattr(decode.streams[0], "say", lambda **message: None)

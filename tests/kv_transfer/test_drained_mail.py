@@ -18,8 +18,7 @@ until = partial(until_true, seconds=15.0)
 
 
 class Worker:
-    """A decode worker that lives under `epoch`; streams to it stay up once opened. It acknowledges what it hears to
-    `mail`."""
+    """A decode worker of epoch `epoch`; streams to it stay open. It acknowledges every message to `mail`."""
 
     def __init__(self, epoch: int):
         self.epoch = epoch
@@ -97,7 +96,7 @@ async def test_an_acknowledgement_of_something_else_changes_nothing():
 
 
 async def test_a_worker_that_acknowledges_is_never_given_up(monkeypatch):
-    """However often its stream changes while there is always something that it has not come to yet."""
+    """Also if its stream changes often and some message is always unacknowledged."""
     monkeypatch.setattr(drained_mail, "TRIES", 3)
     streams: list[Worker] = []
 

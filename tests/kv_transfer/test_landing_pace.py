@@ -1,4 +1,4 @@
-"""How often the landing thread looks while something is expected: often after an arrival, then ever less often."""
+"""How often the landing thread polls while parts are expected: often after an arrival, then at growing intervals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kv_transfer.receiver_rank import FAST_POLL_SECONDS, PATIENCE, SLOW_POLL_SEC
 
 
 def looks(seconds: float) -> int:
-    """In so long a time in which nothing arrives."""
+    """Number of polls in `seconds` without an arrival."""
     now, count = 0.0, 0
     while now < seconds:
         now += pause_of(now)

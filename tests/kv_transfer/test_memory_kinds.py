@@ -70,7 +70,7 @@ async def test_a_grant_names_the_ranks_device_and_welcome_its_memory(monkeypatch
 
 
 async def test_the_senders_write_names_what_welcome_and_grant_said(monkeypatch):
-    """The peer says VRAM of device 2: nothing is written here, only what would be is noted."""
+    """The peer names VRAM of device 2; the write is recorded and not carried out."""
     async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
         real = decode.ranks[0].hello
         fake = m.PeerRank(0, real.agent_name, real.metadata, m.VRAM, 2, real.digest_kinds)

@@ -1,5 +1,5 @@
-"""How a pair's stream begins and ends at the decode worker: a refused Hello ends it, whatever fails gives everything
-back, and nothing that waits for the engine stops it."""
+"""A pair's stream at the decode worker: a refused Hello ends it, any failure releases what was reserved, and work that
+waits for the engine does not block it."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ async def test_a_slow_engine_holds_up_no_slot_request(decode, slow):
 
 
 async def test_what_is_said_of_one_transfer_stays_in_order(decode, slow):
-    """An Abort behind a Reserve that the engine has not answered: afterwards nothing is held."""
+    """An Abort that arrives while the engine still works on the Reserve: afterwards nothing is held."""
     one = ScriptedPeer(decode.receiver)
     one.hello()
     await one.heard("welcome")
@@ -306,7 +306,7 @@ async def test_drained_of_a_transfer_that_was_never_here_is_acknowledged(decode)
 
 
 async def test_drained_does_not_wait_for_the_engine(decode, slow):
-    """Of a hand-off that is live: its slots are free while the engine is at its step; its blocks wait for it."""
+    """For a live hand-off: its slots are free during the engine's step, its blocks only after it."""
     one = ScriptedPeer(decode.receiver)
     one.hello()
     transfer_id = await one.reserve(TOKENS)

@@ -1,4 +1,4 @@
-"""What a decode worker may say on the control stream that makes no sense, and what it costs: its hand-off, or the link."""
+"""Invalid messages of a decode worker on the control stream end their hand-off, or the link."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_a_rank_that_does_not_exist_ends_that_hand_off_only(kind, field):
 
 
 async def test_values_at_the_ends_of_their_ranges_are_no_harm():
-    """P believes a slot's number and address as far as its own transport does."""
+    """P passes a slot's number and address to its transport without further checks."""
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         handoff = await prefill.open(decode.ref, TOKENS)
         (stream,) = decode.streams

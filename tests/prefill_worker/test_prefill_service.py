@@ -1,4 +1,4 @@
-"""The Prefill service over gRPC: whom a Run is for, and one that ends with its first token."""
+"""The Prefill service over gRPC: checks of wire version and epoch, and attempts that end with their first token."""
 
 from __future__ import annotations
 

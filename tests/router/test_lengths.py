@@ -1,5 +1,5 @@
-"""What cannot fit a context is refused by its length, before it is walked over, rendered or tokenised; what is long is
-rendered and tokenised beside the loop."""
+"""Requests that cannot fit the context are refused by length, before they are parsed, rendered or tokenised; long ones are
+rendered and tokenised on threads."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ CONTEXT = 64
 
 
 class Text:
-    """Of a model whose tokens are bytes; counts what it tokenises and renders."""
+    """A byte-level tokenizer that counts its calls."""
 
     vocab_size, max_position_embeddings, generation = 300, CONTEXT, {}
     most_bytes: int | None = 3

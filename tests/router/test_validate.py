@@ -1,5 +1,5 @@
-"""Every bound of a request: the exact value is taken, one beyond it is refused by name. Lengths come before everything
-that walks over what a client sent."""
+"""Every bound of a request: the bound itself is accepted, one beyond it is refused by name. Lengths are checked before
+anything iterates over a client's data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def validator(generation: dict[str, Any] | None = None, **config: Any) -> Valida
 
 
 class Long(Sequence[int]):
-    """Of a length, and nothing may look at what is in it."""
+    """A sequence with a length whose elements must not be read."""
 
     def __init__(self, length: int):
         self._length = length
@@ -62,7 +62,7 @@ class Long(Sequence[int]):
         raise AssertionError("walked over")
 
 
-# field, the last value within, the first beyond
+# field, the last accepted value, the first refused one
 BOUNDS: list[tuple[str, Any, Any]] = [
     ("temperature", 0.0, -1e-9),
     ("temperature", 100.0, 100.1),

@@ -204,7 +204,7 @@ def waiting(order: int, tenant: str, tokens: int, weight: float = 1.0) -> Waitin
 
 
 async def test_a_tenant_gets_back_what_a_request_that_gave_up_did_not_use():
-    """Its next one is as early as if the other had never come."""
+    """Its next request is as early as if the other had never arrived."""
     queue = FairQueue()
     queue.push(waiting(0, "b", 100))
     given_up = waiting(1, "a", 100, 0.25)
@@ -216,7 +216,7 @@ async def test_a_tenant_gets_back_what_a_request_that_gave_up_did_not_use():
 
 
 async def test_nothing_is_given_back_for_a_request_with_others_of_its_tenant_behind_it():
-    """Those have their places already: the next one comes behind them."""
+    """Those are queued already: the next one comes behind them."""
     queue = FairQueue()
     given_up, behind = waiting(0, "a", 1000), waiting(1, "a", 10)
     queue.push(given_up)

@@ -1,4 +1,4 @@
-"""Two workers share an id exactly if they compute the same: any weight, or any setting that changes output, parts them."""
+"""Model ids differ if any weight differs, or any setting that changes output, and are equal otherwise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def edit(model: Path, name: str = "config.json", **changes: object) -> None:
 
 
 def sized(model: Path, rows: int) -> Path:
-    """The checkpoint with a vocabulary so large that its embeddings are sampled, and lie behind much else."""
+    """Enlarge the vocabulary, so that the embeddings are sampled and other tensors come before them."""
     tensors = load_file(model / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = torch.randn(rows, 64, generator=torch.Generator().manual_seed(len(name)))
@@ -61,7 +61,7 @@ def test_a_late_tensor_a_middle_one_and_one_number_of_a_norm_part_two_checkpoint
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 1.0])
 def test_a_large_tensor_is_looked_at_from_end_to_end(model: Path, share: float) -> None:
-    """A stretch of a tenth, wherever it lies, cannot differ unseen."""
+    """A difference in any contiguous tenth is detected."""
     sized(model, 40_000)
     before = make_model_id(model)
     tensors = load_file(model / "model.safetensors")
@@ -203,7 +203,7 @@ def llama_70b() -> dict[str, list[int]]:
 
 
 def sparse(path: Path, tensors: dict[str, list[int]]) -> int:
-    """A file of the right size that takes no room; gives the size."""
+    """Write a sparse file of the right size; returns the size."""
     header, at = {}, 0
     for name, shape in tensors.items():
         size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)

@@ -1,4 +1,4 @@
-"""What a worker makes of ranks that are silent: when it stops saying that it lives, and when it gives up."""
+"""How a worker reacts to silent ranks: when it stops sending beats, and when it fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rank:
 
 
 class Watched:
-    """A watch over two ranks, on a loop whose time is the test's."""
+    """A watch over two ranks, on a loop with virtual time."""
 
     def __init__(self) -> None:
         self.loop = VirtualLoop()
@@ -84,7 +84,7 @@ def test_a_rank_that_stays_silent_fails_its_worker_in_the_end(watched):
 
 
 def test_only_what_was_seen_without_a_break_counts(watched):
-    """A leader that was stopped itself finds old beats at its first look."""
+    """A leader that was stopped itself sees only old beats at first."""
     for _ in range(4):
         watched.ranks[0].silent = 1000.0
         watched.loop.pass_time(PATIENCE - 2.0)

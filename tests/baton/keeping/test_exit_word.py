@@ -1,4 +1,4 @@
-"""A replica tells decode workers that its prefill worker's process has exited, when nothing of it is left."""
+"""A replica notifies decode workers that its prefill worker has exited, once no process of it is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.end_to_end.conftest import gone
 from tests.waiting import wait_for
 from wire import decode_pb2, decode_pb2_grpc
 
-# A worker: it leads a session in which a rank of its runs on when it is killed.
+# A worker that leads a session, with a rank that survives when the worker is killed.
 WORKER = """
 import os, subprocess, sys
 os.setsid()
@@ -38,11 +38,11 @@ sys.stdin.read()
 
 
 class Decode(decode_pb2_grpc.DecodeServicer):
-    """What a decode worker is told."""
+    """A decode worker that records the notices it gets."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.failures = 0  # answers that fail first
+        self.failures = 0  # how many calls fail first
 
     def PeerExited(
         self, request: decode_pb2.PeerExitedRequest, context: Any
@@ -56,7 +56,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
 
 @pytest.fixture
 def decode(redis_url: str, namespace: str) -> Iterator[Decode]:
-    """Registered, as decode workers are."""
+    """A registered decode worker."""
     servicer = Decode()
     server = grpc.server(ThreadPoolExecutor(2))
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server)
@@ -73,7 +73,7 @@ def decode(redis_url: str, namespace: str) -> Iterator[Decode]:
 
 @pytest.fixture
 def worker() -> Iterator[tuple[Facts, int]]:
-    """It, and the pid of its rank."""
+    """The worker, and the pid of its rank."""
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""What is told of a child that has died is told when its ranks are gone, too."""
+"""The exit of a child is reported only once its ranks are gone as well."""
 
 from __future__ import annotations
 

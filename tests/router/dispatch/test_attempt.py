@@ -1,4 +1,4 @@
-"""The real attempt against workers that say what they are told to, over real gRPC."""
+"""The real attempt against scripted workers over real gRPC."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def done() -> common_pb2.AttemptEvent:
 
 
 class HANG:
-    """Says nothing more."""
+    """The stream stays open without further events."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Worker:
 
 
 class Heard(Liveness):
-    """Remembers which workers could not be reached."""
+    """Records which workers could not be reached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ async def test_what_it_answers_instead_is_raised(world):
 
 
 async def test_its_silence_is_not_waited_for_twice(world):
-    """It is found to be lost while it is asked: not once more for as long as it may take to answer."""
+    """If the worker is found lost during the question, its answer time is not waited for in addition."""
     world.prefill.says, world.decode.says, world.decode.arbiter = [HANG], [token(9), HANG], HANG
     attempt = world.attempt()
     attempt.start()

@@ -32,7 +32,7 @@ def text(checkpoint):
 
 
 class Failing(World):
-    """The first attempts end as it is told, at P or D, after so many tokens; later ones go well."""
+    """The first attempts fail as given, at P or D, after a number of tokens; later ones succeed."""
 
     def __init__(self, text: ModelText, ends: list[tuple[Source, BatonError, int]]):
         super().__init__(text, [])
@@ -71,7 +71,7 @@ async def test_one_failure_is_tried_elsewhere(text, monkeypatch, error, source):
 @pytest.mark.parametrize("errors", [(REQUEST, REQUEST), (FAILED, REQUEST), (FAILED, FAILED)])
 @pytest.mark.parametrize("sources", [(Source.PREFILL, Source.DECODE), (Source.DECODE, Source.DECODE)])
 async def test_two_are_the_end_whatever_came_between(text, monkeypatch, errors, sources):
-    """Tokens that came between, and workers that were merely lost, do not make it another request."""
+    """Tokens sent in between, and workers that were merely lost, do not reset the count."""
     between = (Source.DECODE, PeerLostError("the stream ended early"), 1)
     world = Failing(text, [(sources[0], errors[0], 2), between, (sources[1], errors[1], 2)])
     with pytest.raises(AttemptsExhaustedError, match="failed in 2 engines") as caught:

@@ -25,7 +25,7 @@ until = partial(until_true, seconds=15.0)
 
 @dataclass
 class Workers(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
-    """Both roles. P's first token is out at once, its end when `may_end`."""
+    """Both roles. P sends its first token at once, and its end once `may_end` is set."""
 
     called: list[str] = field(default_factory=list)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,7 +85,7 @@ async def test_no_decode_worker_is_asked_or_waited_for(new, said):
         await until(lambda: made.has_ended, "ended")
         events = await made.events.take()
         assert [type(event) for event in events] == [TokenCame, Ended]
-        assert made.finished == {Source.PREFILL, Source.DECODE}  # its life waits for both of them
+        assert made.finished == {Source.PREFILL, Source.DECODE}  # the request waits for both of them
         assert not made.lost
         await made.close()
         assert workers.called == ["Run"]

@@ -1,4 +1,4 @@
-"""Fields and settings of the HTTP door: what is accepted, what it does, and what is refused."""
+"""Request fields and settings of the HTTP frontend: what is accepted, its effect, and what is refused."""
 
 from __future__ import annotations
 

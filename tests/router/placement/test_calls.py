@@ -1,4 +1,4 @@
-"""Numbers of calls, and when Redis is asked again."""
+"""Sequence numbers of calls, and the pause before Redis is called again."""
 
 from __future__ import annotations
 

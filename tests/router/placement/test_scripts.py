@@ -1,5 +1,4 @@
-"""What the two scripts decide, condition by condition, in a real Redis: `place.lua` and `settle.lua` called as a router
-calls them."""
+"""Every condition of `place.lua` and `settle.lua` in a real Redis, called as a router calls them."""
 
 from __future__ import annotations
 
@@ -147,7 +146,7 @@ def test_a_slot_that_another_owns_now_is_not_placed_on(cluster, who):
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.999])
 def test_what_does_not_fit_goes_where_it_does(cluster, chance):
-    """That a worker is busy costs next to nothing here; that it lacks room costs a second, and more the more it lacks."""
+    """A busy worker costs next to nothing here; lack of room costs a second, and more the more is lacking."""
     cluster.client.hset(cluster.tag + "load", cluster.of("d1"), 15_891)
     cluster.client.hset(cluster.tag + "load", cluster.of("d2"), 15_890)
     assert cluster.place(100, output=10, random=chance)[1] == "d2", "110 tokens fit exactly"

@@ -1,4 +1,4 @@
-"""What Redis remembers of charges and settlements that it has applied: the scripts, called as a router calls them."""
+"""How Redis recognises charges and settlements that it has applied; the scripts are called as a router calls them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_repeated_settlement_counts_once(scripts):
 
 
 def test_what_was_charged_is_known_though_its_record_is_anothers(scripts):
-    """Of the same name: a second request took the record, and the answer to the first one's charge was lost."""
+    """A second request with the same name took the record, and the answer to the first one's charge was lost."""
     scripts.charge("a", tokens=BIG)
     scripts.charge("b", tokens=BIG)
     assert scripts.used == (2, 20)
