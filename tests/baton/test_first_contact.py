@@ -85,13 +85,13 @@ def test_a_state_file_that_cannot_be_written_is_refused_at_once(checkpoint):
 @pytest.mark.parametrize(
     "url", ["p4ssw0rd", "http://u:p4ssw0rd@h", "redis//p4ssw0rd@h", "redis://u:p4ssw0rd@h:port"]
 )
-def test_a_url_that_is_none_is_refused_when_settings_are_read(url, checkpoint):
+def test_an_invalid_redis_url_is_refused_when_settings_are_read(url, checkpoint):
     with pytest.raises(ConfigError) as caught:
         settings.load(RouterConfig, {"model": checkpoint("llama"), "redis_url": url})
     assert caught.value.field == "redis_url" and "p4ssw0rd" not in caught.value.message
 
 
-def test_a_silent_redis_is_said_once_and_waited_for(checkpoint, capsys):
+def test_an_unreachable_redis_is_reported_once_and_waited_for(checkpoint, capsys):
     config = RouterConfig(model=checkpoint("llama"), redis_url=NOBODY, secret="s")
     serve.check_start(config, None)
     said = " ".join(capsys.readouterr().out.split())
@@ -100,7 +100,7 @@ def test_a_silent_redis_is_said_once_and_waited_for(checkpoint, capsys):
     assert "p4ssw0rd" not in said
 
 
-def test_of_a_redis_that_answers_nothing_is_said(redis_url):
+def test_a_redis_that_answers_is_not_reported(redis_url):
     assert why_silent(redis_url) == ""
 
 

@@ -34,14 +34,14 @@ def test_clients_start_at_all_routers_and_move_on_to_all_others() -> None:
 
 
 @pytest.mark.parametrize("kind", [baton.Client, baton.AsyncClient])
-def test_both_clients_shuffle_by_default_and_as_told(kind: type[baton.Client]) -> None:
+def test_both_clients_shuffle_by_default_and_as_configured(kind: type[baton.Client]) -> None:
     many = [f"127.0.0.1:{port}" for port in range(1, 200)]
     orders = {kind(many)._routers.addresses for _ in range(3)}
     assert len(orders) == 3 and all(sorted(order) == sorted(many) for order in orders)
     assert kind(many, shuffle=as_given)._routers.addresses == tuple(many)
 
 
-def test_of_many_reports_about_one_router_the_first_moves_on() -> None:
+def test_only_the_first_report_about_a_router_moves_on() -> None:
     routers = Routers(ADDRESSES, as_given)
     for _ in range(5):  # each of its streams reports the failure
         routers.failed("a:1")

@@ -169,7 +169,7 @@ async def test_a_membership_follows(pair: Pair, namespace: str) -> None:
     await members.close()
 
 
-def test_a_report_that_a_replica_would_take_for_said(pair: Pair, namespace: str) -> None:
+def test_a_report_is_not_lost_to_a_replica(pair: Pair, namespace: str) -> None:
     """The replica knows the slot, with a later sequence number."""
     registration = Registration(pair.url, namespace, INFO)
     reporter = ChainReporter(pair.url, namespace, "m", registration, lambda: HELD)

@@ -21,6 +21,6 @@ def test_a_long_text_is_cut_and_fits(text):
     assert percent_encoded + base64 < GRPC_LIMIT
 
 
-def test_what_fits_is_not_touched():
+def test_a_short_text_is_unchanged():
     error = InvalidRequestError("é" * (MAX_WIRE_BYTES // 2), field="f")
     assert error.to_wire().message == error.message

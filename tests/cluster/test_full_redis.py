@@ -219,7 +219,7 @@ async def test_a_redis_that_does_not_say_it_is_warned_of_once(small, client, nam
     registration.stop()
 
 
-def test_reports_shorten_what_they_set(small, client, namespace) -> None:
+def test_reports_set_a_shorter_time_to_live(small, client, namespace) -> None:
     registration = Registration(small.url, namespace, worker("prefill", 0))
     registration.register_again()
     reporter = ChainReporter(small.url, namespace, "m", registration, list)

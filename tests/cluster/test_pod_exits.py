@@ -92,12 +92,12 @@ def test_a_container_that_has_terminated_since_is_the_proof(cluster):
     assert cluster.proven()
 
 
-def test_one_that_waits_to_start_again_has_terminated_before(cluster):
+def test_a_container_waiting_to_restart_has_terminated_before(cluster):
     cluster.has(waiting={"reason": "CrashLoopBackOff"}, last=ended(30))
     assert cluster.proven()
 
 
-def test_one_that_runs_again_has_terminated_before(cluster):
+def test_a_restarted_container_has_terminated_before(cluster):
     cluster.has(running=at(31))
     assert cluster.proven()
 

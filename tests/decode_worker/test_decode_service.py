@@ -91,7 +91,7 @@ async def test_a_call_for_an_earlier_life_is_refused(made, epoch):
         assert not len(world.role.attempts)
 
 
-async def test_what_an_earlier_life_held_has_not_committed_and_never_will():
+async def test_attempts_of_an_earlier_epoch_have_not_committed_and_never_will():
     """So the router may dispatch again: nothing of the attempt runs here, even if its Attach arrives late."""
     async with serving() as (world, address):
         for epoch in (EPOCH - 1, 0):

@@ -118,7 +118,7 @@ def test_many_at_once_and_choices_are_all_the_references(llama):
     assert_all_free(cluster)
 
 
-def test_what_ends_with_its_first_token_is_not_handed_over(llama):
+def test_a_request_that_ends_with_its_first_token_is_not_handed_over(llama):
     model, cluster = llama
     prompt = prompt_ids(70, seed=51)
     with Client(cluster.grpc) as client:

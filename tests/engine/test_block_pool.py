@@ -71,7 +71,7 @@ def test_a_shared_prefix_outlives_its_tails() -> None:
 # --- reports ------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_one_chain_is_told_once() -> None:
+def test_a_run_of_evictions_of_one_chain_is_reported_once() -> None:
     told: list[tuple[list[bytes], int]] = []
     pool = BlockPool(8, lambda chain, held: told.append((list(chain), held)))
     pool.drop(cache(pool, 1, 2, 3, 4))
@@ -81,7 +81,7 @@ def test_a_run_of_one_chain_is_told_once() -> None:
     assert told == [(chains[0], 0), (chains[1], 2)]
 
 
-def test_nothing_is_claimed_of_a_chain_whose_middle_is_gone() -> None:
+def test_no_report_claims_a_chain_with_a_gap() -> None:
     """Two sequences compute one prefix at the same time; the first one's block is cached, and is evicted first."""
     told: list[tuple[list[bytes], int]] = []
     pool = BlockPool(5, lambda chain, held: told.append((list(chain), held)))
@@ -110,7 +110,7 @@ def test_a_chain_of_which_blocks_go_in_another_order_is_held_up_to_its_first_gap
     assert told == [(4, 3), (4, 1)]
 
 
-def test_a_block_that_is_cached_again_and_evicted_again_is_told_again() -> None:
+def test_a_block_cached_and_evicted_again_is_reported_again() -> None:
     told: list[tuple[int, int]] = []
     pool = BlockPool(3, lambda chain, held: told.append((len(chain), held)))
     first = cache(pool, 1, 2)
@@ -137,7 +137,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
         max_size=40,
     )
 )
-def test_whoever_is_told_knows_what_is_cached(steps: list) -> None:
+def test_reports_are_enough_to_know_what_is_cached(steps: list) -> None:
     """An index that applies every report finds the same prefixes as the pool, after every step."""
     known: dict[bytes, bool] = {}
 

@@ -139,7 +139,7 @@ def test_a_growing_stream_does_not_evict_the_same_hand_off_block_by_block() -> N
     assert 1 <= evictions_while_it_grows(300 * PAGE) <= 4
 
 
-def test_what_a_stream_has_evicted_for_is_given_up_with_it() -> None:
+def test_blocks_set_aside_for_a_stream_are_released_with_it() -> None:
     engine = engine_of(100)
     engine.add(request("growing", 3, PAGE, 300, NORMAL))
     engine.step()
@@ -154,7 +154,7 @@ def test_what_a_stream_has_evicted_for_is_given_up_with_it() -> None:
     assert not engine._scheduler._set_aside.sequences()
 
 
-def test_what_is_set_aside_for_a_lower_class_keeps_no_higher_one_out() -> None:
+def test_blocks_set_aside_for_a_lower_class_are_available_to_a_higher_one() -> None:
     engine = engine_of(100)
     engine.add(request("growing", 3, PAGE, 300, BATCH))
     engine.step()
@@ -179,7 +179,7 @@ def test_a_paused_streams_claim_holds_nothing_up() -> None:
 
 
 @pytest.mark.parametrize(("new", "context"), [(9 * PAGE, CONTEXT), (CONTEXT, 10 * PAGE)])
-def test_what_is_set_aside_is_no_more_than_a_stream_can_still_grow(new: int, context: int) -> None:
+def test_no_more_is_set_aside_than_a_stream_can_still_grow(new: int, context: int) -> None:
     """The stream ends with ten blocks, by its own limit or by the context's."""
     engine = engine_of(100, context)
     engine.add(request("growing", 3, PAGE, new, NORMAL))
@@ -217,7 +217,7 @@ def test_a_preempted_stream_comes_back_though_much_is_set_aside_for_it() -> None
     assert set(tokens) == {"growing"}
 
 
-def test_what_a_second_stream_is_short_of_is_not_let_go_to_newcomers() -> None:
+def test_blocks_that_a_second_stream_lacks_do_not_go_to_newcomers() -> None:
     """Two streams need a block in the same step; only the first one evicts, and its own growth ends there."""
     engine = engine_of(10)
     engine.add(request("first", 3, 2 * PAGE, PAGE + 2, NORMAL))

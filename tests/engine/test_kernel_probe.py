@@ -72,7 +72,7 @@ def test_an_install_that_is_broken_is_refused_with_its_reason(error: Exception) 
         assert type(error).__name__ in reason and str(error) in reason
 
 
-def test_auto_leaves_out_what_is_found_and_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_skips_a_package_that_is_found_and_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that is found by name but fails to import must not be chosen."""
 
     def fails(name: str) -> Any:

@@ -61,7 +61,7 @@ def settings(model: Path, **more: Any) -> EngineConfig:
         {"hidden_act": None},
     ],
 )
-def test_what_can_run_passes(describe, changes):
+def test_a_valid_config_passes(describe, changes):
     model, resolved = build.check(settings(describe(**changes)))
     assert model.num_layers == 2 and resolved.device == "cpu" and resolved.dtype == "float32"
 
@@ -151,7 +151,7 @@ def test_a_pool_that_cannot_hold_a_context_is_refused(describe):
         ({"max_model_len": 9999}, {}),
     ],
 )
-def test_a_worker_starts_no_rank_for_what_cannot_run(describe, monkeypatch, more, changes):
+def test_a_worker_starts_no_rank_for_an_invalid_config(describe, monkeypatch, more, changes):
     def too_late(*arguments: object) -> None:
         raise AssertionError("a rank was started, or weights were read")
 
@@ -169,7 +169,7 @@ def test_a_worker_starts_no_rank_for_what_cannot_run(describe, monkeypatch, more
 @pytest.mark.parametrize(
     "device", ["gpu", "cuda:", "cuda:-1", "cuda:1,2", "cpu:0", "CUDA", "mps", "", " cuda"]
 )
-def test_a_device_that_is_none_is_refused(device):
+def test_an_invalid_device_is_refused(device):
     with pytest.raises(ValidationError, match="device"):
         EngineConfig(model=Path("/m"), device=device)
 

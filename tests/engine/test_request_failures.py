@@ -158,7 +158,7 @@ def test_a_failed_request_that_exports_keeps_its_blocks_until_it_is_aborted():
     assert engine.stats().blocks_held == 0
 
 
-def test_the_forward_pass_is_everybodys():
+def test_a_failure_of_the_forward_pass_is_no_single_requests():
     class Broken(FakeRunner):
         def execute(self, plan: StepPlan) -> torch.Tensor:
             raise RuntimeError("a rank has died")
@@ -290,7 +290,7 @@ def test_ranks_stay_in_step_when_a_request_fails(checkpoint, monkeypatch):
     assert_greedy("beside a request that fails", model, prompts["bad"], after["after", 0])
 
 
-def test_the_error_says_on_the_wire_what_it_is():
+def test_the_error_keeps_its_class_on_the_wire():
     error = errors.from_wire(EngineRequestError("why").to_wire())
     assert type(error) is EngineRequestError
     assert isinstance(error, BatonError)

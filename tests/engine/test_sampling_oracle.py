@@ -144,7 +144,7 @@ def test_tokens_are_the_definitions(width):
 
 
 @pytest.mark.parametrize("width", [0.1, 1.0, 6.0])
-def test_what_a_draw_chooses_from_is_the_definitions(width):
+def test_the_distribution_is_the_definitions(width):
     """The set and its masses: a draw falls into a wrong mass only now and then."""
     rng, noise = random.Random(12), np.random.default_rng(4)
     for _ in range(300):

@@ -61,7 +61,7 @@ def calls_of_a_step(count: int, tokens: int) -> int:
 
 
 @pytest.mark.parametrize("tokens", [6, 8], ids=["within a block", "each takes a block"])
-def test_a_step_costs_the_same_for_each_who_runs(tokens: int) -> None:
+def test_the_cost_of_a_step_per_sequence_is_constant(tokens: int) -> None:
     few, many = calls_of_a_step(32, tokens), calls_of_a_step(256, tokens)
     assert many <= 8 * few
     assert many <= 30 * 256
@@ -92,7 +92,7 @@ def test_the_oldest_of_a_class_comes_first() -> None:
     assert orders == sorted(orders) and len(orders) == 12
 
 
-def test_who_is_in_the_step_already_is_not_preempted_in_it() -> None:
+def test_a_sequence_scheduled_in_a_step_is_not_preempted_in_it() -> None:
     """Even if its tenant holds more: the step may have copied a block for it already."""
     runner = FakeRunner(11, max_batch_tokens=64)
     engine = Engine(runner, runner.config, secret=b"s")

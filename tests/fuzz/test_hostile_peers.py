@@ -173,7 +173,7 @@ def _shift(header: handoff_pb2.PartHeader, kind: str, by: int) -> None:
 
 @few(120, 0.15)
 @given(data=st.data(), length=st.integers(1, 60))
-def test_a_prefill_worker_that_lies(data, length, pair, decode, tally):
+def test_a_lying_prefill_worker_ends_its_own_hand_off_only(data, length, pair, decode, tally):
     before = canary(pair, decode)
     transfer_id = secrets.token_bytes(16)
     with LyingPrefill(pair, decode) as peer:
@@ -283,7 +283,7 @@ class LyingDecode(decode_pb2_grpc.DecodeServicer):
 
 @few(60, 0.05)
 @given(data=st.data())
-def test_a_decode_worker_that_lies(data, pair, prefill, tally):
+def test_a_lying_decode_worker_ends_its_own_hand_off_only(data, pair, prefill, tally):
     lies = data.draw(
         st.sets(st.sampled_from(["welcome", "reserve_reply", "slot_grant", "part_result"]), min_size=1)
     )
@@ -329,7 +329,7 @@ def _twist(answer: Any, number: int) -> None:
     setattr(answer, field.name, EDGES[number // 7 % len(EDGES)])
 
 
-def test_both_go_on(pair, prefill, decode, tally: Tally):
+def test_both_workers_still_serve(pair, prefill, decode, tally: Tally):
     asked = message(pair, "Prefill/Run", secrets.token_bytes(16), [9] * 30)
     events = prefill.unary_stream("/baton.v1.Prefill/Run")(asked.SerializeToString(), timeout=30)
     end = [common_pb2.AttemptEvent.FromString(event) for event in events][-1].end

@@ -98,7 +98,7 @@ async def test_the_heads_of_a_part_are_its_flows(decode, heads):
     await peer.close()
 
 
-async def test_one_layer_sent_again_and_again_is_no_whole_hand_off(decode, peer):
+async def test_one_layer_sent_repeatedly_does_not_complete_a_hand_off(decode, peer):
     transfer_id = await peer.reserve(TOKENS)
     for part in range(LAYERS):
         await peer.send(transfer_id, part, (0, 1), (0, TOKENS))
@@ -108,7 +108,7 @@ async def test_one_layer_sent_again_and_again_is_no_whole_hand_off(decode, peer)
     assert decode.engine.aborted[transfer_id] == 0, "half-received blocks entered the prefix cache"
 
 
-async def test_a_missing_rank_is_no_whole_hand_off(decode):
+async def test_a_missing_rank_leaves_a_hand_off_incomplete(decode):
     peer = ScriptedPeer(decode.receiver, tensor_parallel=2)
     peer.hello()
     transfer_id = await peer.reserve(TOKENS)

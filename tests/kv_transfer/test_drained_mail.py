@@ -71,7 +71,7 @@ async def test_a_worker_that_rejoined_hears_under_its_new_epoch():
     await until(lambda: worker.heard == [b"one", b"two"], "it has heard")
 
 
-async def test_what_is_not_acknowledged_is_said_on_every_stream_and_from_time_to_time():
+async def test_unacknowledged_messages_are_repeated_on_every_stream_and_periodically():
     worker, other = Worker(epoch=7), Worker(epoch=7)
     mail = DrainedMail(worker.open, lambda decode: worker.known)
     mail.keep(ref(7), b"one", worker)
@@ -117,7 +117,7 @@ async def test_a_worker_that_acknowledges_is_never_given_up(monkeypatch):
     mail.close()
 
 
-async def test_more_than_a_stream_carries_at_once_is_said_little_by_little(monkeypatch):
+async def test_many_messages_are_sent_in_batches(monkeypatch):
     monkeypatch.setattr(drained_mail, "MAX_TOGETHER", 4)
     worker = Worker(epoch=7)
     mail = DrainedMail(worker.open, lambda decode: worker.known)
@@ -128,7 +128,7 @@ async def test_more_than_a_stream_carries_at_once_is_said_little_by_little(monke
     mail.close()
 
 
-async def test_of_one_worker_only_so_many_are_kept(monkeypatch):
+async def test_messages_of_one_worker_are_bounded(monkeypatch):
     monkeypatch.setattr(drained_mail, "MAX_WAITING", 3)
     worker = Worker(epoch=7)
     mail = DrainedMail(worker.open, lambda decode: worker.known)

@@ -95,7 +95,7 @@ async def test_a_second_hello_ends_the_stream(decode):
 
 
 @pytest.mark.parametrize("where", ["IncomingHandoff", "plan_flows"])
-async def test_what_fails_beside_a_reservation_gives_its_blocks_back(decode, where, monkeypatch):
+async def test_a_failure_after_a_reservation_releases_its_blocks(decode, where, monkeypatch):
     taken: list[bytes] = []
     reserve = decode.engine.reserve
 
@@ -122,7 +122,7 @@ async def test_what_fails_beside_a_reservation_gives_its_blocks_back(decode, whe
     await one.close()
 
 
-async def test_what_a_rank_knows_of_a_transfer_ends_with_it(decode):
+async def test_a_rank_forgets_a_transfer_at_its_end(decode):
     one = ScriptedPeer(decode.receiver)
     one.hello()
     committed, aborted, open_one = [await one.reserve(TOKENS) for _ in range(3)]
@@ -191,7 +191,7 @@ async def test_a_slow_engine_holds_up_no_slot_request(decode, slow):
     await one.close()
 
 
-async def test_what_is_said_of_one_transfer_stays_in_order(decode, slow):
+async def test_messages_of_one_transfer_stay_in_order(decode, slow):
     """An Abort that arrives while the engine still works on the Reserve: afterwards nothing is held."""
     one = ScriptedPeer(decode.receiver)
     one.hello()

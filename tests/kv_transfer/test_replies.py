@@ -61,7 +61,7 @@ async def test_a_welcome_that_makes_no_sense_ends_the_link(said, error, field):
         await until(lambda: not prefill.sender._links, "the link is gone")
 
 
-async def test_what_the_pair_agrees_about_digests_holds_for_its_parts():
+async def test_parts_follow_the_pairs_agreement_on_digests():
     agreed = welcome(digests="all", digest_kind="sum64")
     async with (
         scripted_decode(welcome=agreed) as decode,
@@ -173,7 +173,7 @@ async def test_an_address_that_nixl_refuses_ends_the_hand_off():
             decode.receiver.landing._granted = grants
 
 
-def test_of_decode_workers_only_so_many_are_remembered():
+def test_the_number_of_known_decode_workers_is_bounded():
     known = KnownWorkers(max_workers=3)
     for number in range(5):
         known.lives_under(f"d{number}", number + 1)

@@ -233,7 +233,7 @@ def test_peers_take_turns():
 
 
 @pytest.mark.parametrize("handoffs", [1, 8, 8000])
-def test_what_a_release_costs_does_not_grow_with_what_waits(handoffs, monkeypatch):
+def test_the_cost_of_a_release_does_not_grow_with_waiting_claims(handoffs, monkeypatch):
     asked = 0
 
     def counted(may: Callable[..., bool]) -> Callable[..., bool]:

@@ -238,7 +238,7 @@ def test_more_corrupted_parts_than_staging_holds(sending):
     wait_for(lambda: not sending.rank.staging_used_bytes, 60, "staging free")
 
 
-def test_a_grant_said_again_after_a_resend_is_not_used(sending):
+def test_a_grant_repeated_after_a_resend_is_not_used(sending):
     """The slot may have another owner by now, whose part a write would damage."""
     sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], ""))
     sending.compute(A, "peer", 64)
@@ -287,7 +287,7 @@ def fails_for(transfer: bytes, original):
     return raising
 
 
-def test_what_one_hand_off_does_to_the_rank_ends_that_hand_off_only(sending, monkeypatch):
+def test_an_exception_of_one_hand_off_ends_that_hand_off_only(sending, monkeypatch):
     """Any exception, here while a granted part is prepared. Writes posted before are still awaited."""
     sending.open(A, "peer", 64)
     wait_for(lambda: sending.written("peer") == sending.parts(A), 15, "all posted")
@@ -340,7 +340,7 @@ def test_a_message_that_the_rank_cannot_digest_ends_its_hand_off_only(sending, m
     assert not any(isinstance(event, m.RankFailed) for event in sending.events)
 
 
-def test_a_peer_that_cannot_be_connected_for_whatever_reason_is_told_so(sending, monkeypatch):
+def test_any_failure_to_connect_a_peer_is_reported(sending, monkeypatch):
     def fault(*arguments):
         raise RuntimeError("no such thing")
 

@@ -78,7 +78,7 @@ def test_logits_that_are_not_finite_end_the_attempt(machine):
     assert_only_bad_failed(machine, handoff)
 
 
-def test_a_token_that_cannot_be_told_ends_its_attempt(machine, monkeypatch):
+def test_a_token_that_cannot_be_sent_ends_its_attempt(machine, monkeypatch):
     real = role_module.token_to_wire
 
     def fails(token):

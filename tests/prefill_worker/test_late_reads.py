@@ -115,7 +115,7 @@ async def test_cancel_waits_for_reads_for_a_moment_only(monkeypatch):
         assert one.engine.stats().blocks_held == 0
 
 
-async def test_one_that_was_never_started_gives_everything_back():
+async def test_an_attempt_that_never_started_releases_everything():
     """Cancelled between its reservation and its first layer: no rank has opened it, so none would report it drained."""
     async with world() as one:
         spec_handoff = one.role._sender.reserve
@@ -153,7 +153,7 @@ async def test_a_worker_that_stops_does_not_wait_for_a_stuck_peer():
     await one.role.attempts.close()
 
 
-async def test_what_has_not_begun_is_given_back_together():
+async def test_waiting_attempts_are_returned_together():
     """One by one, each cancelled attempt would admit the next one, and a leaving worker would start it."""
     async with world() as one:
         begun = [one.run(A, [MINE] * 44), one.run(B, [MINE] * 44)]

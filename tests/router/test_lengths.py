@@ -256,7 +256,7 @@ async def test_long_conversations_are_rendered_on_a_thread(text):
     assert threads[1].startswith("render")
 
 
-async def test_what_is_wrong_with_a_long_conversation_is_said_all_the_same(text):
+async def test_errors_in_a_long_conversation_are_reported(text):
     def read() -> list[dict[str, str]]:
         raise InvalidRequestError("messages[3]: must be an object", field="messages[3]")
 

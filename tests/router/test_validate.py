@@ -117,7 +117,7 @@ def test_the_last_value_is_taken_and_the_next_one_refused(name, within, beyond):
     assert not caught.value.retryable
 
 
-def test_what_is_taken_is_what_was_asked():
+def test_accepted_values_are_passed_on_unchanged():
     asked = Asked(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=-1, max_tokens=9, min_tokens=2, n=2)
     made = validator().completion(PROMPT, asked)
     sampling = made.sampling
@@ -134,7 +134,7 @@ def test_without_max_tokens_the_rest_of_the_context_is_there():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, True, "1"])
-def test_what_is_no_number_is_refused(value):
+def test_a_value_that_is_not_a_number_is_refused(value):
     for name in ("temperature", "n", "max_tokens"):
         with pytest.raises(InvalidRequestError) as caught:
             validator().completion(PROMPT, Asked(**{name: value}))
@@ -195,12 +195,12 @@ def test_a_resumed_request_has_one_choice():
 
 
 @pytest.mark.parametrize("length", [CONTEXT, 500_000, 2**40])
-def test_what_is_too_long_is_not_walked_over(length):
+def test_elements_of_a_too_long_prompt_are_not_read(length):
     assert refused(Long(length), Asked()).field == "prompt"
     assert refused(PROMPT, Asked(resume_tokens=Long(length))).field == "resume_tokens"
 
 
-def test_a_list_that_is_too_long_is_not_walked_over():
+def test_elements_of_a_too_long_list_are_not_read():
     assert refused(PROMPT, Asked(stop_token_ids=Long(500_000))).field == "stop_token_ids"
 
 

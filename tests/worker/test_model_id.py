@@ -81,20 +81,20 @@ def test_a_large_tensor_is_looked_at_from_end_to_end(model: Path, share: float) 
         {"a_key_of_next_year": {"attends": "backwards"}},
     ],
 )
-def test_a_key_that_changes_output_parts_them(model: Path, changes: dict[str, object]) -> None:
+def test_a_key_that_changes_output_changes_the_id(model: Path, changes: dict[str, object]) -> None:
     (model / "generation_config.json").unlink()  # its end tokens would go before
     before = make_model_id(model)
     edit(model, **changes)
     assert make_model_id(model) != before
 
 
-def test_what_ends_a_stream_parts_them_wherever_it_stands(model: Path) -> None:
+def test_end_tokens_change_the_id_in_any_config_file(model: Path) -> None:
     before = make_model_id(model)
     edit(model, "generation_config.json", eos_token_id=[2, 9])
     assert make_model_id(model) != before
 
 
-def test_what_is_computed_in_parts_them(model: Path) -> None:
+def test_the_compute_dtype_changes_the_id(model: Path) -> None:
     assert make_model_id(model, "bfloat16") != make_model_id(model, "float32")
     assert make_model_id(model, "auto") == make_model_id(model, "float32")  # it is stored so
     edit(model, dtype="bfloat16", torch_dtype="bfloat16")
@@ -140,7 +140,7 @@ def test_two_tensors_that_change_places_part_them(model: Path) -> None:
     assert make_model_id(model) != before
 
 
-def test_a_tensor_under_another_name_parts_them(model: Path) -> None:
+def test_a_renamed_tensor_changes_the_id(model: Path) -> None:
     before = make_model_id(model)
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight2"] = tensors.pop("model.norm.weight")  # at the same place in their order

@@ -127,7 +127,7 @@ def test_a_rank_that_beats_but_reads_nothing_is_silent():
         assert not failures
 
 
-def test_a_rank_whose_main_thread_does_not_come_to_an_operation_is_silent():
+def test_a_rank_whose_main_thread_does_not_enter_an_operation_is_silent():
     """Although it beats and reads."""
     with spawned(arrived=2) as (remote, said, _):
         clock = Clock()

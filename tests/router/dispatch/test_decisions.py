@@ -92,7 +92,7 @@ def lost_after(tokens: int) -> Play:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-async def test_what_has_committed_goes_on_without_its_prefill_worker(text, monkeypatch, tokens):
+async def test_a_committed_attempt_goes_on_without_its_prefill_worker(text, monkeypatch, tokens):
     """Nothing is computed a second time."""
     world = Played(text, lost_after(tokens), "committed")
     await run(world, monkeypatch)
@@ -100,21 +100,21 @@ async def test_what_has_committed_goes_on_without_its_prefill_worker(text, monke
     assert len(world.attempts) == 1, "a committed attempt was given up"
 
 
-async def test_what_was_aborted_is_dispatched_without_the_lost_prefill_worker(text, monkeypatch):
+async def test_an_aborted_attempt_is_retried_without_the_lost_prefill_worker(text, monkeypatch):
     world = Played(text, lost(P))
     await run(world, monkeypatch)
     assert (world.asked, len(world.attempts)) == (1, 2)
     assert world.excluded[1] == {"p"}
 
 
-async def test_a_decode_worker_that_does_not_say_is_left_out(text, monkeypatch):
+async def test_a_decode_worker_that_does_not_answer_is_excluded(text, monkeypatch):
     """The prefill worker is not: its failure may have been caused by D."""
     world = Played(text, lost(P), "silent")
     await run(world, monkeypatch)
     assert world.excluded[1] == {"d"}
 
 
-async def test_a_lost_decode_worker_is_left_out_and_nobody_is_asked(text, monkeypatch):
+async def test_a_lost_decode_worker_is_excluded_without_asking_the_arbiter(text, monkeypatch):
     world = Played(text, lost(D))
     await run(world, monkeypatch)
     assert world.asked == 0
@@ -143,7 +143,7 @@ ENDS: list[tuple[Source, str, BatonError | None, set[str]]] = [
 
 
 @pytest.mark.parametrize(("source", "outcome", "error", "left_out"), ENDS)
-async def test_who_is_left_out_of_the_next_placement(text, monkeypatch, source, outcome, error, left_out):
+async def test_workers_excluded_from_the_next_placement(text, monkeypatch, source, outcome, error, left_out):
     world = Played(text, says(source, outcome, error))
     await run(world, monkeypatch)
     assert len(world.attempts) == 2

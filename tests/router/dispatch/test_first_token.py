@@ -91,7 +91,7 @@ async def test_no_decode_worker_is_asked_or_waited_for(new, said):
         assert workers.called == ["Run"]
 
 
-async def test_one_that_is_given_up_is_cancelled_at_the_prefill_worker_only():
+async def test_a_cancel_goes_to_the_prefill_worker_only():
     async with attempt(1) as (made, workers):
         await until(lambda: Source.PREFILL in made.heard, "the first token")
         await made.close()
@@ -99,7 +99,7 @@ async def test_one_that_is_given_up_is_cancelled_at_the_prefill_worker_only():
 
 
 @pytest.mark.parametrize(("new", "said"), [(2, 0), (4, 2)])
-async def test_one_that_may_go_on_is_attached_to(new, said):
+async def test_an_attempt_that_may_go_on_is_attached_to(new, said):
     async with attempt(new, said) as (made, workers):
         await until(lambda: "Attach" in workers.called, "attached")
         workers.may_end.set()

@@ -83,7 +83,7 @@ async def test_the_next_request_of_the_connection_has_its_headers(address):
 
 
 @pytest.mark.parametrize("begin", [b"0\r\nx-long: ", b"3;x="])
-async def test_what_follows_a_chunk_is_bounded(address, begin):
+async def test_the_size_of_trailers_and_extensions_is_bounded(address, begin):
     """Otherwise an endless trailer or chunk extension would be buffered until the body's time limit."""
     answer = await exchange(address, HEAD, b"3\r\nabc\r\n" + begin, *[b"a" * 1024] * 64)
     assert answer.startswith(b"HTTP/1.1 431")

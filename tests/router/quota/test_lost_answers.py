@@ -133,7 +133,7 @@ async def test_settlements_wait_while_redis_is_away(quota, way, bucket):
     assert quota.settlements_dropped == 0
 
 
-async def test_what_waits_has_a_bound(monkeypatch):
+async def test_waiting_settlements_are_bounded(monkeypatch):
     monkeypatch.setattr(unsettled, "MOST_KEPT", 3)
     now = [0.0]
     waiting: Unsettled[int] = Unsettled(clock=lambda: now[0])
