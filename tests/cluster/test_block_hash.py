@@ -71,7 +71,7 @@ def test_one_block_at_a_time_gives_the_same(tokens: list[int], page: int) -> Non
     assert index_keys(whole) == b"".join(one[:8] for one in whole)
 
 
-def test_every_part_of_the_salt_changes_the_hash() -> None:
+def test_every_input_changes_the_hash() -> None:
     block, other = pack_tokens([1, 2]), pack_tokens([2, 1])
     base = hash_block(None, block, secret=SECRET, salt=SALT)
     assert base != hash_block(None, other, secret=SECRET, salt=SALT)

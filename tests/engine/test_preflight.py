@@ -88,7 +88,7 @@ def test_a_valid_config_passes(describe, changes):
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "rope_parameters",
-            "one for all layers",
+            "one setting for all layers",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "whole heads"),
         (
