@@ -3,10 +3,10 @@
 A token counts as a near-tie, not as wrong, where the reference itself is undecided: its two best logits differ by
 less than GAP, the draw lies within EDGE of a border between two tokens, tokens whose logits differ by less than GAP
 stand in the other order in the distribution that the draw falls into, or the last token that top-p or top-k lets in
-is one of two. The reference's distribution and draw are those of tests/sampling_oracle.py: nothing here asks the engine's
-sampler. It is undecided, too, where it would give the token in float64 and only in fp32 would not: seen once in
-a million tokens, its fp32 logits were off by 1.4e-4. Each token is judged after those that were really sent, so a
-stream that took the other side of a near-tie is judged on from there.
+is one of two. The reference's distribution and draw come from tests/sampling_oracle.py; the engine's sampler is not
+used. It is undecided, too, where it would give the token in float64 and only in fp32 would not: seen once in a million
+tokens, its fp32 logits were off by 1.4e-4. Each token is judged after those that were really sent, so a stream that
+took the other side of a near-tie is judged on from there.
 
 `assert_greedy` is stricter: the tokens are those of Hugging Face's `generate`, or both logits lie within TIE of each
 other. What was compared, and how often the reference could not tell, stands in a table at the end of the tests.
@@ -110,7 +110,7 @@ def _greedy(row: Floats, token: int, gap: float) -> tuple[bool, bool]:
 
 
 def sampled(row: Floats, token: int, params: SamplingParams, draw: float) -> tuple[bool, bool]:
-    """(it is the definition's, it is that or a near-tie). `row` are adjusted logits."""
+    """(the token is the definition's, it is the definition's or a near-tie). `row` holds adjusted logits."""
     exact, close = _drawn(row, token, params, draw)
     return exact, close or any(_drawn(row, token, other, draw)[1] for other in _undecided(row, params))
 
@@ -129,8 +129,7 @@ def _drawn(row: Floats, token: int, params: SamplingParams, draw: float) -> tupl
 
 
 def _undecided(row: Floats, params: SamplingParams) -> list[SamplingParams]:
-    """Who is the last candidate may be undecided too: at the edge of top-p or min-p, or between equals at that of
-    top-k."""
+    """The last candidate may be undecided too: at the edge of top-p or min-p, or between equals at the edge of top-k."""
     others = []
     if params.top_p < 1.0:
         shares = (max(params.top_p - EDGE, 0.0), min(params.top_p + EDGE, 1 - 1e-12))

@@ -1,4 +1,4 @@
-"""The processes of a worker's further ranks: its children, but for Python's resource tracker."""
+"""Finds the processes of a worker's ranks beside the leader: its children, except Python's resource tracker."""
 
 from __future__ import annotations
 

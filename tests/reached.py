@@ -1,4 +1,4 @@
-"""What a state machine test came through: every transition and refusal it names, or it has tested less than it says."""
+"""Counts the transitions and refusals that a state machine test reaches, so that it fails if one was never reached."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The next token by its definition, one at a time, in float64: what the engine's sampler is judged by. It shares no code
-with it.
+"""The definition of the next token, one at a time, in float64, against which the engine's sampler is tested. It shares no
+code with the sampler.
 
 The definition is the numbered order of operations in engine/sampling/sampler.py and the draw of the hand-off's design:
 uniform(seed, choice, position) is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) of
@@ -27,7 +27,7 @@ WORD = 2**32
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:
-    """Ten rounds: two 32-bit products, whose halves change places; the key grows by a Weyl sequence."""
+    """Philox4x32-10: ten rounds of two 32-bit products with swapped halves; a Weyl sequence advances the key."""
     one, two, three, four = counter
     for turn in range(ROUNDS):
         left, right = ((key[i] + turn * WEYL[i]) % WORD for i in (0, 1))
@@ -49,7 +49,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 @dataclass(frozen=True)
 class Distribution:
-    """What a draw chooses from, in the order of its inverse CDF."""
+    """The distribution of a draw, in the order of the inverse CDF."""
 
     ids: Ids
     logits: Floats  # divided by the temperature
@@ -81,7 +81,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def distribution(row: Floats, params: SamplingParams) -> Distribution:
-    """Of adjusted logits: top-k, then min-p, then top-p on what is left."""
+    """The distribution over adjusted logits [vocab]: top-k, then min-p, then top-p on what is left."""
     scaled = row / max(params.temperature, LOWEST_TEMPERATURE)
     by_probability = params.top_k > 0 or params.min_p > 0 or params.top_p < 1
     ids = np.lexsort((np.arange(len(row)), -scaled)) if by_probability else np.arange(len(row))
@@ -102,7 +102,7 @@ def distribution(row: Floats, params: SamplingParams) -> Distribution:
 
 
 def next_token(row: Floats, params: SamplingParams, choice: int, position: int) -> int:
-    """Of adjusted logits. `position` is the token's own, in prompt + output."""
+    """The token drawn from adjusted logits [vocab]. `position` is the token's own, in prompt + output."""
     if is_greedy(params):
         return int(np.flatnonzero(row == row.max())[0])
     found, draw, so_far = distribution(row, params), uniform(params.seed, choice, position), 0.0

@@ -40,7 +40,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.run_until_complete(asyncio.sleep(seconds))
 
     def stand_still(self, seconds: float) -> None:
-        """As if a callback had held the loop up for so long."""
+        """Advance the clock as if a callback had blocked the loop."""
         self._virtual.now += seconds
 
     def settle(self, turns: int = 8) -> None:

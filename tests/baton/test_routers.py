@@ -15,7 +15,7 @@ ADDRESSES = ["a:1", "b:1", "c:1"]
 
 
 def as_given(addresses: list[str]) -> None:
-    """Leaves them in their order."""
+    """Keep the order."""
 
 
 def test_clients_start_at_all_routers_and_move_on_to_all_others() -> None:
@@ -34,19 +34,19 @@ def test_clients_start_at_all_routers_and_move_on_to_all_others() -> None:
 
 
 @pytest.mark.parametrize("kind", [baton.Client, baton.AsyncClient])
-def test_both_clients_shuffle_by_default_and_as_told(kind: type[baton.Client]) -> None:
+def test_both_clients_shuffle_by_default_and_as_configured(kind: type[baton.Client]) -> None:
     many = [f"127.0.0.1:{port}" for port in range(1, 200)]
     orders = {kind(many)._routers.addresses for _ in range(3)}
     assert len(orders) == 3 and all(sorted(order) == sorted(many) for order in orders)
     assert kind(many, shuffle=as_given)._routers.addresses == tuple(many)
 
 
-def test_of_many_reports_about_one_router_the_first_moves_on() -> None:
+def test_only_the_first_report_about_a_router_moves_on() -> None:
     routers = Routers(ADDRESSES, as_given)
-    for _ in range(5):  # the streams that it had, one after the other
+    for _ in range(5):  # each of its streams reports the failure
         routers.failed("a:1")
     assert routers.current == "b:1"
-    routers.failed("c:1")  # a late report about one that is not in use
+    routers.failed("c:1")  # a late report about an address no longer in use
     assert routers.current == "b:1"
 
 

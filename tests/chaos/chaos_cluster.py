@@ -16,7 +16,7 @@ from tests.network.run_proxy import RunningProxy, run_proxy
 
 REPLICAS = 2
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback")
-# Over the ranks of a worker. Each decode worker has 256 blocks: when one dies, the other's are short.
+# Split over the ranks of a worker. Each decode worker gets 256 blocks: too few for all streams when the other one dies.
 KV_KIB = 3072
 # A ring so small that every prompt passes through it in parts, and slots are always in use.
 SMALL_RING = {"RING_BYTES": 524_288, "SLOT_BYTES": 16_384, "PART_BYTES": 16_384}

@@ -86,8 +86,8 @@ def _reservations(url: str) -> list[str]:
 
 
 def _processes(target: Target) -> list[str]:
-    """Every process of this cluster, found by its directory on the command line, is one that the parent knows; ranks,
-    found by the directory that they take orders from, are children of such."""
+    """Fail on orphans: processes of this cluster, found by the directory on their command line, that the parent does not
+    know, and ranks, found by their order directory, that are no children of a known process."""
     state = target.state()
     directory = str(Path(state["logs"]).parent)
     known = {state["pid"], state["redis"]["pid"]}
@@ -103,7 +103,7 @@ def _processes(target: Target) -> list[str]:
 
 
 def _parent(process: psutil.Process, orders: str) -> int | None:
-    """None: the process has ended, or is of another cluster."""
+    """None if the process has ended or belongs to another cluster."""
     try:
         ours = process.environ().get("BATON_FAULT_ORDERS") == orders
         return process.ppid() if ours and process.status() != psutil.STATUS_ZOMBIE else None

@@ -69,7 +69,7 @@ class Row:
     choose: tuple[str, ...] = ()
     everyone: bool = False
     bound_seconds: float | None = KILL_SECONDS
-    cards: int = 1  # of each point, in a round; 0: drawn only where it is asked for by name
+    cards: int = 1  # per point and round; 0: drawn only if requested by name
     rank: bool = False  # the victim is a further rank of a tensor-parallel worker, not its leader
 
 
@@ -145,7 +145,7 @@ class Fault:
 
 
 def usual(tensor_parallel: int) -> list[str]:
-    """The rows of a run that asks for none by name."""
+    """The rows of a run without `--kinds`."""
     return [name for name, row in ROWS.items() if row.cards and (tensor_parallel > 1 or not row.rank)]
 
 

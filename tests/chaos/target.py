@@ -16,14 +16,14 @@ import redis
 from tests.rank_processes import rank_pids
 
 ROLES = ("prefill", "decode")
-WHOLE_SECONDS = 120.0  # two ranks that start on two cores, beside streams that go on, take most of a minute
+WHOLE_SECONDS = 120.0  # two ranks starting on two cores beside running streams take most of a minute
 
 
 @dataclass(frozen=True)
 class Target:
     state_file: Path
     replicas: int  # of each of routers, prefill and decode workers
-    orders: Path  # what its processes take fault orders from
+    orders: Path  # directory from which its processes take fault orders
     tensor_parallel: int = 1  # ranks of a worker
 
     def state(self) -> dict[str, Any]:

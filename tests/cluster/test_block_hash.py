@@ -1,4 +1,4 @@
-"""Block hashes from their definition, which other processes and older workers hold to as well."""
+"""Block hashes against their definition, which must not change: other processes and older workers use the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECRET, SALT = b"deployment", bytes(range(16))
 
 
 def test_no_two_triples_share_a_salt_by_where_their_parts_meet() -> None:
-    """A tenant called like the end of an adapter's name would find that adapter's prefixes."""
+    """Otherwise a tenant named like the end of an adapter's name would find that adapter's prefixes."""
     triples = [
         ("ab", "c", ""),
         ("a", "bc", ""),
@@ -42,13 +42,13 @@ def test_a_salt_is_that_of_one_triple(one: tuple[str, str, str], other: tuple[st
         (("mödel", "", "a" * 300), "c1b08f948d01edf86a0487733a0e94f9"),
     ],
 )
-def test_salts_are_what_they_were(triple: tuple[str, str, str], golden: str) -> None:
+def test_salts_equal_golden_values(triple: tuple[str, str, str], golden: str) -> None:
     written = b"".join(len(part.encode()).to_bytes(4, "little") + part.encode() for part in triple)
     assert make_salt(*triple) == hashlib.blake2b(written, digest_size=16).digest()
     assert make_salt(*triple).hex() == golden
 
 
-def test_hashes_are_what_they_were() -> None:
+def test_hashes_equal_golden_values() -> None:
     tokens = [1, 2, 3, 70_000, 5, 6, 7, 8, 9]
     raw = b"".join(token.to_bytes(4, "little") for token in tokens)
     first = hashlib.blake2b(bytes(16) + raw[:16] + SALT, digest_size=16, key=SECRET).digest()
@@ -71,7 +71,7 @@ def test_one_block_at_a_time_gives_the_same(tokens: list[int], page: int) -> Non
     assert index_keys(whole) == b"".join(one[:8] for one in whole)
 
 
-def test_everything_that_must_not_share_parts_two_hashes() -> None:
+def test_every_input_changes_the_hash() -> None:
     block, other = pack_tokens([1, 2]), pack_tokens([2, 1])
     base = hash_block(None, block, secret=SECRET, salt=SALT)
     assert base != hash_block(None, other, secret=SECRET, salt=SALT)

@@ -1,5 +1,5 @@
-"""Real Redis servers that become replicas and masters again, behind one address: a link to a unix socket. Whoever is told
-that another server is to be asked leaves the connection, and finds the other one."""
+"""Failover between two real Redis servers behind one address, a link to a unix socket. A client that gets READONLY or the
+like closes its connection and reaches the new master."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INFO = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host",
 
 
 class Pair:
-    """Two servers; the address leads to one of them."""
+    """Two servers; the shared address leads to one of them."""
 
     def __init__(self, directory: Path):
         self.servers = [EmbeddedRedis.start(directory / name) for name in ("a", "b")]
@@ -38,7 +38,7 @@ class Pair:
         self.lead_to(0)
 
     def lead_to(self, number: int) -> None:
-        """The other one becomes a replica whose master is out of reach, and keeps its connections."""
+        """Demote the other server to a replica without a reachable master; its connections stay open."""
         there, fresh = self.servers[number], self._link.with_suffix(".new")
         fresh.symlink_to(there.url.removeprefix("unix://"))
         os.replace(fresh, self._link)
@@ -169,8 +169,8 @@ async def test_a_membership_follows(pair: Pair, namespace: str) -> None:
     await members.close()
 
 
-def test_a_report_that_a_replica_would_take_for_said(pair: Pair, namespace: str) -> None:
-    """It knows the slot, and a later number of it."""
+def test_a_report_is_not_lost_to_a_replica(pair: Pair, namespace: str) -> None:
+    """The replica knows the slot, with a later sequence number."""
     registration = Registration(pair.url, namespace, INFO)
     reporter = ChainReporter(pair.url, namespace, "m", registration, lambda: HELD)
     registration.register_again()
@@ -191,7 +191,7 @@ def test_a_report_that_a_replica_would_take_for_said(pair: Pair, namespace: str)
 
 
 def test_a_cache_is_published_after_every_registration(redis_url: str, namespace: str) -> None:
-    """An emptied Redis gives out the same slot again."""
+    """An emptied Redis assigns the same slot again."""
     registration = Registration(redis_url, namespace, INFO)
     reporter = ChainReporter(redis_url, namespace, "m", registration, lambda: HELD)
     with redis.Redis.from_url(redis_url) as client:
@@ -230,7 +230,7 @@ OTHERS = [
 
 @contextlib.asynccontextmanager
 async def server(path: Path, first: str) -> AsyncIterator[list[int]]:
-    """A connection that gets `first` for an answer goes on giving it; the next connection is well."""
+    """A server whose first connection always answers `first`; later connections work."""
     connections: list[int] = []
     ended: list[asyncio.Event] = []
 
@@ -263,7 +263,7 @@ async def test_such_an_answer_closes_the_connection_and_the_call_is_made_again(
     async with server(tmp_path / "s.sock", answer) as asked:
         script = ScriptCall(f"unix://{tmp_path}/s.sock?protocol=2", "return 1")
         with pytest.raises(ElsewhereError):
-            await script([], [], 5.0)  # of a connection that was made for it: no third one is tried
+            await script([], [], 5.0)  # on a fresh connection: no third one is tried
         assert [await script([], [], 5.0) for _ in range(2)] == [1, 1]
         assert asked == [1, 2]
         await script.close()

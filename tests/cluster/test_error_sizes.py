@@ -1,4 +1,4 @@
-"""Errors that carry a peer's own words are cut before they cross a process border: gRPC bounds trailing metadata."""
+"""Long error texts, for example from a peer, are cut before they cross a process border: gRPC bounds trailing metadata."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def test_a_long_text_is_cut_and_fits(text):
     assert percent_encoded + base64 < GRPC_LIMIT
 
 
-def test_what_fits_is_not_touched():
+def test_a_short_text_is_unchanged():
     error = InvalidRequestError("é" * (MAX_WIRE_BYTES // 2), field="f")
     assert error.to_wire().message == error.message

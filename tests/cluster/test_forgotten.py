@@ -1,4 +1,4 @@
-"""What the registry keeps of a worker that has been dead for long."""
+"""The registry keeps nothing of a worker that has been dead for long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.redis.connect import connect
 INFO = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
 
 
-def test_nothing_is_kept(redis_url, namespace):
+def test_a_worker_dead_for_long_leaves_no_keys(redis_url, namespace):
     registry = keys.registry(namespace)
     with connect(redis_url) as client:
         slot = client.eval(

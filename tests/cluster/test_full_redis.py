@@ -1,4 +1,4 @@
-"""A real Redis with little memory, which the index fills: what is no index goes on, and stays."""
+"""A real Redis with little memory, filled by the index: all other keys stay, and all other calls work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def worker(role: str, number: int) -> WorkerInfo:
 
 
 def fill(client: redis.Redis, namespace: str, slot: int, name: str, chains: int) -> None:
-    """Chains that nothing has in common, as a worker reports them."""
+    """Report chains without a common prefix, as a worker does."""
     report = client.register_script(scripts.report())
     registered = [keys.slot_owners(namespace), keys.sequences(namespace)]
     first = int(client.hget(registered[1], str(slot)) or 1)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ async def cluster(
 
 
 def others(client: redis.Redis, namespace: str) -> set[bytes]:
-    """Keys that are not the index's."""
+    """All keys that do not belong to the index."""
     return {
         key for key in client.scan_iter(f"{{{namespace}}}:*") if b":m:n:" not in key and b":m:w:" not in key
     }
@@ -219,7 +219,7 @@ async def test_a_redis_that_does_not_say_it_is_warned_of_once(small, client, nam
     registration.stop()
 
 
-def test_reports_shorten_what_they_set(small, client, namespace) -> None:
+def test_reports_set_a_shorter_time_to_live(small, client, namespace) -> None:
     registration = Registration(small.url, namespace, worker("prefill", 0))
     registration.register_again()
     reporter = ChainReporter(small.url, namespace, "m", registration, list)

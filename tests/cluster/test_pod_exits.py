@@ -1,4 +1,4 @@
-"""What the Kubernetes API has to say before a process in a pod counts as exited."""
+"""Which answers of the Kubernetes API prove that a process in a pod has exited."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 
 class Cluster:
-    """One pod on one node, and who asks about it."""
+    """One pod on one node, and a PodExits that asks about it."""
 
     def __init__(self, server: ApiServer, api: Any):
         self.server, self.exits = server, PodExits(api)
@@ -40,7 +40,7 @@ class Cluster:
         self.has(running=at(-10))
 
     def has(self, name: str = "main", last: dict[str, Any] | None = None, **state: Any) -> None:
-        """What the kubelet says of the pod's container."""
+        """Set the container status that the kubelet reports."""
         if "running" in state:
             state["running"] = {"startedAt": state["running"]}
         status = {
@@ -56,7 +56,7 @@ class Cluster:
         self.server.update({**found, "status": {"containerStatuses": [status]}}, subresource="status")
 
     def delete_pod(self) -> None:
-        """By force: the API has heard nothing from the kubelet."""
+        """Delete the pod by force, without a report from the kubelet."""
         self.core.delete_namespaced_pod("prefill-0", "default", grace_period_seconds=0)
 
     def taint(self, key: str) -> None:
@@ -69,7 +69,7 @@ class Cluster:
 
 
 def at(seconds: float) -> str:
-    """So long after the process was seen alive."""
+    """A time `seconds` after the process was seen alive."""
     return datetime.fromtimestamp(int(STARTED + seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -92,19 +92,19 @@ def test_a_container_that_has_terminated_since_is_the_proof(cluster):
     assert cluster.proven()
 
 
-def test_one_that_waits_to_start_again_has_terminated_before(cluster):
+def test_a_container_waiting_to_restart_has_terminated_before(cluster):
     cluster.has(waiting={"reason": "CrashLoopBackOff"}, last=ended(30))
     assert cluster.proven()
 
 
-def test_one_that_runs_again_has_terminated_before(cluster):
+def test_a_restarted_container_has_terminated_before(cluster):
     cluster.has(running=at(31))
     assert cluster.proven()
 
 
 @pytest.mark.parametrize("state", [{"running": -10}, {"terminated": -5}, {"waiting": None}])
 def test_the_end_of_the_container_before_it_proves_nothing(cluster, state):
-    """Also where the kubelet has not yet said that the process's own container runs."""
+    """Also if the kubelet has not yet reported the process's own container as running."""
     (kind, seconds), *_ = state.items()
     cluster.has(
         last=ended(-20),
@@ -143,7 +143,7 @@ def test_a_pod_that_is_gone_with_its_node_has_ended(cluster):
 
 
 def test_a_pod_that_is_listed_has_not_ended_with_its_node(cluster):
-    """Until it is removed, too: who removes it knows more than we do."""
+    """Only the removal of the pod object shows that the control plane has given up on it."""
     cluster.taint(OUT_OF_SERVICE)
     assert not cluster.proven()
 

@@ -1,4 +1,4 @@
-"""Refreshes of a router's view that are asked for at the same time."""
+"""Concurrent refreshes of a router's membership view."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_an_older_answer_does_not_replace_a_newer_one(members: Members) ->
     assert len(begun) == 2, "those who asked meanwhile share the next read"
 
 
-async def test_one_who_gives_up_takes_nobody_along(members: Members) -> None:
+async def test_a_cancelled_waiter_does_not_cancel_the_read_for_others(members: Members) -> None:
     go, reads = asyncio.Event(), []
 
     async def slow(**arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the decode worker's machine draws, what it has seen landing, and what it must have come through."""
+"""Strategies of the decode worker's state machine, its model of landed KV, and the transitions it must reach."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wire import common_pb2
 TRANSFERS = [bytes([i]) * 16 for i in range(1, 10)]
 SALT = bytes(16)
 NEW = 6
-# A prompt of this machine is prefilled elsewhere; Decode.Run has a test of its own.
+# This machine has no local prefill; Decode.Run has a test of its own.
 NOT_DRAWN = {"decode expected → decoding"}
 REFUSALS = [
     "Hello StaleEpochError",
@@ -54,7 +54,7 @@ REACHED = Reached([*(set(ALL_STEPS) - NOT_DRAWN), *REFUSALS, *OTHERS])
 
 
 class CountedMachine(StateMachine[Any]):
-    """Stands in for the product's, of hand-offs and attempts."""
+    """Replaces the product's StateMachine for hand-offs and attempts, and counts transitions."""
 
     def __init__(self, initial: Any, table: Any, name: str = ""):
         kind = "decode" if name.startswith("decode") else "hand-off"
@@ -62,7 +62,7 @@ class CountedMachine(StateMachine[Any]):
 
 
 def prompt_of(transfer_id: bytes) -> list[int]:
-    """Each is the prompt of three transfers: what one leaves behind, the next one finds; one is of whole blocks."""
+    """One of three prompts, shared by several transfers, so that later ones hit the cache; one has whole blocks only."""
     number = (transfer_id[0] - 1) % 3 + 1
     return [3 + (number * 7 + i) % 90 for i in range(5 + number)]
 
@@ -74,7 +74,7 @@ def spec_of(transfer_id: bytes) -> common_pb2.GenerateSpec:
 
 
 class Landed:
-    """What is here of each transfer, by what the rank was told and has said."""
+    """Model of the KV that has landed for each transfer, from the rank's messages."""
 
     def __init__(self) -> None:
         self._here: dict[bytes, set[tuple[int, int]]] = {}  # (layer, token)
@@ -96,7 +96,7 @@ class Landed:
         return self.whole_tokens(transfer_id) == len(prompt_of(transfer_id))
 
     def whole_tokens(self, transfer_id: bytes) -> int:
-        """Leading ones that are here in every layer."""
+        """Number of leading tokens that have landed in every layer."""
         here, token = self._here[transfer_id], self._held[transfer_id]
         while all((layer, token) in here for layer in range(LAYERS)):
             token += 1
@@ -104,7 +104,7 @@ class Landed:
 
 
 def note_replies(stream: Stream, since: int) -> None:
-    """Of a stream, those from `since` on."""
+    """Count the replies of a stream from index `since` on."""
     for reply in stream.replies[since:]:
         kind = reply.WhichOneof("message")
         if kind == "welcome" and reply.welcome.HasField("refused"):

@@ -52,7 +52,7 @@ class HandMovedRank:
         self.on_event: Callable[[Any], None] = lambda event: None
         self.hello = m.PeerRank(0, "", b"", digest_kinds=(XXH3_128,))
         self.expected: list[m.Expect] = []  # every one ever, for events that come late or twice
-        self.told: dict[bytes, m.ExpectTransfer] = {}  # and has not been told to forget
+        self.told: dict[bytes, m.ExpectTransfer] = {}  # until ForgetTransfer
         self.blocks: dict[bytes, list[int]] = {}  # of every transfer ever
         self.on_told: Callable[[m.ExpectTransfer], None] = lambda told: None
         self.writers: dict[int, bytes] = {}
@@ -155,7 +155,7 @@ class Stream:
     queue: asyncio.Queue[handoff_pb2.PrefillToDecode | None] = field(default_factory=asyncio.Queue)
     replies: list[handoff_pb2.DecodeToPrefill] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
-    failure: BatonError | None = None  # that it was ended with
+    failure: BatonError | None = None  # the error that ended it
 
     @property
     def open(self) -> bool:

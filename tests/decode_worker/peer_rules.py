@@ -1,4 +1,4 @@
-"""What prefill workers and the rank do in the decode worker's machine."""
+"""The rules of prefill workers and of the rank in the decode worker's state machine."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class PeerRules(RuleBasedStateMachine):
 
     @rule(peer=PEERS)
     def reserves_all(self, peer: str) -> None:
-        """More than there are blocks for; and the other peer asks for what is not its own."""
+        """Reserve more blocks than there are; the other peer asks for slots of these hand-offs, which are not its own."""
         self.connect(peer, stale=False)
         for transfer in TRANSFERS:
             self.reserve(peer, transfer)
@@ -105,7 +105,7 @@ class PeerRules(RuleBasedStateMachine):
             self.want(other, transfer, 0)
 
     def of_a_live_one(self, data: st.DataObject) -> tuple[str, bytes] | None:
-        """A peer whose stream is open, and one of its hand-offs."""
+        """Draw a peer with an open stream and one of its hand-offs."""
         receiver = self.world.receiver
         live = sorted((one.peer, transfer) for transfer, one in receiver._live.items() if not one.committing)
         if not live:
@@ -120,7 +120,7 @@ class PeerRules(RuleBasedStateMachine):
 
     @rule(data=st.data(), times=st.sampled_from([1, 2, 2]))
     def corrupts(self, data: st.DataObject, times: int) -> None:
-        """The part that was granted last, and again when it is sent again."""
+        """Corrupt the part granted last, and with `times` = 2 its resend too."""
         if (one := self.of_a_live_one(data)) is None:
             return
         peer, transfer = one
@@ -152,7 +152,7 @@ class PeerRules(RuleBasedStateMachine):
 
     @rule(peer=PEERS, transfer=ANY)
     def drained(self, peer: str, transfer: bytes) -> None:
-        """Its writes have ended: from here on none of them lands."""
+        """Send Drained: none of the transfer's writes lands from here on."""
         if peer not in self.streams or not self.streams[peer].open:
             return
         owners = {claim.peer for claim in self.claims(transfer)}
@@ -193,7 +193,7 @@ class PeerRules(RuleBasedStateMachine):
 
     @rule(data=st.data(), error=st.sampled_from(["", "", "", "digest"]), short=st.booleans())
     def lands(self, data: st.DataObject, error: str, short: bool) -> None:
-        """The newest grants mostly; also old ones again, and late. A short one lacks its last token."""
+        """Land a part: mostly of the newest grants, sometimes an old one again or late. A short one lacks a token."""
         expected = self.world.rank.expected
         if not expected:
             return

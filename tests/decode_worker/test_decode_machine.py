@@ -68,7 +68,7 @@ class DecodeMachine(PeerRules):
         self.world.core.engine.commit = checked  # type: ignore[method-assign]
 
     def check_aborts(self) -> None:
-        """What enters the prefix cache is here in every layer."""
+        """Only tokens that have landed in every layer enter the prefix cache."""
         abort = self.world.core.engine.abort
 
         def checked(engine_id: str, verified_tokens: int = 0) -> bool:
@@ -128,7 +128,7 @@ class DecodeMachine(PeerRules):
 
     @rule(peer=PEERS)
     def the_same_prompt_twice(self, peer: str) -> None:
-        """Of whole blocks: where the first was handed over, nothing of the second is shipped."""
+        """For a prompt of whole blocks: after the first hand-off nothing is shipped for the second."""
         unused = [one for one in TRANSFERS[2::3] if not self.world.role.attempts.is_ended(one)]
         for transfer in unused[:2]:
             if transfer not in self.world.receiver._live:

@@ -1,4 +1,4 @@
-"""The Decode service over gRPC: whom a call is for. The router's own arbiter call is what asks."""
+"""The Decode service over gRPC: checks of wire version and epoch, called as the router calls them."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ async def test_a_call_for_an_earlier_life_is_refused(made, epoch):
         assert not len(world.role.attempts)
 
 
-async def test_what_an_earlier_life_held_has_not_committed_and_never_will():
-    """The router dispatches again: that is right, for nothing of it goes on here; also if its Attach comes late."""
+async def test_attempts_of_an_earlier_epoch_have_not_committed_and_never_will():
+    """So the router may dispatch again: nothing of the attempt runs here, even if its Attach arrives late."""
     async with serving() as (world, address):
         for epoch in (EPOCH - 1, 0):
             with pytest.raises(StaleEpochError):

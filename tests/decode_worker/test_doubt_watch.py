@@ -1,4 +1,4 @@
-"""Whom a decode worker asks about slots in doubt, when, and what an answer frees."""
+"""When a decode worker asks the API about slots in doubt, about which pod, and what an answer frees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POD = Pod("default", "prefill-0", "uid-1", "worker", "node-1", 100.0)
 
 
 class World:
-    """A ring, an API that is asked, a registry that is read, and a clock."""
+    """A ring with fake API, registry and clock."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -98,7 +98,7 @@ async def test_without_a_proof_slots_stay_in_doubt_and_the_question_is_repeated_
     assert world.doubtful == 0
 
 
-async def test_one_peer_s_end_frees_no_other_s_slots(world):
+async def test_the_exit_of_one_peer_frees_its_slots_only(world):
     world.register("p1", 0xA, POD)
     world.register("p2", 0xB, replace(POD, uid="uid-2"))
     world.ring.quarantine(world.grant(1, "p1@a"))
@@ -109,8 +109,8 @@ async def test_one_peer_s_end_frees_no_other_s_slots(world):
     assert {pod.uid for pod in world.asked} == {"uid-1", "uid-2"}
 
 
-async def test_what_is_known_of_a_successor_is_not_believed_of_the_life_before(world):
-    """Its worker id may be the same, its pod is another one."""
+async def test_a_proof_about_a_successor_does_not_apply_to_its_predecessor(world):
+    """The successor may have the same worker id, in another pod."""
     world.register("p1", 0xB, POD)
     world.exited.add(POD.uid)
     world.ring.quarantine(world.grant(1, "p1@a"))
@@ -139,7 +139,7 @@ async def test_a_worker_outside_of_pods_is_asked_about_nowhere(world):
     "failure",
     [UnavailableError("the API answers 403"), redis.ConnectionError("gone"), AttributeError("no metadata")],
 )
-async def test_who_cannot_be_asked_is_asked_again(world, failure):
+async def test_a_failed_query_is_repeated(world, failure):
     world.register("p1", 0xA, POD)
     world.exited.add(POD.uid)
     world.failure = failure

@@ -1,4 +1,4 @@
-"""A request that fails in the engine ends its attempt, typed: committed, local, or between the two."""
+"""A request that fails in the engine ends its attempt with a typed error: decoding, committing, or prefilled locally."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_local_prompt_that_fails_ends_alone():
 
 
 @pytest.mark.parametrize("function", ["token_to_wire", "_done"])
-async def test_an_exception_while_its_output_is_told_ends_the_attempt_alone(function, monkeypatch):
+async def test_an_exception_while_sending_output_ends_that_attempt_only(function, monkeypatch):
     local = Local()
     local.ask("before")
     bad = local.ask("bad")

@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Stands in for make: writes down its arguments; `make test` fails as often as the file `failures` says, and leaves the
-# names of the failed tests where pytest does.
+# A fake make: records its arguments; `make test` fails as often as the file `failures` says, and writes the names of the
+# failed tests to pytest's lastfailed file.
 MAKE = """#!/usr/bin/env bash
 echo "$*" >> calls
 [ "$1" = test ] || exit 0

@@ -118,7 +118,7 @@ def test_many_at_once_and_choices_are_all_the_references(llama):
     assert_all_free(cluster)
 
 
-def test_what_ends_with_its_first_token_is_not_handed_over(llama):
+def test_a_request_that_ends_with_its_first_token_is_not_handed_over(llama):
     model, cluster = llama
     prompt = prompt_ids(70, seed=51)
     with Client(cluster.grpc) as client:
@@ -284,12 +284,13 @@ def test_a_killed_worker_costs_a_pause_and_no_token(role, checkpoint, start_clus
     assert len(answer.token_ids) == 900
     assert_reference(model, prompt, answer.token_ids)
     assert _placement_calls(cluster) - before == answer.timings.attempts
-    # Decode began, so the hand-off had been committed: its prefill worker is not needed any more.
+    # Decoding means that the hand-off was committed, so its prefill worker is no longer needed.
     assert answer.timings.attempts == (2 if role == "decode" else 1)
 
 
 def test_a_prefill_worker_killed_before_the_commit_costs_a_pause_and_no_token(checkpoint, tmp_path_factory):
-    """With a write posted, and with the first token out and Finish unsaid: D has no commit, and another P computes."""
+    """Killed after a write was posted, or after the first token and before Finish: D has not committed, so another P
+    computes the prompt."""
     model = checkpoint("llama")
     prompt = prompt_ids(300, seed=10)
     with run_under_orders(
@@ -307,7 +308,7 @@ def test_a_prefill_worker_killed_before_the_commit_costs_a_pause_and_no_token(ch
                 answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
             (struck,) = [one for one in read_struck(running.orders) if one.point == point.value]
             assert_reference(model, prompt, answer.token_ids)
-            # Its decode worker may say so before its router sees it: that costs an attempt at a dead one.
+            # The decode worker may report the death before the router sees it: that costs an attempt at a dead worker.
             assert answer.timings.attempts in (2, 3), "the first attempt had committed, or nothing was killed"
             assert answer.timings.prefill_worker != struck.process
             killed.add(struck.process)

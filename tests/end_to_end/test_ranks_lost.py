@@ -1,4 +1,4 @@
-"""A tensor-parallel worker is lost with any of its ranks, within the bounds of a worker, and comes back."""
+"""A tensor-parallel worker is lost if any of its ranks is, within the bounds for a worker, and is replaced or rejoins."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.long
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "16MiB")
 COUNTS = ("--prefill", "2", "--decode", "2", "--prefill-tp", "2", "--decode-tp", "2")
-STALL_SECONDS = 12.0  # a rank that stays silent for longer ends its worker
-HELD_SECONDS = 7.0  # of a stop: longer than it takes to be lost
+STALL_SECONDS = 12.0  # silence of a rank after which its worker ends
+HELD_SECONDS = 7.0  # length of a stop: longer than it takes to be lost
 NEW = 400
 SUSPECT_SECONDS = 2.0  # of silence: a shorter one would not show that the stop met a stream
 STREAMS = 2
@@ -45,7 +45,7 @@ def cluster(checkpoint, tmp_path_factory) -> Iterator[Cluster]:
 
 @dataclass
 class Load:
-    """Clients that ask one request after the other, and how long each waited for anything."""
+    """Clients that send one request after the other, and how long each went without a token."""
 
     grpc: str
     silences: list[tuple[float, float]] = field(default_factory=list)  # (from, to)
@@ -77,7 +77,7 @@ class Load:
 
 @contextlib.contextmanager
 def load(cluster: Cluster, model: Path) -> Iterator[Load]:
-    """Every token that came is checked at the end; nothing stays held."""
+    """Run clients; at the end check every token and that nothing is still held."""
     running = Load(cluster.grpc)
     threads = [threading.Thread(target=running.run, args=(number,)) for number in range(STREAMS)]
     for thread in threads:
@@ -108,7 +108,7 @@ def whole(cluster: Cluster) -> list[dict]:
 
 
 def victim(cluster: Cluster, running: Load, role: str) -> tuple[dict, int]:
-    """A worker through which a stream goes now, and its rank."""
+    """A worker that serves a stream now, and the pid of its rank."""
     workers = {one["id"]: one for one in whole(cluster) if one["role"] == role}
 
     def busy() -> dict | None:

@@ -40,7 +40,7 @@ class FakeRunner:
         self.page_size = PAGE
         self.config = EngineConfig(model=Path("/fake"), max_model_len=CONTEXT, page_size=PAGE, **settings)  # type: ignore[arg-type]
         self.cache = torch.zeros(num_blocks, PAGE, dtype=torch.int64)
-        self.sick: set[str] = set()  # requests whose logits are not numbers
+        self.sick: set[str] = set()  # requests whose logits are NaN
         self.model_config = ModelConfig(
             family="fake",
             vocab_size=VOCAB,

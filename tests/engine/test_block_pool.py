@@ -1,4 +1,4 @@
-"""The order in which cached blocks are evicted, what is told of it, and what it costs."""
+"""Eviction of cached blocks: its order, its reports, its cost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_least_recently_used_prefix_is_evicted_first() -> None:
 
 
 def test_blocks_that_hold_nothing_go_before_all_cached_ones() -> None:
-    """Also those that came back later: a block of a half-filled page is worth nothing to anybody."""
+    """Also those freed later: a partly filled block can never be a prefix hit."""
     pool = BlockPool(5)
     cached = cache(pool, 1, 2)
     pool.drop(cached)
@@ -68,10 +68,10 @@ def test_a_shared_prefix_outlives_its_tails() -> None:
     assert pool.match([name(1), name(1, 2), name(1, 2, 3)]) == one[:2]
 
 
-# --- what is told -------------------------------------------------------------------------------------------
+# --- reports ------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_one_chain_is_told_once() -> None:
+def test_a_run_of_evictions_of_one_chain_is_reported_once() -> None:
     told: list[tuple[list[bytes], int]] = []
     pool = BlockPool(8, lambda chain, held: told.append((list(chain), held)))
     pool.drop(cache(pool, 1, 2, 3, 4))
@@ -81,8 +81,8 @@ def test_a_run_of_one_chain_is_told_once() -> None:
     assert told == [(chains[0], 0), (chains[1], 2)]
 
 
-def test_nothing_is_claimed_of_a_chain_whose_middle_is_gone() -> None:
-    """Two sequences compute one prefix at the same time; the first one's block is the cached one, and goes first."""
+def test_no_report_claims_a_chain_with_a_gap() -> None:
+    """Two sequences compute one prefix at the same time; the first one's block is cached, and is evicted first."""
     told: list[tuple[list[bytes], int]] = []
     pool = BlockPool(5, lambda chain, held: told.append((list(chain), held)))
     first = cache(pool, 1, 2)
@@ -90,7 +90,7 @@ def test_nothing_is_claimed_of_a_chain_whose_middle_is_gone() -> None:
     assert not pool.remember(own[0], name(1), None) and not pool.remember(own[1], name(1, 2), name(1))
     assert pool.remember(own[2], name(1, 2, 3), name(1, 2))
     pool.drop(first)
-    pool.take(1)  # 1-2 goes; 1-2-3 is still held, and out of reach
+    pool.take(1)  # evicts 1-2; 1-2-3 is still held, but no longer reachable
     assert told == [([name(1), name(1, 2)], 1)]
     assert pool.chains() == [[name(1)]]
     pool.drop(own)
@@ -110,7 +110,7 @@ def test_a_chain_of_which_blocks_go_in_another_order_is_held_up_to_its_first_gap
     assert told == [(4, 3), (4, 1)]
 
 
-def test_a_block_that_is_cached_again_and_evicted_again_is_told_again() -> None:
+def test_a_block_cached_and_evicted_again_is_reported_again() -> None:
     told: list[tuple[int, int]] = []
     pool = BlockPool(3, lambda chain, held: told.append((len(chain), held)))
     first = cache(pool, 1, 2)
@@ -137,8 +137,8 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
         max_size=40,
     )
 )
-def test_whoever_is_told_knows_what_is_cached(steps: list) -> None:
-    """An index that believes the last word on every chain finds what the pool finds, after every step."""
+def test_reports_are_enough_to_know_what_is_cached(steps: list) -> None:
+    """An index that applies every report finds the same prefixes as the pool, after every step."""
     known: dict[bytes, bool] = {}
 
     def told(chain: list[bytes], held: int) -> None:
@@ -172,11 +172,11 @@ def _counted(held: list[list[int]]) -> dict[int, int]:
     return references
 
 
-# --- what it costs ------------------------------------------------------------------------------------------
+# --- cost ---------------------------------------------------------------------------------------------------
 
 
 class Counted(bytes):
-    """A hash that counts how often a table looks at it."""
+    """A hash that counts table lookups."""
 
     looks = 0
 

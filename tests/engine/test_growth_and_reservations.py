@@ -1,4 +1,4 @@
-"""Growth that runs out of blocks: which reservations it may take, and how often."""
+"""Growth that runs out of blocks: which reservations it may evict, and how often."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def until_evicted(engine: Engine) -> list[str]:
 
 
 def commit(engine: Engine, name: str, letter: int, blocks: int) -> list[int]:
-    """As if every part had landed; gives what its output is in the end."""
+    """Commit as if every part had landed; returns the expected output."""
     prompt = [letter] * blocks * PAGE
     engine._runner.store(engine.block_ids(name), 0, prompt)  # type: ignore[attr-defined]
     first, *rest = continuation(prompt, 8)
@@ -45,7 +45,7 @@ def commit(engine: Engine, name: str, letter: int, blocks: int) -> list[int]:
 
 @pytest.mark.parametrize("priority", [BATCH, NORMAL])
 def test_growth_leaves_reservations_of_a_higher_class_alone(priority: int) -> None:
-    """The stream waits instead, and goes on with the right tokens when the hand-off has come and gone."""
+    """The stream waits instead, and continues with the right tokens after the hand-off's request has ended."""
     engine = engine_of(10)
     engine.add(request("growing", 3, 2 * PAGE, 30, priority))
     engine.step()
@@ -107,7 +107,7 @@ def test_a_preempted_stream_of_a_lower_class_gives_way_before_a_reservation_of_a
 
 
 def evictions_while_it_grows(new: int) -> int:
-    """How often a hand-off is evicted that asks for its blocks again as soon as others' ends have made room for it."""
+    """How often a hand-off is evicted that reserves again as soon as there is room for it."""
     engine = engine_of(400)
     engine.add(request("growing", 3, PAGE, new, NORMAL))
     engine.step()
@@ -134,12 +134,12 @@ def evictions_while_it_grows(new: int) -> int:
 
 
 def test_a_growing_stream_does_not_evict_the_same_hand_off_block_by_block() -> None:
-    """Every block that the stream grew by took the hand-off with it, which was the youngest each time it came back. Now
-    what is set aside for the stream doubles with each eviction: 300 blocks of growth are a few evictions."""
+    """The hand-off is the youngest each time it comes back. What is set aside for the stream doubles with each eviction,
+    so 300 blocks of growth cause a few evictions only."""
     assert 1 <= evictions_while_it_grows(300 * PAGE) <= 4
 
 
-def test_what_a_stream_has_evicted_for_is_given_up_with_it() -> None:
+def test_blocks_set_aside_for_a_stream_are_released_with_it() -> None:
     engine = engine_of(100)
     engine.add(request("growing", 3, PAGE, 300, NORMAL))
     engine.step()
@@ -154,7 +154,7 @@ def test_what_a_stream_has_evicted_for_is_given_up_with_it() -> None:
     assert not engine._scheduler._set_aside.sequences()
 
 
-def test_what_is_set_aside_for_a_lower_class_keeps_no_higher_one_out() -> None:
+def test_blocks_set_aside_for_a_lower_class_are_available_to_a_higher_one() -> None:
     engine = engine_of(100)
     engine.add(request("growing", 3, PAGE, 300, BATCH))
     engine.step()
@@ -167,7 +167,7 @@ def test_what_is_set_aside_for_a_lower_class_keeps_no_higher_one_out() -> None:
 
 
 def test_a_paused_streams_claim_holds_nothing_up() -> None:
-    """Its client reads nothing: as with what it is short of, others do not wait for it."""
+    """A stream pauses when its client does not read; others must not wait for the blocks that it lacks."""
     engine = engine_of(100)
     engine.add(request("growing", 3, PAGE, 300, NORMAL))
     engine.step()
@@ -179,8 +179,8 @@ def test_a_paused_streams_claim_holds_nothing_up() -> None:
 
 
 @pytest.mark.parametrize(("new", "context"), [(9 * PAGE, CONTEXT), (CONTEXT, 10 * PAGE)])
-def test_what_is_set_aside_is_no_more_than_a_stream_can_still_grow(new: int, context: int) -> None:
-    """Ten blocks in the end, by its own limit or by the context's."""
+def test_no_more_is_set_aside_than_a_stream_can_still_grow(new: int, context: int) -> None:
+    """The stream ends with ten blocks, by its own limit or by the context's."""
     engine = engine_of(100, context)
     engine.add(request("growing", 3, PAGE, new, NORMAL))
     engine.step()
@@ -217,7 +217,7 @@ def test_a_preempted_stream_comes_back_though_much_is_set_aside_for_it() -> None
     assert set(tokens) == {"growing"}
 
 
-def test_what_a_second_stream_is_short_of_is_not_let_go_to_newcomers() -> None:
+def test_blocks_that_a_second_stream_lacks_do_not_go_to_newcomers() -> None:
     """Two streams need a block in the same step; only the first one evicts, and its own growth ends there."""
     engine = engine_of(10)
     engine.add(request("first", 3, 2 * PAGE, PAGE + 2, NORMAL))

@@ -1,4 +1,4 @@
-"""A paged kernel is chosen only where a call of it gives attention; and what the kernels are told."""
+"""A paged kernel is chosen only if a probing call returns attention; and the arguments that kernels get."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_an_install_that_is_broken_is_refused_with_its_reason(error: Exception) 
         assert type(error).__name__ in reason and str(error) in reason
 
 
-def test_auto_leaves_out_what_is_found_and_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package whose import fails: it was found by name, chosen, and ended the worker at its first step."""
+def test_auto_skips_a_package_that_is_found_and_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is found by name but fails to import must not be chosen."""
 
     def fails(name: str) -> Any:
         raise OSError(f"{name}: undefined symbol")

@@ -1,4 +1,4 @@
-"""How large a KV pool is when its size is not named: of what is left after the load, alike on every rank."""
+"""The default size of a KV pool: a share of the memory left after the load, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def of_card(used_gib: int, beside_gib: int = 0) -> float:
     return kv_cache.choose_bytes(0, CARD, beside_gib * GIB, memory) / GIB
 
 
-def test_of_a_card_the_pool_is_what_is_left_of_nine_tenths() -> None:
+def test_on_a_card_the_pool_gets_nine_tenths_less_what_is_used() -> None:
     """The weights, another process's share and the landing ring count alike; a tenth stays for activations."""
     assert of_card(0) == 72
     assert of_card(16) == 56
@@ -36,14 +36,14 @@ def test_a_named_size_is_taken_as_it_is() -> None:
     assert kv_cache.choose_bytes(5 * GIB, torch.device("cpu"), 7 * GIB) == 5 * GIB
 
 
-def test_of_a_processors_memory_what_comes_later_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_later_allocations_are_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "available_bytes", lambda: 10 * GIB)
     assert kv_cache.choose_bytes(0, torch.device("cpu"), 2 * GIB) == 2 * GIB
     assert kv_cache.choose_bytes(0, torch.device("cpu"), 11 * GIB) == 0
 
 
 class Loading:
-    """An allocator that counts what of the checkpoint has been read, as memory in use."""
+    """Counts the bytes read from the checkpoint, as memory in use."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int):
         self.total, self.loaded = total, 0
@@ -68,7 +68,7 @@ def test_the_size_is_taken_when_the_weights_are_loaded(checkpoint, monkeypatch: 
     config = EngineConfig(model=checkpoint("llama"), device="cpu", max_model_len=256)
     runner = load_runner(config, beside_bytes=8 << 20)
     assert loading.loaded > 500_000
-    assert loading.seen == [loading.loaded]  # asked once, behind the last tensor
+    assert loading.seen == [loading.loaded]  # measured once, after the last tensor
     expected = ((64 << 20) - (8 << 20) - loading.loaded) // 4
     block_bytes = runner.kv_cache[0].numel() * runner.kv_cache.itemsize
     assert runner.num_blocks == expected // block_bytes
@@ -90,7 +90,7 @@ def test_every_rank_takes_the_smallest_pool_of_all(monkeypatch: pytest.MonkeyPat
     assert sized.kv_memory_bytes == (16 << 20) - (4 << 20)
 
 
-def test_too_little_for_one_context_is_said_after_the_load_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_below_one_context_is_refused_after_the_load_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "available_bytes", lambda: 1 << 20)
     config = EngineConfig(model="/m", max_model_len=4096)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="more, or a smaller max_model_len"):

@@ -1,4 +1,4 @@
-"""What config.json and the settings say is wrong is said before any weight is read and any rank is started."""
+"""Errors in config.json and the settings are raised before any weight is read or any rank is started."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LLAMA3 = {
 
 @pytest.fixture
 def describe(tmp_path):
-    """A model directory with nothing but a config.json: whatever read weights would fail for their lack."""
+    """A model directory with a config.json and no weights: reading weights would fail."""
 
     def write(**changes: object) -> Path:
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
@@ -61,7 +61,7 @@ def settings(model: Path, **more: Any) -> EngineConfig:
         {"hidden_act": None},
     ],
 )
-def test_what_can_run_passes(describe, changes):
+def test_a_valid_config_passes(describe, changes):
     model, resolved = build.check(settings(describe(**changes)))
     assert model.num_layers == 2 and resolved.device == "cpu" and resolved.dtype == "float32"
 
@@ -151,7 +151,7 @@ def test_a_pool_that_cannot_hold_a_context_is_refused(describe):
         ({"max_model_len": 9999}, {}),
     ],
 )
-def test_a_worker_starts_no_rank_for_what_cannot_run(describe, monkeypatch, more, changes):
+def test_a_worker_starts_no_rank_for_an_invalid_config(describe, monkeypatch, more, changes):
     def too_late(*arguments: object) -> None:
         raise AssertionError("a rank was started, or weights were read")
 
@@ -169,7 +169,7 @@ def test_a_worker_starts_no_rank_for_what_cannot_run(describe, monkeypatch, more
 @pytest.mark.parametrize(
     "device", ["gpu", "cuda:", "cuda:-1", "cuda:1,2", "cpu:0", "CUDA", "mps", "", " cuda"]
 )
-def test_a_device_that_is_none_is_refused(device):
+def test_an_invalid_device_is_refused(device):
     with pytest.raises(ValidationError, match="device"):
         EngineConfig(model=Path("/m"), device=device)
 

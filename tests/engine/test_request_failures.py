@@ -1,5 +1,5 @@
-"""What fails in the engine's work for one request ends that request with a typed error: the engine goes on, the others
-get the tokens they would have got, and every block comes back."""
+"""A failure in the engine's work for one request ends that request with a typed error; the engine goes on, the tokens of
+the others are unchanged, and every block is freed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def greedy(**more: object) -> SamplingParams:
 
 
 class SickRunner(FakeRunner):
-    """Of the request "bad" it computes `value` in its `at`-th logits, counted over all choices."""
+    """Puts `value` into the `at`-th logits of the request "bad", counted over all choices."""
 
     def __init__(self, value: float, at: int, **settings: object):
         super().__init__(64, **settings)
@@ -158,7 +158,7 @@ def test_a_failed_request_that_exports_keeps_its_blocks_until_it_is_aborted():
     assert engine.stats().blocks_held == 0
 
 
-def test_the_forward_pass_is_everybodys():
+def test_a_failure_of_the_forward_pass_is_no_single_requests():
     class Broken(FakeRunner):
         def execute(self, plan: StepPlan) -> torch.Tensor:
             raise RuntimeError("a rank has died")
@@ -248,7 +248,7 @@ extreme_sampling = st.fixed_dictionaries(
 @settings(max_examples=150, deadline=None)
 @given(sampling=extreme_sampling, n=st.integers(1, 2))
 def test_whatever_a_valid_request_asks_it_gets_an_answer(sampling, n):
-    """And its neighbours theirs."""
+    """Its neighbours in the batch get theirs, too."""
     runner = FakeRunner(64)
     engine = Engine(runner, runner.config, secret=SECRET)
     with_good(engine, EngineRequest("bad", BAD, greedy(ignore_eos=False, **sampling), n=n, salt=SALT))
@@ -290,7 +290,7 @@ def test_ranks_stay_in_step_when_a_request_fails(checkpoint, monkeypatch):
     assert_greedy("beside a request that fails", model, prompts["bad"], after["after", 0])
 
 
-def test_the_error_says_on_the_wire_what_it_is():
+def test_the_error_keeps_its_class_on_the_wire():
     error = errors.from_wire(EngineRequestError("why").to_wire())
     assert type(error) is EngineRequestError
     assert isinstance(error, BatonError)

@@ -227,7 +227,7 @@ def test_tokens_that_the_model_excludes_are_never_drawn(cut):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_tiny_repetition_penalty_makes_no_infinity(cut):
-    """What was said is then certain to come again; which of it, is open."""
+    """A token of the context is then certain to come again; which one, is not defined."""
     x = logits().abs()
     seen = [1, 2, 3]
     for temperature in (0.0, 1e-2, 1.0, 100.0):
@@ -247,7 +247,7 @@ def test_logits_too_large_to_be_divided_by_the_temperature_fail_alone(cut):
 
 
 def test_numbers_of_one_row_do_not_fail_the_others():
-    """Counted modulo their width."""
+    """They are taken modulo their width."""
     assert (
         uniform([-1, 5], [-1, 0], [3, 3]).tolist() == uniform([2**64 - 1, 5], [2**32 - 1, 0], [3, 3]).tolist()
     )

@@ -1,5 +1,5 @@
-"""The sampler against its definition, which tests/sampling_oracle.py computes in another way; and the definition against
-literal values, so that neither can move with the other."""
+"""The sampler against the independent definition in tests/sampling_oracle.py, and that definition against literal values,
+so that the two cannot change together unnoticed."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def some_params(rng: random.Random) -> SamplingParams:
 
 @pytest.mark.parametrize("width", [0.1, 1.0, 6.0])
 def test_tokens_are_the_definitions(width):
-    """Where the definition, in float64, is undecided between two, fp32 may take either: a few in a thousand at most."""
+    """If the definition, in float64, is undecided between two, fp32 may take either: a few per thousand at most."""
     rng, noise = random.Random(11), np.random.default_rng(3)
     params = [some_params(rng) for _ in range(500)]
     logits = (noise.standard_normal((len(params), VOCAB)) * width).astype(np.float32)
@@ -144,7 +144,7 @@ def test_tokens_are_the_definitions(width):
 
 
 @pytest.mark.parametrize("width", [0.1, 1.0, 6.0])
-def test_what_a_draw_chooses_from_is_the_definitions(width):
+def test_the_distribution_is_the_definitions(width):
     """The set and its masses: a draw falls into a wrong mass only now and then."""
     rng, noise = random.Random(12), np.random.default_rng(4)
     for _ in range(300):
@@ -169,7 +169,7 @@ SAMPLED = [
 
 @pytest.mark.parametrize("asked", SAMPLED, ids=str)
 def test_an_engines_sampled_answers_are_the_definitions(asked, checkpoint):
-    """By the judge of the chaos runs, which has no part of the engine's sampler."""
+    """Judged by tests/exactness.py, as in chaos runs; it shares no code with the engine's sampler."""
     model, prompt = checkpoint("llama"), prompt_ids(30, seed=5)
     params = SamplingParams(**asked, seed=2**40 + 17, max_tokens=60, ignore_eos=True)
     outputs = run(make_engine(model), EngineRequest("r", prompt, params, n=3))

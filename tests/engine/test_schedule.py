@@ -1,4 +1,4 @@
-"""One step's choice: who is in it, in which order, and that finding out costs the same for each who runs."""
+"""The schedule of one step: its sequences, their order, and a cost per sequence that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def request(name: str, tokens: int, priority: int = 0, new: int = 40) -> EngineR
 
 
 def running(count: int, tokens: int) -> Scheduler:
-    """So many streams at `tokens` tokens each, of which one is still to be computed."""
+    """`count` running sequences with `tokens` computed tokens and one still to be computed."""
     runner = FakeRunner(count * (tokens // PAGE + 2), max_batch_tokens=2048)
     pool = BlockPool(runner.num_blocks)
     scheduler = Scheduler(runner.config, pool, NoOwner(), Counter())
@@ -61,7 +61,7 @@ def calls_of_a_step(count: int, tokens: int) -> int:
 
 
 @pytest.mark.parametrize("tokens", [6, 8], ids=["within a block", "each takes a block"])
-def test_a_step_costs_the_same_for_each_who_runs(tokens: int) -> None:
+def test_the_cost_of_a_step_per_sequence_is_constant(tokens: int) -> None:
     few, many = calls_of_a_step(32, tokens), calls_of_a_step(256, tokens)
     assert many <= 8 * few
     assert many <= 30 * 256
@@ -92,8 +92,8 @@ def test_the_oldest_of_a_class_comes_first() -> None:
     assert orders == sorted(orders) and len(orders) == 12
 
 
-def test_who_is_in_the_step_already_is_not_preempted_in_it() -> None:
-    """Though its tenant holds more: the step may have copied a block for it, and counts on it."""
+def test_a_sequence_scheduled_in_a_step_is_not_preempted_in_it() -> None:
+    """Even if its tenant holds more: the step may have copied a block for it already."""
     runner = FakeRunner(11, max_batch_tokens=64)
     engine = Engine(runner, runner.config, secret=b"s")
     sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -1,5 +1,5 @@
-"""What a former request left in a freed block reaches no other request's output, NaN and infinities included: attention
-reads nothing beyond a sequence's own length, whatever the backend, the kernel and the type."""
+"""Stale contents of a freed block, NaN and infinities included, never reach another request's output: attention reads
+nothing beyond a sequence's own length, for every backend, kernel and dtype."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Values at the edge of what is valid, through real engines: aggregated and handed over. An answer ends with its tokens,
-or with the typed error of that one request; no worker and no engine ends."""
+"""Extreme but valid values through real engines, aggregated and handed over. An answer ends with its tokens or with the
+typed error of that one request; no worker and no engine ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OF_ONE_REQUEST = "EngineRequestError"  # its logits had no finite maximum, for e
 
 
 def _edges(low: float, high: float) -> st.SearchStrategy[float]:
-    """The ends of a range and their neighbours, and what lies between by orders of magnitude."""
+    """The ends of a range, their neighbours, and values between them by orders of magnitude."""
     candidates = [low, high, 0.0, 1.0, SMALLEST, TINY, 1e-30, 1e-10, 1e-7, 1e-5, 9.9e-6, 1e-2, 9.9e-3, 0.5]
     candidates += [1.0 - 2**-24, 1.0 + 2**-23, 1e2, 1e6, -1.0, -1e-30, -1e6, HUGE]
     return st.sampled_from(sorted({float(np.float32(c)) for c in candidates if low <= c <= high}))
@@ -82,7 +82,7 @@ def specs(draw: st.DrawFn) -> common_pb2.GenerateSpec:
     """With up to three choices, or resumed in the middle of its output."""
     prompt = draw(st.lists(token_ids, min_size=1, max_size=40))
     sampling = draw(samplings())
-    # The context is what ends the largest of them; a few tokens show as much.
+    # Large limits end at the context anyway; a few tokens show the same.
     sampling.max_tokens = min(sampling.max_tokens, 6)
     made = common_pb2.GenerateSpec(
         prompt_tokens=pack_tokens(prompt),
@@ -160,7 +160,7 @@ def test_handed_over(spec, pair, channels, tally):
     reader.start()
     first, end = read(stream(channels, "Prefill/Run", run))
     finished = {token.choice for token in first if token.finish}
-    if end.outcome != DONE or len(finished) == max(1, spec.n):  # there is nothing that D would send
+    if end.outcome != DONE or len(finished) == max(1, spec.n):  # nothing is left for D to send
         decoding.cancel()
         reader.join(60)
         judge(spec, first, end, tally, "extreme values: handed over")

@@ -78,7 +78,7 @@ def conversation(pair: Pair, transfer_id: bytes) -> list[To]:
 
 
 def in_turn(messages: list[bytes], reserved: threading.Event) -> Iterator[bytes]:
-    """What comes after a Reserve means something only once that is answered; to some nonsense no answer comes."""
+    """Wait for the answer to a Reserve, without which later messages have no effect; invalid ones may get none."""
     for message in messages:
         reserved.clear()
         yield message

@@ -1,5 +1,5 @@
-"""Peers that follow the protocol and lie in its values: a prefill worker with headers, parts and ends that are not true,
-a decode worker with grants and answers that are not. The other side ends that hand-off, and nothing else."""
+"""Peers that follow the protocol but send false values: a prefill worker with false headers, parts and Finish, a decode
+worker with false grants and answers. The other side ends that hand-off, and nothing else."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ def canary(pair: Pair, decode: grpc.Channel) -> list[int]:
 
 
 class LyingPrefill:
-    """The stream of a prefill worker; `tell` waits a moment for the answer that it would need.
+    """The stream of a lying prefill worker; `tell` waits a moment for the answer to a message.
 
-    Used as a context: hypothesis also ends an example by an exception, and the slots of a peer whose exit nobody
-    reported stay in quarantine, as they must."""
+    Used as a context manager, which reports the peer's exit: hypothesis may end an example by an exception, and without
+    that report the peer's slots would rightly stay in quarantine.
+    """
 
     def __init__(self, pair: Pair, decode: grpc.Channel):
         self.pair = pair
@@ -85,7 +86,7 @@ class LyingPrefill:
             self.replies.put(None)
 
     def tell(self, said: To, wanted: str = "") -> Any:
-        """The answer of that kind, or None: another came first, or none for a while."""
+        """The next answer if it is of that kind; None if it is another, or if none comes for a while."""
         self._said.put(said.SerializeToString())
         while wanted:
             try:
@@ -152,7 +153,7 @@ def lie(data: st.DataObject, header: handoff_pb2.PartHeader) -> None:
     swaps = {
         "layers": lambda: _shift(header, "layer", 1),
         "heads": lambda: _shift(header, "head", 1),
-        # Where the prompt's first blocks are held: into them. What is drawn may not depend on an answer.
+        # If the prompt's first blocks are held: into them. What is drawn must not depend on an answer.
         "tokens": lambda: _shift(header, "token", max(-header.token_begin, data.draw(st.integers(-48, 1)))),
         "one layer, more tokens": lambda: (
             setattr(header, "token_end", header.token_begin + header.layer_end * tokens),
@@ -171,7 +172,7 @@ def _shift(header: handoff_pb2.PartHeader, kind: str, by: int) -> None:
 
 @few(120, 0.15)
 @given(data=st.data(), length=st.integers(1, 60))
-def test_a_prefill_worker_that_lies(data, length, pair, decode, tally):
+def test_a_lying_prefill_worker_ends_its_own_hand_off_only(data, length, pair, decode, tally):
     before = canary(pair, decode)
     transfer_id = secrets.token_bytes(16)
     with LyingPrefill(pair, decode) as peer:
@@ -228,7 +229,7 @@ def _send_a_part(
 
 
 class LyingDecode(decode_pb2_grpc.DecodeServicer):
-    """Answers every message as an honest worker would, but for what `change` makes of it."""
+    """Answers every message like an honest worker; `change` alters the answers."""
 
     def __init__(self, layout: common_pb2.KvLayout, change: Any):
         self._layout = layout
@@ -281,7 +282,7 @@ class LyingDecode(decode_pb2_grpc.DecodeServicer):
 
 @few(60, 0.05)
 @given(data=st.data())
-def test_a_decode_worker_that_lies(data, pair, prefill, tally):
+def test_a_lying_decode_worker_ends_its_own_hand_off_only(data, pair, prefill, tally):
     lies = data.draw(
         st.sets(st.sampled_from(["welcome", "reserve_reply", "slot_grant", "part_result"]), min_size=1)
     )
@@ -318,7 +319,7 @@ EDGES = (0, 1, 2, 7, 2**31, 2**32 - 1)
 
 
 def _twist(answer: Any, number: int) -> None:
-    """Sets one numeric field to an edge of its type, by the number's digits."""
+    """Set one numeric field to an edge value of its type, both selected by `number`."""
     fields = [f for f in answer.DESCRIPTOR.fields if f.cpp_type in (f.CPPTYPE_UINT32, f.CPPTYPE_UINT64)]
     if "welcome" in answer.DESCRIPTOR.name.lower():
         answer = answer.layout if number % 2 else answer
@@ -327,7 +328,7 @@ def _twist(answer: Any, number: int) -> None:
     setattr(answer, field.name, EDGES[number // 7 % len(EDGES)])
 
 
-def test_both_go_on(pair, prefill, decode, tally: Tally):
+def test_both_workers_still_serve(pair, prefill, decode, tally: Tally):
     asked = message(pair, "Prefill/Run", secrets.token_bytes(16), [9] * 30)
     events = prefill.unary_stream("/baton.v1.Prefill/Run")(asked.SerializeToString(), timeout=30)
     end = [common_pb2.AttemptEvent.FromString(event) for event in events][-1].end

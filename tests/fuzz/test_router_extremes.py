@@ -1,5 +1,5 @@
 """Extreme but valid requests at the router: long lists of stop strings, resumed streams with and without a ticket,
-chunked bodies with trailers. Each is answered, or refused with the field's name; no header comes out of a trailer."""
+chunked bodies with trailers. Each is answered, or refused with the field's name; a trailer never acts as a header."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def generate(
     return []
 
 
-# Prefixes of each other, runs of one character, and what the stub's text really holds.
+# Prefixes of each other, runs of one character, and strings that occur in the stub's text.
 _letters = st.sampled_from([*string.ascii_lowercase[:4], "é", "\U0001f642", " "])
 stops = st.one_of(
     st.text(_letters, min_size=1, max_size=6),
@@ -116,7 +116,7 @@ _NAMES = st.sampled_from(
     trailers=st.lists(st.lists(_NAMES, max_size=4), min_size=BATCH, max_size=BATCH), cut=st.integers(1, 20)
 )
 def test_trailers(trailers, cut, guarded, tally):
-    """A key that stands in a trailer alone opens nothing."""
+    """An API key in a trailer does not authenticate."""
     router, key = guarded
     values = {"authorization": f"Bearer {key}", "content-length": "5", "transfer-encoding": "chunked"}
     body = json.dumps({"prompt": "abc", "max_tokens": 2}).encode()

@@ -90,8 +90,8 @@ def test_attention_in_bf16_is_that_of_plain_products(heads, window, page, backen
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("page", [16, 256])
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_what_a_freed_block_holds_reaches_no_output(heads, page, value, backend, device):
-    """Neither what lies behind a sequence's last token in its last block, nor any other block."""
+def test_stale_contents_of_a_block_reach_no_output(heads, page, value, backend, device):
+    """Neither the rest of a sequence's last block nor any other block."""
     shape, cache, items, q, k, v = spread_step(heads, 0, page, backend, device)
     left = torch.full_like(cache, value)
     for item in items:

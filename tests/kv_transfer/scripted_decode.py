@@ -1,4 +1,4 @@
-"""A decode worker's end of the control stream that says only what a test tells it to."""
+"""A decode worker's end of the control stream, scripted by a test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def welcome(**more: Any) -> handoff_pb2.Welcome:
 
 @dataclass
 class Stream:
-    """One that the prefill worker has opened."""
+    """A stream that the prefill worker has opened."""
 
     heard: list[handoff_pb2.PrefillToDecode] = field(default_factory=list)
     out: asyncio.Queue[handoff_pb2.DecodeToPrefill | None] = field(default_factory=asyncio.Queue)
@@ -45,7 +45,7 @@ class Stream:
 
 @dataclass
 class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
-    """Answers Hello with `welcome`, and every Reserve with yes, unless it is told otherwise."""
+    """Answers Hello with `welcome` and accepts every Reserve, unless a test changes that."""
 
     streams: list[Stream] = field(default_factory=list)
     welcome: handoff_pb2.Welcome = field(default_factory=welcome)
@@ -84,7 +84,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         stream.say(drained_ack=handoff_pb2.DrainedAck(transfer_id=transfer_id))
 
     def drained(self) -> Iterator[bytes]:
-        """Every Drained that came, in order."""
+        """Transfer ids of all Drained received, in order."""
         return (one.transfer_id for stream in self.streams for one in stream.of("drained"))
 
 

@@ -1,4 +1,4 @@
-"""A prefill worker that says what a test tells it to, on a stream of its own: also what no honest one says."""
+"""A prefill worker scripted by a test, on a stream of its own; it can also send what no honest worker sends."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ScriptedPeer:
         value: float = 1.0,
         **changed: Any,
     ) -> None:
-        """Asks for a slot and fills it; `changed` are fields of the header."""
+        """Request a slot and fill it; `changed` overrides fields of the header."""
         count = (layers[1] - layers[0]) * 2 * (heads[1] - heads[0]) * (tokens[1] - tokens[0]) * DIM
         payload = torch.full((count,), value).view(torch.uint8)
         self.want(transfer_id, part, len(payload), source)

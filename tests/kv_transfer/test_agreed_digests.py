@@ -83,7 +83,7 @@ async def test_a_sum_of_a_peer_on_another_device_is_verified(decode):
 
 @pytest.mark.parametrize("wanted", [True, False])
 async def test_a_sampled_part_must_carry_its_digest(wanted):
-    """Transfer id and part name say which; the others need none."""
+    """Transfer id and part determine which parts are sampled; the others need no digest."""
     rule = Digests(torch.device("cpu"), "sample", 0.5)
     async with decode_side(config("grpc", digests="sample", digest_sample_share=0.5)) as decode:
         one = ScriptedPeer(decode.receiver)

@@ -1,5 +1,5 @@
-"""What a header and a Finish say is checked against what was reserved: a part lands in its own request's blocks, behind
-what is held, with its flow's heads; and a hand-off is complete only when every token of every layer is here."""
+"""Headers and Finish are checked against the reservation: a part lands in its own request's blocks, behind the held ones,
+with its flow's heads; and a hand-off is complete only when every token of every layer has landed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.waiting import until
 
 TOKENS = 5 * PAGE + 2
 ALL = (0, LAYERS)
-ROOMY = {"slot_bytes": 1 << 15, "ring_bytes": 1 << 19}  # all of a request fits one slot
+ROOMY = {"slot_bytes": 1 << 15, "ring_bytes": 1 << 19}  # a whole request fits one slot
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ async def test_an_honest_hand_off_commits(decode, peer):
 
 @pytest.mark.parametrize("tokens", [(0, TOKENS), (PAGE, TOKENS), (2 * PAGE - 1, TOKENS), (0, PAGE)])
 async def test_nothing_is_written_below_the_held_tokens(decode, peer, tokens):
-    """Those blocks are other requests' as well."""
+    """Other requests share those blocks."""
     decode.engine.held_tokens = 2 * PAGE
     decode.caches[0].fill_(7.0)
     transfer_id = await peer.reserve(TOKENS)
@@ -65,7 +65,7 @@ async def test_nothing_is_written_below_the_held_tokens(decode, peer, tokens):
 @pytest.mark.parametrize(
     ("layers", "tokens", "changed"),
     [
-        (ALL, (0, TOKENS + 1), {}),  # its last block has room for it: growth is not shipped
+        (ALL, (0, TOKENS + 1), {}),  # within the last block, but beyond the tokens to be shipped
         ((1, LAYERS + 1), (0, TOKENS), {}),
         (ALL, (0, TOKENS), {"head_begin": 1, "head_end": HEADS + 1}),
         (ALL, (0, TOKENS), {"head_end": 1, "token_end": 2 * TOKENS}),
@@ -86,7 +86,7 @@ async def test_a_header_that_leaves_its_request_is_refused(decode, peer, layers,
 
 @pytest.mark.parametrize("heads", [(0, 1), (0, 2)])
 async def test_the_heads_of_a_part_are_its_flows(decode, heads):
-    """Rank 1 of two ships head 1, and nothing else."""
+    """Rank 1 of two may ship head 1 only."""
     peer = ScriptedPeer(decode.receiver, tensor_parallel=2)
     peer.hello()
     transfer_id = await peer.reserve(TOKENS)
@@ -98,7 +98,7 @@ async def test_the_heads_of_a_part_are_its_flows(decode, heads):
     await peer.close()
 
 
-async def test_one_layer_sent_again_and_again_is_no_whole_hand_off(decode, peer):
+async def test_one_layer_sent_repeatedly_does_not_complete_a_hand_off(decode, peer):
     transfer_id = await peer.reserve(TOKENS)
     for part in range(LAYERS):
         await peer.send(transfer_id, part, (0, 1), (0, TOKENS))
@@ -108,7 +108,7 @@ async def test_one_layer_sent_again_and_again_is_no_whole_hand_off(decode, peer)
     assert decode.engine.aborted[transfer_id] == 0, "half-received blocks entered the prefix cache"
 
 
-async def test_a_missing_rank_is_no_whole_hand_off(decode):
+async def test_a_missing_rank_leaves_a_hand_off_incomplete(decode):
     peer = ScriptedPeer(decode.receiver, tensor_parallel=2)
     peer.hello()
     transfer_id = await peer.reserve(TOKENS)
@@ -132,7 +132,7 @@ async def test_a_missing_rank_is_no_whole_hand_off(decode):
     ],
 )
 async def test_a_finish_that_lies_ends_the_attempt(decode, peer, flows):
-    """Each token is here in every layer."""
+    """Although every token has landed in every layer."""
     transfer_id = await peer.reserve(TOKENS)
     await peer.send(transfer_id, 0, (0, 2), (0, TOKENS))
     await peer.send(transfer_id, 1, (2, 3), (0, TOKENS))
@@ -173,7 +173,7 @@ async def test_a_slot_for_ranks_that_share_no_heads_ends_the_attempt(decode):
 
 
 async def test_part_numbers_are_bounded(decode, peer):
-    """Or a peer could have each of any number of parts remembered."""
+    """Otherwise a peer could make the receiver keep an entry for any number of parts."""
     transfer_id = await peer.reserve(TOKENS)
     peer.want(transfer_id, MAX_PARTS_PER_ROW * LAYERS * TOKENS, 64)
     await ended_with(decode, peer, transfer_id, "TransportError", "is beyond the limit")

@@ -47,7 +47,7 @@ def test_a_digest_of_several_pieces_is_that_of_all_their_bytes(kind, cut):
 
 
 @pytest.mark.parametrize("kind", [XXH3_128, SUM64])
-def test_a_digest_sees_every_byte_and_words_that_changed_places(kind):
+def test_a_digest_detects_changed_bytes_and_swapped_words(kind):
     data = some_bytes(67)  # no whole number of words
     whole = digest([data], kind)
     for at in range(67):

@@ -1,4 +1,4 @@
-"""Drained is said until it is acknowledged: that its bytes were read proves nothing about what became of it."""
+"""Drained is repeated until it is acknowledged: that its bytes were read does not prove that it was acted upon."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _short_pauses(monkeypatch):
 
 
 async def given_up(prefill, decode):
-    """The transfer id of a hand-off that was aborted: nothing of it is on its way."""
+    """The transfer id of an aborted hand-off without pending writes."""
     handoff = await prefill.open(decode.ref, TOKENS)
     await handoff.abort("no more")
     await handoff.drained()
     return handoff.transfer_id
 
 
-async def test_it_is_repeated_on_a_stream_that_lives_until_it_is_acknowledged():
+async def test_it_is_repeated_on_an_open_stream_until_it_is_acknowledged():
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         transfer = await given_up(prefill, decode)
         await until(lambda: list(decode.drained()).count(transfer) >= 4, "said again and again")
@@ -45,8 +45,8 @@ async def test_it_is_repeated_on_a_stream_that_lives_until_it_is_acknowledged():
         assert len(list(decode.drained())) == said
 
 
-async def test_what_a_worker_has_only_read_is_said_on_its_next_stream():
-    """However long ago: it read it, was busy, and its stream broke before it came to it."""
+async def test_a_message_read_but_not_acted_upon_is_repeated_on_the_next_stream():
+    """The worker read the message long ago, but its stream broke before it acted on it."""
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         transfer = await given_up(prefill, decode)
         await until(lambda: transfer in set(decode.drained()), "it has read it")
@@ -60,7 +60,7 @@ async def test_what_a_worker_has_only_read_is_said_on_its_next_stream():
         await until(lambda: not prefill.sender.mail.waits_for("decode"), "acknowledged")
 
 
-async def test_every_hand_off_is_said_and_nothing_is_left():
+async def test_every_hand_off_sends_drained_until_none_waits():
     async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
         transfers = [await given_up(prefill, decode) for _ in range(20)]
         await until(lambda: not prefill.sender.mail.waits_for("decode"), "all acknowledged")
@@ -68,8 +68,8 @@ async def test_every_hand_off_is_said_and_nothing_is_left():
         assert prefill.sender.live == 0
 
 
-async def test_a_reservation_that_was_given_up_is_said_too(monkeypatch):
-    """D may have reserved, and granted; nobody will write there."""
+async def test_an_abandoned_reservation_sends_drained_too(monkeypatch):
+    """D may have reserved and granted slots that will never be written to."""
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         await given_up(prefill, decode)
         monkeypatch.setattr(decode.streams[0], "say", lambda **message: None)
@@ -82,7 +82,7 @@ async def test_a_reservation_that_was_given_up_is_said_too(monkeypatch):
         assert transfer in prefill.sender.mail._waiting["decode"]
 
 
-async def test_a_sender_that_closes_waits_a_moment_for_the_last_words(monkeypatch):
+async def test_a_closing_sender_waits_briefly_for_acknowledgements(monkeypatch):
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         transfer = await given_up(prefill, decode)
         monkeypatch.setattr(sender, "LAST_WORDS_SECONDS", 15.0)

@@ -1,5 +1,5 @@
-"""Drained messages on their way to decode workers that come, go, hang, live under other epochs, and read without acting on
-what they read: each is said to whom it was meant for until it is acknowledged; how long that takes makes no difference."""
+"""Drained messages to decode workers that come, go, hang, change epochs, and read without acting: each message is repeated
+to its worker until it is acknowledged, however long that takes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Worker:
     epoch: int = 1
     known: int = 0  # the epoch P has heard
     answers: str = "yes"  # | "no" | "never"
-    acts: bool = True  # on what it reads, and says so
+    acts: bool = True  # acts on what it reads and acknowledges it
     heard: list[bytes] = field(default_factory=list)
     acted: set[bytes] = field(default_factory=set)
     acknowledge: Any = None
@@ -107,7 +107,7 @@ class DrainedMailMachine(RuleBasedStateMachine):
 
     @rule(name=WORKERS, acts=st.booleans())
     def reads_without_acting(self, name: str, acts: bool) -> None:
-        """Or comes at last to what it has read."""
+        """Or acts at last on what it has read."""
         worker = self.workers[name]
         worker.acts = acts
         if acts:
@@ -151,7 +151,7 @@ class DrainedMailMachine(RuleBasedStateMachine):
                 REACHED.hit("given up")
 
     def missing(self, name: str) -> set[bytes]:
-        """What it has not acknowledged."""
+        """Messages that the worker has not acknowledged."""
         return {transfer for transfer, _ in self.kept[name]} - self.workers[name].acted
 
     def unheard(self, name: str) -> set[bytes]:

@@ -1,5 +1,5 @@
-"""How often the landing thread looks while something is expected: often after an arrival, then ever less often; and
-before memory in doubt is used again."""
+"""How often the landing thread polls: often after an arrival, then at growing intervals; and often enough before memory
+in doubt is used again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import wait_for
 
 
 def looks(seconds: float) -> int:
-    """In so long a time in which nothing arrives."""
+    """Number of polls in `seconds` without an arrival."""
     now, count = 0.0, 0
     while now < seconds:
         now += pause_of(now)

@@ -69,8 +69,8 @@ async def test_a_grant_names_the_ranks_device_and_welcome_its_memory(monkeypatch
         await one.close()
 
 
-async def test_the_senders_write_names_what_welcome_and_grant_said(monkeypatch):
-    """The peer says VRAM of device 2: nothing is written here, only what would be is noted."""
+async def test_the_senders_write_uses_memory_and_device_of_welcome_and_grant(monkeypatch):
+    """The peer names VRAM of device 2; the write is recorded and not carried out."""
     async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
         real = decode.ranks[0].hello
         fake = m.PeerRank(0, real.agent_name, real.metadata, m.VRAM, 2, real.digest_kinds)

@@ -1,4 +1,4 @@
-"""How often pending writes are looked at, over any stretch of time."""
+"""How often pending writes are polled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kv_transfer.poll_pace import MAX_SECONDS, MIN_SECONDS, PATIENCE, PollPace
 
 
 def looks(pace: PollPace, begin: float, seconds: float) -> int:
-    """While nothing happens; a look itself takes no time."""
+    """Number of polls in `seconds` without progress; a poll itself takes no time."""
     now, count = begin, 0
     while now < begin + seconds:
         now += pace.pause(now)
@@ -17,7 +17,7 @@ def looks(pace: PollPace, begin: float, seconds: float) -> int:
 
 
 def test_a_write_that_never_ends_costs_a_look_now_and_then():
-    """For ever: at first as many as it takes to be quick, then as many as a timer's."""
+    """Many polls at first, then one per MAX_SECONDS."""
     quick = PATIENCE * (1 + math.log(MAX_SECONDS / MIN_SECONDS))
     assert looks(PollPace(0.0), 0.0, 60.0) < quick + 60.0 / MAX_SECONDS
     steady = PollPace(0.0)

@@ -1,5 +1,5 @@
-"""How a pair's stream begins and ends at the decode worker: a refused Hello ends it, whatever fails gives everything
-back, and nothing that waits for the engine stops it."""
+"""A pair's stream at the decode worker: a refused Hello ends it, any failure releases what was reserved, and work that
+waits for the engine does not block it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_a_second_hello_ends_the_stream(decode):
 
 
 @pytest.mark.parametrize("where", ["IncomingHandoff", "plan_flows"])
-async def test_what_fails_beside_a_reservation_gives_its_blocks_back(decode, where, monkeypatch):
+async def test_a_failure_after_a_reservation_releases_its_blocks(decode, where, monkeypatch):
     taken: list[bytes] = []
     reserve = decode.engine.reserve
 
@@ -125,7 +125,7 @@ async def test_what_fails_beside_a_reservation_gives_its_blocks_back(decode, whe
     await one.close()
 
 
-async def test_what_a_rank_knows_of_a_transfer_ends_with_it(decode):
+async def test_a_rank_forgets_a_transfer_at_its_end(decode):
     one = ScriptedPeer(decode.receiver)
     one.hello()
     committed, aborted, open_one = [await one.reserve(TOKENS) for _ in range(3)]
@@ -216,8 +216,8 @@ async def test_a_slow_engine_holds_up_no_slot_request(decode, slow):
     await one.close()
 
 
-async def test_what_is_said_of_one_transfer_stays_in_order(decode, slow):
-    """An Abort behind a Reserve that the engine has not answered: afterwards nothing is held."""
+async def test_messages_of_one_transfer_stay_in_order(decode, slow):
+    """An Abort that arrives while the engine still works on the Reserve: afterwards nothing is held."""
     one = ScriptedPeer(decode.receiver)
     one.hello()
     await one.heard("welcome")
@@ -331,7 +331,7 @@ async def test_drained_of_a_transfer_that_was_never_here_is_acknowledged(decode)
 
 
 async def test_drained_does_not_wait_for_the_engine(decode, slow):
-    """Of a hand-off that is live: its slots are free while the engine is at its step; its blocks wait for it."""
+    """For a live hand-off: its slots are free during the engine's step, its blocks only after it."""
     one = ScriptedPeer(decode.receiver)
     one.hello()
     transfer_id = await one.reserve(TOKENS)

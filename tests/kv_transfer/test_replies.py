@@ -1,4 +1,4 @@
-"""What a decode worker may say on the control stream that makes no sense, and what it costs: its hand-off, or the link."""
+"""Invalid messages of a decode worker on the control stream end their hand-off, or the link."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_welcome_that_makes_no_sense_ends_the_link(said, error, field):
         await until(lambda: not prefill.sender._links, "the link is gone")
 
 
-async def test_what_the_pair_agrees_about_digests_holds_for_its_parts():
+async def test_parts_follow_the_pairs_agreement_on_digests():
     agreed = welcome(digests="all", digest_kind="sum64")
     async with (
         scripted_decode(welcome=agreed) as decode,
@@ -142,7 +142,7 @@ async def test_a_rank_that_does_not_exist_ends_that_hand_off_only(kind, field):
 
 
 async def test_values_at_the_ends_of_their_ranges_are_no_harm():
-    """P believes a slot's number and address as far as its own transport does."""
+    """P passes a slot's number and address to its transport without further checks."""
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         handoff = await prefill.open(decode.ref, TOKENS)
         (stream,) = decode.streams
@@ -173,7 +173,7 @@ async def test_an_address_that_nixl_refuses_ends_the_hand_off():
             decode.receiver.landing._granted = grants
 
 
-def test_of_decode_workers_only_so_many_are_remembered():
+def test_the_number_of_known_decode_workers_is_bounded():
     known = KnownWorkers(max_workers=3)
     for number in range(5):
         known.lives_under(f"d{number}", number + 1)

@@ -122,7 +122,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @invariant()
     def shares(self):
-        """Nobody has more than its share, and nobody waits who has less while a slot is free."""
+        """No peer or hand-off exceeds its share, and none below its share waits while a slot is free."""
         held = [slot.claim for slot in self.ring.slots if slot.claim is not None]
         slots = len(self.ring.slots)
         peers = Counter(claim.peer for claim in held)
@@ -159,7 +159,7 @@ def test_shares_are_bounded_per_transfer_and_peer():
 
 
 def test_a_transfer_in_doubt_costs_its_own_slots_and_no_more():
-    """Its peer's other hand-offs go on up to the peer's half, in which the doubtful slots count."""
+    """Its peer's other hand-offs go on within the peer's half, in which slots in doubt count."""
     grants: list[Claim] = []
     ring = Ring(list(range(8)), lambda claim, slot: grants.append(claim))
     for part in range(4):
@@ -221,7 +221,7 @@ def test_a_newcomer_does_not_wait_for_all_that_others_asked_before():
 
 
 def test_peers_take_turns():
-    """However many hand-offs one of them has."""
+    """Whatever number of hand-offs each of them has."""
     ring, held, claims = hold_back(16)
     for number in range(40):
         ring.ask(Claim(b"many" + bytes(11) + bytes([number]), "p1", 0, 0, 1))
@@ -233,7 +233,7 @@ def test_peers_take_turns():
 
 
 @pytest.mark.parametrize("handoffs", [1, 8, 8000])
-def test_what_a_release_costs_does_not_grow_with_what_waits(handoffs, monkeypatch):
+def test_the_cost_of_a_release_does_not_grow_with_waiting_claims(handoffs, monkeypatch):
     asked = 0
 
     def counted(may: Callable[..., bool]) -> Callable[..., bool]:

@@ -113,8 +113,8 @@ class SenderMachine(RuleBasedStateMachine):
         calm=st.booleans(),
     )
     def build(self, know: int, epoch: int, calm: bool) -> None:
-        """So many ranks know of the hand-off at once. The worker lives under `epoch` when it begins. `calm`: nothing
-        fails, or hardly any hand-off would come to its commit."""
+        """`know` ranks open the hand-off at once; the decode worker has `epoch` at the start. `calm`: nothing fails, since
+        otherwise hardly any hand-off would reach its commit."""
         self.calm = calm
 
         async def make() -> HandoffSender:
@@ -217,7 +217,7 @@ class SenderMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.calm)
     @rule(kind=st.sampled_from(["slot_grant", "part_result"]), source=st.booleans())
     def names_a_rank_that_does_not_exist(self, kind: str, source: bool) -> None:
-        """That ends the hand-off, and no rank hears of it."""
+        """An invalid reply ends the hand-off and is not passed to a rank."""
         granted = [rank.granted for rank in self.ranks]
         ranks = {"source_rank": RANKS} if source else {"target_rank": RANKS}
         message = handoff_pb2.SlotGrant if kind == "slot_grant" else handoff_pb2.PartResult
@@ -277,7 +277,7 @@ class SenderMachine(RuleBasedStateMachine):
     @precondition(lambda self: not (self.calm or self.fenced) and self.finishing is None)
     @rule(really=st.sampled_from([True, False, False]))
     def is_fenced(self, really: bool) -> None:
-        """What was begun under the old epoch ends; the streams go, and are opened anew."""
+        """Rejoin: hand-offs of the old epoch end, and streams are opened anew."""
         if not really:
             return
         self.fenced = self.aborted = True

@@ -238,8 +238,8 @@ def test_more_corrupted_parts_than_staging_holds(sending):
     wait_for(lambda: not sending.rank.staging_used_bytes, 60, "staging free")
 
 
-def test_a_grant_said_again_after_a_resend_is_not_used(sending):
-    """The slot is another's by now: writing there would damage what it holds."""
+def test_a_grant_repeated_after_a_resend_is_not_used(sending):
+    """The slot may have another owner by now, whose part a write would damage."""
     sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], ""))
     sending.compute(A, "peer", 64)
     assert sending.parts(A) > 1
@@ -259,7 +259,7 @@ def test_a_grant_said_again_after_a_resend_is_not_used(sending):
 
 
 def test_an_ended_hand_off_that_still_writes_costs_its_own_staging_only(sending):
-    """Nobody knows when it will be free; its peer's other hand-offs go on with the rest of its share."""
+    """It may stay pending for ever; the peer's other hand-offs go on with the rest of its share."""
     sending.open(A, "slow", 4)
     wait_for(lambda: sending.written("slow") == sending.parts(A), 15, "all posted")
     held = sending.rank.staging_used_bytes
@@ -289,8 +289,8 @@ def fails_for(transfer: bytes, original):
     return raising
 
 
-def test_what_one_hand_off_does_to_the_rank_ends_that_hand_off_only(sending, monkeypatch):
-    """Whatever it is: here, while one of its granted parts is made ready. What it had posted is waited for."""
+def test_an_exception_of_one_hand_off_ends_that_hand_off_only(sending, monkeypatch):
+    """Any exception, here while a granted part is prepared. Writes posted before are still awaited."""
     sending.open(A, "peer", 64)
     wait_for(lambda: sending.written("peer") == sending.parts(A), 15, "all posted")
     sending.rank.handle(m.PartAnswered(A, 0, 0, False))  # one more is to be posted, and that fails
@@ -342,7 +342,7 @@ def test_a_message_that_the_rank_cannot_digest_ends_its_hand_off_only(sending, m
     assert not any(isinstance(event, m.RankFailed) for event in sending.events)
 
 
-def test_a_peer_that_cannot_be_connected_for_whatever_reason_is_told_so(sending, monkeypatch):
+def test_any_failure_to_connect_a_peer_is_reported(sending, monkeypatch):
     def fault(*arguments):
         raise RuntimeError("no such thing")
 
@@ -353,7 +353,7 @@ def test_a_peer_that_cannot_be_connected_for_whatever_reason_is_told_so(sending,
 
 
 def test_writes_that_stay_pending_are_looked_at_ever_less_often(sending, monkeypatch):
-    """As over TCP to a stopped process, for ever; at once again when something happens."""
+    """As over TCP to a stopped process; after progress they are polled at once again."""
     pauses: list[float] = []
     wait = sending.rank._wake.wait
 
@@ -382,7 +382,7 @@ def test_parts_carry_the_digest_that_their_pair_has_agreed_on(sending, setting, 
 
 
 def test_a_hand_off_that_failed_posts_nothing_more(sending, monkeypatch):
-    """Its reader is told that it is over: whatever else is granted to it is written to no slot."""
+    """The failure was reported, so later grants are not used."""
     sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], ""))
     sending.compute(A, "peer", 64)
     monkeypatch.setattr(SenderRank, "_answered", lambda *arguments: 1 / 0)

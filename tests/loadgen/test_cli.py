@@ -80,7 +80,7 @@ def test_a_dead_http_target_is_named_with_the_reason(router: StubRouter, tmp_pat
         (["--questions", "/proc/nobody/q.txt", "--workload", "conversation"], "cannot be read"),
     ],
 )
-def test_what_is_wrong_with_a_flag_is_said_before_anything_is_sent(
+def test_a_wrong_flag_is_refused_before_anything_is_sent(
     flags: list[str], said: str, router: StubRouter
 ) -> None:
     target = [] if "--target" in flags else ["--target", router.address]

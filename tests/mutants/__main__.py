@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _pass_unchanged(mutants: Sequence[Mutant], root: Path, console: Console) -> bool:
-    """A test that is red anyway notices nothing."""
+    """Tests that fail without a change would count every change as noticed."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     console.print(f"{len(mutants)} changes; {len(tests)} tests or files of tests first without any of them")
     code = run_tests(tests, root, 3600)

@@ -12,7 +12,7 @@ ROOT = HERE.parents[1]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one place, and the tests that turn red under it."""
+    """One change at one place, and the tests that must fail under it."""
 
     area: str  # the list's file name without its ending
     name: str

@@ -20,12 +20,12 @@ PASSED, FAILED = 0, 1  # pytest's exit codes; anything else means that the tests
 class Verdict(enum.Enum):
     KILLED = "killed"
     SURVIVED = "survived"
-    TIMED_OUT = "killed (timed out)"  # a change that makes the tests hang is noticed, too
+    TIMED_OUT = "killed (timed out)"  # a change that makes the tests hang counts as noticed
     BROKEN = "broken"  # the entry does not fit, or its tests cannot even be collected
 
 
 def copy_tree(directory: Path) -> Path:
-    """The files that git tracks, and those it does not ignore, as they are now."""
+    """The tracked and the untracked, not ignored files, as they are in the work tree."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -42,7 +42,7 @@ def copy_tree(directory: Path) -> Path:
 
 def run_tests(tests: Sequence[str], root: Path, seconds: float, more: Sequence[str] = ()) -> int | None:
     """pytest's exit code; None: they took longer than `seconds`."""
-    # No bytecode is written: a change of equal length within one second would be taken for the file before it.
+    # No bytecode: a change of equal length within one second would not invalidate it.
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more, *tests]
     log = root / "pytest.log"
@@ -64,7 +64,7 @@ def run_tests(tests: Sequence[str], root: Path, seconds: float, more: Sequence[s
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The tests, and what they started: a change may keep them from taking it down."""
+    """Kill the tests and the processes that they started, which a change may keep alive."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""Every entry fits the code as it is: a list that went stale would show survivors that are none, or hide some."""
+"""Every entry fits the present code: an outdated list would report false survivors or hide real ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A prefill worker whose writes read their source only when the test says so, as RDMA over a slow or stopped peer does:
-the product's role, engine, sender and sending rank, and a link to a decode worker that the test speaks for."""
+"""A prefill worker whose writes read their source only when the test lets them, as RDMA to a slow or stopped peer may.
+Role, engine, sender and rank are real; the decode worker's side of the link is scripted by the test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from cluster.block_hash import pack_tokens
 from cluster.config import TransferConfig
-from cluster.faults.points import NO_FAULTS
 from engine.engine import Engine
 from engine.plan import StepPlan
 from kv_transfer import messages as m
@@ -24,10 +22,10 @@ from kv_transfer.sender import HandoffSender, OutgoingHandoff
 from kv_transfer.sender_rank import SenderRank
 from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.role import PrefillRole
-from tests.engine.fake_model import PAGE, VOCAB, FakeRunner
+from tests.engine.fake_model import PAGE, FakeRunner
+from tests.prefill_worker.fake_core import fake_core
 from tests.waiting import until
 from wire import common_pb2, handoff_pb2, prefill_pb2
-from worker.validate import SpecLimits
 
 BLOCKS, DIM = 12, 4096  # one block of one head is long enough to be written from where it lies
 SLOT_BYTES = 2 * PAGE * DIM * 4
@@ -45,7 +43,7 @@ class LateWrite:
         return self.state
 
     def read(self) -> list[Tensor]:
-        """What is in the source now, and with that the write is over."""
+        """Finish the write: return what the source holds now."""
         read = [piece.clone() for piece in self.pieces]
         self.state = "done"
         return read
@@ -86,7 +84,7 @@ class LateEndpoint:
 
 
 class Runner(FakeRunner):
-    """Leaves a token's id in every element of its KV."""
+    """Writes a token's id into every element of its KV."""
 
     def __init__(self) -> None:
         super().__init__(BLOCKS, max_batch_tokens=64)
@@ -104,7 +102,7 @@ class Runner(FakeRunner):
 
 @dataclass
 class Link:
-    """D, which says only what the test says."""
+    """The link to a decode worker; the test sends its replies."""
 
     name: str = "d@2"
     transport: str = "nixl"
@@ -137,7 +135,7 @@ class Link:
 
 
 class World:
-    """Made inside its loop."""
+    """The prefill worker and its link; make it inside an event loop."""
 
     def __init__(self, digests: str = "off"):
         self.runner = Runner()
@@ -155,26 +153,8 @@ class World:
         self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
         self.sender.reserve = self._reserve  # type: ignore[method-assign]
         self.rank.handle(m.Connect(self.link.name, [m.PeerRank(0, "agent", b"")], ""))
-        core = SimpleNamespace(
-            config=SimpleNamespace(
-                engine=SimpleNamespace(max_batch_tokens=64),
-                batch_aging_seconds=30.0,
-                max_queued_requests=32,
-                secret="s",
-            ),
-            faults=NO_FAULTS,
-            tracing=None,
-            trace_of=lambda spec: None,
-            beat_step=lambda: 1,
-            check_wire_version=lambda version: None,
-            check_epoch=lambda epoch: None,
-            check_accepting=lambda: None,
-            host=SimpleNamespace(call=self._call),
-            page_size=PAGE,
-            worker_id="p",
-            spec_limits=SpecLimits("m", VOCAB, 8),
-        )
-        self.role = PrefillRole(core, self.sender)  # type: ignore[arg-type]
+        core = fake_core(self._call, max_batch_tokens=64, page_size=PAGE)
+        self.role = PrefillRole(core, self.sender)
 
     async def _call(self, function: Callable[[Engine], Any]) -> Any:
         await asyncio.sleep(0)
@@ -206,7 +186,7 @@ class World:
                 await asyncio.sleep(0)
 
     async def computed(self, attempt: PrefillAttempt) -> None:
-        """Its prompt, and its first token is out."""
+        """Wait until the attempt's prompt is computed and its first token sent."""
         await until(lambda: self.engine.has_work, "the engine has it")
         await self.steps()
         assert attempt.tokens
@@ -215,7 +195,7 @@ class World:
         self.sender._live[attempt.transfer_id].on_reply(handoff_pb2.DecodeToPrefill(**message))
 
     async def grant_all(self, attempt: PrefillAttempt, parts: int) -> None:
-        """All of its writes are posted; none has read its source."""
+        """Grant every part, so that all writes are posted; none has read its source yet."""
         before = len(self.endpoint.writes)
         await until(lambda: len(self.link.of("slot_request")) >= parts, "slots asked for")
         for part in range(parts):

@@ -1,4 +1,5 @@
-"""A prompt that fails in the engine ends its attempt, typed; its hand-off is aborted before its blocks are free."""
+"""A prompt that fails in the engine ends its attempt with a typed error; its hand-off is aborted before its blocks are
+freed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ GOOD, BAD = bytes([1]) * 16, bytes([2]) * 16
 
 
 class Watching(Handoff):
-    """Looks, when it is aborted, whether its blocks are still held."""
+    """Records, when it is aborted, how many blocks are still held."""
 
     def __init__(self, machine: PrefillMachine):
         super().__init__(machine.loop)
@@ -77,7 +78,7 @@ def test_logits_that_are_not_finite_end_the_attempt(machine):
     assert_only_bad_failed(machine, handoff)
 
 
-def test_a_token_that_cannot_be_told_ends_its_attempt(machine, monkeypatch):
+def test_a_token_that_cannot_be_sent_ends_its_attempt(machine, monkeypatch):
     real = role_module.token_to_wire
 
     def fails(token):

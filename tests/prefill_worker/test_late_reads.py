@@ -1,5 +1,5 @@
-"""Blocks stay a request's own until no write reads from them, however it ended and whatever is said about digests: a part
-that is read after another request has taken its blocks is that other request's KV under this one's hashes."""
+"""Blocks stay allocated until no write reads them, however the request ended and with every digest setting: a part read
+after another request has got the blocks would ship that request's KV under this one's hashes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wire import handoff_pb2
 
 MINE, STRANGERS = 11, 71  # tokens
 A, B = b"a" * 16, b"b" * 16
-PARTS = 8  # of the prompt: a block each
+PARTS = 8  # of the prompt, one block each
 
 
 @asynccontextmanager
@@ -51,7 +51,7 @@ async def fenced(one: World, attempt: PrefillAttempt) -> None:
 
 
 async def committed(one: World, attempt: PrefillAttempt) -> None:
-    """D has every part, by its own account: a handle may need one more look."""
+    """D reports every part as received; a write's handle may still need another poll."""
     await until(lambda: bool(one.link.of("finish")), "finish is said")
     one.reply(attempt, committed=handoff_pb2.Committed(transfer_id=attempt.transfer_id))
 
@@ -83,7 +83,7 @@ async def test_a_late_read_finds_the_requests_own_kv(ends, digests):
 
 @pytest.mark.parametrize("ends", [one for one in ENDS if one is not committed])
 async def test_a_request_that_ended_is_computed_no_further(ends):
-    """Also where its blocks are still read: a step of a prompt that nobody wants costs others theirs."""
+    """Also while its blocks are still read: computing an unwanted prompt would delay the others."""
     async with world() as one:
         attempt = one.run(A, [MINE] * 40)
         object.__setattr__(one.engine._config, "max_batch_tokens", 16)
@@ -100,7 +100,7 @@ async def test_a_request_that_ended_is_computed_no_further(ends):
 
 
 async def test_cancel_waits_for_reads_for_a_moment_only(monkeypatch):
-    """Its answer says that the blocks are free, as it does nearly always; a stopped decode worker must not hold it up."""
+    """Its answer normally means that the blocks are free, but it must not wait for a stopped decode worker."""
     async with world() as one:
         attempt = one.run(A, [MINE] * 32)
         await one.computed(attempt)
@@ -115,8 +115,8 @@ async def test_cancel_waits_for_reads_for_a_moment_only(monkeypatch):
         assert one.engine.stats().blocks_held == 0
 
 
-async def test_one_that_was_never_started_gives_everything_back():
-    """Cancelled between its reservation and its first layer: no rank knows of it, and none would say it is drained."""
+async def test_an_attempt_that_never_started_releases_everything():
+    """Cancelled between its reservation and its first layer: no rank has opened it, so none would report it drained."""
     async with world() as one:
         spec_handoff = one.role._sender.reserve
         made = []
@@ -154,8 +154,8 @@ async def test_a_worker_that_stops_does_not_wait_for_a_stuck_peer():
 
 
 @pytest.mark.parametrize("given_back", [False, True])
-async def test_one_that_is_cancelled_before_its_first_step_says_so_too(given_back):
-    """Its reader would wait for an end for ever."""
+async def test_a_cancel_before_the_first_step_ends_the_log_too(given_back):
+    """Otherwise its reader would wait for ever."""
     async with world() as one:
         attempt = one.run(A, [MINE] * 8)
         attempt.given_back = given_back
@@ -167,8 +167,8 @@ async def test_one_that_is_cancelled_before_its_first_step_says_so_too(given_bac
         assert await one.role.freed(attempt, 0.0)
 
 
-async def test_what_has_not_begun_is_given_back_together():
-    """One by one, each that goes would let the next one in, and a worker that leaves would begin with it."""
+async def test_waiting_attempts_are_returned_together():
+    """One by one, each cancelled attempt would admit the next one, and a leaving worker would start it."""
     async with world() as one:
         begun = [one.run(A, [MINE] * 44), one.run(B, [MINE] * 44)]
         waiting = [one.run(b"c" * 16, [MINE] * 44), one.run(b"d" * 16, [MINE] * 8)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import settings
@@ -22,16 +21,15 @@ from cluster.errors import (
     StaleEpochError,
     StaleTransferError,
 )
-from cluster.faults.points import NO_FAULTS
 from engine.engine import Engine
 from kv_transfer.base import HandoffReport
 from prefill_worker.attempt import PrefillAttempt, PrefillState
 from prefill_worker.role import PrefillRole
-from tests.engine.fake_model import VOCAB, FakeRunner, continuation
+from tests.engine.fake_model import FakeRunner, continuation
+from tests.prefill_worker.fake_core import fake_core
 from tests.reached import Reached
 from tests.virtual_time import VirtualLoop
 from wire import common_pb2, prefill_pb2
-from worker.validate import SpecLimits
 
 REACHED = Reached(
     [
@@ -125,23 +123,12 @@ class PrefillMachine(RuleBasedStateMachine):
             if epoch != EPOCH:
                 raise StaleEpochError("another epoch")
 
-        core = SimpleNamespace(
-            config=SimpleNamespace(
-                engine=SimpleNamespace(max_batch_tokens=16),
-                batch_aging_seconds=30.0,
-                max_queued_requests=32,
-                secret="s",
-            ),
-            faults=NO_FAULTS,
-            tracing=None,
-            trace_of=lambda spec: None,
-            beat_step=lambda: 1,
+        core = fake_core(
+            call,
+            max_batch_tokens=16,
+            page_size=4,
             check_epoch=check_epoch,
             check_accepting=self.check_accepting,
-            host=SimpleNamespace(call=call),
-            page_size=4,
-            worker_id="p",
-            spec_limits=SpecLimits("m", VOCAB, 8),
         )
 
         async def make() -> PrefillRole:
@@ -169,7 +156,7 @@ class PrefillMachine(RuleBasedStateMachine):
         stops=st.sampled_from([False, False, True]),
     )
     def run(self, stale: int, new: int, stops: bool) -> None:
-        """`stops`: with its first token, which shows only when it is there."""
+        """`stops`: ends with its first token by a stop token, which is known only once it is drawn."""
         self.number += 1
         self.say_run(bytes([self.number]) * 16, stale, new, stops)
 
@@ -207,7 +194,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.inside(go)
 
     def refused(self, error: BatonError, stale: int, ended: bool) -> None:
-        """Whom a Run is for comes first: nothing may be concluded from anything else that is said to another life."""
+        """The epoch is checked first: a message to another epoch has no other effect."""
         if stale:
             assert isinstance(error, StaleEpochError), "taken for this life's"
             REACHED.hit("run refused: another epoch")
@@ -221,7 +208,7 @@ class PrefillMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.opened))
     @rule(pick=PICKS, stale=st.sampled_from([0, 1]))
     def run_again(self, pick: int, stale: int) -> None:
-        """A router says it twice, or after it has ended, or to a worker that has another epoch by now."""
+        """A repeated Run: while the attempt runs, after its end, or with an outdated epoch."""
         ended = [transfer for transfer in self.opened if self.role.attempts.is_ended(transfer)]
         known = [*self.opened, *3 * ended]
         self.say_run(known[pick % len(known)], stale, NEW, stops=False)
@@ -260,7 +247,7 @@ class PrefillMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.going(sent=False)))
     @rule(pick=PICKS, well=st.booleans(), early=st.booleans())
     def handoff_ends(self, pick: int, well: bool, early: bool) -> None:
-        """D's last word; it may give one up at any time, and commits only what it was told the end of."""
+        """D commits or aborts a hand-off; it may abort at any time, and commits only after Finish."""
         going = self.going(sent=well or not early) or self.going(sent=False)
         transfer, handoff = going[pick % len(going)]
         well = well and self.opened[transfer].machine.state is PrefillState.SENT
@@ -273,14 +260,14 @@ class PrefillMachine(RuleBasedStateMachine):
             self.inside(lambda: handoff.committed.set_exception(PeerLostError("lost")))
 
     def written_to(self) -> list[bytes]:
-        """Hand-offs that are over, with writes that are not."""
+        """Ended hand-offs with pending writes."""
         handoffs = self.sender.handoffs
         return [name for name, one in handoffs.items() if one.over and not one.all_drained.done()]
 
     @precondition(lambda self: bool(self.written_to()))
     @rule(pick=PICKS)
     def writes_end(self, pick: int) -> None:
-        """Every rank has said so, which may be long after the hand-off ended."""
+        """All ranks report the writes as ended, possibly long after the hand-off."""
         over = self.written_to()
         transfer = over[pick % len(over)]
         handoff = self.sender.handoffs[transfer]
@@ -295,7 +282,7 @@ class PrefillMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.opened))
     @rule(pick=PICKS, really=st.sampled_from([True, False, False]))
     def router_cancels(self, pick: int, really: bool) -> None:
-        if really:  # or nothing would come to its end
+        if really:  # sometimes only, so that some attempts run to their end
             self.cancel(list(self.opened)[pick % len(self.opened)])
 
     def cancel(self, transfer: bytes) -> None:
@@ -367,7 +354,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 assert [token.token_id for token in attempt.tokens] == continuation(prompt, 1)
 
     def keeps_blocks(self, attempt: PrefillAttempt, handoff: Handoff) -> None:
-        """What a write may still read belongs to its request; no step is spent on it."""
+        """Blocks that a write may still read stay allocated, and the request is no longer computed."""
         sequences = self.engine._requests.get(attempt.engine_id, [])
         if handoff.all_drained.done():
             return

@@ -1,4 +1,4 @@
-"""The Prefill service over gRPC: whom a Run is for, and one that ends with its first token."""
+"""The Prefill service over gRPC: checks of wire version and epoch, and attempts that end with their first token."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def test_a_run_for_an_earlier_life_is_refused(epoch):
 
 
 @pytest.mark.parametrize(("new", "said", "n"), [(1, 0, 1), (1, 0, 3), (5, 4, 1)])
-async def test_one_that_ends_with_its_first_token_reserves_and_ships_nothing(new, said, n):
+async def test_an_attempt_that_ends_with_its_first_token_ships_nothing(new, said, n):
     async with serving() as (world, stub):
         call = stub.Run(run(new=new, said=said, n=n))
         await until(lambda: world.engine.has_work, "the engine has it")
@@ -118,7 +118,7 @@ async def test_one_that_ends_with_its_first_token_reserves_and_ships_nothing(new
         )
 
 
-async def test_one_that_may_go_on_is_handed_over():
+async def test_an_attempt_that_may_go_on_is_handed_over():
     async with serving() as (world, stub):
         call = stub.Run(run(new=5, said=3))
         await until(lambda: world.engine.has_work, "the engine has it")

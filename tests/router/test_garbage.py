@@ -1,4 +1,4 @@
-"""What a router allocates for its streams is not looked at again and again."""
+"""Starting many streams does not trigger garbage collections."""
 
 from __future__ import annotations
 

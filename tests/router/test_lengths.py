@@ -1,5 +1,5 @@
-"""What cannot fit a context is refused by its length, before it is walked over, rendered or tokenised; what is long is
-rendered and tokenised beside the loop."""
+"""Requests that cannot fit the context are refused by length, before they are parsed, rendered or tokenised; long ones are
+rendered and tokenised on threads."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ CONTEXT = 64
 
 
 class Text:
-    """Of a model whose tokens are bytes; counts what it tokenises and renders."""
+    """A byte-level tokenizer that counts its calls."""
 
     vocab_size, max_position_embeddings, generation = 300, CONTEXT, {}
     most_bytes: int | None = 3
@@ -257,7 +257,7 @@ async def test_long_conversations_are_rendered_on_a_thread(text):
     assert threads[1].startswith("render")
 
 
-async def test_what_is_wrong_with_a_long_conversation_is_said_all_the_same(text):
+async def test_errors_in_a_long_conversation_are_reported(text):
     def read() -> list[dict[str, str]]:
         raise InvalidRequestError("messages[3]: must be an object", field="messages[3]")
 

@@ -44,7 +44,7 @@ def test_it_is_for_one_tenant_request_and_prompt(name):
 
 
 def refused(made: Completion, by: Tickets) -> bool:
-    """With tokens it is no request at all, without them a new one."""
+    """With tokens the request is refused, without them it counts as a new one."""
     with pytest.raises(InvalidRequestError) as caught:
         by.check(made, NAME)
     assert caught.value.field == "resume_ticket"

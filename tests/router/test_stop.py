@@ -1,4 +1,4 @@
-"""Stop strings by their definition, and at a price that does not depend on the list."""
+"""Stop strings against their definition, at a cost per character that does not depend on the list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.tokens.stop import StopMatcher, StopStrings
 
 
 class Definition:
-    """Word by word: everything that is held is searched again with each piece."""
+    """The definition, implemented naively: with each piece all held text is searched again."""
 
     def __init__(self, stops: Sequence[str], include: bool):
         self._stops = [one for one in stops if one]
@@ -76,7 +76,7 @@ def test_every_piece_comes_out_as_the_definition_has_it(stops, pieces, include, 
 
 
 def lines_of(function: Callable[[], Any]) -> int:
-    """How many lines of the automaton it runs."""
+    """Number of lines of the automaton's code that run."""
     count = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -107,7 +107,7 @@ TEXTS = {"far from any": "xyz " * 1000, "almost one": "a" * 4000, "back and fort
 @pytest.mark.parametrize("stops", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_a_character_costs_the_same_whatever_the_list(stops, text):
-    """Four a time, as tokens come. What a node costs once is counted with those that text has led to."""
+    """Four characters at a time, as tokens come. Making a node is counted once, for nodes that the text reaches."""
     matcher = StopMatcher(StopStrings(stops))
     pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
 

@@ -68,7 +68,7 @@ def test_the_time_is_the_one_given():
     assert made.render() == "2031-02-03 04:05"
 
 
-def test_what_a_template_raises_is_the_clients_fault(text):
+def test_an_error_raised_by_a_template_is_an_invalid_request(text):
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(TemplateError, match="roles must alternate"):
         render_jinja_template([MESSAGES], chat_template=template)

@@ -1,5 +1,5 @@
-"""Every bound of a request: the exact value is taken, one beyond it is refused by name. Lengths come before everything
-that walks over what a client sent."""
+"""Every bound of a request: the bound itself is accepted, one beyond it is refused by name. Lengths are checked before
+anything iterates over a client's data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def validator(generation: dict[str, Any] | None = None, **config: Any) -> Valida
 
 
 class Long(Sequence[int]):
-    """Of a length, and nothing may look at what is in it."""
+    """A sequence with a length whose elements must not be read."""
 
     def __init__(self, length: int):
         self._length = length
@@ -62,7 +62,7 @@ class Long(Sequence[int]):
         raise AssertionError("walked over")
 
 
-# field, the last value within, the first beyond
+# field, the last accepted value, the first refused one
 BOUNDS: list[tuple[str, Any, Any]] = [
     ("temperature", 0.0, -1e-9),
     ("temperature", 100.0, 100.1),
@@ -117,7 +117,7 @@ def test_the_last_value_is_taken_and_the_next_one_refused(name, within, beyond):
     assert not caught.value.retryable
 
 
-def test_what_is_taken_is_what_was_asked():
+def test_accepted_values_are_passed_on_unchanged():
     asked = Asked(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=-1, max_tokens=9, min_tokens=2, n=2)
     made = validator().completion(PROMPT, asked)
     sampling = made.sampling
@@ -143,7 +143,7 @@ def test_without_max_tokens_the_rest_of_the_context_is_there():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, True, "1"])
-def test_what_is_no_number_is_refused(value):
+def test_a_value_that_is_not_a_number_is_refused(value):
     for name in ("temperature", "n", "max_tokens"):
         with pytest.raises(InvalidRequestError) as caught:
             validator().completion(PROMPT, Asked(**{name: value}))
@@ -204,12 +204,12 @@ def test_a_resumed_request_has_one_choice():
 
 
 @pytest.mark.parametrize("length", [CONTEXT, 500_000, 2**40])
-def test_what_is_too_long_is_not_walked_over(length):
+def test_elements_of_a_too_long_prompt_are_not_read(length):
     assert refused(Long(length), Asked()).field == "prompt"
     assert refused(PROMPT, Asked(resume_tokens=Long(length))).field == "resume_tokens"
 
 
-def test_a_list_that_is_too_long_is_not_walked_over():
+def test_elements_of_a_too_long_list_are_not_read():
     assert refused(PROMPT, Asked(stop_token_ids=Long(500_000))).field == "stop_token_ids"
 
 

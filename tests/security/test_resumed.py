@@ -39,7 +39,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyFile:
 
 @pytest.fixture(scope="module")
 def deployment() -> str:
-    """Its namespace in Redis."""
+    """The deployment's namespace in Redis."""
     return f"test-{secrets.token_hex(4)}"
 
 
@@ -86,7 +86,7 @@ def wait_for_key(router: Router, key: str) -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["in its answer", "before its first token"])
-def test_the_one_request_of_a_minute_outlives_its_router(begun, keys, first, second, deployment, redis_url):
+def test_the_only_request_of_a_minute_survives_its_router(begun, keys, first, second, deployment, redis_url):
     key = keys.add(f"once-{begun}", requests_per_minute=1, tokens_per_minute=TOKENS)
     for router in (first, second):
         wait_for_key(router, key)
@@ -135,7 +135,7 @@ def refusal(router: Router, key: str, **fields: Any) -> str:
 
 
 def test_made_up_tokens_open_nothing(keys, second):
-    """Without the ticket of its first event a request that claims to hold tokens is refused."""
+    """A request with resume_tokens but without the ticket of its first event is refused."""
     key = keys.add("liar")
     wait_for_key(second, key)
     for made_up in (b"", bytes(24), secrets.token_bytes(24), secrets.token_bytes(500)):
@@ -143,7 +143,7 @@ def test_made_up_tokens_open_nothing(keys, second):
 
 
 def test_a_charge_is_not_taken_over_without_its_ticket(keys, second):
-    """A name, a prompt and a count of lost routers can be made up: asked so, it is charged as any other."""
+    """Request id, prompt and reconnect count can be forged: such a request is charged like any other."""
     key = keys.add("counts", requests_per_minute=1)
     wait_for_key(second, key)
     with asking(second, key, TOKENS) as events:

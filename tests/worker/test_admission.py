@@ -77,7 +77,7 @@ async def test_cancelled_waiters_leave_no_tokens_behind():
     assert last.done()
 
 
-async def test_who_is_admitted_and_cancelled_in_the_same_moment_gives_its_tokens_back():
+async def test_a_request_admitted_and_cancelled_at_once_releases_its_tokens():
     admission = Admission(100)
     await enter(admission, 100)
     waiting = await enter(admission, 70)
@@ -89,7 +89,7 @@ async def test_who_is_admitted_and_cancelled_in_the_same_moment_gives_its_tokens
     assert admission.inside_tokens == 0 and admission.tokens == 0
 
 
-def test_who_is_admitted_and_too_late_in_the_same_moment_gives_its_tokens_back():
+def test_a_request_admitted_and_expired_at_once_releases_its_tokens():
     loop = VirtualLoop()
     admission = Admission(100, clock=loop.time)
 

@@ -95,7 +95,7 @@ async def test_unread_tokens_are_counted_for_the_newest_reader():
     strict=True, reason="columns trimmed by what their reader acknowledged: the new token path"
 )
 async def test_tokens_that_were_read_are_not_kept_as_an_object_each():
-    """0.8 KB a token for as long as the attempt lives."""
+    """Each object takes 0.8 KB for as long as the attempt lives."""
     log, count = AttemptLog(lambda: 7), 10_000
     reading = log.read()
     gc.collect()

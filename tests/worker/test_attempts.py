@@ -102,8 +102,8 @@ async def test_a_cancel_whose_caller_hangs_up_is_done_to_its_end():
     await gone(attempts)
 
 
-async def test_one_that_cannot_be_cancelled_does_not_keep_the_others():
-    """An engine that has stopped refuses every call: the worker must still end each attempt, and itself."""
+async def test_an_attempt_that_cannot_be_cancelled_does_not_keep_the_others():
+    """A stopped engine refuses every call; the worker must still end each attempt, and exit."""
     cancelled: list[bytes] = []
 
     async def cancel(attempt):

@@ -62,7 +62,7 @@ async def test_who_comes_too_late_is_told():
 
 
 class HangingEngine:
-    """Its step waits for a rank that does not come."""
+    """An engine whose step waits for a rank that never arrives."""
 
     has_work = True
     steps = 0
@@ -76,7 +76,7 @@ class HangingEngine:
 
 
 async def stops(host: EngineHost, engine: HangingEngine) -> None:
-    """Without its engine's thread."""
+    """An EngineHost whose thread is not started."""
     stopping = asyncio.create_task(host.stop())
     try:
         await asyncio.wait([stopping], timeout=15)

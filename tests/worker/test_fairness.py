@@ -203,8 +203,8 @@ def waiting(order: int, tenant: str, tokens: int, weight: float = 1.0) -> Waitin
     return Waiting(tokens, tenant, weight, 0.0, order, turn)
 
 
-async def test_a_tenant_gets_back_what_a_request_that_gave_up_did_not_use():
-    """Its next one is as early as if the other had never come."""
+async def test_a_tenant_is_refunded_for_a_request_that_gave_up():
+    """Its next request is as early as if the other had never arrived."""
     queue = FairQueue()
     queue.push(waiting(0, "b", 100))
     given_up = waiting(1, "a", 100, 0.25)
@@ -216,7 +216,7 @@ async def test_a_tenant_gets_back_what_a_request_that_gave_up_did_not_use():
 
 
 async def test_nothing_is_given_back_for_a_request_with_others_of_its_tenant_behind_it():
-    """Those have their places already: the next one comes behind them."""
+    """Those are queued already: the next one comes behind them."""
     queue = FairQueue()
     given_up, behind = waiting(0, "a", 1000), waiting(1, "a", 10)
     queue.push(given_up)
@@ -228,7 +228,7 @@ async def test_nothing_is_given_back_for_a_request_with_others_of_its_tenant_beh
     assert [queue.pop().order for _ in range(3)] == [2, 1, 3]
 
 
-async def test_one_that_is_not_there_gives_nothing_back():
+async def test_an_unknown_request_refunds_nothing():
     queue = FairQueue()
     gone = waiting(0, "a", 50)
     queue.push(gone)

@@ -1,5 +1,5 @@
-"""A worker whose engine fails says so on every stream before it ends: what the failed step ran is named as its possible
-cause, everything else goes back. Real workers, real gRPC."""
+"""A worker whose engine fails reports that on every stream before it exits: requests of the failed step get
+EngineFailedError, all others DrainingError. Real workers, real gRPC."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def breaks(worker: Any, error: BaseException) -> None:
     worker._core.engine.step = step
 
 
-async def test_what_a_failed_decode_engine_ran_is_named_and_what_waits_goes_back(pair):
+async def test_requests_of_a_failed_decode_step_are_named_and_waiting_ones_go_back(pair):
     running, waiting = pair.run_local(1), pair.attach(2)
     ends = [asyncio.ensure_future(end_of(call)) for call in (running, waiting)]
     await until(
@@ -133,7 +133,7 @@ async def test_what_a_failed_decode_engine_ran_is_named_and_what_waits_goes_back
     await asyncio.wait_for(stopping, LONG)
 
 
-async def test_what_a_failed_prefill_engine_ran_is_named(pair):
+async def test_requests_of_a_failed_prefill_step_are_named(pair):
     breaks(pair.prefill, IndexError("an index"))
     ending = asyncio.ensure_future(end_of(pair.run(3)))
     await asyncio.wait_for(pair.prefill.wait_failed(), LONG)
@@ -144,7 +144,7 @@ async def test_what_a_failed_prefill_engine_ran_is_named(pair):
 
 
 class AnsweringRank:
-    """A further rank as far as its worker's watch asks it."""
+    """A fake rank with what RankWatch uses of it."""
 
     rank = 1
     failure = ""
@@ -155,7 +155,7 @@ class AnsweringRank:
 
 @pytest.mark.parametrize("how", ["named", "rank"])
 async def test_no_request_is_the_cause_where_the_failure_has_another(pair, how):
-    """A rank that dies breaks the leader's step, too."""
+    """A rank's death also breaks the leader's step."""
     ending = asyncio.ensure_future(end_of(pair.run_local(4)))
     await until(lambda: len(pair.decode._role.by_engine_id) == 1, "runs")
     core = pair.decode._core
@@ -171,7 +171,7 @@ async def test_no_request_is_the_cause_where_the_failure_has_another(pair, how):
     core.ranks.remote.clear()
 
 
-async def test_an_engine_that_refuses_a_request_lives_on(pair):
+async def test_an_engine_that_refuses_a_request_keeps_running(pair):
     def add(request: Any) -> None:
         raise KeyError("a fault of ours")
 

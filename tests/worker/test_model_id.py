@@ -1,4 +1,4 @@
-"""Two workers share an id exactly if they compute the same: any weight, or any setting that changes output, parts them."""
+"""Model ids differ if any weight differs, or any setting that changes output, and are equal otherwise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def edit(model: Path, name: str = "config.json", **changes: object) -> None:
 
 
 def sized(model: Path, rows: int) -> Path:
-    """The checkpoint with a vocabulary so large that its embeddings are sampled, and lie behind much else."""
+    """Enlarge the vocabulary, so that the embeddings are sampled and other tensors come before them."""
     tensors = load_file(model / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = torch.randn(rows, 64, generator=torch.Generator().manual_seed(len(name)))
@@ -61,7 +61,7 @@ def test_a_late_tensor_a_middle_one_and_one_number_of_a_norm_part_two_checkpoint
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 1.0])
 def test_a_large_tensor_is_looked_at_from_end_to_end(model: Path, share: float) -> None:
-    """A stretch of a tenth, wherever it lies, cannot differ unseen."""
+    """A difference in any contiguous tenth is detected."""
     sized(model, 40_000)
     before = make_model_id(model)
     tensors = load_file(model / "model.safetensors")
@@ -81,20 +81,20 @@ def test_a_large_tensor_is_looked_at_from_end_to_end(model: Path, share: float) 
         {"a_key_of_next_year": {"attends": "backwards"}},
     ],
 )
-def test_a_key_that_changes_output_parts_them(model: Path, changes: dict[str, object]) -> None:
+def test_a_key_that_changes_output_changes_the_id(model: Path, changes: dict[str, object]) -> None:
     (model / "generation_config.json").unlink()  # its end tokens would go before
     before = make_model_id(model)
     edit(model, **changes)
     assert make_model_id(model) != before
 
 
-def test_what_ends_a_stream_parts_them_wherever_it_stands(model: Path) -> None:
+def test_end_tokens_change_the_id_in_any_config_file(model: Path) -> None:
     before = make_model_id(model)
     edit(model, "generation_config.json", eos_token_id=[2, 9])
     assert make_model_id(model) != before
 
 
-def test_what_is_computed_in_parts_them(model: Path) -> None:
+def test_the_compute_dtype_changes_the_id(model: Path) -> None:
     assert make_model_id(model, "bfloat16") != make_model_id(model, "float32")
     assert make_model_id(model, "auto") == make_model_id(model, "float32")  # it is stored so
     edit(model, dtype="bfloat16", torch_dtype="bfloat16")
@@ -140,7 +140,7 @@ def test_two_tensors_that_change_places_part_them(model: Path) -> None:
     assert make_model_id(model) != before
 
 
-def test_a_tensor_under_another_name_parts_them(model: Path) -> None:
+def test_a_renamed_tensor_changes_the_id(model: Path) -> None:
     before = make_model_id(model)
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight2"] = tensors.pop("model.norm.weight")  # at the same place in their order
@@ -203,7 +203,7 @@ def llama_70b() -> dict[str, list[int]]:
 
 
 def sparse(path: Path, tensors: dict[str, list[int]]) -> int:
-    """A file of the right size that takes no room; gives the size."""
+    """Write a sparse file of the right size; returns the size."""
     header, at = {}, 0
     for name, shape in tensors.items():
         size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)

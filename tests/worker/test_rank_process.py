@@ -1,4 +1,4 @@
-"""The leader's end of a rank in another process: nothing that the rank does, or fails to do, holds the leader up."""
+"""The leader's end of a rank in another process: no behaviour of the rank blocks the leader."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANY = 64
 
 
 class Echo:
-    """An endpoint that says how much it was told."""
+    """An endpoint that answers with the size of each message."""
 
     def __init__(self) -> None:
         self.on_event: Callable[[Any], None] = lambda event: None
@@ -51,7 +51,7 @@ def rank_main(rank: int, pipe: Connection, arrived: int) -> None:
 
 @contextlib.contextmanager
 def spawned(arrived: int = 0) -> Iterator[tuple[RemoteRank, list[Any], list[str]]]:
-    """With what it has said, and how it failed."""
+    """A rank, with its events and failures."""
     remote = spawn_rank(1, rank_main, arrived)
     said: list[Any] = []
     failures: list[str] = []
@@ -127,8 +127,8 @@ def test_a_rank_that_beats_but_reads_nothing_is_silent():
         assert not failures
 
 
-def test_a_rank_whose_main_thread_does_not_come_to_an_operation_is_silent():
-    """It beats and it reads."""
+def test_a_rank_whose_main_thread_does_not_enter_an_operation_is_silent():
+    """Although it beats and reads."""
     with spawned(arrived=2) as (remote, said, _):
         clock = Clock()
         leader = Arrivals(clock)

@@ -1,4 +1,4 @@
-"""What a worker makes of ranks that are silent: when it stops saying that it lives, and when it gives up."""
+"""How a worker reacts to silent ranks: when it stops sending beats, and when it fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rank:
 
 
 class Watched:
-    """A watch over two ranks, on a loop whose time is the test's."""
+    """A watch over two ranks, on a loop with virtual time."""
 
     def __init__(self) -> None:
         self.loop = VirtualLoop()
@@ -83,8 +83,8 @@ def test_a_rank_that_stays_silent_fails_its_worker_in_the_end(watched):
     assert "rank 1 has been silent for 30 s" in str(watched.failures[0])
 
 
-def test_only_what_was_seen_without_a_break_counts(watched):
-    """A leader that was stopped itself finds old beats at its first look."""
+def test_only_uninterrupted_silence_counts(watched):
+    """A leader that was stopped itself sees only old beats at first."""
     for _ in range(4):
         watched.ranks[0].silent = 1000.0
         watched.loop.pass_time(PATIENCE - 2.0)
@@ -93,7 +93,7 @@ def test_only_what_was_seen_without_a_break_counts(watched):
     assert not watched.failures
 
 
-def test_one_rank_s_silence_is_not_added_to_another_s(watched):
+def test_silences_of_different_ranks_are_not_added(watched):
     watched.ranks[0].silent = 1000.0
     watched.loop.pass_time(PATIENCE - 2.0)
     watched.ranks[0].silent, watched.ranks[1].silent = 0.0, 1000.0

@@ -1,4 +1,4 @@
-"""What `baton doctor --redis-url` says of a Redis."""
+"""The verdict of `baton doctor --redis-url` on a Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica tells decode workers that its prefill worker's process has exited, when nothing of it is left."""
+"""A replica notifies decode workers that its prefill worker has exited, once no process of it is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.end_to_end.conftest import gone
 from tests.waiting import wait_for
 from wire import decode_pb2, decode_pb2_grpc
 
-# A worker: it leads a session in which a rank of its runs on when it is killed.
+# A worker that leads a session, with a rank that survives when the worker is killed.
 WORKER = """
 import os, subprocess, sys
 os.setsid()
@@ -38,11 +38,11 @@ sys.stdin.read()
 
 
 class Decode(decode_pb2_grpc.DecodeServicer):
-    """What a decode worker is told."""
+    """A decode worker that records the notices it gets."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.failures = 0  # answers that fail first
+        self.failures = 0  # how many calls fail first
 
     def PeerExited(
         self, request: decode_pb2.PeerExitedRequest, context: Any
@@ -56,7 +56,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
 
 @pytest.fixture
 def decode(redis_url: str, namespace: str) -> Iterator[Decode]:
-    """Registered, as decode workers are."""
+    """A registered decode worker."""
     servicer = Decode()
     server = grpc.server(ThreadPoolExecutor(2))
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server)
@@ -73,7 +73,7 @@ def decode(redis_url: str, namespace: str) -> Iterator[Decode]:
 
 @pytest.fixture
 def worker() -> Iterator[tuple[Facts, int]]:
-    """It, and the pid of its rank."""
+    """The worker, and the pid of its rank."""
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -91,7 +91,7 @@ def config(redis_url: str, namespace: str, **values: Any) -> WorkerConfig:
     return settings.load(WorkerConfig, {}, values={**given, **values})
 
 
-def test_decode_workers_are_told_when_nothing_is_left_of_the_worker_and_its_ranks(
+def test_decode_workers_are_notified_once_worker_and_ranks_are_gone(
     decode, worker, redis_url, namespace, monkeypatch
 ):
     facts, rank = worker
@@ -106,7 +106,7 @@ def test_decode_workers_are_told_when_nothing_is_left_of_the_worker_and_its_rank
     assert decode.told == ["p1"]
 
 
-def test_nothing_is_said_while_a_process_of_it_may_live(decode, worker, redis_url, namespace, monkeypatch):
+def test_no_notice_while_a_process_of_the_worker_may_live(decode, worker, redis_url, namespace, monkeypatch):
     facts, rank = worker
     monkeypatch.setattr(sessions, "end", lambda *_: False)
     ExitWord(config(redis_url, namespace)).give(facts)
@@ -116,9 +116,7 @@ def test_nothing_is_said_while_a_process_of_it_may_live(decode, worker, redis_ur
 @pytest.mark.parametrize(
     "values", [{"role": "decode"}, {"engine": {"model": "m", "tensor_parallel": 2, "nodes": 2}}]
 )
-def test_nothing_is_said_of_workers_whose_writes_it_does_not_end(
-    decode, worker, redis_url, namespace, values
-):
+def test_no_notice_for_workers_whose_writes_may_go_on(decode, worker, redis_url, namespace, values):
     """A decode worker writes nowhere; ranks on other nodes may write on."""
     facts, _ = worker
     os.kill(facts.pid, signal.SIGKILL)
@@ -126,7 +124,7 @@ def test_nothing_is_said_of_workers_whose_writes_it_does_not_end(
     assert decode.told == []
 
 
-def test_another_process_with_the_number_of_one_that_is_gone_is_left_alone(worker):
+def test_a_process_that_reuses_the_pid_is_not_killed(worker):
     facts, rank = worker
     assert sessions.members(facts.pid, facts.began - 1) == []
     assert sorted(sessions.members(facts.pid, facts.began)) == sorted([facts.pid, rank])
@@ -134,7 +132,7 @@ def test_another_process_with_the_number_of_one_that_is_gone_is_left_alone(worke
     assert not gone(facts.pid) and not gone(rank)
 
 
-def test_what_a_worker_is_stands_beside_its_socket_until_it_is_cleared_away(tmp_path: Path):
+def test_the_facts_of_a_worker_are_beside_its_socket_until_cleared(tmp_path: Path):
     place = Place.new(tmp_path, "key")
     assert place.facts() is None
     place.write_facts("p1")

@@ -118,7 +118,7 @@ def test_one_that_hangs_is_replaced_and_one_that_is_stopped_leaves_nothing(
 @pytest.mark.parametrize(
     ("changed", "reason"), [({"engine": {"model": "/nowhere"}}, "/nowhere"), ({"secret": ""}, "BATON_SECRET")]
 )
-def test_one_that_cannot_start_says_why(
+def test_a_worker_that_cannot_start_reports_the_reason(
     where: Path, config: dict[str, Any], changed: dict[str, Any], reason: str
 ) -> None:
     config |= changed

@@ -1,4 +1,4 @@
-"""What is told of a child that has died is told when its ranks are gone, too."""
+"""The exit of a child is reported only once its ranks are gone as well."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_the_end_of_a_child_is_told_once_its_ranks_are_gone(ends, tmp_path: Path, monkeypatch):
+def test_the_exit_of_a_child_is_reported_once_its_ranks_are_gone(ends, tmp_path: Path, monkeypatch):
     child = children.start("leader", [sys.executable, "-c", LEADER], tmp_path)
     wait_for(lambda: child.log.read_text().strip(), 30.0, "its rank is up")
     rank = int(child.log.read_text())

@@ -1,4 +1,4 @@
-"""The real attempt against workers that say what they are told to, over real gRPC."""
+"""The real attempt against scripted workers over real gRPC."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def done() -> common_pb2.AttemptEvent:
 
 
 class HANG:
-    """Says nothing more."""
+    """The stream stays open without further events."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Worker:
 
 
 class Heard(Liveness):
-    """Remembers which workers could not be reached."""
+    """Records which workers could not be reached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ async def test_a_local_attempt_asks_the_decode_worker_alone(world):
 
 
 @pytest.mark.parametrize("going_on", [{P}, {D}, {P, D}, set()])
-async def test_who_has_not_ended_is_told_and_nobody_else(world, going_on):
+async def test_only_workers_that_still_run_are_cancelled(world, going_on):
     for source, worker in ((P, world.prefill), (D, world.decode)):
         worker.says = [token(9), HANG if source in going_on else done()]
     attempt = world.attempt()
@@ -267,7 +267,7 @@ async def test_a_silent_worker_is_lost(world, monkeypatch):
     assert "p@3" in world.liveness.suspects
 
 
-async def test_what_is_not_read_is_not_taken_from_the_worker_nor_lost_for_its_silence(world, monkeypatch):
+async def test_an_unread_stream_is_paused_and_not_lost(world, monkeypatch):
     monkeypatch.setattr(attempts, "MAX_EVENTS", 4)
     monkeypatch.setattr(liveness, "LOST_SECONDS", 0.3)
     world.decode.says = [*(token(9 + i) for i in range(50)), done()]
@@ -299,14 +299,14 @@ async def test_the_decode_worker_says_whether_it_has_committed(world, state, com
     assert (asked.transfer_id, asked.worker_epoch) == (TRANSFER, 4)
 
 
-async def test_what_it_answers_instead_is_raised(world):
+async def test_an_error_answer_of_the_arbiter_is_raised(world):
     world.decode.arbiter = StaleEpochError("another life")
     with pytest.raises(StaleEpochError):
         await world.attempt().ask_arbiter()
 
 
-async def test_its_silence_is_not_waited_for_twice(world):
-    """It is found to be lost while it is asked: not once more for as long as it may take to answer."""
+async def test_the_arbiters_silence_is_not_waited_for_twice(world):
+    """If the worker is found lost during the question, its answer time is not waited for in addition."""
     world.prefill.says, world.decode.says, world.decode.arbiter = [HANG], [token(9), HANG], HANG
     attempt = world.attempt()
     attempt.start()

@@ -1,4 +1,4 @@
-"""What a request does when an attempt fails: who is asked, and who is left out of the next placement."""
+"""What follows a failed attempt: which worker is asked as arbiter, and which one is excluded from the next placement."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def text(checkpoint):
 
 
 class Played(World):
-    """The first attempt is played; every other one goes well."""
+    """The first attempt is scripted; every other one succeeds."""
 
     def __init__(self, text: ModelText, play: Play, arbiter: str = "aborted"):
         super().__init__(text, [([], arbiter)])
@@ -77,7 +77,7 @@ def says(source: Source, outcome: str, error: BatonError | None = None) -> Play:
 
 
 def lost_after(tokens: int) -> Play:
-    """P is, and D goes on to its end: it has committed."""
+    """P is lost; D has committed and continues to the end."""
 
     def play(attempt: Scripted) -> None:
         position = attempt.from_position
@@ -92,36 +92,36 @@ def lost_after(tokens: int) -> Play:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-async def test_what_has_committed_goes_on_without_its_prefill_worker(text, monkeypatch, tokens):
-    """D alone decides: nothing is computed twice."""
+async def test_a_committed_attempt_goes_on_without_its_prefill_worker(text, monkeypatch, tokens):
+    """Nothing is computed a second time."""
     world = Played(text, lost_after(tokens), "committed")
     await run(world, monkeypatch)
     assert world.asked == 1
     assert len(world.attempts) == 1, "a committed attempt was given up"
 
 
-async def test_what_was_aborted_is_dispatched_without_the_lost_prefill_worker(text, monkeypatch):
+async def test_an_aborted_attempt_is_retried_without_the_lost_prefill_worker(text, monkeypatch):
     world = Played(text, lost(P))
     await run(world, monkeypatch)
     assert (world.asked, len(world.attempts)) == (1, 2)
     assert world.excluded[1] == {"p"}
 
 
-async def test_a_decode_worker_that_does_not_say_is_left_out(text, monkeypatch):
-    """Not the prefill worker: it may have been lost for D's sake."""
+async def test_a_decode_worker_that_does_not_answer_is_excluded(text, monkeypatch):
+    """The prefill worker is not: its failure may have been caused by D."""
     world = Played(text, lost(P), "silent")
     await run(world, monkeypatch)
     assert world.excluded[1] == {"d"}
 
 
-async def test_a_lost_decode_worker_is_left_out_and_nobody_is_asked(text, monkeypatch):
+async def test_a_lost_decode_worker_is_excluded_without_asking_the_arbiter(text, monkeypatch):
     world = Played(text, lost(D))
     await run(world, monkeypatch)
     assert world.asked == 0
     assert world.excluded[1] == {"d"}
 
 
-# source, outcome, error, who is left out of the next placement
+# source, outcome, error, workers excluded from the next placement
 ENDS: list[tuple[Source, str, BatonError | None, set[str]]] = [
     (P, "REFUSED", BlocksExhaustedError("full", retry_after_seconds=0.001), {"d"}),
     (P, "REFUSED", DrainingError("leaves", retry_after_seconds=0.001), {"d"}),
@@ -132,7 +132,7 @@ ENDS: list[tuple[Source, str, BatonError | None, set[str]]] = [
         "ABORTED",
         None,
         {"p", "d"},
-    ),  # given up without a reason: as if D had been lost to it, the two are apart
+    ),  # aborted without a reason: treated as a pair that cannot reach each other
     (P, "ABORTED", PeerLostError("d is gone"), {"p", "d"}),
     (D, "ABORTED", DrainingError("d leaves"), {"d"}),
     (D, "ABORTED", HandoffError("x"), set()),
@@ -143,7 +143,7 @@ ENDS: list[tuple[Source, str, BatonError | None, set[str]]] = [
 
 
 @pytest.mark.parametrize(("source", "outcome", "error", "left_out"), ENDS)
-async def test_who_is_left_out_of_the_next_placement(text, monkeypatch, source, outcome, error, left_out):
+async def test_workers_excluded_from_the_next_placement(text, monkeypatch, source, outcome, error, left_out):
     world = Played(text, says(source, outcome, error))
     await run(world, monkeypatch)
     assert len(world.attempts) == 2

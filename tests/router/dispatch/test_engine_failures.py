@@ -39,7 +39,7 @@ def text(checkpoint):
 
 
 class Failing(World):
-    """The first attempts end as it is told, at P or D, after so many tokens; later ones go well."""
+    """The first attempts fail as given, at P or D, after a number of tokens; later ones succeed."""
 
     def __init__(self, text: ModelText, ends: list[tuple[Source, BatonError, int]]):
         super().__init__(text, [])
@@ -68,7 +68,7 @@ async def run(world: Failing, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.parametrize("error", [REQUEST, FAILED])
 @pytest.mark.parametrize("source", list(Source))
-async def test_one_failure_is_tried_elsewhere(text, monkeypatch, error, source):
+async def test_one_failure_is_retried_at_another_worker(text, monkeypatch, error, source):
     world = Failing(text, [(source, error, 0)])
     assert await run(world, monkeypatch) == NEW
     (first, second) = world.excluded
@@ -77,8 +77,8 @@ async def test_one_failure_is_tried_elsewhere(text, monkeypatch, error, source):
 
 @pytest.mark.parametrize("errors", [(REQUEST, REQUEST), (FAILED, REQUEST), (FAILED, FAILED)])
 @pytest.mark.parametrize("sources", [(Source.PREFILL, Source.DECODE), (Source.DECODE, Source.DECODE)])
-async def test_two_are_the_end_whatever_came_between(text, monkeypatch, errors, sources):
-    """Tokens that came between, and workers that were merely lost, do not make it another request."""
+async def test_two_failures_end_the_request_whatever_happens_in_between(text, monkeypatch, errors, sources):
+    """Tokens sent in between, and workers that were merely lost, do not reset the count."""
     between = (Source.DECODE, PeerLostError("the stream ended early"), 1)
     world = Failing(text, [(sources[0], errors[0], 2), between, (sources[1], errors[1], 2)])
     with pytest.raises(AttemptsExhaustedError, match="failed in 2 engines") as caught:
@@ -91,7 +91,7 @@ async def test_two_are_the_end_whatever_came_between(text, monkeypatch, errors, 
 @pytest.mark.parametrize(
     "error", [PeerLostError("lost"), DrainingError("leaves"), InternalError("a rank does not answer")]
 )
-async def test_what_is_no_engine_s_word_on_the_request_does_not_count(text, monkeypatch, error):
+async def test_errors_that_are_no_engine_failure_do_not_count(text, monkeypatch, error):
     world = Failing(text, [(Source.DECODE, error, 1)] * 5)
     assert await run(world, monkeypatch) == NEW
 

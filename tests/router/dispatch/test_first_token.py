@@ -25,7 +25,7 @@ until = partial(until_true, seconds=15.0)
 
 @dataclass
 class Workers(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
-    """Both roles. P's first token is out at once, its end when `may_end`."""
+    """Both roles. P sends its first token at once, and its end once `may_end` is set."""
 
     called: list[str] = field(default_factory=list)
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,13 +85,13 @@ async def test_no_decode_worker_is_asked_or_waited_for(new, said):
         await until(lambda: made.has_ended, "ended")
         events = await made.events.take()
         assert [type(event) for event in events] == [TokenCame, Ended]
-        assert made.finished == {Source.PREFILL, Source.DECODE}  # its life waits for both of them
+        assert made.finished == {Source.PREFILL, Source.DECODE}  # the request waits for both of them
         assert not made.lost
         await made.close()
         assert workers.called == ["Run"]
 
 
-async def test_one_that_is_given_up_is_cancelled_at_the_prefill_worker_only():
+async def test_a_cancel_goes_to_the_prefill_worker_only():
     async with attempt(1) as (made, workers):
         await until(lambda: Source.PREFILL in made.heard, "the first token")
         await made.close()
@@ -99,7 +99,7 @@ async def test_one_that_is_given_up_is_cancelled_at_the_prefill_worker_only():
 
 
 @pytest.mark.parametrize(("new", "said"), [(2, 0), (4, 2)])
-async def test_one_that_may_go_on_is_attached_to(new, said):
+async def test_an_attempt_that_may_go_on_is_attached_to(new, said):
     async with attempt(new, said) as (made, workers):
         await until(lambda: "Attach" in workers.called, "attached")
         workers.may_end.set()

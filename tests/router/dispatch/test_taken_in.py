@@ -85,7 +85,7 @@ async def test_a_new_request_has_a_target(services):
 
 @pytest.mark.parametrize("shown", [b"", b"made up", bytes(24)])
 async def test_tokens_need_the_ticket(services, shown):
-    """Before anything walks over them."""
+    """Refused before the tokens are processed."""
     services.text.close()
     services.text = None
     with pytest.raises(InvalidRequestError) as caught:

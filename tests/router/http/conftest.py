@@ -1,4 +1,4 @@
-"""Routers with stub workers behind them, which answer with one token again and again."""
+"""Routers in front of stub workers that answer with one repeated token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = "https://chat.example"
 
 @pytest.fixture(scope="module")
 def start(checkpoint, redis_server, tmp_path_factory):
-    """Routers with the settings given, one for each."""
+    """Starts routers, one for each distinct set of settings."""
     namespace, made = f"test-{secrets.token_hex(4)}", {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(stub_workers(redis_server.url, namespace))
@@ -64,7 +64,7 @@ def keys(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def guarded(start, keys):
-    """A router that asks for keys, a tenant's and an admin's key."""
+    """A router that requires API keys, with a tenant's and an admin's key."""
     tenant, admin = keys.add("acme"), keys.add("ops", admin=True)
     return start(api_keys_file=str(keys.path), cors_origins=[PAGE]), tenant, admin
 

@@ -1,4 +1,4 @@
-"""Fields and settings of the HTTP door: what is accepted, what it does, and what is refused."""
+"""Request fields and settings of the HTTP frontend: what is accepted, its effect, and what is refused."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_unknown_fields_are_ignored_where_the_router_says_so(router, tolerant):
         ("lower_first", "batch", -1),
     ],
 )
-def test_whose_numbers_a_priority_is_given_in(order, given, meant):
+def test_the_order_of_priority_numbers_is_a_setting(order, given, meant):
     front = SimpleNamespace(config=RouterConfig(model="m", secret="x" * 16, priority_order=order))
     request = Request({"type": "http", "headers": []})
     asked = Generate(front)._asked(request, {"prompt": "a", "priority": given}, None, 2)

@@ -125,7 +125,7 @@ GUIDELLM = [
 
 @pytest.mark.parametrize(("path", "body"), GUIDELLM)
 def test_guidellm(path, body, router):
-    """Its reader takes the first choice where there is one, and the last usage that came."""
+    """Its client reads the first choice of a chunk, if there is one, and keeps the last usage."""
     said, usage = "", None
     for event in events_of(f"{router.http}/v1/{path}", body):
         choice = event["choices"][0] if event["choices"] else {}

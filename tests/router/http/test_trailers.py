@@ -1,4 +1,4 @@
-"""What follows a chunked body is no header: nothing is decided by it, and it is bounded."""
+"""Trailers of a chunked body are no headers: they have no effect, and their size is bounded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nx-own: 1\r\
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Says which headers it has seen, once the whole body is there."""
+    """Answers with the headers that it has seen, once the body is complete."""
     request = Request(scope, receive, send)
     body = await request.body()
     said = ",".join(f"{name}={value}" for name, value in request.headers.items())
@@ -44,7 +44,7 @@ async def address() -> AsyncIterator[tuple[str, int]]:
 
 
 async def exchange(address: tuple[str, int], *pieces: bytes) -> bytes:
-    """The answer to a request that comes in these pieces; it must come while the connection is still open."""
+    """Send a request in these pieces; its answer must arrive while the connection is still open."""
     reader, writer = await asyncio.open_connection(*address)
     try:
         async with asyncio.timeout(30):
@@ -83,8 +83,8 @@ async def test_the_next_request_of_the_connection_has_its_headers(address):
 
 
 @pytest.mark.parametrize("begin", [b"0\r\nx-long: ", b"3;x="])
-async def test_what_follows_a_chunk_is_bounded(address, begin):
-    """A trailer that never ends, or a chunk's extension, would be kept for as long as the body may take."""
+async def test_the_size_of_trailers_and_extensions_is_bounded(address, begin):
+    """Otherwise an endless trailer or chunk extension would be buffered until the body's time limit."""
     answer = await exchange(address, HEAD, b"3\r\nabc\r\n" + begin, *[b"a" * 1024] * 64)
     assert answer.startswith(b"HTTP/1.1 431")
 

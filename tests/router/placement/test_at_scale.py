@@ -1,5 +1,4 @@
-"""What a request costs the router and Redis where there are many workers, or many requests at once. Operations are
-counted, not timed."""
+"""The cost of a request for router and Redis with many workers or many concurrent requests, counted in operations."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 10_00
 
 
 def fleet(pairs: int) -> Any:
-    """Members as a router sees them, without a registry behind."""
+    """A router's membership view without a registry."""
     names = [(role, n) for role in ("prefill", "decode") for n in range(pairs)]
     workers = [
         replace(INFO, worker_id=f"{role}-{n}", slot=slot, role=role, host=f"h{n}")  # type: ignore[arg-type]
@@ -74,7 +73,7 @@ async def test_a_suspect_does_not_make_every_request_rebuild_the_candidates(make
         placed = await placement.place(request(frozenset({suspect})))
         assert placed.prefill is not None and placed.prefill.worker_id != "prefill-0"
     assert len(built) == 1
-    for number in range(100):  # requests that failed somewhere, each with an exclusion of its own
+    for number in range(100):  # failed requests, each with another exclusion
         await placement.place(request(frozenset({f"decode-{number}"})))
     assert len(placement._everybody) <= MAX_CANDIDATES_KEPT, "what is kept has a bound"
 

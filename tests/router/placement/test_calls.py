@@ -1,4 +1,4 @@
-"""Numbers of calls, and when Redis is asked again."""
+"""Sequence numbers of calls, and the pause before Redis is called again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_routers_that_lost_redis_together_try_it_at_different_moments():
     assert max(tried) < 15 and sum(tried) >= 20
 
 
-def test_one_call_tries_and_its_answer_lets_all_go_on():
+def test_one_call_probes_and_its_answer_lets_all_call():
     now = [10.0]
     rest = Rest(1.0, clock=lambda: now[0])
     rest.failed()

@@ -1,7 +1,6 @@
-"""Routers charge and settle over a way to Redis that loses answers, repeats calls, and carries them out late and in
-another order; routers die, fall silent for longer than a lease, and come back under their names. Once every router that
-lives has settled, `load` is the sum of what they hold, and no call that arrives after that changes it. The scripts are
-the real ones, with a clock of ours."""
+"""Routers charge and settle over a connection that loses answers and that repeats, delays and reorders calls; routers die,
+stay silent for longer than a lease, and return under their names. Once every living router has settled, `load` is the sum
+of their charges, and no late call changes it. The scripts are the real ones, with a virtual clock."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ Sent = tuple["Way", list[str], list[Any]]
 
 
 class Way:
-    """One script of one router, in place of its ScriptCall."""
+    """Replaces the ScriptCall of one script of one router."""
 
     def __init__(self, machine: Any, source: str):
         self.machine = machine
@@ -97,7 +96,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
         @rule(name=NAMES, way=WAYS)
         def comes(self, name: str, way: str) -> None:
-            """At first, or after a death that was noticed by none."""
+            """Start a router for the first time, or after a death that no other router has noticed."""
             if old := self.routers.get(name):
                 self.gone.append(old)
             config = RouterConfig(
@@ -151,11 +150,11 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
         @rule(seconds=st.sampled_from([1, LEASE_SECONDS + 1]))
         def time_passes(self, seconds: float) -> None:
-            """A lease long: those who did not settle meanwhile are taken for dead."""
+            """Let a lease pass: routers that do not settle meanwhile count as dead."""
             self.tick(seconds)
 
         def settled(self) -> None:
-            """Every router that lives has settled, until none was told of another run of its own."""
+            """Settle every living router until none is told about a later run."""
             for _ in range(4):
                 for name in self.routers:
                     self.settle(name, "well")
@@ -193,7 +192,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 client.delete(key)
 
         def all_settle_at_the_end(self) -> None:
-            """Nothing of what routers have held stays, nor of those that died."""
+            """After the end nothing of any router's charges is left."""
             for name in self.routers:
                 for transfer in self.held[name]:
                     self.routers[name].release(transfer)

@@ -1,5 +1,4 @@
-"""What the two scripts decide, condition by condition, in a real Redis: `place.lua` and `settle.lua` called as a router
-calls them."""
+"""Every condition of `place.lua` and `settle.lua` in a real Redis, called as a router calls them."""
 
 from __future__ import annotations
 
@@ -146,8 +145,8 @@ def test_a_slot_that_another_owns_now_is_not_placed_on(cluster, who):
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.999])
-def test_what_does_not_fit_goes_where_it_does(cluster, chance):
-    """That a worker is busy costs next to nothing here; that it lacks room costs a second, and more the more it lacks."""
+def test_a_request_goes_to_a_worker_with_room(cluster, chance):
+    """A busy worker costs next to nothing here; lack of room costs a second, and more the more is lacking."""
     cluster.client.hset(cluster.tag + "load", cluster.of("d1"), 15_891)
     cluster.client.hset(cluster.tag + "load", cluster.of("d2"), 15_890)
     assert cluster.place(100, output=10, random=chance)[1] == "d2", "110 tokens fit exactly"
@@ -165,7 +164,7 @@ def test_a_dead_routers_charges_are_dropped_by_the_next_placement(cluster):
     assert cluster.client.zscore(cluster.tag + "routers", "dead") is None
 
 
-def test_one_dead_router_a_placement_and_the_living_stay(cluster):
+def test_each_placement_drops_one_dead_router_and_no_living_one(cluster):
     for router in ("a", "b", "living"):
         cluster.settle({cluster.of("p1"): 500}, router=router, number=1)
     for router in ("a", "b"):
@@ -243,7 +242,7 @@ def test_a_table_that_was_applied_or_is_older_changes_nothing(cluster):
     assert cluster.load() == {"p:a": 10}
 
 
-def test_runs_are_given_out_upwards_and_an_earlier_one_is_told(cluster):
+def test_run_numbers_increase_and_an_earlier_run_is_refused(cluster):
     first = cluster.settle({"p:a": 1}, run=0)
     assert first > 0 and cluster.load() == {}, "that asks for a run only"
     assert cluster.settle({"p:a": 10}, run=first, number=1) == 0
@@ -276,7 +275,7 @@ def test_a_dead_routers_charges_are_dropped_by_the_next_table(cluster):
     assert cluster.client.zscore(cluster.tag + "routers", "dead") is None
 
 
-def test_one_whose_lease_ran_out_comes_back_with_its_table(cluster):
+def test_a_router_whose_lease_ran_out_returns_with_its_table(cluster):
     cluster.settle({"p:a": 10})
     cluster.expire("router")
     cluster.settle({"p:a": 10})

@@ -1,4 +1,4 @@
-"""Quotas over a way to a real Redis that breaks after a call was carried out and before it was answered."""
+"""Quotas over connections to a real Redis that break after a call was executed and before it was answered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITS = RateLimits(requests_per_minute=10, tokens_per_minute=600_000)  # so lar
 
 
 class Way:
-    """A unix socket that leads to Redis. Breaks every connection when it is told to, once it has seen so many answers."""
+    """A unix socket that leads to Redis and can break the connection instead of passing on an answer."""
 
     def __init__(self, real: str, path: Path):
         self._real, self._path = real.removeprefix("unix://"), path
@@ -109,7 +109,7 @@ async def test_a_charge_that_is_repeated_counts_once(quota, way, bucket):
 
 @pytest.mark.parametrize(("prompt", "output", "left"), [(1000, 1000, 2), (9000, 4000, 13)])
 async def test_a_settlement_that_is_repeated_counts_once(quota, way, bucket, prompt, output, left):
-    """Neither are tokens forgiven twice, nor charged twice."""
+    """Tokens are neither refunded nor charged twice."""
     other = await quota.charge("t", LIMITS, 20_000, Claim("other"))
     charge = await quota.charge("t", LIMITS, 9000, Claim("r"))
     assert charge is not None and other is not None
@@ -133,7 +133,7 @@ async def test_settlements_wait_while_redis_is_away(quota, way, bucket):
     assert quota.settlements_dropped == 0
 
 
-async def test_what_waits_has_a_bound(monkeypatch):
+async def test_waiting_settlements_are_bounded(monkeypatch):
     monkeypatch.setattr(unsettled, "MOST_KEPT", 3)
     now = [0.0]
     waiting: Unsettled[int] = Unsettled(clock=lambda: now[0])

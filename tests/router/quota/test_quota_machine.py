@@ -1,7 +1,7 @@
 """Charges that change hands, in any order: routers that die, let go, settle late or twice over each other, clients that
-claim again with more tokens, with none, or after the end, others that use the same name. On the way to Redis calls are
-repeated, lose their answers, arrive late and in another order. Whatever happens, a bucket holds what has been used and
-what is still charged, and nothing else. The scripts are the real ones, with a clock of ours."""
+claim again with more tokens, with none, or after the end, others that use the same name. Calls to Redis are repeated,
+lose their answers, and arrive late and reordered. In every case a bucket holds what has been used and what is still
+charged, and nothing else. The scripts are the real ones, with a virtual clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAYS = st.sampled_from(["well", "well", "well", "repeated", "answer lost", "late
 PROMPT = 10
 LIMITS = RateLimits(requests_per_minute=60, tokens_per_minute=6000)  # one a second, a hundred a second
 TOKENS_A_SECOND, MOST_ROUTERS = 100.0, 16
-REMEMBERED_SECONDS = 120  # what was applied
+REMEMBERED_SECONDS = 120  # how long Redis recognises a repeated call
 REACHED: Counter[str] = Counter()
 
 
@@ -59,7 +59,7 @@ class Record:
 
 @dataclass
 class Sent:
-    """A call: its script, keys and arguments; what it does to the model when it is first carried out."""
+    """A call: its script, keys and arguments, and its effect on the model when it is first executed."""
 
     script: str
     keys: list[str]
@@ -72,7 +72,7 @@ class Sent:
 
 @dataclass
 class Way:
-    """In place of a router's ScriptCall."""
+    """Replaces a router's ScriptCall."""
 
     machine: Any
     source: str

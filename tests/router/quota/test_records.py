@@ -1,4 +1,4 @@
-"""What Redis remembers of charges and settlements that it has applied: the scripts, called as a router calls them."""
+"""How Redis recognises charges and settlements that it has applied; the scripts are called as a router calls them."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_a_repeated_settlement_counts_once(scripts):
         assert scripts.used == (2, 35)
 
 
-def test_what_was_charged_is_known_though_its_record_is_anothers(scripts):
-    """Of the same name: a second request took the record, and the answer to the first one's charge was lost."""
+def test_a_charge_is_recognised_although_its_record_was_taken_over(scripts):
+    """A second request with the same name took the record, and the answer to the first one's charge was lost."""
     scripts.charge("a", tokens=BIG)
     scripts.charge("b", tokens=BIG)
     assert scripts.used == (2, 20)
@@ -101,7 +101,7 @@ def test_what_was_charged_is_known_though_its_record_is_anothers(scripts):
     assert scripts.used == (2, 60), "and what was never charged does not"
 
 
-def test_a_record_that_is_over_is_none_though_it_was_not_swept(scripts):
+def test_an_expired_record_is_ignored_before_it_is_swept(scripts):
     scripts.charge("a", tokens=BIG)
     for number in range(20):  # older ones, that are swept first
         scripts.client.zadd(scripts.expiry, {scripts.record(f"old{number}"): 0})
@@ -111,7 +111,7 @@ def test_a_record_that_is_over_is_none_though_it_was_not_swept(scripts):
     assert scripts.used == (1, 10)
 
 
-def test_what_was_applied_is_forgotten(scripts):
+def test_applied_calls_are_forgotten_after_a_while(scripts):
     scripts.client.zadd(scripts.applied, {f"charge:{number}": 1 for number in range(20)})
     for number in range(4):
         scripts.charge(f"new{number}", str(number))
@@ -119,7 +119,7 @@ def test_what_was_applied_is_forgotten(scripts):
     assert sorted(left) == [f"charge:new{number}".encode() for number in range(4)]
 
 
-def test_what_was_applied_has_a_bound(scripts):
+def test_applied_calls_are_kept_up_to_a_bound(scripts):
     source = script_source("charge.lua")
     assert source.count("MOST_APPLIED = 120000, 50000") == 1
     few = source.replace("MOST_APPLIED = 120000, 50000", "MOST_APPLIED = 120000, 5")

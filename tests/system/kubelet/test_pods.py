@@ -312,7 +312,7 @@ def test_the_unpacked_ip_command_works_where_none_is_installed(tmp_path: Path) -
 def test_the_end_of_a_killed_container_can_be_proven_to_whoever_asks(
     policy: str, cluster: ProcessCluster, tmp_path: Path
 ) -> None:
-    """By the status that the kubelet writes, whether it starts the container again or not."""
+    """The kubelet's status is the proof, whether the container is restarted or not."""
     name = f"victim-{policy.lower()}"
     start(cluster, name, "sleep 1000", spec={"restartPolicy": policy})
     wait_for(lambda: phase(cluster, name) == "Running", SECONDS, f"{name} runs")
