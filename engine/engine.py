@@ -25,7 +25,7 @@ from cluster.errors import (
 from cluster.state_machine import StateMachine
 from engine.cache.block_pool import BlockPool
 from engine.model.config import ModelConfig
-from engine.next_tokens import Ends, Wanted, next_tokens
+from engine.next_tokens import Ends, Wanted, is_sound, next_tokens
 from engine.plan import PlanItem, StepPlan
 from engine.progress import StepSpan, note_computed
 from engine.request import (
@@ -288,6 +288,11 @@ class Engine:
             except Exception as error:
                 self._fail(sequence, engine_request_error(error), output)
 
+    def forget_kv(self, request_id: str) -> None:
+        """No other request finds what this one has computed, or found, in the prefix cache."""
+        for sequence in self._requests.get(request_id, ()):
+            self._pool.forget(sequence.blocks)
+
     def _fail(self, sequence: Sequence, error: EngineRequestError, output: StepOutput) -> None:
         """End the whole request. One that exports KV keeps its blocks until `abort`: they may still be read."""
         request_id = sequence.request.request_id
@@ -333,6 +338,8 @@ class Engine:
                 output.tokens.extend(answer)
                 self._count["output"] += len(answer)
             except Exception as error:
+                if not is_sound(logits[one.logits_row]):
+                    self.forget_kv(one.sequence.request.request_id)
                 self._fail(one.sequence, engine_request_error(error), output)
 
     def _new_choices(self, sequence: Sequence) -> int:

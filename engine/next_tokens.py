@@ -64,6 +64,12 @@ def next_tokens(wanted: Seq[Wanted], logits: Tensor, ends: Ends) -> list[Answer]
     return answers
 
 
+def is_sound(logits: Tensor) -> bool:
+    """Has a row, as the model gave it, a finite maximum? If not, the keys and values that it was computed from are to
+    blame: whoever found them in the cache would fail as well."""
+    return bool(logits.max().isfinite())
+
+
 def _rows(one: Wanted, ends: Ends) -> list[Row]:
     sequence, params = one.sequence, one.sequence.request.sampling
     banned = forbidden(len(sequence.tokens) - sequence.num_prompt, params, ends.eos)

@@ -43,6 +43,7 @@ class IncomingHandoff:
     announced: dict[FlowKey, int] = field(default_factory=dict)  # parts of each flow, from Finish
     finish_received: float = 0.0
     committing: bool = False
+    discard: bool = False  # the peer says that its computation failed
     under_way: int = 0  # slots granted, nothing landed yet
     bytes: int = 0
     reserved: float = field(default_factory=time.monotonic)
@@ -153,8 +154,8 @@ class IncomingHandoff:
 
     @property
     def verified_tokens(self) -> int:
-        """Leading tokens that are whole: held, or verified for every layer and rank."""
-        return self._coverage.leading_tokens
+        """Leading tokens that are whole: held, or verified for every layer and rank. None, if they may be wrong."""
+        return 0 if self.discard else self._coverage.leading_tokens
 
 
 def untrue(claim: str) -> TransportError:

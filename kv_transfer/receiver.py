@@ -223,6 +223,7 @@ class HandoffReceiver:
 
     async def abort_by_peer(self, link: PeerLink, message: handoff_pb2.AbortHandoff) -> None:
         if self._links.get(message.transfer_id) is link:
+            self._live[message.transfer_id].discard = message.discard
             await self._abort(message.transfer_id, errors.CancelledError(message.reason))
 
     # --- what ranks report -------------------------------------------------------------------------------

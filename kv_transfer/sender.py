@@ -135,11 +135,13 @@ class OutgoingHandoff:
     def give_up_draining(self) -> None:  # this process ends: the blocks go to no other request
         self._all_drained.cancel()
 
-    async def abort(self, reason: str) -> None:
-        """Stops posting and tells D; says Drained once every write is terminal (in the background)."""
+    async def abort(self, reason: str, *, discard: bool = False) -> None:
+        """Stops posting and tells D; says Drained once every write is terminal (in the background). `discard`: what was
+        computed may be wrong, and D keeps none of it."""
         if self._closed:
             return
-        self._link.send(abort=handoff_pb2.AbortHandoff(transfer_id=self.transfer_id, reason=reason[:200]))
+        words = handoff_pb2.AbortHandoff(transfer_id=self.transfer_id, reason=reason[:200], discard=discard)
+        self._link.send(abort=words)
         self._close()
 
     def _close(self) -> None:

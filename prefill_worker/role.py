@@ -13,6 +13,7 @@ from cluster.errors import (
     CancelledError,
     DrainingError,
     EngineFailedError,
+    EngineRequestError,
     InternalError,
     engine_request_error,
 )
@@ -208,7 +209,8 @@ class PrefillRole:
         except BaseException as error:
             attempt.machine.to(PrefillState.DRAINING)
             if handoff is not None:
-                await handoff.abort(str(error) or type(error).__name__)
+                wrong = isinstance(error, EngineRequestError)
+                await handoff.abort(str(error) or type(error).__name__, discard=wrong)
             attempt.machine.to(PrefillState.DRAINED)
             raise
         finally:

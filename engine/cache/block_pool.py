@@ -94,6 +94,27 @@ class BlockPool:
         self._parent[block_hash] = parent
         return True
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """No request finds what these blocks of a sequence, first to last, hold any more, nor what is cached behind it:
+        that was computed from it. Whoever holds them goes on holding them."""
+        behind: dict[bytes, list[bytes]] = {}
+        for block_hash, parent in self._parent.items():
+            if parent is not None:
+                behind.setdefault(parent, []).append(block_hash)
+        going: dict[bytes, None] = {}  # every hash after the one before it
+        look = [found for block in blocks if (found := self._hash_of[block]) is not None][::-1]
+        while look:
+            block_hash = look.pop()
+            if block_hash not in going:
+                going[block_hash] = None
+                look += behind.get(block_hash, ())
+        for block_hash in reversed(going):  # tails first, as chains are told
+            block = self._block_of[block_hash]
+            self._forget(block)
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
+        self._evicted.tell()
+
     def chains(self) -> list[list[bytes]]:
         """Every cached prefix that is not the beginning of a longer one."""
         inner = {parent for parent in self._parent.values() if parent is not None}

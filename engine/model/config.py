@@ -18,6 +18,7 @@ _FAMILIES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 # The keys that each rope type needs.
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -79,10 +80,22 @@ class ModelConfig:
                 f"config.json: head_dim is {self.head_dim}; rotary embedding needs an even one",
                 field="head_dim",
             )
+        eps = self.norm_eps
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
+            raise ModelError(
+                f"config.json: rms_norm_eps is {eps!r}, not a small number", field="rms_norm_eps"
+            )
         check_rope(self.rope)
         for key, values in (("eos_token_id", self.eos_token_ids), ("sliding_window", self.windows)):
             if not all(type(value) is int for value in values):
                 raise ModelError(f"config.json: {key} holds something else than numbers", field=key)
+        if any(window < 0 for window in self.windows):
+            raise ModelError("config.json: sliding_window is negative", field="sliding_window")
+        if len(self.windows) != self.num_layers:
+            raise ModelError(
+                f"config.json: {len(self.windows)} layer_types for {self.num_layers} layers",
+                field="layer_types",
+            )
 
     @classmethod
     def _parse(cls, directory: Path, raw: dict[str, Any]) -> ModelConfig:
@@ -139,6 +152,12 @@ class ModelConfig:
 
 
 def _windows(raw: dict[str, Any], family: str, layers: int) -> tuple[int, ...]:
+    types = raw.get("layer_types") or []
+    if unknown := [kind for kind in types if kind not in _LAYER_TYPES]:
+        raise ModelError(
+            f"layer_types: {unknown[0]!r} is not supported; supported: {', '.join(_LAYER_TYPES)}",
+            field="layer_types",
+        )
     window = raw.get("sliding_window") or 0
     if not window or family == "llama":
         return (0,) * layers
@@ -146,7 +165,6 @@ def _windows(raw: dict[str, Any], family: str, layers: int) -> tuple[int, ...]:
         return (window,) * layers
     if not raw.get("use_sliding_window", False):
         return (0,) * layers
-    types = raw.get("layer_types")
     if types:
         return tuple(window if kind == "sliding_attention" else 0 for kind in types)
     first = raw.get("max_window_layers", layers)
@@ -160,7 +178,13 @@ def _eos(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
         eos = json.loads(generation.read_text()).get("eos_token_id", eos)
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
+    vocab = raw["vocab_size"]
+    # One that no model of this size draws ends nothing; as an index of a ban it would be another's, or nobody's.
+    return tuple(
+        one
+        for one in (eos if isinstance(eos, list) else [eos])
+        if type(one) is not int or type(vocab) is not int or 0 <= one < vocab
+    )
 
 
 def check_rope(rope: dict[str, Any]) -> None:

@@ -133,6 +133,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
             prompts,
             st.tuples(st.just("drop"), st.integers(0, 9)),
             st.tuples(st.just("take"), st.integers(1, 6)),
+            st.tuples(st.just("forget"), st.integers(0, 9)),
         ),
         max_size=40,
     )
@@ -155,6 +156,8 @@ def test_reports_are_enough_to_know_what_is_cached(steps: list) -> None:
             known.update({name(*step[: end + 1]): True for end in range(len(step))})
         elif step[0] == "drop" and held:
             pool.drop(held.pop(step[1] % len(held)))
+        elif step[0] == "forget" and held:
+            pool.forget(held[step[1] % len(held)])
         elif step[0] == "take" and step[1] <= pool.free:
             pool.drop(pool.take(step[1]))
         pool.check_integrity(_counted(held))

@@ -184,6 +184,25 @@ def test_who_goes_with_another_choice_of_its_request_takes_no_blocks():
     assert engine.stats().blocks_held == 0
 
 
+def test_a_copy_for_a_choice_that_had_to_go_is_not_made_later():
+    """Its blocks are another request's by then: what a hand-off has brought there would be overwritten."""
+    runner = FakeRunner(4, recompute_limit_tokens=4)
+    engine = Engine(runner, runner.config, secret=SECRET)
+    engine.reserve(EngineRequest("high", [9], greedy(2), salt=SALT, priority=1), [], growth_tokens=0)
+    engine.add(EngineRequest("three", [3] * 6, greedy(9), n=3, salt=SALT))
+    assert len(engine.step().tokens) == 3
+    output = engine.step()  # the first choice has a block for its copy, the second one has none
+    assert [one.preempted for one in output.done] == [True] and not output.tokens
+    engine.abort("high")
+    prompt = [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    taken = engine.reserve(EngineRequest("after", prompt, greedy(4), salt=SALT), [], growth_tokens=4)
+    runner.store(taken.block_ids, 0, prompt)
+    first, *rest = continuation(prompt, 4)
+    engine.commit("after", [TokenOutput("after", 0, len(prompt), first)])
+    tokens = [one.token_id for _ in range(3) for one in engine.step().tokens]
+    assert tokens == rest
+
+
 def test_a_prompts_cost_is_its_share_of_the_steps_that_computed_it():
     """What was waited for others in the same batch belongs to the others: a queue's length is told from it."""
     runner = FakeRunner(64, max_batch_tokens=16)

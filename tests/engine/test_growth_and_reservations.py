@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from cluster.block_hash import hash_blocks, pack_tokens
 from cluster.errors import BlocksExhaustedError
 from engine.engine import Engine
 from engine.request import EngineRequest, RequestDone, SamplingParams, TokenOutput
@@ -231,3 +234,36 @@ def test_blocks_that_a_second_stream_lacks_do_not_go_to_newcomers() -> None:
         reserve(engine, "newcomer", 5, 3, NORMAL)
     reserve(engine, "small", 6, 2, NORMAL)
     assert [token.request_id for token in engine.step().tokens] == ["first", "second"]
+
+
+def test_a_stream_that_has_its_block_keeps_nobody_out_any_more() -> None:
+    """The second of two that were short of one in the same step: nothing is set aside for it."""
+    engine = engine_of(10)
+    engine.add(request("first", 3, 2 * PAGE, PAGE + 2, NORMAL))
+    engine.add(request("second", 4, 2 * PAGE, 4 * PAGE, NORMAL))
+    engine.step()
+    reserve(engine, "reserved", 5, 4, NORMAL)
+    assert until_evicted(engine) == ["reserved"]
+    engine.abort("reserved")
+    assert len(engine.step().tokens) == 2
+    engine.abort("first")
+    reserve(engine, "new", 6, engine.stats().blocks_free, NORMAL)
+
+
+def test_every_choice_of_a_reservation_finds_room_to_grow() -> None:
+    """Two blocks of prompt, which they share, and one for each of three choices."""
+    three = replace(request("three", 5, 2 * PAGE, 8, NORMAL), n=3)
+    with pytest.raises(BlocksExhaustedError):
+        engine_of(4).reserve(three, [], growth_tokens=PAGE)
+    engine_of(5).reserve(three, [], growth_tokens=PAGE)
+
+
+def test_of_a_reservation_that_goes_only_what_was_verified_is_found() -> None:
+    engine = engine_of(10)
+    for verified, found in ((0, 0), (2 * PAGE - 1, 1), (3 * PAGE, 3)):
+        reserve(engine, "over", 5, 3, NORMAL)
+        assert engine.abort("over", verified)
+        again = request("again", 5, 3 * PAGE + 1, 1, NORMAL)
+        prompt = hash_blocks(pack_tokens(again.prompt_tokens), PAGE, secret=b"s", salt=again.salt)
+        assert engine.reserve(again, prompt, 0).held_tokens == found * PAGE
+        engine.abort("again")

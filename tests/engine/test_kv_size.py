@@ -112,3 +112,10 @@ def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch
     with pytest.raises(ConfigError):
         ranks.open_ranks(config, epoch=1)
     assert seen == [expected]
+
+
+def test_a_size_is_taken_up_to_the_last_free_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 1000)
+    assert kv_cache.choose_bytes(1000, torch.device("cpu")) == 1000
+    with pytest.raises(ConfigError, match="1001 bytes are more than the 1000"):
+        kv_cache.choose_bytes(1001, torch.device("cpu"))

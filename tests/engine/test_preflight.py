@@ -35,6 +35,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+SLIDING = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 64}
+
 
 @pytest.fixture
 def describe(tmp_path):
@@ -59,6 +61,8 @@ def settings(model: Path, **more: Any) -> EngineConfig:
         {"rope_scaling": LLAMA3},
         {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}},
         {"hidden_act": None},
+        {"layer_types": ["full_attention"] * 2},
+        {**SLIDING, "layer_types": ["full_attention", "sliding_attention"]},
     ],
 )
 def test_a_valid_config_passes(describe, changes):
@@ -98,12 +102,27 @@ def test_a_valid_config_passes(describe, changes):
         ),
         ({"hidden_act": "gelu"}, "hidden_act", "silu"),
         ({"head_dim": 7}, "head_dim", "even"),
+        *(
+            ({"rms_norm_eps": eps}, "rms_norm_eps", "small")
+            for eps in (None, "1e-5", -1.0, 0, True, float("nan"), float("inf"))
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -5}, "sliding_window", "negative"),
+        ({**SLIDING, "layer_types": ["sliding_attention"]}, "layer_types", "1 layer_types for 2 layers"),
+        ({**SLIDING, "layer_types": ["sliding_attention"] * 3}, "layer_types", "3 layer_types for 2"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types", "linear_attention"),
+        ({**SLIDING, "layer_types": ["chunked_attention"] * 2}, "layer_types", "full_attention"),
     ],
 )
 def test_a_config_that_cannot_run_is_refused_by_its_key(describe, changes, field, says):
     with pytest.raises(ModelError, match=says) as caught:
         build.check(settings(describe(**changes)))
     assert caught.value.field == field
+
+
+def test_end_tokens_that_no_vocabulary_has_ban_nothing(describe):
+    """Where min_tokens is not reached they are forbidden: -1 would be the last token, 5000 none, and the request fails."""
+    model, _ = build.check(settings(describe(eos_token_id=[-1, 2, 95, 96, 5000])))
+    assert model.eos_token_ids == (2, 95)
 
 
 @pytest.mark.parametrize(

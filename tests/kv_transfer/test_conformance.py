@@ -189,6 +189,17 @@ async def test_what_is_stale_is_dropped_and_counted(transport):
             writer.close()
 
 
+@pytest.mark.parametrize(("discard", "kept"), [(False, TOKENS), (True, 0)])
+async def test_what_a_failed_computation_shipped_is_not_kept(transport, discard, kept):
+    async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        (incoming,) = decode.receiver._live.values()
+        await until(lambda: incoming.covered, "every part is here")
+        await handoff.abort("the engine failed of it", discard=discard)
+        await until(lambda: handoff.transfer_id in decode.engine.aborted, "aborted")
+        assert decode.engine.aborted[handoff.transfer_id] == kept
+
+
 async def test_blocks_are_freed_only_when_no_scatter_runs(transport):
     """An abort while a rank is at one of the parts waits for it."""
     async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:

@@ -25,8 +25,8 @@ class Watching(Handoff):
         self.machine = machine
         self.held_when_aborted = 0
 
-    async def abort(self, reason: str) -> None:
-        await super().abort(reason)
+    async def abort(self, reason: str, *, discard: bool = False) -> None:
+        await super().abort(reason, discard=discard)
         self.held_when_aborted = len(self.machine.engine.block_ids(BAD.hex()))
 
 
@@ -59,7 +59,7 @@ def assert_only_bad_failed(machine: PrefillMachine, handoff: Watching) -> None:
     assert failed.outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
     assert failed.error.code == EngineRequestError.__name__ and failed.error.retryable
     assert machine.opened[BAD].machine.state is PrefillState.DRAINED
-    assert handoff.aborted == 1
+    assert handoff.aborted == 1 and handoff.discarded, "what it shipped may be wrong"
     assert handoff.held_when_aborted == -(-len(prompt_of(BAD)) // 4)  # of four tokens each
     machine.handoff_ends(0, True, False)
     assert end_of(machine, GOOD).outcome == common_pb2.ATTEMPT_OUTCOME_DONE
@@ -91,3 +91,9 @@ def test_a_token_that_cannot_be_sent_ends_its_attempt(machine, monkeypatch):
     while machine.engine.has_work:
         machine.step(1)
     assert_only_bad_failed(machine, handoff)
+
+
+def test_what_a_cancelled_attempt_shipped_may_be_kept(machine):
+    handoff = both_in_the_engine(machine)
+    machine.loop.run_until_complete(machine.role.cancel(machine.opened[BAD]))
+    assert handoff.aborted == 1 and not handoff.discarded

@@ -63,6 +63,7 @@ class Handoff:
         self.committed: asyncio.Future[None] = loop.create_future()
         self.all_drained: asyncio.Future[None] = loop.create_future()
         self.aborted = 0
+        self.discarded = False
         self.finished = False
 
     @property
@@ -81,8 +82,9 @@ class Handoff:
         self.finished = True
         return HandoffReport(0, 10, 1, "test", 0.0)
 
-    async def abort(self, reason: str) -> None:
+    async def abort(self, reason: str, *, discard: bool = False) -> None:
         self.aborted += 1
+        self.discarded = discard
 
 
 class Sender:

@@ -115,3 +115,15 @@ async def test_a_step_without_end_is_not_waited_for():
     host.start()
     await until(lambda: not host.healthy(), "it stands still")
     await stops(host, engine)
+
+
+async def test_what_waits_when_the_engine_fails_is_answered():
+    engine = HangingEngine()
+    host = make(engine)
+    host.start()
+    await until(lambda: host.busy_seconds() > 0, "it steps")
+    asked = [asyncio.create_task(host.call(lambda e: e.steps)) for _ in range(3)]
+    await until(lambda: host._commands.qsize() == 3, "they wait for the step")
+    engine.came.set()
+    await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+    await host.stop()

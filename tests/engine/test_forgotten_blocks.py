@@ -1,0 +1,197 @@
+"""Keys and values that gave logits which are no numbers go with the request that failed of them: nobody finds them in the
+prefix cache, nor what was computed from them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cluster.block_hash import hash_blocks, pack_tokens
+from cluster.errors import EngineRequestError
+from engine.cache.block_pool import BlockPool
+from engine.engine import Engine
+from engine.plan import StepPlan
+from engine.request import ChainReport, EngineRequest, RequestDone, SamplingParams, TokenOutput
+from tests.checkpoints import prompt_ids
+from tests.engine.fake_model import PAGE, VOCAB, FakeRunner, continuation
+from tests.engine.ranks import make_engine
+from tests.exactness import assert_greedy
+
+SECRET, SALT, NEW = b"p", bytes(16), 6
+NOT_A_NUMBER = VOCAB + 1  # where the fake model's cache holds tokens
+PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
+class HurtRunner(FakeRunner):
+    """What was computed from a hurt block is hurt as well."""
+
+    def hurt(self, block: int) -> None:
+        self.cache[block] = NOT_A_NUMBER
+
+    def execute(self, plan: StepPlan) -> torch.Tensor:
+        logits = super().execute(plan)
+        wanting = iter(range(len(logits)))
+        for item in plan.items:
+            used = self.cache[item.block_ids[: -(-item.end // PAGE)]].flatten()[: item.end]
+            hurt = bool((used == NOT_A_NUMBER).any())
+            if hurt:
+                self.store(item.block_ids, item.begin, [NOT_A_NUMBER] * len(item.token_ids))
+            if item.wants_logits:
+                row = next(wanting)
+                if hurt:
+                    logits[row] = math.nan
+        return logits
+
+
+def engine_of(**settings: object) -> tuple[HurtRunner, Engine, dict[bytes, bool]]:
+    """With what somebody believes to be cached who hears every report."""
+    runner, known = HurtRunner(64, **settings), {}
+
+    def told(report: ChainReport) -> None:
+        known.update({block: depth < report.held for depth, block in enumerate(report.hashes)})
+
+    return runner, Engine(runner, runner.config, secret=SECRET, on_chain=told), known
+
+
+def greedy(**more: object) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True, **more})  # type: ignore[arg-type]
+
+
+def run(engine: Engine, name: str, prompt: list[int], n: int = 1) -> tuple[list[int], RequestDone]:
+    """The tokens of its first choice."""
+    engine.add(EngineRequest(name, prompt, greedy(), n=n, salt=SALT))
+    return finish(engine, name)
+
+
+def finish(engine: Engine, name: str) -> tuple[list[int], RequestDone]:
+    tokens, done = [], []
+    while engine.has_work:
+        output = engine.step()
+        engine.check_integrity()
+        tokens += [one.token_id for one in output.tokens if (one.request_id, one.choice) == (name, 0)]
+        done += [one for one in output.done if one.request_id == name]
+    assert engine.stats().blocks_held == 0
+    (one,) = done
+    return tokens, one
+
+
+def failed(done: RequestDone) -> bool:
+    return isinstance(done.error, EngineRequestError)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_what_a_failed_request_computed_is_not_found(steps, n):
+    """In its prompt, and among its output."""
+    runner, engine, known = engine_of()
+    engine.add(EngineRequest("bad", PROMPT, greedy(), n=n, salt=SALT))
+    for _ in range(steps):
+        engine.step()
+    runner.hurt(engine.block_ids("bad")[1])
+    assert failed(finish(engine, "bad")[1])
+    assert not any(known.values())
+    tokens, done = run(engine, "after", PROMPT + continuation(PROMPT, 3))
+    assert (tokens, done.cached_tokens) == (continuation(PROMPT, 3 + NEW)[3:], 0)
+    assert run(engine, "again", PROMPT)[1].cached_tokens == 2 * PAGE, "from here on all is well"
+
+
+def test_what_a_failed_request_found_is_not_found_again():
+    """A block that went bad in the cache fails one request, not all that begin like it."""
+    runner, engine, known = engine_of()
+    run(engine, "first", PROMPT)
+    (block,) = engine._pool.match(hash_blocks(pack_tokens(PROMPT[:PAGE]), PAGE, secret=SECRET, salt=SALT))
+    runner.hurt(block)
+    assert failed(run(engine, "bad", PROMPT)[1])
+    assert not any(known.values())
+    assert run(engine, "after", PROMPT)[0] == continuation(PROMPT, NEW)
+
+
+def test_what_others_computed_from_it_is_not_found():
+    """A longer prompt was computed behind the same beginning, and given up before its first token."""
+    runner, engine, known = engine_of(max_batch_tokens=PAGE)
+    run(engine, "first", PROMPT[:PAGE])
+    runner.hurt(engine._pool.match(hash_blocks(pack_tokens(PROMPT), PAGE, secret=SECRET, salt=SALT))[0])
+    engine.add(EngineRequest("longer", PROMPT, greedy(), salt=SALT))
+    assert not engine.step().tokens
+    engine.abort("longer")
+    assert sum(known.values()) >= 2
+    assert failed(run(engine, "bad", PROMPT[: PAGE + 1])[1])
+    assert not any(known.values())
+    for name in ("again", "once more"):
+        assert run(engine, name, PROMPT)[0] == continuation(PROMPT, NEW)
+
+
+def test_a_request_that_no_token_is_left_to_forgets_nothing():
+    """What it asks for is to blame, not what was computed."""
+    _, engine, _ = engine_of()
+    run(engine, "first", PROMPT)
+    everything = tuple(range(VOCAB))
+    engine.add(EngineRequest("bad", PROMPT, greedy(min_tokens=NEW, stop_token_ids=everything), salt=SALT))
+    assert failed(finish(engine, "bad")[1])
+    assert run(engine, "after", PROMPT)[1].cached_tokens == 2 * PAGE
+
+
+def test_blocks_of_an_exporting_request_are_forgotten_while_they_are_still_held():
+    runner, engine, known = engine_of(max_batch_tokens=PAGE)
+    engine.add(EngineRequest("bad", PROMPT, greedy(), salt=SALT, prefill_only=True, export=True))
+    engine.step()
+    runner.hurt(engine.block_ids("bad")[0])
+    while not (done := engine.step().done):
+        pass
+    assert failed(done[0]) and not any(known.values())
+    held = engine.block_ids("bad")
+    assert run_beside(engine, "after", PROMPT) == continuation(PROMPT, NEW)
+    assert engine.block_ids("bad") == held
+    engine.abort("bad")
+    engine.check_integrity()
+
+
+def run_beside(engine: Engine, name: str, prompt: list[int]) -> list[int]:
+    engine.add(EngineRequest(name, prompt, greedy(), salt=SALT))
+    tokens = []
+    while engine.has_work:
+        tokens += [one.token_id for one in engine.step().tokens]
+        engine.check_integrity()
+    return tokens
+
+
+def test_what_a_hand_off_brought_is_not_found():
+    runner, engine, known = engine_of()
+    taken = engine.reserve(EngineRequest("bad", PROMPT, greedy(), salt=SALT), [], growth_tokens=4)
+    runner.store(taken.block_ids, 0, PROMPT)
+    runner.hurt(taken.block_ids[0])
+    engine.commit("bad", [TokenOutput("bad", 0, len(PROMPT), 3)])
+    assert any(known.values())
+    assert failed(finish(engine, "bad")[1])
+    assert not any(known.values())
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cpu"])
+def test_a_model_recovers_from_a_block_that_is_not_a_number(backend, checkpoint):
+    model, prompt = checkpoint("llama"), prompt_ids(50, seed=4)
+    engine = make_engine(model, blocks=40, attention_backend=backend)
+    engine.add(EngineRequest("bad", prompt, greedy()))
+    engine.step()
+    engine._runner.kv_cache[engine.block_ids("bad")[1], 0] = math.nan
+    assert failed(finish(engine, "bad")[1])
+    engine.add(EngineRequest("after", prompt, greedy()))
+    assert_greedy("after a block that was no number", model, prompt, finish(engine, "after")[0])
+
+
+# --- the pool -----------------------------------------------------------------------------------------------
+
+
+def test_forgotten_blocks_stay_their_holders_and_are_taken_first():
+    pool = BlockPool(8)
+    blocks = pool.take(4)
+    for block, name, parent in zip(blocks, b"abcd", (None, b"a", b"b", b"c"), strict=True):
+        pool.remember(block, bytes([name]), parent)
+    pool.drop(blocks[2:])
+    pool.drop(pool.take(4))  # the others are free, and hold nothing
+    pool.forget(blocks[1:2])
+    assert pool.match([b"a", b"b", b"c", b"d"]) == blocks[:1]
+    assert pool.chains() == [[b"a"]]
+    assert set(pool.take(2)) == set(blocks[2:]), "they hold nothing: the next ones to be taken"
+    pool.check_integrity(dict.fromkeys(blocks, 1))
