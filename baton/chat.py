@@ -32,7 +32,7 @@ def run(
     """Until /quit or the end of input. Raises UnavailableError when no router answers."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives `input` its history and line editing)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     with Client(list(targets), api_key=api_key, tls=tls) as client:
         model = _first_model(client)
         console.print(Text.assemble((model, "bold"), ("  /help for commands", "dim")))

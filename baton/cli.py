@@ -55,7 +55,7 @@ def main() -> None:
         app()
     except BatonError as error:
         where = f" [{error.field}]" if error.field else ""
-        Console(stderr=True, highlight=False, markup=False).print(
+        Console(stderr=True, highlight=False, markup=False, emoji=False).print(
             f"baton: {error.message}{where}", soft_wrap=True
         )
         sys.exit(1)

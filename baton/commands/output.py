@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-console = Console(highlight=False)
+# What is printed is others' text: paths, addresses, answers. Nothing in it is rich's own markup, or a name of an emoji.
+console = Console(highlight=False, markup=False, emoji=False)
 
 
 def say(line: str) -> None:

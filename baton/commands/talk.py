@@ -84,7 +84,7 @@ def generate(
             options["seed"] = seed
         stream = client.stream(prompt, **options)
         for chunk in stream:
-            console.print(chunk.text, end="", markup=False)
+            console.print(chunk.text, end="", soft_wrap=True)
     console.print()
 
 

@@ -20,6 +20,9 @@ from router.tokens.templates import template_environment
 # A thread and the way back cost a request 0.2 to 0.3 ms. So much text is encoded in about 0.2 ms; all others leave the
 # loop free.
 INLINE_CHARACTERS = 1024
+# Some 50 ms. Longer texts have a thread of their own: two messages whose encoding takes seconds would otherwise hold both
+# threads.
+LONG_CHARACTERS = 1 << 17
 # Conversations up to this size render fast enough for the event loop; longer ones go to a thread.
 INLINE_CHAT_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 256  # cost of a message beside its text, in characters
@@ -64,6 +67,7 @@ class ModelText:
         }
         self._template = self._compile(directory, settings)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
         # One thread: rendering holds the interpreter's lock.
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")
 
@@ -137,7 +141,8 @@ class ModelText:
         """Token ids. Long texts are encoded on a thread (the tokenizer releases the GIL)."""
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, special)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, text, special)
+        pool = self._pool if len(text) <= LONG_CHARACTERS else self._long
+        return await asyncio.get_running_loop().run_in_executor(pool, self._encode, text, special)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         # The fast variant leaves out where in the text each token lies.
@@ -147,4 +152,5 @@ class ModelText:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)
+        self._long.shutdown(wait=False)
         self._rendering.shutdown(wait=False)

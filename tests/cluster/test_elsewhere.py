@@ -279,3 +279,32 @@ async def test_another_error_keeps_the_connection(tmp_path: Path, answer: str) -
             assert not isinstance(caught.value, ReadOnlyError)
         assert asked == [2]
         await script.close()
+
+
+async def test_who_waits_on_a_connection_that_is_left_gets_an_answer_there(tmp_path: Path) -> None:
+    """It is left because of one call that was given up; others may have more time."""
+    answer, connections = asyncio.Event(), 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while data := await reader.read(65536):
+            for command in data.split(b"*")[1:]:
+                if b"EVAL" in command:
+                    await answer.wait()
+                writer.write(b":1\r\n" if b"EVAL" in command else b"+OK\r\n")
+        writer.close()
+
+    async with await asyncio.start_unix_server(serve, tmp_path / "s.sock"):
+        script = ScriptCall(f"unix://{tmp_path}/s.sock?protocol=2", "return 1")
+        patient = asyncio.create_task(script([], [], 20.0))
+        while not connections:
+            await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError):
+            await script([], [], 0.05)
+        answer.set()
+        assert await patient == 1
+        assert connections == 1
+        assert await script([], [], 20.0) == 1
+        assert connections == 2
+        await script.close()

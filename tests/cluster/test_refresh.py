@@ -102,3 +102,17 @@ async def test_a_read_that_fails_is_followed_by_another(members: Members) -> Non
     assert not members.redis_ok
     await members.refresh()
     assert members.redis_ok and members.errors == 1
+
+
+async def test_a_redis_that_was_rolled_back_between_two_looks_is_not_believed(members: Members) -> None:
+    """It answers all the time, and has forgotten slots that it had given out: their workers are there all the same."""
+    answers = [answer(1), [b"1000", b"3"]]
+    members.redis_ok, members._back_since = True, -1e9
+
+    async def read(**arguments: Any) -> Any:
+        return answers.pop(0)
+
+    members._read = read  # type: ignore[assignment]
+    for _ in range(2):
+        await members.refresh()
+        assert [worker.worker_id for worker in members.all] == ["w1"]

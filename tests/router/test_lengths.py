@@ -25,7 +25,7 @@ from router.http import generate
 from router.http.body import read_json
 from router.http.lengths import chat_size
 from router.tokens.bound import most_bytes
-from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, MESSAGE_CHARACTERS, ModelText
+from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, LONG_CHARACTERS, MESSAGE_CHARACTERS, ModelText
 from router.validate import Validator
 from wire import inference_pb2 as pb
 
@@ -255,6 +255,25 @@ async def test_long_conversations_are_rendered_on_a_thread(text):
     assert threads == [threading.current_thread().name]
     assert await text.chat(read, INLINE_CHAT_CHARACTERS + 1) == short
     assert threads[1].startswith("render")
+
+
+async def test_long_texts_keep_no_others_waiting(text, monkeypatch):
+    """A text that nothing bounds (it is to be cut, or only counted) may take seconds."""
+    go_on = threading.Event()
+
+    def encode(given: str, special: bool) -> list[int]:
+        if len(given) > LONG_CHARACTERS:
+            assert go_on.wait(30)
+        return [len(given)]
+
+    monkeypatch.setattr(text, "_encode", encode)
+    long = [asyncio.create_task(text.encode("a" * (LONG_CHARACTERS + 1))) for _ in range(3)]
+    try:
+        async with asyncio.timeout(20):
+            assert await text.encode("a" * LONG_CHARACTERS) == [LONG_CHARACTERS]
+    finally:
+        go_on.set()
+    assert await asyncio.gather(*long) == 3 * [[LONG_CHARACTERS + 1]]
 
 
 async def test_errors_in_a_long_conversation_are_reported(text):

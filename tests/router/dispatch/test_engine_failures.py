@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.config import RouterConfig
 from cluster.errors import (
     AttemptsExhaustedError,
     BatonError,
@@ -203,3 +205,11 @@ async def test_an_attempt_that_cannot_begin_leaves_no_charge(text, monkeypatch):
     await world.services.finish(5.0)
     assert world.released == [one.transfer_id for one in world.attempts]
     assert all(one.closed for one in world.attempts)
+
+
+async def test_a_fault_of_ours_is_not_tried_for_ever(text, monkeypatch):
+    """A request may be its cause, though no engine said so."""
+    world = Failing(text, 9 * [(Source.DECODE, InternalError("a rank does not answer"), 0)])
+    world.services.config = RouterConfig(model=Path("/none"), max_attempts=3)
+    with pytest.raises(AttemptsExhaustedError, match="gave up after 3 attempts"):
+        await run(world, monkeypatch)

@@ -141,6 +141,8 @@ async def test_waiting_settlements_are_bounded(monkeypatch):
         waiting.add(number)
         now[0] += 1.0
     assert (len(waiting), waiting.dropped, waiting.oldest()) == (3, 2, 2)
+    waiting.done(1)  # it was dropped while it was said: the next one waits on
+    assert waiting.oldest() == 2
     waiting.done(2)
     now[0] = 3.5 + unsettled.KEPT_SECONDS
     assert waiting.oldest() == 4 and waiting.dropped == 3

@@ -76,6 +76,13 @@ def test_a_repeated_takeover_is_one_and_is_answered_as_one(scripts):
     assert scripts.client.hget(scripts.record("r"), "owner") == b"b"
 
 
+def test_who_was_left_without_serving_pays_no_place(scripts):
+    scripts.charge("a", tokens=BIG)
+    scripts.charge("b", tokens=BIG, again=True)
+    scripts.settle("a", served=False)
+    assert scripts.used == (1, 10)
+
+
 def test_a_charge_that_arrives_after_its_settlement_is_void(scripts):
     scripts.settle("a", served=False, certain=False)
     assert scripts.charge("a", tokens=BIG) == [0, 0, 0]

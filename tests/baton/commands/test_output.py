@@ -1,0 +1,46 @@
+"""What commands print is what they were given: no markup is read from it, no emoji made of it, no line broken."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from baton.cli import main
+from baton.commands import output, talk
+from cluster.errors import ConfigError
+from tests.baton import stub_inference
+from tests.baton.stub_inference import StubRouter
+
+TEXT = "a[b] :smile: [/i] " + 60 * "word "
+
+
+@pytest.fixture
+def router() -> Iterator[StubRouter]:
+    stub = StubRouter()
+    yield stub
+    stub.stop()
+
+
+def test_an_answer_is_printed_as_it_came(router, monkeypatch, capsys):
+    monkeypatch.setattr(stub_inference, "text_of", lambda token_id: TEXT)
+    monkeypatch.setattr(output.console, "_width", 40)
+    talk.generate("a", target=router.address, max_tokens=2)
+    assert capsys.readouterr().out == 2 * TEXT + "\n"
+
+
+def test_a_line_is_printed_as_it_is(capsys):
+    output.say(TEXT)
+    assert capsys.readouterr().out == TEXT + "\n"
+
+
+def test_an_error_is_printed_as_it_is(monkeypatch, capsys):
+    def refuse() -> None:
+        raise ConfigError(TEXT.strip(), field="f")
+
+    monkeypatch.setattr("baton.cli.app", refuse)
+    monkeypatch.setattr(sys, "argv", ["baton"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == f"baton: {TEXT.strip()} [f]\n"
