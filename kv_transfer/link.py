@@ -184,9 +184,12 @@ class LinkToDecode:
 
     def _on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
         kind = reply.WhichOneof("message")
-        if kind == "welcome" and self._ready.done():
+        if (
+            kind == "welcome" and self._welcomed
+        ):  # again, with new memory: perhaps while the first is acted upon
             self._connect_ranks(reply.welcome, "")
         elif kind == "welcome":
+            self._welcomed = True
             self._tasks.append(asyncio.get_running_loop().create_task(self._welcome(reply.welcome)))
         elif kind == "reserve_reply":
             future = self._reserving.get(reply.reserve_reply.transfer_id)
@@ -203,7 +206,6 @@ class LinkToDecode:
                 handoff.on_reply(reply)
 
     async def _welcome(self, welcome: handoff_pb2.Welcome) -> None:
-        self._welcomed = True
         self._sender.known.lives_under(self.decode.worker_id, welcome.decode_epoch)
         try:
             self._check(welcome)

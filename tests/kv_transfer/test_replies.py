@@ -12,6 +12,7 @@ from cluster.wire_version import WIRE_VERSION
 from kv_transfer import sender
 from kv_transfer.digest import stricter
 from kv_transfer.known_workers import KnownWorkers
+from kv_transfer.link import LinkToDecode
 from tests.kv_transfer.pair import DECODE_EPOCH, config, layout, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome
 from tests.waiting import until as until_true
@@ -59,6 +60,31 @@ async def test_a_welcome_that_makes_no_sense_ends_the_link(said, error, field):
         assert caught.value.field == field
         assert prefill.sender.live == 0
         await until(lambda: not prefill.sender._links, "the link is gone")
+
+
+async def test_a_second_welcome_does_not_begin_a_second_probe(monkeypatch):
+    """A ring that grows says Welcome again, perhaps while the first one's probe is on its way: one that goes unanswered,
+    its answer being taken for the other's, would put the pair on another transport than was agreed."""
+    probes: list[asyncio.Future[bool]] = []
+
+    async def probe(self, said):
+        probes.append(asyncio.get_running_loop().create_future())
+        return await probes[-1]
+
+    monkeypatch.setattr(LinkToDecode, "_probe_nixl", probe)
+    monkeypatch.setattr(LinkToDecode, "_offered", lambda self: ["nixl", "grpc"])
+    async with (
+        scripted_decode(welcome=welcome(transport="nixl")) as decode,
+        prefill_side(config("grpc")) as prefill,
+    ):
+        linking = asyncio.create_task(prefill.sender._link(decode.ref))
+        await until(lambda: bool(probes), "the first probe")
+        (stream,) = decode.streams
+        stream.say(welcome=welcome(transport="nixl"))
+        await until(lambda: len(stream.of("beat")) >= 2, "the second one was heard")
+        probes[-1].set_result(True)
+        link = await linking
+        assert len(probes) == 1 and link.transport == "nixl"
 
 
 async def test_what_the_pair_agrees_about_digests_holds_for_its_parts():
