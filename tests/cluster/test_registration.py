@@ -88,7 +88,7 @@ def test_a_registry_that_lost_a_part_is_made_whole(lost, junk, redis_url, namesp
             elif not junk:
                 client.delete(key)
         wait_for(
-            lambda: self_description(redis_url, namespace) == ("w", "live", 1), 60.0, "it is there again"
+            lambda: self_description(redis_url, namespace) == ("w", "live", 1), 10.0, "it is there again"
         )
     finally:
         registration.stop()
