@@ -62,6 +62,10 @@ def check_writable(path: Path, flag: str, field: str) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if (
+            path.exists() and not path.is_file()
+        ):  # another file takes its place: of /dev/null, for everybody here
+            raise OSError(errno.EINVAL, "it is no regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         _beside(path).touch()
         _beside(path).unlink()

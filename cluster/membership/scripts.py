@@ -33,10 +33,12 @@ return slot
 """
 
 # Same keys   ARGV: worker_id name slot status
-# → "exit" | "stay" (it is to leave), "" renewed, false: register again (Redis was emptied, rolled back, or another
-# life took the name)
+# → "exit" | "stay" (it is to leave), "" renewed, false: register again (Redis was emptied, in part too, rolled back, or
+# another life took the name)
 RENEW = """
 if redis.call('HGET', KEYS[5], ARGV[3]) ~= ARGV[2] then return false end
+local registration, epoch = redis.call('HGET', KEYS[1], ARGV[1]), string.match(ARGV[2], '[^@]*$')
+if not registration or not string.find(registration, '"' .. epoch .. '"', 1, true) then return false end
 local now = redis.call('TIME')
 redis.call('ZADD', KEYS[2], now[1] * 1000 + math.floor(now[2] / 1000), ARGV[1])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])

@@ -18,7 +18,7 @@ from baton.commands.sizes import parse_bytes
 from baton.local import children
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
-from baton.local.state import ClusterState, RedisState
+from baton.local.state import ClusterState, RedisState, check_writable
 from cluster import settings
 from cluster.config import ClusterFields, RouterConfig, WorkerConfig
 from cluster.errors import ConfigError, SetupError
@@ -83,6 +83,16 @@ def test_a_state_file_that_cannot_be_written_is_refused_at_once(checkpoint):
     with pytest.raises(ConfigError) as caught:
         LocalCluster(UpOptions(checkpoint("llama"), state_file=Path("/proc/nobody/state.json")))
     assert caught.value.field == "state_file"
+
+
+def test_a_device_or_a_pipe_is_no_file_to_replace(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for path in (Path("/dev/null"), tmp_path / "pipe", tmp_path / "link"):
+        with pytest.raises(ConfigError, match="it is no regular file") as caught:
+            check_writable(path, "--state-file", "state_file")
+        assert caught.value.field == "state_file"
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from cluster.membership import keys
 from cluster.membership import registration as module
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from cluster.redis.connect import connect
 from tests.waiting import wait_for
 
 
@@ -65,6 +69,34 @@ def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace
         )
     finally:
         registration.stop()
+
+
+@pytest.mark.parametrize("lost", ["members", "leases", "status", "owners", "slots"])
+@pytest.mark.parametrize("junk", [False, True], ids=["gone", "overwritten"])
+def test_a_registry_that_lost_a_part_is_made_whole(lost, junk, redis_url, namespace, monkeypatch):
+    """By an eviction policy that takes any key, or by somebody who shares the server."""
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    registration = Registration(redis_url, namespace, info, status=lambda: {"steps": 1})
+    registration.start()
+    key = getattr(keys, {"owners": "slot_owners"}.get(lost, lost))(namespace)
+    try:
+        wait_for(lambda: registration.slot, 60.0, "registered")
+        with connect(redis_url) as client:
+            if junk and client.type(key) == b"hash":
+                client.hset(key, client.hkeys(key)[0], "junk")
+            elif not junk:
+                client.delete(key)
+        wait_for(
+            lambda: self_description(redis_url, namespace) == ("w", "live", 1), 10.0, "it is there again"
+        )
+    finally:
+        registration.stop()
+
+
+def self_description(redis_url, namespace) -> tuple[Any, ...] | None:
+    found = read_workers(redis_url, namespace)
+    return (found[0].worker_id, found[0].lease, found[0].status.get("steps")) if found else None
 
 
 def test_one_that_has_left_stays_away(redis_url, namespace):

@@ -20,6 +20,16 @@ def request(offer: bytes, rest: bytes, *, name: bytes = b"1") -> bytes:
     return b"POST / HTTP/1.1\r\nhost: x\r\nx-own: " + name + b"\r\n" + offer + rest
 
 
+def with_limits(monkeypatch, **changed):
+    original = LimitedProtocol.connection_made
+
+    def made(self, transport):
+        self.limits = replace(self.limits, **changed)
+        original(self, transport)
+
+    monkeypatch.setattr(LimitedProtocol, "connection_made", made)
+
+
 @pytest.mark.parametrize("offer", [H2C, WEBSOCKET], ids=["h2c", "websocket"])
 @pytest.mark.parametrize("rest", [LENGTH, CHUNKED], ids=["length", "chunked"])
 async def test_the_body_arrives(address, offer, rest):  # noqa: F811
@@ -53,7 +63,8 @@ async def test_the_requests_behind_it_are_served_too(address):  # noqa: F811
     writer.close()
 
 
-async def test_thousands_in_one_packet_are_no_recursion(address):  # noqa: F811
+async def test_a_thousand_in_one_packet_are_no_recursion(address, monkeypatch):  # noqa: F811
+    with_limits(monkeypatch, header_bytes=1 << 20)
     reader, writer = await asyncio.open_connection(*address)
     writer.write(request(H2C, b"\r\n") * 1500)
     async with asyncio.timeout(30):
@@ -73,11 +84,5 @@ async def test_what_makes_no_sense_is_refused_all_the_same(address, wrong):  # n
 
 
 async def test_a_body_that_does_not_come_has_its_deadline(address, monkeypatch):  # noqa: F811
-    original = LimitedProtocol.connection_made
-
-    def made(self, transport):
-        self.limits = replace(self.limits, body_seconds=0.2)
-        original(self, transport)
-
-    monkeypatch.setattr(LimitedProtocol, "connection_made", made)
+    with_limits(monkeypatch, body_seconds=0.2)
     assert (await exchange(address, request(H2C, LENGTH[:-1]))).startswith(b"HTTP/1.1 408")
