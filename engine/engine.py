@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -31,6 +31,7 @@ from engine.progress import StepSpan, note_computed
 from engine.request import (
     ChainReport,
     EngineRequest,
+    EngineReservation,
     EngineStats,
     RequestDone,
     StepOutput,
@@ -53,12 +54,6 @@ class Runner(Protocol):
     config: EngineConfig
 
     def execute(self, plan: StepPlan) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class EngineReservation:
-    block_ids: list[int]
-    held_tokens: int
 
 
 class Engine:
@@ -98,10 +93,9 @@ class Engine:
         if not request.prompt_tokens:
             raise InvalidRequestError("the prompt is empty", field="prompt")
         if length >= self._max_len or self._scheduler.blocks_for(length) > self._pool.total:
+            limit = str(self._max_len)
             raise ContextLengthError(
-                f"{length} tokens do not fit a context of {self._max_len}",
-                field="prompt",
-                limit=str(self._max_len),
+                f"{length} tokens do not fit a context of {limit}", field="prompt", limit=limit
             )
 
     def _make(self, request: EngineRequest) -> Sequence:
@@ -120,9 +114,6 @@ class Engine:
                 self._register(sequence, verified_tokens)
             self._finish(sequence)
         return True
-
-    def release(self, request_id: str) -> None:
-        self.abort(request_id)
 
     def park(self, request_id: str) -> None:
         """Stop computing the request but keep its blocks until `abort`: hand-off writes may still read them."""

@@ -132,3 +132,11 @@ class EngineStats:
     reservations_evicted: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineReservation:
+    """Blocks that wait for a hand-off."""
+
+    block_ids: list[int]
+    held_tokens: int  # leading tokens whose KV the blocks hold already

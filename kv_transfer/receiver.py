@@ -44,8 +44,7 @@ class HandoffReceiver:
         is_ended: Callable[[bytes], bool],
         faults: Faults = NO_FAULTS,
     ):
-        """`addresses[rank]` are those of the rank's first segment of slots. `is_ended` says which transfer
-        ids are over at this worker."""
+        """`addresses[rank]`: of its first segment's slots. `is_ended`: which transfer ids are over here."""
         self.worker = worker
         self.layout = layout
         self.config = config
@@ -187,18 +186,19 @@ class HandoffReceiver:
         self._spawn(self._abort(slot.claim.transfer_id, error))
 
     async def finish(self, link: PeerLink, finish: handoff_pb2.Finish) -> None:
-        handoff = self._live.get(finish.transfer_id)
-        if handoff is None or self._links.get(finish.transfer_id) is not link:
+        transfer_id = finish.transfer_id
+        handoff = self._live.get(transfer_id)
+        if handoff is None or self._links.get(transfer_id) is not link:
             self.counts["stale"] += 1
-            error = errors.StaleTransferError("the hand-off has ended", field="transfer_id")
-            link.send(aborted=handoff_pb2.Aborted(transfer_id=finish.transfer_id, error=error.to_wire()))
+            error = errors.StaleTransferError("the hand-off has ended", field="transfer_id").to_wire()
+            link.send(aborted=handoff_pb2.Aborted(transfer_id=transfer_id, error=error))
             return
         try:
             if handoff.finish is None:
                 handoff.take_finish(finish)
             await self._commit_if_complete(handoff)
         except errors.TransportError as error:
-            await self._abort(finish.transfer_id, error)
+            await self._abort(transfer_id, error)
 
     def drained(self, link: PeerLink, transfer_id: bytes) -> None:
         """Settle a Drained in the background, so that the peer's stream is read on. The peer repeats it until it is
@@ -327,8 +327,7 @@ class HandoffReceiver:
             await self._follow_ups.complete(freeing)
 
     def _end(self, transfer_id: bytes, error: errors.BatonError) -> Coroutine[Any, Any, None] | None:
-        """End a hand-off: put its slots in doubt and tell the peer, both at once. Returns a coroutine that frees its
-        blocks, or None if there is no such hand-off."""
+        """At once put a hand-off's slots in doubt and tell the peer. Returns what frees its blocks; None: no such one."""
         handoff = self._live.get(transfer_id)
         if handoff is None or handoff.committing:
             return None
@@ -356,8 +355,7 @@ class HandoffReceiver:
     # --- the worker's life -------------------------------------------------------------------------------
 
     async def rejoin(self, worker: common_pb2.WorkerRef) -> None:
-        """Under a new epoch, after this worker was fenced. Hand-offs under way end; ring, generations and
-        quarantine stay: every slot that is not free is in doubt."""
+        """Take a new epoch after a fence. Hand-offs under way end; every slot that is not free is in doubt."""
         self.worker = worker
         for link in list(self._peers.values()):
             link.end()
@@ -370,9 +368,10 @@ class HandoffReceiver:
 
     async def process_exited(self, peer: str) -> None:
         """The word of its parent: nothing that `peer` (worker_id@epoch) posted can land any more, once we have looked."""
-        for link in [one for one in self.links if one.name == peer]:
-            link.end()
-            self.peer_lost(link)
+        for link in self.links:
+            if link.name == peer:
+                link.end()
+                self.peer_lost(link)
         await asyncio.sleep(0)  # its hand-offs' slots are in quarantine now
         await self.landing.process_exited(peer)
 

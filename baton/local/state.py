@@ -62,9 +62,8 @@ def check_writable(path: Path, flag: str, field: str) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if (
-            path.exists() and not path.is_file()
-        ):  # another file takes its place: of /dev/null, for everybody here
+        # Writing replaces the file: a device such as /dev/null would be gone for every user of the machine.
+        if path.exists() and not path.is_file():
             raise OSError(errno.EINVAL, "it is no regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         _beside(path).touch()

@@ -50,7 +50,7 @@ def test_kv_is_handed_over_between_any_degrees(variant, prefill_tp, decode_tp, c
         move(sources, prefill.block_ids("r"), targets, reservation.block_ids, len(prompt))
         decode.commit("r", first)
         outputs = run(decode)
-        prefill.release("r")
+        prefill.abort("r")
         assert prefill.stats().blocks_held == 0
         assert decode.stats().prompt_tokens_computed == 0
     tokens = [first[0].token_id, *outputs.tokens["r", 0]]
