@@ -275,7 +275,7 @@ class DoorContext:
         except (
             OSError,
             ValueError,
-        ) as error:  # they have changed again, by halves; looked at again next time
+        ) as error:  # half of a further change: the files are read again at the next look
             log.warning("certificate for the HTTP door: %s; the one before stays", error)
             return
         self._generation = generation

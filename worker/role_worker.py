@@ -95,9 +95,7 @@ class RoleWorker:
             await self.drain()
         except BatonError as error:  # the engine failed meanwhile: what is left is cut off below
             log.warning("draining ended early: %s", error)
-        except (
-            Exception
-        ):  # a fault of ours; who does not leave the registry is waited for until its lease runs out
+        except Exception:  # the lease of a worker that did not deregister runs out by itself
             log.exception("draining ended early")
 
     async def drain(self) -> None:

@@ -129,16 +129,11 @@ class LocalCluster:
         )
         try:
             self._write_state(state)
-        except (
-            OSError
-        ) as error:  # a full disk must not end the cluster: the write is retried, and reported once
-            said = (
-                []
-                if self._unwritten
-                else [f"the state file could not be written and is out of date: {error}"]
-            )
-            self._unwritten = True
-            return said
+        except OSError as error:
+            # A full disk must not end the cluster: the write is retried, and reported once.
+            said = f"the state file could not be written and is out of date: {error}"
+            reported, self._unwritten = self._unwritten, True
+            return [] if reported else [said]
         self._unwritten = False
         return []
 

@@ -284,10 +284,12 @@ async def test_another_error_keeps_the_connection(tmp_path: Path, answer: str) -
 async def test_who_waits_on_a_connection_that_is_left_gets_an_answer_there(tmp_path: Path) -> None:
     """It is left because of one call that was given up; others may have more time."""
     answer, connections = asyncio.Event(), 0
+    serving: list[asyncio.Task[None] | None] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
         connections += 1
+        serving.append(asyncio.current_task())
         while data := await reader.read(65536):
             for command in data.split(b"*")[1:]:
                 if b"EVAL" in command:
@@ -308,3 +310,5 @@ async def test_who_waits_on_a_connection_that_is_left_gets_an_answer_there(tmp_p
         assert await script([], [], 20.0) == 1
         assert connections == 2
         await script.close()
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(one for one in serving if one is not None))
