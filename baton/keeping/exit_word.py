@@ -62,5 +62,6 @@ class ExitWord:
             notices.close()
 
     def _decode_workers(self) -> dict[str, str]:
+        """All that are registered: one whose lease ran out may only be stopped, and needs the notice when it rejoins."""
         workers = read_workers(self._config.redis_url, self._config.namespace)
-        return {one.worker_id: one.address for one in workers if one.role == "decode" and one.lease != "dead"}
+        return {one.worker_id: one.address for one in workers if one.role == "decode"}

@@ -106,6 +106,18 @@ def test_decode_workers_are_notified_once_worker_and_ranks_are_gone(
     assert decode.told == ["p1"]
 
 
+def test_a_decode_worker_whose_lease_ran_out_is_notified_too(
+    decode, worker, redis_url, namespace, monkeypatch
+):
+    """It may have been stopped; what is in doubt there stays so when it rejoins."""
+    facts, _ = worker
+    monkeypatch.setattr("cluster.membership.types.LEASE_SUSPECT_SECONDS", -2.0)
+    monkeypatch.setattr("cluster.membership.types.LEASE_DEAD_SECONDS", -1.0)
+    os.kill(facts.pid, signal.SIGKILL)
+    ExitWord(config(redis_url, namespace)).give(facts)
+    assert decode.told == ["p1"]
+
+
 def test_no_notice_while_a_process_of_the_worker_may_live(decode, worker, redis_url, namespace, monkeypatch):
     facts, rank = worker
     monkeypatch.setattr(sessions, "end", lambda *_: False)
