@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # More flags for pytest: make test MORE="-k drain"
 MORE ?=
+# Processes that share the tests of `make test`, a file each at a time.
+PROCESSES ?= 2
 
 # One compute thread, passive waiting: worker processes that busy-wait on shared cores slow each other 40 times.
 export OMP_NUM_THREADS := 1
@@ -25,7 +27,7 @@ demo: $(STAMP)  ## Start a cluster, watch text stream from it, see the load gene
 	@$(BIN)/python -m demo.run
 
 test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, real Ray)
-	$(BIN)/python -m pytest -q -m "not system and not gpu and not long" --durations 15 $(MORE)
+	$(BIN)/python -m pytest -q -m "not system and not gpu and not long" --durations 15 -n $(PROCESSES) --dist loadfile $(MORE)
 
 test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, Ray dying, a day of autoscaling
 	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 5 $(MORE)

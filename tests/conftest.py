@@ -6,7 +6,9 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -61,6 +63,25 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 def namespace() -> str:
     """Keys of one test."""
     return f"test-{secrets.token_hex(4)}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process that runs a share of the tests hands its comparisons to the one that prints them."""
+    from tests.exactness import COMPARED
+
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["compared"] = {way: asdict(sums) for way, sums in COMPARED.items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    from tests.exactness import COMPARED, Compared
+
+    for way, counts in getattr(node, "workeroutput", {}).get("compared", {}).items():
+        sums = COMPARED.setdefault(way, Compared())
+        for name, count in counts.items():
+            setattr(sums, name, getattr(sums, name) + count)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
