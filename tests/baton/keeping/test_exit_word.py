@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -54,21 +55,28 @@ class Decode(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.PeerExitedResponse()
 
 
-@pytest.fixture
-def decode(redis_url: str, namespace: str) -> Iterator[Decode]:
-    """Registered, as decode workers are."""
+@contextlib.contextmanager
+def served() -> Iterator[tuple[Decode, int]]:
+    """It and its port."""
     servicer = Decode()
     server = grpc.server(ThreadPoolExecutor(2))
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    info = WorkerInfo("d1", 1, 0, "decode", "m", f"127.0.0.1:{port}", "", b"", "", "", 128, 8)
-    registration = Registration(redis_url, namespace, info)
-    registration.start()
-    wait_for(lambda: registration.slot, 30.0, "registered")
-    yield servicer
-    registration.stop()
+    yield servicer, port
     server.stop(None)
+
+
+@pytest.fixture
+def decode(redis_url: str, namespace: str) -> Iterator[Decode]:
+    """Registered, as decode workers are."""
+    with served() as (servicer, port):
+        info = WorkerInfo("d1", 1, 0, "decode", "m", f"127.0.0.1:{port}", "", b"", "", "", 128, 8)
+        registration = Registration(redis_url, namespace, info)
+        registration.start()
+        wait_for(lambda: registration.slot, 30.0, "registered")
+        yield servicer
+        registration.stop()
 
 
 @pytest.fixture
