@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from baton.keeping import sessions
@@ -140,6 +141,31 @@ def test_another_process_with_the_number_of_one_that_is_gone_is_left_alone(worke
     assert sorted(sessions.members(facts.pid, facts.began)) == sorted([facts.pid, rank])
     assert sessions.end(facts.pid, facts.began - 1, 0.0)
     assert not gone(facts.pid) and not gone(rank)
+
+
+HALF_DEAD = """
+import ctypes, os, sys, threading
+os.setsid()
+threading.Thread(target=sys.stdin.read).start()
+print("up", flush=True)
+EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+ctypes.CDLL(None).syscall(EXIT_OF_A_THREAD, 0)
+"""
+
+
+def test_a_process_whose_main_thread_alone_has_ended_has_not_exited():
+    """The kernel calls it a zombie; its other threads may write on."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HALF_DEAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        zombie = psutil.Process(process.pid)
+        wait_for(lambda: zombie.status() == psutil.STATUS_ZOMBIE, 30.0, "its main thread has ended")
+        began = sessions.started(process.pid)
+        assert sessions.members(process.pid, began) == [process.pid]
+        assert sessions.end(process.pid, began, 0.0)
+        assert zombie.num_threads() == 1
 
 
 def test_what_a_worker_is_stands_beside_its_socket_until_it_is_cleared_away(tmp_path: Path):
