@@ -39,7 +39,11 @@ class ExitWord:
         if config.role != "prefill" or config.engine.nodes > 1 or not config.redis_url:
             return
         if not proven:
-            log.error("processes of %s survive SIGKILL: its landing slots stay in doubt", gone.worker_id)
+            log.error(
+                "processes of %s survive SIGKILL: its landing slots stay in doubt until they end",
+                gone.worker_id,
+            )
+            self._tell_later(gone, None)
             return
         waiting: dict[str, str] | None = None
         try:
@@ -47,7 +51,7 @@ class ExitWord:
         except redis.RedisError as error:
             log.warning("the exit of %s is sent later, Redis failed: %s", gone.worker_id, error)
         if waiting is None or waiting:
-            self._tell_later(gone.worker_id, waiting)
+            self._tell_later(gone, waiting)
 
     def _tell(self, worker_id: str) -> dict[str, str]:
         """Return those that have not answered, id and address."""
@@ -66,10 +70,11 @@ class ExitWord:
         finally:
             notices.close()
 
-    def _tell_later(self, worker_id: str, waiting: dict[str, str] | None) -> None:
+    def _tell_later(self, gone: Facts, waiting: dict[str, str] | None) -> None:
         try:
-            late_word.launch(self._config, worker_id, waiting)
+            late_word.launch(self._config, gone, waiting)
         except (OSError, subprocess.SubprocessError) as error:
+            worker_id = gone.worker_id
             log.error(
                 "the exit of %s is not sent again, its landing slots may stay in doubt: %r", worker_id, error
             )

@@ -1,9 +1,10 @@
 """`python -m baton.keeping.late_word`: repeats an exit notice that decode workers have not taken yet.
 
-Standard input holds JSON: the configuration of the worker that exited, its id, and the decode workers that have not
-answered, as id and address (none: Redis has not named them yet). The replica that sends the first notice ends at once,
-so that Ray starts the next one; this process stays until every decode worker has answered or has left the registry, at
-most LATE_SECONDS. A stopped decode worker rejoins when it wakes, and keeps its landing slots in doubt until then.
+Standard input holds JSON: the configuration of the worker that exited, its id, pid and start time, and the decode
+workers that have not answered, as id and address (none: nobody has been told yet). The replica that sends the first
+notice ends at once, so that Ray starts the next one; this process stays until every decode worker has answered or has
+left the registry, at most LATE_SECONDS. A stopped decode worker rejoins when it wakes, and keeps its landing slots in
+doubt until then.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import redis
 
-from baton.keeping import places
+from baton.keeping import places, sessions
+from baton.keeping.places import Facts
 from baton.local.exit_notices import ExitNotices
 from cluster.config import WorkerConfig
 from cluster.membership.reader import FORGET_SECONDS, read_workers
@@ -42,11 +45,11 @@ def decode_workers(config: WorkerConfig) -> list[WorkerInfo]:
     return [one for one in read_workers(config.redis_url, config.namespace) if one.role == "decode"]
 
 
-def launch(config: WorkerConfig, exited: str, targets: Mapping[str, str] | None) -> None:
+def launch(config: WorkerConfig, gone: Facts, targets: Mapping[str, str] | None) -> None:
     """Start the process, which outlives this one. Raises OSError or subprocess.SubprocessError."""
     owed = {
         "config": config.model_dump(mode="json", exclude={"secret"}),
-        "exited": exited,
+        "gone": asdict(gone),
         "targets": None if targets is None else dict(targets),
         "where": str(places.directory()),
     }
@@ -56,7 +59,7 @@ def launch(config: WorkerConfig, exited: str, targets: Mapping[str, str] | None)
 
 def deliver(
     config: WorkerConfig,
-    exited: str,
+    gone: Facts,
     targets: Mapping[str, str] | None,
     where: Path,
     seconds: float = LATE_SECONDS,
@@ -64,8 +67,12 @@ def deliver(
     """Return when nobody is left to tell, after `seconds`, or when the cluster's owner has gone."""
     notices = ExitNotices(peers_of(config))
     deadline = time.monotonic() + seconds
+    while sessions.members(gone.pid, gone.began):  # killed, and in a driver's call that does not end yet
+        if time.monotonic() > deadline or places.owner_gone(where):
+            return
+        time.sleep(POLL_SECONDS)
     addresses = dict(targets or {})
-    notices.add(exited, addresses)
+    notices.add(gone.worker_id, addresses)
     known = targets is not None
     try:
         while (notices.targets or not known) and time.monotonic() < deadline and not places.owner_gone(where):
@@ -75,7 +82,7 @@ def deliver(
                 log.debug("the addresses of decode workers stay as they were known: %s", error)
             else:
                 if not known:
-                    notices.add(exited, addresses)
+                    notices.add(gone.worker_id, addresses)
                 known = True
             notices.send(addresses)
             time.sleep(POLL_SECONDS)
@@ -90,7 +97,7 @@ def main() -> None:
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     config = WorkerConfig.model_validate(owed["config"])
-    deliver(config, owed["exited"], owed["targets"], Path(owed["where"]))
+    deliver(config, Facts(**owed["gone"]), owed["targets"], Path(owed["where"]))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import grpc
 import psutil
 import pytest
 
-from baton.keeping import sessions
+from baton.keeping import late_word, sessions
 from baton.keeping.exit_word import ExitWord
 from baton.keeping.places import Facts, Place
 from cluster import settings
@@ -118,6 +118,7 @@ def test_decode_workers_are_told_when_nothing_is_left_of_the_worker_and_its_rank
 def test_nothing_is_said_while_a_process_of_it_may_live(decode, worker, redis_url, namespace, monkeypatch):
     facts, rank = worker
     monkeypatch.setattr(sessions, "end", lambda *_: False)
+    monkeypatch.setattr(late_word, "launch", lambda *_: None)
     ExitWord(config(redis_url, namespace)).give(facts)
     assert decode.told == [] and not gone(rank)
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import redis
 
-from baton.keeping import late_word, places
+from baton.keeping import late_word, places, sessions
 from baton.keeping.exit_word import TELL_SECONDS, ExitWord
 from baton.keeping.places import Facts
 from cluster.config import WorkerConfig
@@ -100,6 +100,29 @@ def test_one_that_does_not_answer_the_replica_is_told_later(decode, settings, la
     assert launched == [{"d1": decode[1]}]
 
 
+def test_what_survives_sigkill_for_a_while_is_told_of_when_it_has_died(
+    decode, settings, launched, monkeypatch, tmp_path: Path
+):
+    """A process in a driver's call dies when that returns."""
+    monkeypatch.setattr(sessions, "end", lambda *_: False)
+    ExitWord(settings).give(GONE)
+    assert launched == [None] and decode[0].failures == NEVER
+    decode[0].failures = 0
+    left = [[1], [1], []]
+
+    def members(pid: int, began: int) -> list[int]:
+        assert (pid, began) == (GONE.pid, GONE.began) and decode[0].told == []
+        return left.pop(0)
+
+    monkeypatch.setattr(sessions, "members", members)
+    late_word.deliver(settings, GONE, None, tmp_path, LONG)
+    assert decode[0].told == ["p1"] and left == []
+    monkeypatch.setattr(sessions, "members", lambda *_: [1])
+    late_word.deliver(settings, GONE, None, tmp_path, 0.05)
+    late_word.deliver(settings, GONE, None, tmp_path / "removed", LONG)
+    assert decode[0].told == ["p1"], "told without a proof"
+
+
 def test_nothing_is_left_to_tell_where_all_have_answered(decode, settings, launched):
     decode[0].failures = 1
     ExitWord(settings).give(GONE)
@@ -118,13 +141,13 @@ def test_what_redis_could_not_say_is_asked_later(decode, settings, launched, mon
     ExitWord(settings).give(GONE)
     assert launched == [None]
     decode[0].failures = 0
-    late_word.deliver(settings, "p1", None, tmp_path, LONG)
+    late_word.deliver(settings, GONE, None, tmp_path, LONG)
     assert decode[0].told == ["p1"] and not answers
 
 
 def test_who_leaves_the_registry_is_told_no_more(decode, settings, registration, tmp_path: Path):
     thread = threading.Thread(
-        target=late_word.deliver, args=(settings, "p1", {"d1": decode[1]}, tmp_path, 10 * LONG)
+        target=late_word.deliver, args=(settings, GONE, {"d1": decode[1]}, tmp_path, 10 * LONG)
     )
     thread.start()
     wait_for(lambda: decode[0].failures < NEVER, LONG, "it is told again and again")
@@ -139,7 +162,7 @@ def test_late_notices_end(end, decode, settings, tmp_path: Path):
     where, seconds = (tmp_path, 0.1) if end == "time" else (tmp_path / "removed", 10 * LONG)
     targets = {"d1": decode[1]}
     thread = threading.Thread(
-        target=late_word.deliver, args=(settings, "p1", targets, where, seconds), daemon=True
+        target=late_word.deliver, args=(settings, GONE, targets, where, seconds), daemon=True
     )
     thread.start()
     thread.join(LONG)
