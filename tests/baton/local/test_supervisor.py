@@ -90,8 +90,8 @@ def test_a_long_life_makes_up_for_short_ones(tmp_path):
     supervisor = Supervisor(clock)
     supervisor.add(ended_child(tmp_path), lambda: ended_child(tmp_path))
     said = []
-    for _ in range(3 * MAX_SHORT_LIVES):
-        clock.now += MAX_PAUSE_SECONDS + 1  # it has lived that long
+    for life in range(6 * MAX_SHORT_LIVES):
+        clock.now += 1 if life % 2 else MAX_PAUSE_SECONDS + 1  # how long it has lived
         said += supervisor.check()
         clock.now += MAX_PAUSE_SECONDS
         said += supervisor.check()
