@@ -30,8 +30,3 @@ def own_pod(environment: Mapping[str, str] | None = None) -> Pod:
     namespace, name, uid, container, node = (env.get(one, "") for one in names)
     known = namespace and name and uid and container and node
     return Pod(namespace, name, uid, container, node, time.time()) if known else Pod()
-
-
-def exit_proving_pod(nodes: int, environment: Mapping[str, str] | None = None) -> Pod:
-    """The pod whose end proves that a worker's processes have exited; empty if it has ranks on other nodes."""
-    return own_pod(environment) if nodes == 1 else Pod()

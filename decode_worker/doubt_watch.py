@@ -8,6 +8,7 @@ The API is asked only while slots are in doubt.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +39,8 @@ class DoubtWatch:
     """Polls for slots in doubt and frees those of peers that have provably exited.
 
     `registered` returns the workers of the registry; it may block. Peers are keyed by worker_id@epoch, so that a proof
-    about one epoch is never applied to another.
+    about one epoch is never applied to another. The pod of a peer is looked up when it connects: a worker that fails
+    leaves the registry before its process exits.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class DoubtWatch:
         self._clock = clock
         self._due: dict[str, float] = {}  # peer in doubt → time of the next query
         self._pods: dict[str, Pod] = {}
+        self._learn_at: dict[str, float] = {}  # connected peer without a known pod → time of the next look-up
         self._failing = False
 
     async def run(self) -> None:
@@ -65,7 +68,9 @@ class DoubtWatch:
     async def look(self) -> None:
         doubtful, now = self._doubtful(), self._clock()
         self._due = {peer: self._due.get(peer, now + PATIENCE_SECONDS) for peer in doubtful}
-        self._pods = {peer: pod for peer, pod in self._pods.items() if peer in doubtful}
+        known = doubtful | {link.name for link in self._receiver.links}
+        self._pods = {peer: pod for peer, pod in self._pods.items() if peer in known}
+        await self._meet(known - doubtful, now)
         for peer in [peer for peer, due in self._due.items() if due <= now]:
             self._due[peer] = now + ASK_SECONDS
             if await self._proven(peer):
@@ -79,6 +84,14 @@ class DoubtWatch:
             for slot in slots
             if slot.claim is not None and slot.machine.state is SlotState.QUARANTINED
         }
+
+    async def _meet(self, connected: set[str], now: float) -> None:
+        """Look up the pods of peers that have connected, again every ASK_SECONDS for those that name none."""
+        self._learn_at = {peer: self._learn_at.get(peer, now) for peer in connected if peer not in self._pods}
+        if any(at <= now for at in self._learn_at.values()):
+            self._learn_at = dict.fromkeys(self._learn_at, now + ASK_SECONDS)
+            with contextlib.suppress(Exception):  # Redis is away: its other users say so
+                await self._learn()
 
     async def _proven(self, peer: str) -> bool:
         try:

@@ -24,7 +24,7 @@ from cluster.index.reporter import ChainReporter
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import Then, WorkerInfo
-from cluster.pod import exit_proving_pod
+from cluster.pod import Pod, own_pod
 from cluster.telemetry.exporter import MetricsServer, StatusCollector
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
@@ -231,7 +231,8 @@ class WorkerCore:
             blocks_total=self.runner.num_blocks,
             page_size=self.page_size,
             location=location,
-            pod=exit_proving_pod(self.config.engine.nodes),
+            # A proof that this process has exited would not cover ranks on other nodes.
+            pod=own_pod() if self.config.engine.nodes == 1 else Pod(),
         )
         self._registration = registration = Registration(
             self.config.redis_url,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -40,8 +41,11 @@ def _single(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[A
         return await call(await _parsed(parse, raw, context), context)
 
     async def stream(raw: bytes, context: Context) -> AsyncIterator[Any]:
-        message = await _parsed(parse, raw, context)
-        async for reply in call(message, context):
+        replies = call(await _parsed(parse, raw, context), context)
+        if inspect.isawaitable(replies):  # gRPC's own health service writes to the context
+            await replies
+            return
+        async for reply in replies:
             yield reply
 
     if handler.response_streaming:

@@ -13,6 +13,7 @@ A rank whose place is about to go (the file that LEAVING_FILE names appears) say
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import multiprocessing
 import multiprocessing.process
@@ -29,6 +30,7 @@ from cluster.errors import SetupError
 from engine.parallel.group import Arrivals
 from worker.rank_outbox import RankOutbox
 
+log = logging.getLogger(__name__)
 START_SECONDS = 300.0
 LEAVING_FILE = "BATON_LEAVING_FILE"  # in the environment of ranks in pods of their own
 LEAVING_LOOK_SECONDS = 1.0
@@ -240,13 +242,15 @@ def report_failure(pipe: Connection, error: BaseException) -> None:
 
 
 def _receive(pipe: Connection, endpoint: RankEndpoint) -> None:
-    while True:
-        try:
-            message = pipe.recv()
-        except (EOFError, OSError):
-            # The leader died: a rank alone holds memory and answers nobody.
-            os._exit(1)
-        if isinstance(message, _Close):
-            endpoint.close()
-            os._exit(0)
-        endpoint.handle(message)
+    try:
+        while not isinstance(message := pipe.recv(), _Close):
+            endpoint.handle(message)
+        endpoint.close()
+    except (EOFError, OSError):
+        # The leader died: a rank alone holds memory and answers nobody.
+        os._exit(1)
+    except BaseException:
+        # Beats would go on, and the leader would notice only when its messages fill the pipe.
+        log.exception("messages to this rank can't be handled any more")
+        os._exit(1)
+    os._exit(0)

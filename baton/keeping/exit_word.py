@@ -3,25 +3,26 @@
 The Ray replica that started the worker sends this notice, as `baton up` does for the workers that it starts. It is sent
 only when no process of the worker's session is left. Ranks on other nodes are not in that session, so for a worker
 that spans nodes no notice is sent.
+
+Decode workers that do not answer in time, or whose lease is dead (a stopped one), hear it from baton/keeping/late_word.py.
 """
 
 from __future__ import annotations
 
 import logging
+import subprocess
 import time
 
 import redis
 
-from baton.keeping import sessions
+from baton.keeping import late_word, sessions
 from baton.keeping.places import Facts
 from baton.local.exit_notices import ExitNotices
 from cluster.config import WorkerConfig
-from cluster.membership.reader import read_workers
-from cluster.tls import Peers, make_identity
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0  # between the worker's last message and SIGKILL
-TELL_SECONDS = 10.0  # how long delivery is retried: a decode worker may be stopped for a moment
+TELL_SECONDS = 10.0  # how long the replica waits for answers
 POLL_SECONDS = 0.1
 
 
@@ -32,36 +33,48 @@ class ExitWord:
         self._config = config
 
     def give(self, gone: Facts) -> None:
-        """Kill what is left of the worker's processes, then notify every decode worker. Blocks, for 20 s at most."""
+        """Kill what is left of the worker's processes, then notify every decode worker. Blocks, for 40 s at most."""
         proven = sessions.end(gone.pid, gone.began, GRACE_SECONDS)
         config = self._config
         if config.role != "prefill" or config.engine.nodes > 1 or not config.redis_url:
             return
         if not proven:
-            log.error("processes of %s survive SIGKILL: its landing slots stay in doubt", gone.worker_id)
-            return
-        try:
-            self._tell(gone.worker_id)
-        except redis.RedisError as error:
-            log.warning(
-                "the exit of %s was not sent to decode workers, Redis failed: %s", gone.worker_id, error
+            log.error(
+                "processes of %s survive SIGKILL: its landing slots stay in doubt until they end",
+                gone.worker_id,
             )
+            self._tell_later(gone, None)
+            return
+        waiting: dict[str, str] | None = None
+        try:
+            waiting = self._tell(gone.worker_id)
+        except redis.RedisError as error:
+            log.warning("the exit of %s is sent later, Redis failed: %s", gone.worker_id, error)
+        if waiting is None or waiting:
+            self._tell_later(gone, waiting)
 
-    def _tell(self, worker_id: str) -> None:
-        config = self._config
-        notices = ExitNotices(Peers(make_identity(config.tls_cert, config.tls_key, config.tls_ca)))
+    def _tell(self, worker_id: str) -> dict[str, str]:
+        """Return those that have not answered, id and address."""
+        workers = late_word.decode_workers(self._config)
+        addresses = {one.worker_id: one.address for one in workers}
+        answering = {one.worker_id for one in workers if one.lease != "dead"}
+        notices = ExitNotices(late_word.peers_of(self._config))
         deadline = time.monotonic() + TELL_SECONDS
         try:
-            addresses = self._decode_workers()
             notices.add(worker_id, addresses)
             notices.send(addresses)
-            while notices.waiting and time.monotonic() < deadline:
+            while notices.targets & answering and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
                 notices.send(addresses)
+            return {target: addresses[target] for target in notices.targets}
         finally:
             notices.close()
 
-    def _decode_workers(self) -> dict[str, str]:
-        """All that are registered: one whose lease ran out may only be stopped, and needs the notice when it rejoins."""
-        workers = read_workers(self._config.redis_url, self._config.namespace)
-        return {one.worker_id: one.address for one in workers if one.role == "decode"}
+    def _tell_later(self, gone: Facts, waiting: dict[str, str] | None) -> None:
+        try:
+            late_word.launch(self._config, gone, waiting)
+        except (OSError, subprocess.SubprocessError) as error:
+            worker_id = gone.worker_id
+            log.error(
+                "the exit of %s is not sent again, its landing slots may stay in doubt: %r", worker_id, error
+            )

@@ -119,6 +119,7 @@ class Keeper:
         with self._heard:
             self._heard.wait_for(lambda: self._ended)
         self._gone()
+        self._place.clear()  # or the next replica would report the same exit
         return self._left, self._failed
 
     def stop(self, seconds: float) -> None:

@@ -24,16 +24,21 @@ def started(pid: int) -> int:
 def members(pid: int, began: int) -> list[int]:
     """Pids of the processes that still run in the session led by `pid`, which started at `began`.
 
-    A zombie counts as exited: it runs nothing and has no memory any more.
+    A zombie counts as exited, unless threads of it still run: the kernel calls a process a zombie once its main thread
+    has ended.
     """
     leader, found = None, []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, OSError):
-            if os.getsid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(process.pid) == pid and _runs(process):
                 found.append(process.pid)
                 leader = started(pid) if process.pid == pid else leader
     # The kernel reuses the leader's pid only after the whole session is gone.
     return found if leader is None or leader == began else []
+
+
+def _runs(process: psutil.Process) -> bool:
+    return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
 
 
 def end(pid: int, began: int, grace_seconds: float, kill_seconds: float = 5.0) -> bool:

@@ -55,6 +55,10 @@ class Child:
         """After the child's exit: kill what is left of its session. True if nothing of it runs any more."""
         return sessions.end(self.pid, 0, 0.0)
 
+    def gone(self) -> bool:
+        """After the child's exit: whether nothing of its session runs any more."""
+        return not sessions.members(self.pid, 0)
+
     def _kill_session(self) -> None:
         try:
             os.killpg(self.pid, signal.SIGKILL)

@@ -37,9 +37,9 @@ class ExitNotices:
         self._notices: list[_Notice] = []
 
     @property
-    def waiting(self) -> bool:
-        """Whether a notice is still to be delivered to some decode worker."""
-        return bool(self._notices)
+    def targets(self) -> set[str]:
+        """Decode workers that have a notice still to take."""
+        return {notice.target for notice in self._notices}
 
     def add(self, exited: str, targets: Iterable[str]) -> None:
         self._notices += [_Notice(target, exited) for target in targets]

@@ -73,12 +73,18 @@ class RayPools:
         places.end_all(self._workers, seconds)
 
     def _ray_exited(self, child: Child) -> None:
+        """Perhaps only when the next Ray runs already, whose pools these are then."""
+        if self._head is not None and self._head.child is child:
+            self._end_pools()
+
+    def _end_pools(self) -> None:
         for one in self._pools.children:
             one.stop(KILL_SECONDS)
         self._pools = Supervisor()
 
     def _start_again(self) -> Child:
         """Does not wait for Ray: who calls watches routers too. `baton pools` waits."""
+        self._end_pools()
         self._head = self._launch()
         self._deploy(self._head)
         return self._head.child

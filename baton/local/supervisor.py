@@ -38,6 +38,8 @@ class Supervisor:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._wards: list[Ward] = []
+        # Exited, but a rank in a driver's call has not died of SIGKILL yet; with what is called once it has.
+        self._lingering: list[tuple[Child, Callable[[Child], None]]] = []
 
     def add(
         self,
@@ -54,6 +56,10 @@ class Supervisor:
     def check(self) -> list[str]:
         """What happened since the last call, for people to read."""
         said: list[str] = []
+        for child, on_exit in list(self._lingering):
+            if child.gone():
+                self._lingering.remove((child, on_exit))
+                on_exit(child)
         for ward in self._wards:
             if ward.due is None and not ward.given_up and ward.child.exit_code() is not None:
                 said.append(self._exited(ward))
@@ -65,6 +71,8 @@ class Supervisor:
         child, now = ward.child, self._clock()
         if child.reap():  # until its ranks, which are in its session, are gone, their writes may still land
             ward.on_exit(child)
+        else:
+            self._lingering.append((child, ward.on_exit))
         line = f"{child.name} exited with code {child.exit_code()}"
         ward.short_lives = ward.short_lives + 1 if now - ward.started < SHORT_LIFE_SECONDS else 0
         if ward.restart is None or ward.short_lives >= MAX_SHORT_LIVES:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import UnavailableError
-from cluster.pod import Pod, exit_proving_pod, own_pod
+from cluster.pod import Pod, own_pod
 from cluster.pod_exits import OUT_OF_SERVICE, PodExits
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.server import ApiServer
@@ -170,9 +170,3 @@ def test_a_process_knows_its_pod_only_if_it_knows_all_of_it():
     assert pod.started > 0
     for name in ENVIRONMENT:
         assert own_pod({**ENVIRONMENT, name: ""}) == Pod()
-
-
-def test_a_worker_over_several_nodes_names_no_pod():
-    """A proof that its leader has exited does not cover ranks on other nodes."""
-    assert exit_proving_pod(1, ENVIRONMENT).uid == own_pod(ENVIRONMENT).uid != ""
-    assert exit_proving_pod(2, ENVIRONMENT) == Pod()

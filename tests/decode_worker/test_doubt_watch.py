@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,11 @@ from kv_transfer.ring import Claim, Ring, SlotState
 POD = Pod("default", "prefill-0", "uid-1", "worker", "node-1", 100.0)
 
 
+@dataclass(frozen=True)
+class Link:
+    name: str
+
+
 class World:
     """A ring with fake API, registry and clock."""
 
@@ -28,7 +33,10 @@ class World:
         self.failure: Exception | None = None
         self.read = 0
         self.workers: list[Any] = []
-        receiver: Any = SimpleNamespace(rings=[self.ring], process_exited=self.process_exited)
+        self.links: set[Any] = set()
+        receiver: Any = SimpleNamespace(
+            rings=[self.ring], links=self.links, process_exited=self.process_exited
+        )
         self.watch = DoubtWatch(receiver, self, self.registered, lambda: self.now)
 
     async def process_exited(self, peer: str) -> None:
@@ -126,6 +134,43 @@ async def test_a_life_that_was_learnt_in_time_is_remembered(world):
     world.exited.add(POD.uid)
     await world.passes(ASK_SECONDS)
     assert world.doubtful == 0
+
+
+async def test_who_left_the_registry_before_its_process_exited_is_asked_about(world):
+    """A worker that fails leaves first; its last writes are in doubt when it is gone."""
+    world.register("p1", 0xA, POD)
+    link = Link("p1@a")
+    world.links.add(link)
+    granted = world.grant(1, "p1@a")
+    await world.passes(1)
+    assert world.read == 1 and not world.asked
+    world.workers.clear()
+    world.links.clear()
+    world.ring.quarantine(granted)
+    world.exited.add(POD.uid)
+    await world.passes(PATIENCE_SECONDS + 1)
+    assert world.doubtful == 0
+    await world.passes(1)
+    assert not world.watch._pods and not world.watch._learn_at, "remembered for ever"
+
+
+async def test_the_registry_is_not_read_at_every_look_for_peers_that_name_no_pod(world):
+    world.register("p1", 0xA, Pod())
+    world.links.add(Link("p1@a"))
+    await world.passes(4 * ASK_SECONDS)
+    assert 4 <= world.read <= 5
+    world.register("p1", 0xA, POD)
+    await world.passes(2 * ASK_SECONDS)
+    assert world.watch._pods == {"p1@a": POD} and world.read <= 6
+
+
+async def test_a_registry_that_does_not_answer_ends_no_look(world, monkeypatch):
+    def fails() -> list[Any]:
+        raise redis.ConnectionError("gone")
+
+    world.links.add(Link("p1@a"))
+    monkeypatch.setattr(world.watch, "_registered", fails)
+    await world.passes(2)
 
 
 async def test_a_worker_outside_of_pods_is_asked_about_nowhere(world):

@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -34,7 +33,9 @@ class Echo:
 
     def handle(self, message: Any) -> None:
         if message == "hang":
-            time.sleep(math.inf)
+            threading.Event().wait()
+        if message == "break":
+            raise KeyError("a fault of ours")
         self.on_event(message if isinstance(message, int) else len(message))
 
     def close(self) -> None:
@@ -164,6 +165,14 @@ def test_a_killed_rank_has_failed_once():
         for _ in range(MANY):
             remote.handle(BIG)  # into the void, not into an exception
         assert len(failures) == 1
+
+
+def test_a_rank_that_can_handle_no_more_messages_has_failed():
+    """It would beat on."""
+    with spawned() as (remote, _, failures):
+        remote.handle("break")
+        wait_for(lambda: failures, 30.0, "it is noticed")
+        assert failures == ["rank 1 has died"]
 
 
 def test_a_rank_that_was_told_to_close_has_not_failed():

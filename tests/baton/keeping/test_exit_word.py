@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
-from baton.keeping import sessions
+from baton.keeping import late_word, sessions
 from baton.keeping.exit_word import ExitWord
 from baton.keeping.places import Facts, Place
 from cluster import settings
@@ -54,21 +56,28 @@ class Decode(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.PeerExitedResponse()
 
 
-@pytest.fixture
-def decode(redis_url: str, namespace: str) -> Iterator[Decode]:
-    """A registered decode worker."""
+@contextlib.contextmanager
+def served() -> Iterator[tuple[Decode, int]]:
+    """A decode worker and its port."""
     servicer = Decode()
     server = grpc.server(ThreadPoolExecutor(2))
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    info = WorkerInfo("d1", 1, 0, "decode", "m", f"127.0.0.1:{port}", "", b"", "", "", 128, 8)
-    registration = Registration(redis_url, namespace, info)
-    registration.start()
-    wait_for(lambda: registration.slot, 30.0, "registered")
-    yield servicer
-    registration.stop()
+    yield servicer, port
     server.stop(None)
+
+
+@pytest.fixture
+def decode(redis_url: str, namespace: str) -> Iterator[Decode]:
+    """A registered decode worker."""
+    with served() as (servicer, port):
+        info = WorkerInfo("d1", 1, 0, "decode", "m", f"127.0.0.1:{port}", "", b"", "", "", 128, 8)
+        registration = Registration(redis_url, namespace, info)
+        registration.start()
+        wait_for(lambda: registration.slot, 30.0, "registered")
+        yield servicer
+        registration.stop()
 
 
 @pytest.fixture
@@ -106,21 +115,10 @@ def test_decode_workers_are_notified_once_worker_and_ranks_are_gone(
     assert decode.told == ["p1"]
 
 
-def test_a_decode_worker_whose_lease_ran_out_is_notified_too(
-    decode, worker, redis_url, namespace, monkeypatch
-):
-    """It may have been stopped; what is in doubt there stays so when it rejoins."""
-    facts, _ = worker
-    monkeypatch.setattr("cluster.membership.types.LEASE_SUSPECT_SECONDS", -2.0)
-    monkeypatch.setattr("cluster.membership.types.LEASE_DEAD_SECONDS", -1.0)
-    os.kill(facts.pid, signal.SIGKILL)
-    ExitWord(config(redis_url, namespace)).give(facts)
-    assert decode.told == ["p1"]
-
-
 def test_no_notice_while_a_process_of_the_worker_may_live(decode, worker, redis_url, namespace, monkeypatch):
     facts, rank = worker
     monkeypatch.setattr(sessions, "end", lambda *_: False)
+    monkeypatch.setattr(late_word, "launch", lambda *_: None)
     ExitWord(config(redis_url, namespace)).give(facts)
     assert decode.told == [] and not gone(rank)
 
@@ -142,6 +140,31 @@ def test_a_process_that_reuses_the_pid_is_not_killed(worker):
     assert sorted(sessions.members(facts.pid, facts.began)) == sorted([facts.pid, rank])
     assert sessions.end(facts.pid, facts.began - 1, 0.0)
     assert not gone(facts.pid) and not gone(rank)
+
+
+HALF_DEAD = """
+import ctypes, os, sys, threading
+os.setsid()
+threading.Thread(target=sys.stdin.read).start()
+print("up", flush=True)
+EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+ctypes.CDLL(None).syscall(EXIT_OF_A_THREAD, 0)
+"""
+
+
+def test_a_process_whose_main_thread_alone_has_ended_has_not_exited():
+    """The kernel calls it a zombie; its other threads may write on."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HALF_DEAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        zombie = psutil.Process(process.pid)
+        wait_for(lambda: zombie.status() == psutil.STATUS_ZOMBIE, 30.0, "its main thread has ended")
+        began = sessions.started(process.pid)
+        assert sessions.members(process.pid, began) == [process.pid]
+        assert sessions.end(process.pid, began, 0.0)
+        assert zombie.num_threads() == 1
 
 
 def test_the_facts_of_a_worker_are_beside_its_socket_until_cleared(tmp_path: Path):

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import pytest
 from baton.keeping import keeper as keeping
 from baton.keeping import places
 from baton.keeping.keeper import Keeper
-from baton.keeping.places import Facts
+from baton.keeping.places import Facts, Place
 from cluster.errors import SetupError
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import gone
@@ -135,6 +136,20 @@ def test_a_directory_that_others_may_write_to_is_refused(
     where.chmod(0o770)
     with pytest.raises(PermissionError):
         places.directory()
+
+
+def test_an_exit_that_was_reported_is_not_reported_by_the_next_replica(where: Path) -> None:
+    place, heard = Place.new(where, "key"), list[Facts]()
+    place.write_facts("p1")
+    lock = place.lock()
+    assert lock is not None
+    ours, theirs = socket.socketpair()
+    keeper = Keeper(place, lock, ours, heard.append)
+    theirs.close()
+    keeper.wait_ended()
+    assert [facts.worker_id for facts in heard] == ["p1"]
+    assert list(where.iterdir()) == []
+    os.close(lock)
 
 
 @pytest.mark.long

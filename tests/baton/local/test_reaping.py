@@ -39,5 +39,8 @@ def test_the_exit_of_a_child_is_reported_once_its_ranks_are_gone(ends, tmp_path:
     os.kill(child.pid, signal.SIGKILL)
     wait_for(supervisor.check, 30.0, "its end is noticed")
     assert alive_when_told == ([False] if ends else [])
-    if not ends:
+    if not ends:  # it dies later
         os.kill(rank, signal.SIGKILL)
+        wait_for(lambda: supervisor.check() or alive_when_told, 30.0, "its end is told")
+        assert alive_when_told == [False]
+        assert not supervisor.check() and len(alive_when_told) == 1

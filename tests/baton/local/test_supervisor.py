@@ -83,3 +83,16 @@ def test_a_failing_start_is_tried_again_and_said(tmp_path, failure):
         said += supervisor.check()
         clock.now += 0.5
     assert said.count(f"redis does not start: {failure}") == MAX_SHORT_LIVES - 1
+
+
+def test_a_long_life_makes_up_for_short_ones(tmp_path):
+    clock = Clock()
+    supervisor = Supervisor(clock)
+    supervisor.add(ended_child(tmp_path), lambda: ended_child(tmp_path))
+    said = []
+    for life in range(6 * MAX_SHORT_LIVES):
+        clock.now += 1 if life % 2 else MAX_PAUSE_SECONDS + 1  # how long it has lived
+        said += supervisor.check()
+        clock.now += MAX_PAUSE_SECONDS
+        said += supervisor.check()
+    assert not any("given up" in line for line in said)

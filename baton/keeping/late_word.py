@@ -1,0 +1,104 @@
+"""`python -m baton.keeping.late_word`: repeats an exit notice that decode workers have not taken yet.
+
+Standard input holds JSON: the configuration of the worker that exited, its id, pid and start time, and the decode
+workers that have not answered, as id and address (none: nobody has been told yet). The replica that sends the first
+notice ends at once, so that Ray starts the next one; this process stays until every decode worker has answered or has
+left the registry, at most LATE_SECONDS. A stopped decode worker rejoins when it wakes, and keeps its landing slots in
+doubt until then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from baton.keeping import places, sessions
+from baton.keeping.places import Facts
+from baton.local.exit_notices import ExitNotices
+from cluster.config import WorkerConfig
+from cluster.membership.reader import FORGET_SECONDS, read_workers
+from cluster.membership.types import WorkerInfo
+from cluster.tls import Peers, make_identity
+
+log = logging.getLogger(__name__)
+LATE_SECONDS = 2 * FORGET_SECONDS  # twice the time after which the registry forgets a dead worker
+POLL_SECONDS = 1.0
+LAUNCH_SECONDS = 20.0
+
+
+def peers_of(config: WorkerConfig) -> Peers:
+    return Peers(make_identity(config.tls_cert, config.tls_key, config.tls_ca))
+
+
+def decode_workers(config: WorkerConfig) -> list[WorkerInfo]:
+    """All that are registered, dead leases too: a stopped worker has one. Raises redis.RedisError."""
+    return [one for one in read_workers(config.redis_url, config.namespace) if one.role == "decode"]
+
+
+def launch(config: WorkerConfig, gone: Facts, targets: Mapping[str, str] | None) -> None:
+    """Start the process, which outlives this one. Raises OSError or subprocess.SubprocessError."""
+    owed = {
+        "config": config.model_dump(mode="json", exclude={"secret"}),
+        "gone": asdict(gone),
+        "targets": None if targets is None else dict(targets),
+        "where": str(places.directory()),
+    }
+    command = [sys.executable, "-m", "baton.keeping.late_word"]
+    subprocess.run(command, check=True, input=json.dumps(owed).encode(), timeout=LAUNCH_SECONDS)
+
+
+def deliver(
+    config: WorkerConfig,
+    gone: Facts,
+    targets: Mapping[str, str] | None,
+    where: Path,
+    seconds: float = LATE_SECONDS,
+) -> None:
+    """Return when nobody is left to tell, after `seconds`, or when the cluster's owner has gone."""
+    notices = ExitNotices(peers_of(config))
+    deadline = time.monotonic() + seconds
+    while sessions.members(gone.pid, gone.began):  # killed, and in a driver's call that does not end yet
+        if time.monotonic() > deadline or places.owner_gone(where):
+            return
+        time.sleep(POLL_SECONDS)
+    addresses = dict(targets or {})
+    notices.add(gone.worker_id, addresses)
+    known = targets is not None
+    try:
+        while (notices.targets or not known) and time.monotonic() < deadline and not places.owner_gone(where):
+            try:
+                addresses = {one.worker_id: one.address for one in decode_workers(config)}
+            except redis.RedisError as error:
+                log.debug("the addresses of decode workers stay as they were known: %s", error)
+            else:
+                if not known:
+                    notices.add(gone.worker_id, addresses)
+                known = True
+            notices.send(addresses)
+            time.sleep(POLL_SECONDS)
+    finally:
+        notices.close()
+
+
+def main() -> None:
+    owed: dict[str, Any] = json.load(sys.stdin)
+    if os.fork():  # Ray ends the children of each of its processes that ends: this one must be nobody's
+        os._exit(0)
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    config = WorkerConfig.model_validate(owed["config"])
+    deliver(config, Facts(**owed["gone"]), owed["targets"], Path(owed["where"]))
+
+
+if __name__ == "__main__":
+    main()

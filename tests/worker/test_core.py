@@ -1,0 +1,182 @@
+"""What a worker makes of silent ranks and of its own failure: what it sends, what it ends first, what it registers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.config import EngineConfig, TransferConfig, WorkerConfig
+from cluster.errors import InternalError
+from cluster.pod import Pod
+from decode_worker.worker import DecodeWorker
+from tests.conftest import Checkpoint
+from worker import core as cores
+from worker.rank_watch import LOST_SECONDS, QUIET_SECONDS
+
+LONG = 60.0
+
+
+class Rank:
+    """A further rank as far as its worker's watch asks it."""
+
+    rank = 1
+    failure = ""
+    silent = 0.0
+    killed = False
+
+    def silent_seconds(self, leader: Any) -> float:
+        return self.silent
+
+    def kill(self) -> None:
+        self.killed, self.silent = True, 0.0
+
+    def start_closing(self) -> None:
+        pass
+
+    def end(self, seconds: float) -> None:
+        pass
+
+
+@pytest.fixture
+def config(checkpoint: Checkpoint) -> WorkerConfig:
+    engine = EngineConfig(model=checkpoint("llama"), dtype="float32", kv_memory_bytes=8 << 20)
+    transfer = TransferConfig(
+        transport="grpc", ring_bytes=1 << 20, ring_max_bytes=4 << 20, slot_bytes=1 << 16
+    )
+    return WorkerConfig(role="decode", engine=engine, transfer=transfer)
+
+
+@pytest.fixture
+async def worker(config: WorkerConfig) -> AsyncIterator[tuple[DecodeWorker, Rank]]:
+    """It, and a further rank of it."""
+    worker, rank = DecodeWorker(config), Rank()
+    remote: list[Any] = worker._core.ranks.remote
+    remote.append(rank)
+    await worker.start()
+    yield worker, rank
+    remote.clear()
+    async with asyncio.timeout(LONG):
+        await worker.stop()
+
+
+async def test_beats_stop_while_a_rank_is_silent_or_the_engine_hangs(worker, monkeypatch):
+    one, rank = worker
+    core = one._core
+    assert core.beat_step() == core.host.steps
+    rank.silent = QUIET_SECONDS
+    assert core.beat_step() is None and core.host.healthy()
+    rank.silent = 0.0
+    assert core.beat_step() == core.host.steps
+    monkeypatch.setattr(core.host, "healthy", lambda: False)
+    assert core.beat_step() is None
+
+
+class Registered:
+    """In place of Registration: what the worker passes to it."""
+
+    slot = 1
+
+    def __init__(self, redis_url: str, namespace: str, info: Any, *, healthy: Any, **_: Any):
+        self.info, self.healthy = info, healthy
+
+    def start(self) -> None:
+        pass
+
+    stop = start
+
+
+class Reporter:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    stop = start
+
+
+@pytest.fixture
+def registered(worker, monkeypatch):
+    """Registers the worker, which spans `nodes`."""
+    core = worker[0]._core
+    monkeypatch.setattr(cores, "Registration", Registered)
+    monkeypatch.setattr(cores, "ChainReporter", Reporter)
+    monkeypatch.setattr(cores, "own_pod", lambda: Pod("ns", "p", "u", "c", "n", 1.0))
+
+    def register(nodes: int) -> Any:
+        engine = core.config.engine.model_copy(update={"nodes": nodes})
+        core.config = core.config.model_copy(update={"engine": engine})
+        core._register()
+        made, core._registration, core._reporter = core._registration, None, None
+        return made
+
+    return register
+
+
+async def test_the_lease_is_not_renewed_while_a_rank_is_silent(worker, registered):
+    healthy, rank = registered(1).healthy, worker[1]
+    assert healthy()
+    rank.silent = QUIET_SECONDS
+    assert not healthy()
+    rank.silent = 0.0
+    assert healthy()
+
+
+async def test_a_worker_that_spans_nodes_names_no_pod(registered):
+    """The end of its leader's container proves nothing of ranks on other nodes, which may write on."""
+    assert registered(1).info.pod.uid == "u"
+    assert registered(2).info.pod == Pod()
+
+
+async def test_health_can_be_watched(worker):
+    async with grpc.aio.insecure_channel(worker[0].address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watching = stub.Watch(health_pb2.HealthCheckRequest(service=""))
+        async with asyncio.timeout(LONG):
+            assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
+            await worker[0]._core.server.set_serving(False)
+            assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def ended(watching: Any) -> None:
+    while await watching.read():
+        pass
+
+
+async def test_a_worker_that_has_failed_cuts_streams_off_before_it_closes_anything(worker, monkeypatch):
+    one, _ = worker
+    go_on = asyncio.Event()
+    monkeypatch.setattr(one, "_try_to_drain", go_on.wait)
+    async with grpc.aio.insecure_channel(one.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watching = stub.Watch(health_pb2.HealthCheckRequest(service=""))
+        async with asyncio.timeout(LONG):
+            await watching.read()
+        one._core.fail(InternalError("a test"))
+        stopping = asyncio.create_task(one.stop())
+        try:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await asyncio.wait_for(ended(watching), LONG)
+        finally:
+            go_on.set()
+            await asyncio.wait_for(stopping, LONG)
+
+
+async def test_ranks_that_are_silent_are_killed_before_anything_waits_for_them(worker, monkeypatch):
+    one, rank = worker
+    alive_at_close: list[bool] = []
+    close = one._side.close
+
+    async def closes() -> None:
+        alive_at_close.append(not rank.killed)
+        await close()
+
+    monkeypatch.setattr(one._side, "close", closes)
+    rank.silent = LOST_SECONDS
+    await asyncio.wait_for(one.stop(), LONG)
+    assert alive_at_close == [False]
