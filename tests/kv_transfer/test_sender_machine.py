@@ -111,10 +111,12 @@ class SenderMachine(RuleBasedStateMachine):
         know=st.sampled_from([RANKS, RANKS, RANKS, 0]),
         epoch=st.sampled_from([EPOCH, EPOCH, EPOCH + 1]),
         calm=st.booleans(),
+        finishing=st.booleans(),
     )
-    def build(self, know: int, epoch: int, calm: bool) -> None:
+    def build(self, know: int, epoch: int, calm: bool, finishing: bool) -> None:
         """`know` ranks open the hand-off at once; the decode worker has `epoch` at the start. `calm`: nothing fails, since
-        otherwise hardly any hand-off would reach its commit."""
+        otherwise hardly any hand-off would reach its commit. `finishing`: from the start, since which rules a run draws
+        depends on the modules that are loaded, and it may never draw `finish`."""
         self.calm = calm
 
         async def make() -> HandoffSender:
@@ -142,6 +144,8 @@ class SenderMachine(RuleBasedStateMachine):
             assert (opened.digests, opened.digest_kind) == ("all", "xxh3_128")
             if opened.prefill_epoch != EPOCH:
                 REACHED.hit("opened under a later epoch")
+        if finishing:
+            self.finish()
 
     def inside(self, function: Any) -> Any:
         """Calls it on the loop and lets follow-ups run."""
@@ -181,12 +185,13 @@ class SenderMachine(RuleBasedStateMachine):
         self.rank_says(rank, m.TransferFailed(T, "the write failed"))
 
     @precondition(lambda self: self.ranks[0].closed)
-    @rule(rank=st.integers(0, RANKS - 1))
-    def drains(self, rank: int) -> None:
+    @rule(ranks=st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))
+    def drains(self, ranks: tuple[int, ...]) -> None:
         """A rank says so only after it was told to close; perhaps twice."""
-        self.drained_ranks.add(rank)
-        self.broken_before_drained |= self.link.lost and self.sender.live > 0
-        self.rank_says(rank, m.TransferDrained(T, rank))
+        for rank in ranks:
+            self.drained_ranks.add(rank)
+            self.broken_before_drained |= self.link.lost and self.sender.live > 0
+            self.rank_says(rank, m.TransferDrained(T, rank))
 
     @precondition(lambda self: self.sender.mail.waits_for("d") and not self.link.lost)
     @rule(transfer=st.sampled_from([T, OTHER]))
