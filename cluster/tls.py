@@ -18,12 +18,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from cluster import rpc
 from cluster.errors import ConfigError, ForbiddenError
+
+if TYPE_CHECKING:
+    from cluster.config import WorkerConfig
 
 log = logging.getLogger(__name__)
 WORKER_NAME = "worker.baton.internal"
@@ -189,6 +192,11 @@ class Peers:
     @property
     def interceptors(self) -> list[grpc.aio.ServerInterceptor]:  # type: ignore[type-arg]
         return [PeerNames()] if self._identity is not None else []
+
+
+def worker_peers(config: WorkerConfig) -> Peers:
+    """Channels with a worker's certificate. Raises ConfigError."""
+    return Peers(make_identity(config.tls_cert, config.tls_key, config.tls_ca))
 
 
 def _to_worker(options: Options) -> list[tuple[str, Any]]:

@@ -29,7 +29,7 @@ from cluster.telemetry.exporter import MetricsServer, StatusCollector
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing
-from cluster.tls import Peers, make_identity
+from cluster.tls import worker_peers
 from cluster.topology import Locating
 from cluster.wire_version import WIRE_VERSION
 from engine.engine import Engine
@@ -113,7 +113,7 @@ class WorkerCore:
             ranks_answer=self.ranks.watch.healthy,
         )
         self.health.engine_moves = self.host.healthy
-        self.peers = Peers(make_identity(config.tls_cert, config.tls_key, config.tls_ca))
+        self.peers = worker_peers(config)
         self.server = WorkerServer(config.host, config.port, self.peers, self._advertised_host)
         self.server.bind()
         self.health.to(Phase.STARTING)

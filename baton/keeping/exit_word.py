@@ -19,6 +19,7 @@ from baton.keeping import late_word, sessions
 from baton.keeping.places import Facts
 from baton.local.exit_notices import ExitNotices
 from cluster.config import WorkerConfig
+from cluster.tls import worker_peers
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0  # between the worker's last message and SIGKILL
@@ -58,7 +59,7 @@ class ExitWord:
         workers = late_word.decode_workers(self._config)
         addresses = {one.worker_id: one.address for one in workers}
         answering = {one.worker_id for one in workers if one.lease != "dead"}
-        notices = ExitNotices(late_word.peers_of(self._config))
+        notices = ExitNotices(worker_peers(self._config))
         deadline = time.monotonic() + TELL_SECONDS
         try:
             notices.add(worker_id, addresses)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -28,16 +27,12 @@ from baton.local.exit_notices import ExitNotices
 from cluster.config import WorkerConfig
 from cluster.membership.reader import FORGET_SECONDS, read_workers
 from cluster.membership.types import WorkerInfo
-from cluster.tls import Peers, make_identity
+from cluster.tls import worker_peers
 
 log = logging.getLogger(__name__)
 LATE_SECONDS = 2 * FORGET_SECONDS  # twice the time after which the registry forgets a dead worker
 POLL_SECONDS = 1.0
 LAUNCH_SECONDS = 20.0
-
-
-def peers_of(config: WorkerConfig) -> Peers:
-    return Peers(make_identity(config.tls_cert, config.tls_key, config.tls_ca))
 
 
 def decode_workers(config: WorkerConfig) -> list[WorkerInfo]:
@@ -64,8 +59,8 @@ def deliver(
     where: Path,
     seconds: float = LATE_SECONDS,
 ) -> None:
-    """Return when nobody is left to tell, after `seconds`, or when the cluster's owner has gone."""
-    notices = ExitNotices(peers_of(config))
+    """Return when every target has answered or left, after `seconds`, or when the cluster's owner has gone."""
+    notices = ExitNotices(worker_peers(config))
     deadline = time.monotonic() + seconds
     while sessions.members(gone.pid, gone.began):  # killed, and in a driver's call that does not end yet
         if time.monotonic() > deadline or places.owner_gone(where):
@@ -92,10 +87,7 @@ def deliver(
 
 def main() -> None:
     owed: dict[str, Any] = json.load(sys.stdin)
-    if os.fork():  # Ray ends the children of each of its processes that ends: this one must be nobody's
-        os._exit(0)
-    os.setsid()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sessions.detach()
     config = WorkerConfig.model_validate(owed["config"])
     deliver(config, Facts(**owed["gone"]), owed["targets"], Path(owed["where"]))
 

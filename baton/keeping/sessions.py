@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,24 @@ def started(pid: int) -> int:
     Raises OSError if there is no such process.
     """
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def detach(ready: Callable[[], None] = lambda: None) -> None:
+    """Go on in a child process that leads a session of its own, with an empty standard input; this process exits.
+
+    Ray ends the children of each of its processes that ends, so what has to outlive one may not stay its child. The child
+    calls `ready` in its session, and only then this process exits, with code 1 if the child did not come so far.
+    """
+    told, tell = os.pipe()
+    if os.fork():
+        os.close(tell)
+        os._exit(0 if os.read(told, 1) else 1)
+    os.setsid()
+    ready()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.write(tell, b".")
+    os.close(tell)
+    os.close(told)
 
 
 def members(pid: int, began: int) -> list[int]:

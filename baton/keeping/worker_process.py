@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.exits import end_surely
+from baton.keeping import sessions
 from baton.keeping.places import Place, owner_gone
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def main(path: Path) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(path))
     listening.listen()
-    _leave_family(listening)
+    sessions.detach(listening.listen)  # again: then the kernel names the child to processes that connect
     import uvloop
 
     from cluster import settings
@@ -53,20 +54,6 @@ def main(path: Path) -> None:
     config = settings.load(WorkerConfig, {}, values=values)
     logs.configure(config.worker_id)
     uvloop.run(_until_it_ends(config, path, listening))
-
-
-def _leave_family(listening: socket.socket) -> None:
-    """Ray ends the children of each of its processes that ends: this one must be nobody's."""
-    told, tell = os.pipe()
-    if os.fork():
-        os.close(tell)
-        os._exit(0 if os.read(told, 1) else 1)
-    os.setsid()
-    listening.listen()  # again: now the kernel names this process to those who connect
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.write(tell, b".")
-    os.close(tell)
-    os.close(told)
 
 
 class KeeperDoor:
