@@ -146,7 +146,8 @@ def _draw(logits: Tensor, params: SamplingParams, draw: float) -> int:
 def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """What a draw chooses from: token ids in the order of the CDF, and their mass (not normalised).
 
-    Sorted candidates are enough where they hold the mass that top-p asks for; else all are sorted.
+    Sorted candidates are enough where they hold all that min-p keeps, or the mass that top-p asks for; else all are
+    sorted.
     """
     scaled = logits / max(params.temperature, LOWEST_TEMPERATURE)
     vocab = scaled.shape[0]
@@ -159,8 +160,8 @@ def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     else:
         mass = (values.double() - torch.logsumexp(scaled.double(), -1)).exp()
         # Where min-p keeps the last candidate it may keep others behind it, and top-p is a share of all it keeps.
-        cut_short = params.top_p >= 1.0 or float(mass.sum()) < params.top_p
-        cut_short = cut_short or (params.min_p > 0 and bool(mass[-1] >= params.min_p * mass[0]))
+        least = params.min_p * mass[0]
+        cut_short = bool(mass[-1] >= least) if params.min_p else float(mass.sum()) < params.top_p
         if count < vocab and cut_short:
             values, ids = scaled.sort(descending=True, stable=True)
             mass = torch.softmax(values.double(), -1)
