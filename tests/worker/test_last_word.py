@@ -165,7 +165,7 @@ async def test_no_request_is_the_cause_where_the_failure_has_another(pair, how):
         core.ranks.remote.append(AnsweringRank())  # the step breaks first, its pipe tells a moment later
         breaks(pair.decode, RuntimeError("connection closed by peer"))
         await until(lambda: not core.host.healthy(), "the step has failed")
-        core._rank_failed("rank 1 has died")
+        core._rank_failed(InternalError("rank 1 has died"))
     await asyncio.wait_for(pair.decode.wait_failed(), LONG)
     assert (await ending).error.code == "DrainingError"
     core.ranks.remote.clear()

@@ -56,7 +56,7 @@ def spawned(arrived: int = 0) -> Iterator[tuple[RemoteRank, list[Any], list[str]
     remote = spawn_rank(1, rank_main, arrived)
     said: list[Any] = []
     failures: list[str] = []
-    remote.on_event, remote.on_failed = said.append, failures.append
+    remote.on_event, remote.on_failed = said.append, lambda error: failures.append(str(error))
     try:
         remote.wait_ready()
         yield remote, said, failures
@@ -86,7 +86,7 @@ def test_a_rank_that_lets_too_many_messages_pile_up_has_failed():
     outbox = RankOutbox(pipe, "outbox", max_messages=3)
     remote = RemoteRank(1, pipe, NoProcess(), outbox)
     failures: list[str] = []
-    remote.on_failed = failures.append
+    remote.on_failed = lambda error: failures.append(str(error))
     for _ in range(3):
         remote.handle(BIG)
     assert not failures and not remote.failure
