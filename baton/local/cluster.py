@@ -243,8 +243,8 @@ class LocalCluster:
         for role, configs in self._worker_configs().items():
             for _ in configs:
                 start = partial(self._start_worker, role)
-                on_exit = self._prefill_exited if role == "prefill" else _ignore
-                self._workers.add(start(), start, on_exit)
+                on_gone = self._prefill_gone if role == "prefill" else _ignore
+                self._workers.add(start(), start, on_gone)
 
     def _start_worker(self, role: Role) -> Child:
         """Under an id of its own: what is said of a process that has died is never true of its successor."""
@@ -255,7 +255,7 @@ class LocalCluster:
         command = children.baton_command(role, "--config", str(path), "--ready-file", ready)
         return children.start(name, command, self._logs, self._options.worker_environment())
 
-    def _prefill_exited(self, child: Child) -> None:
+    def _prefill_gone(self, child: Child) -> None:
         self._notices.add(child.name, [worker.id for worker in self._ready_workers("decode")])
 
     def _start_ray_pools(self) -> None:

@@ -111,7 +111,10 @@ def test_a_rank_that_ends_with_another_one_names_no_request():
 
 def test_an_operation_that_the_ranks_could_not_finish_has_a_name():
     together = _Together(Arrivals())
-    with pytest.raises(InternalError, match="a rank of the group was lost: Connection closed by peer"), together:
+    with (
+        pytest.raises(InternalError, match="a rank of the group was lost: Connection closed by peer"),
+        together,
+    ):
         raise RuntimeError("Connection closed by peer")
     with pytest.raises(ValueError), together:
         raise ValueError("not an operation of the group")
