@@ -178,9 +178,13 @@ class RemoteRank:
         waited = now - leader.at if self._arrived < arrived else 0.0
         return max(now - self._heard, self._outbox.stuck_seconds(), waited)
 
+    def expect_end(self) -> None:
+        """Take the end of the rank for no failure from here on."""
+        self._closing = True
+
     def start_closing(self) -> None:
         """The rank's engine loop has been told to stop by its leader's group; this ends the rest."""
-        self._closing = True
+        self.expect_end()
         self._outbox.put(_Close())
 
     def end(self, seconds: float) -> None:

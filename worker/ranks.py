@@ -50,6 +50,8 @@ class Ranks:
     def close(self, *, between_steps: bool = True) -> None:
         """End the other ranks after the engine has stopped; silent ones are killed, because a rank in the middle of a step
         cannot receive the stop and would block its leader."""
+        for rank in self.remote:
+            rank.expect_end()
         if between_steps and self.watch.prompt():
             # On a thread: a rank that hangs from here on would block this operation.
             stopping = threading.Thread(target=self.runner.stop_ranks, name="stop-ranks", daemon=True)

@@ -18,8 +18,9 @@ import pytest
 from engine.parallel.group import Arrivals
 from tests.waiting import wait_for
 from worker.rank_outbox import RankOutbox
-from worker.rank_process import RemoteRank, serve_pipe, spawn_rank
-from worker.rank_watch import QUIET_SECONDS
+from worker.rank_process import RemoteRank, _Ready, serve_pipe, spawn_rank
+from worker.rank_watch import QUIET_SECONDS, RankWatch
+from worker.ranks import Ranks
 
 BIG = bytes(100_000)  # more than a pipe holds
 MANY = 64
@@ -155,6 +156,25 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
+    """It may be gone before its leader, which told the group, has done anything else."""
+    pipe, theirs = Pipe()
+    remote = RemoteRank(1, pipe, NoProcess())
+    failures: list[Exception] = []
+    remote.on_failed = failures.append
+    theirs.send(_Ready(None))
+    remote.wait_ready()
+
+    class Runner:
+        def stop_ranks(self) -> None:
+            theirs.close()
+            remote._thread.join(30.0)
+
+    runner: Any = Runner()
+    Ranks(runner, [], [], [remote], RankWatch([remote], Arrivals())).close()
+    assert not remote._thread.is_alive() and not failures and not remote.failure
 
 
 def test_a_killed_rank_has_failed_once():
