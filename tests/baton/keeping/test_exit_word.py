@@ -18,6 +18,7 @@ import pytest
 
 from baton.keeping import late_word, sessions
 from baton.keeping.exit_word import ExitWord
+from baton.keeping.keeper import Keeper
 from baton.keeping.places import Facts, Place
 from cluster import settings
 from cluster.config import WorkerConfig
@@ -174,3 +175,17 @@ def test_the_facts_of_a_worker_are_beside_its_socket_until_cleared(tmp_path: Pat
     assert place.facts() == Facts("p1", os.getpid(), sessions.started(os.getpid()))
     place.clear()
     assert place.facts() is None
+
+
+def test_a_notice_that_raises_keeps_no_successor_from_its_start(tmp_path: Path, caplog):
+    """It would fail at the same dead worker again and again."""
+    place = Place.new(tmp_path, "key")
+    place.door.touch()
+    place.write_facts("p1")
+
+    def fails(gone: Facts) -> None:
+        raise RuntimeError("a defect")
+
+    assert Keeper._take_over(tmp_path, "key", fails) is None
+    assert list(tmp_path.iterdir()) == []
+    assert "the exit of p1 could not be reported" in caplog.text
