@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.parallel.group import Arrivals
 
@@ -13,19 +13,24 @@ class FakeRank:
     rank: int = 1
     silent: float = 0.0
     failure: str = ""
-    killed: bool = False
+    did: list[str] = field(default_factory=list)  # names of the calls that ended it, in order
+
+    @property
+    def killed(self) -> bool:
+        return "kill" in self.did
 
     def silent_seconds(self, leader: Arrivals) -> float:
         return math.inf if self.failure else self.silent
 
     def kill(self) -> None:
-        self.killed, self.silent = True, 0.0
+        self.did.append("kill")
+        self.silent = 0.0
 
     def expect_end(self) -> None:
-        pass
+        self.did.append("expect_end")
 
     def start_closing(self) -> None:
-        pass
+        self.did.append("start_closing")
 
     def end(self, seconds: float) -> None:
-        pass
+        self.did.append("end")

@@ -17,6 +17,8 @@ import pytest
 
 from engine.parallel.group import Arrivals
 from tests.waiting import wait_for
+from tests.worker.fake_rank import FakeRank
+from worker import ranks
 from worker.rank_outbox import RankOutbox
 from worker.rank_process import RemoteRank, _Ready, serve_pipe, spawn_rank
 from worker.rank_watch import QUIET_SECONDS, RankWatch
@@ -175,6 +177,49 @@ def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
     runner: Any = Runner()
     Ranks(runner, [], [], [remote], RankWatch([remote], Arrivals())).close()
     assert not remote._thread.is_alive() and not failures and not remote.failure
+
+
+@pytest.mark.parametrize(
+    ("silent", "between_steps", "told"), [(0.0, True, True), (0.0, False, False), (9.0, True, False)]
+)
+def test_the_group_is_stopped_between_steps_and_only_if_no_rank_is_silent(
+    silent, between_steps, told, monkeypatch
+):
+    """A collective operation that one rank does not enter never ends."""
+    monkeypatch.setattr(ranks, "STOP_SECONDS", 0.05)
+    asked, over = threading.Event(), threading.Event()
+
+    class Runner:
+        def stop_ranks(self) -> None:
+            asked.set()
+            over.wait()  # as if a rank had hung at this moment
+
+    rank, runner = FakeRank(silent=silent), Runner()
+    remote: Any = [rank]
+    group: Any = runner
+    closing = threading.Thread(
+        target=Ranks(group, [], [], remote, RankWatch(remote, Arrivals())).close,
+        kwargs={"between_steps": between_steps},
+        daemon=True,
+    )
+    closing.start()
+    closing.join(20.0)
+    ended = not closing.is_alive()
+    over.set()
+    assert ended and asked.is_set() == told
+    killed = ["kill"] if silent else []
+    assert rank.did == ["expect_end", *killed, "start_closing", "end"]
+
+
+def test_a_message_that_a_closed_pipe_does_not_take_is_no_write_that_hangs():
+    pipe, theirs = Pipe()
+    outbox = RankOutbox(pipe, "outbox")
+    outbox.start()
+    theirs.close()
+    pipe.close()
+    outbox.put(BIG)
+    outbox._thread.join(30.0)
+    assert not outbox._thread.is_alive() and outbox.stuck_seconds() == 0.0
 
 
 def test_a_killed_rank_has_failed_once():

@@ -57,3 +57,10 @@ async def test_a_part_that_cannot_be_closed_leaves_the_others_to_be_closed(broke
     core = Core(failed=False)
     await stopping(core, broken).stop()
     assert core.did[-3:] == ["attempts", "side", "stop"]
+
+
+async def test_a_worker_that_has_failed_is_not_healthy_though_its_engine_moves():
+    core = Core(failed=True)
+    core.host.healthy = lambda: True
+    assert not stopping(core).healthy()
+    assert stopping(Core(failed=False)).healthy()
