@@ -222,6 +222,34 @@ def test_a_message_that_a_closed_pipe_does_not_take_is_no_write_that_hangs():
     assert not outbox._thread.is_alive() and outbox.stuck_seconds() == 0.0
 
 
+def test_a_rank_that_its_leader_kills_has_not_failed():
+    pipe, theirs = Pipe()
+    process = NoProcess()
+    remote = RemoteRank(1, pipe, process)
+    failures: list[Exception] = []
+    remote.on_failed = failures.append
+    theirs.send(_Ready(None))
+    remote.wait_ready()
+    remote.kill()
+    theirs.close()
+    remote._thread.join(30.0)
+    assert process.killed and not remote._thread.is_alive() and not failures
+
+
+def test_who_sees_a_new_operation_never_sees_the_time_of_the_one_before():
+    """It would look as if the leader had waited since then."""
+    counted: list[int] = []
+
+    def clock() -> float:
+        counted.append(arrivals.count if counted else 0)
+        return float(len(counted))
+
+    arrivals = Arrivals(clock)
+    arrivals.arrive()
+    arrivals.arrive()
+    assert counted == [0, 0, 1] and (arrivals.count, arrivals.at) == (2, 3.0)
+
+
 def test_a_killed_rank_has_failed_once():
     with spawned() as (remote, _, failures):
         os.kill(remote.hello, signal.SIGKILL)
