@@ -1,7 +1,7 @@
 """Starts again what has died, with a pause that grows, until it has died too often in a row.
 
 running ──exits──► waiting (0.2 s, 0.4 s, … 10 s) ──► running
-   └── lived shorter than 10 s, 8 times in a row ──► given up
+   └── lived shorter than 10 s, or never served, 8 times in a row ──► given up
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Ward:
     restart: Callable[[], Child] | None
     on_gone: Callable[[Child], None]
     on_exit: Callable[[Child], None]
+    served: Callable[[Child], bool]
     started: float
     short_lives: int = 0
     due: float | None = None  # when it is started again; None while it runs or is given up
@@ -38,6 +39,7 @@ class Supervisor:
     """`check` is called now and then, always by the thread that started the children: they die with it.
 
     `on_exit` is called when a child has exited, `on_gone` when nothing of its session runs any more, however late.
+    `served` says whether a child that has exited ever became ready.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -50,8 +52,9 @@ class Supervisor:
         restart: Callable[[], Child] | None = None,
         on_gone: Callable[[Child], None] = lambda child: None,
         on_exit: Callable[[Child], None] = lambda child: None,
+        served: Callable[[Child], bool] = lambda child: True,
     ) -> None:
-        self._wards.append(Ward(child, restart, on_gone, on_exit, self._clock()))
+        self._wards.append(Ward(child, restart, on_gone, on_exit, served, self._clock()))
 
     @property
     def children(self) -> list[Child]:
@@ -74,7 +77,8 @@ class Supervisor:
             ward.lingering.append(child)
         ward.on_exit(child)
         line = f"{child.name} exited with code {child.exit_code()}"
-        ward.short_lives = ward.short_lives + 1 if now - ward.started < SHORT_LIFE_SECONDS else 0
+        short = now - ward.started < SHORT_LIFE_SECONDS or not ward.served(child)
+        ward.short_lives = ward.short_lives + 1 if short else 0
         if ward.restart is None or ward.short_lives >= MAX_SHORT_LIVES:
             ward.given_up = True
             return line if ward.restart is None else f"{line}; given up after {MAX_SHORT_LIVES} short lives"
