@@ -127,9 +127,12 @@ def test_no_notice_while_a_process_of_the_worker_may_live(decode, worker, redis_
 @pytest.mark.parametrize(
     "values", [{"role": "decode"}, {"engine": {"model": "m", "tensor_parallel": 2, "nodes": 2}}]
 )
-def test_no_notice_for_workers_whose_writes_may_go_on(decode, worker, redis_url, namespace, values):
+def test_no_notice_for_workers_whose_writes_may_go_on(
+    decode, worker, redis_url, namespace, values, monkeypatch
+):
     """A decode worker writes nowhere; ranks on other nodes may write on."""
     facts, _ = worker
+    monkeypatch.setattr("baton.keeping.exit_word.GRACE_SECONDS", 0.2)
     os.kill(facts.pid, signal.SIGKILL)
     ExitWord(config(redis_url, namespace, **values)).give(Facts("p1", facts.pid, facts.began))
     assert decode.told == []
