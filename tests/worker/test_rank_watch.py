@@ -78,6 +78,20 @@ def test_only_uninterrupted_silence_counts(watched):
     assert not watched.failures
 
 
+def test_time_in_which_the_leader_itself_was_stopped_does_not_count():
+    """It may have seen its rank stop a moment before."""
+    loop, rank, stopped, failures = VirtualLoop(), FakeRank(1, silent=1.0), [0.0], []
+    watch = RankWatch([rank], Arrivals())
+    task = loop.create_task(watch.run(failures.append, PATIENCE, lambda: loop.time() + stopped[0]))
+    loop.pass_time(2.0)
+    stopped[0] = 1000.0
+    loop.pass_time(1.0)
+    assert not failures
+    loop.pass_time(PATIENCE)
+    assert len(failures) == 1 and task.done()
+    loop.close()
+
+
 def test_silences_of_different_ranks_are_not_added(watched):
     watched.ranks[0].silent = 1000.0
     watched.loop.pass_time(PATIENCE - 2.0)
