@@ -80,20 +80,20 @@ class Door:
         while True:
             try:
                 pipe = self._listener.accept()
-            except ConnectionError:  # gone before it was let in
+            except ConnectionError:  # closed before it was accepted
                 continue
             except OSError:
                 return  # closed
             threading.Thread(target=self._admit, args=(pipe,), name="far-rank-door", daemon=True).start()
 
     def _admit(self, pipe: Any) -> None:
-        """On a thread of its own: who says nothing must keep no other one waiting."""
+        """Authenticate one peer, on a thread of its own, because a silent peer would hold up the ranks."""
         try:
             deliver_challenge(pipe, self.key)
             answer_challenge(pipe, self.key)
             self._come.put((pipe.recv(), pipe))
         except (AuthenticationError, EOFError, OSError) as error:
-            log.warning("somebody who is no rank of ours knocked: %r", error)
+            log.warning("a connection to the port for ranks was refused: %r", error)
             pipe.close()
 
     def wait(self, ranks: Sequence[int]) -> dict[int, Connection]:

@@ -132,7 +132,7 @@ def test_only_who_has_the_key_comes_in() -> None:
         door.close()
 
 
-def test_somebody_who_says_nothing_keeps_no_rank_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_keeps_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port scan, for example."""
     monkeypatch.setattr("worker.far_ranks.START_SECONDS", 10.0)
     door = Door("127.0.0.1")
