@@ -76,7 +76,7 @@ def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace
 @pytest.mark.parametrize("lost", ["members", "leases", "status", "owners", "slots"])
 @pytest.mark.parametrize("junk", [False, True], ids=["gone", "overwritten"])
 def test_a_registry_that_lost_a_part_is_made_whole(lost, junk, redis_url, namespace, monkeypatch):
-    """By an eviction policy that takes any key, or by somebody who shares the server."""
+    """By an eviction policy that takes any key, or by another user of the server."""
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
     registration = Registration(redis_url, namespace, info, status=lambda: {"steps": 1})
