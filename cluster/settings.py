@@ -88,7 +88,7 @@ def with_secrets(config: C) -> C:
 
 
 def require_secret(config: SecretFields) -> None:
-    """Raise ConfigError if there is no secret. A default would be public, and whoever knows the secret can compute other
+    """Raise ConfigError if there is no secret. A default would be public, and with the secret anyone can compute other
     tenants' block hashes and forge resume tickets."""
     if not config.secret:
         raise ConfigError(

@@ -35,9 +35,8 @@ class IncomingHandoff:
     num_layers: int
     machine: StateMachine[HandoffState] = field(init=False)
     parts: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # flow → verified part numbers
-    asked: set[tuple[int, int, int]] = field(
-        default_factory=set
-    )  # parts that have, or wait for, a slot, or had one
+    # Parts that wait for a slot, have one, or had one
+    asked: set[tuple[int, int, int]] = field(default_factory=set)
     resent: set[tuple[int, int, int]] = field(default_factory=set)
     finish: handoff_pb2.Finish | None = None
     announced: dict[FlowKey, int] = field(default_factory=dict)  # parts of each flow, from Finish

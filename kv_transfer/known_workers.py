@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-MAX_WORKERS = (
-    1024  # as many idle connections as a NIXL agent keeps: others have no connection whose state matters
-)
+# The number of idle connections that a NIXL agent keeps; other workers have no connection whose state matters
+MAX_WORKERS = 1024
 
 
 @dataclass

@@ -97,9 +97,8 @@ class Transfer:
     # Written by the engine thread, read by the rank's (deque is safe for that).
     computed: deque[tuple[int, int, int, list[int]]] = field(default_factory=deque)
     unasked: deque[Part] = field(default_factory=deque)
-    parts: dict[tuple[int, int], Part] = field(
-        default_factory=dict
-    )  # (target rank, index), asked for, in order
+    # By (target rank, index); those asked for, in order
+    parts: dict[tuple[int, int], Part] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)  # parts per target rank
     bytes: int = 0
     complete_tokens: int = 0

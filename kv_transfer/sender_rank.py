@@ -253,8 +253,8 @@ class SenderRank:
         return False
 
     def _within_share(self, peer: str, size: int) -> bool:
-        """A peer has at most half of what the others leave: one that takes nothing any more starves nobody. What ended
-        hand-offs of it still write counts: they cost their own staging, and its others go on with the rest."""
+        """Whether `size` more bytes of staging are within the peer's share: half of what the others leave, so that a
+        peer that reads nothing cannot take all. Writes of its ended hand-offs count until they are terminal."""
         own = sum(transfer.staged_bytes for transfer in self._known() if transfer.opened.peer == peer)
         return not own or 2 * (own + size) <= self._staging.free_bytes + own
 

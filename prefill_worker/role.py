@@ -83,7 +83,7 @@ class PrefillRole:
         if attempt.task is not None and not attempt.task.done():
             attempt.task.cancel()
             await asyncio.wait([attempt.task], timeout=5.0)
-            if attempt.task.cancelled():  # before its first step: then it has told nobody
+            if attempt.task.cancelled():  # before its first step, so that it has sent no end
                 end = common_pb2.AttemptEnd()
                 self._was_cancelled(attempt, end)
                 self._tell_end(attempt, end)

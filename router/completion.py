@@ -33,9 +33,8 @@ class Completion:
     tenant: str = ""  # whose key it came with
     weight: float = 1.0  # of the tenant, beside other tenants'
     rate_limits: RateLimits = NO_LIMITS
-    cache_salt: str = (
-        ""  # from the client: within its tenant, only requests with the same salt share prefixes
-    )
+    # From the client: within its tenant, only requests with the same salt share prefixes
+    cache_salt: str = ""
     prefix_scope: str = ""  # who shares its prefixes; goes into the salt of its block hashes
 
     @cached_property

@@ -37,10 +37,9 @@ class Front:
         self._connections = Places("connection")
         self.in_flight = 0
         self.leaving = False  # not ready any more: nobody should send new requests
-        self.closed = False  # and those that still come are refused,
-        self._last_words: frozenset[str] = (
-            frozenset()
-        )  # but on these connections, whose clients know nothing of it
+        self.closed = False  # requests that still arrive are refused, except on the connections below
+        # Connections whose clients have not been told yet that this router leaves
+        self._last_words: frozenset[str] = frozenset()
         self.requests = 0
         self.live = Live(services, metrics, self._own_state)
 

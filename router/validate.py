@@ -16,9 +16,8 @@ from wire import common_pb2
 
 MAX_PRIORITY = 2**15
 MAX_REQUEST_ID = 256  # characters: it goes into logs, headers and errors
-LEAST_POSITIVE = (
-    2.0**-126
-)  # as the wire's floats have it: what is smaller arrives as 0, which there means "not set"
+# The least normal float of 32 bits: smaller values arrive over gRPC as 0, which there means "not set"
+LEAST_POSITIVE = 2.0**-126
 
 
 @dataclass

@@ -60,9 +60,8 @@ def assert_greedy(way: str, model: Path, prompt: list[int], tokens: Sequence[int
         found = judge(model, prompt + expected[:already], list(tokens), gap=TIE)
         first = next(i for i, token in enumerate(tokens) if token != expected[already + i])
         assert not found.wrong, f"{way}: wrong at {found.wrong}, differs first at {first}"
-        near_ties = max(
-            1, len(found.near_ties)
-        )  # the reference's own cached pass may have taken the other side
+        # The reference's own cached pass may have taken the other side
+        near_ties = max(1, len(found.near_ties))
     sums = COMPARED.setdefault(way, Compared())
     sums.answers, sums.tokens, sums.near_ties = (
         sums.answers + 1,

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from cluster.addresses import advertised, join
 from cluster.config import WorkerConfig
-from cluster.errors import BatonError, DrainingError, EngineFailedError, InternalError, StaleEpochError
+from cluster.errors import BatonError, DrainingError, EngineFailedError, StaleEpochError
 from cluster.faults.orders import open_faults
 from cluster.follow_ups import FollowUps
 from cluster.index.reporter import ChainReporter
@@ -39,6 +39,7 @@ from worker import readings
 from worker.build import make_model_id
 from worker.engine_host import EngineHost
 from worker.health import Health, Phase
+from worker.rank_process import RankRaised
 from worker.rank_watch import LOST_SECONDS
 from worker.ranks import Ranks, open_ranks
 from worker.self_check import SelfCheck
@@ -290,11 +291,10 @@ class WorkerCore:
     def _output(self, output: StepOutput) -> None:
         self.on_output(output)
 
-    def _rank_failed(self, reason: str) -> None:
+    def _rank_failed(self, error: Exception) -> None:
         """Fail the worker, which cannot compute without the rank. Any thread."""
-        error = InternalError(reason)
         with contextlib.suppress(RuntimeError):  # the loop has closed: the worker ends anyway
-            self._loop.call_soon_threadsafe(self.fail, error)
+            self._loop.call_soon_threadsafe(self._end_failed, error)
 
     def _engine_failed(self, error: BaseException) -> None:
         """Handle an exception of a step, on the loop. A dead rank breaks the step too, and its pipe reports it later."""
@@ -308,7 +308,7 @@ class WorkerCore:
         if self.failed.done():
             return
         if not isinstance(error, BatonError):
-            name = type(error).__name__
+            name = str(error) if isinstance(error, RankRaised) else type(error).__name__
             self.on_failed(EngineFailedError(f"the engine failed while it ran this request: {name}"))
         self.fail(error)
 

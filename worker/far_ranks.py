@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class Door:
 
     def __init__(self, host: str):
         self.key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), authkey=self.key)
+        self._listener = Listener((host, 0))
         self._come: queue.Queue[tuple[int, Connection]] = queue.Queue()
         threading.Thread(target=self._accept, name="far-ranks", daemon=True).start()
 
@@ -79,12 +79,22 @@ class Door:
     def _accept(self) -> None:
         while True:
             try:
-                pipe: Any = self._listener.accept()
-                self._come.put((pipe.recv(), pipe))
-            except (AuthenticationError, EOFError, ConnectionError) as error:
-                log.warning("somebody who is no rank of ours knocked: %r", error)
+                pipe = self._listener.accept()
+            except ConnectionError:  # closed before it was accepted
+                continue
             except OSError:
                 return  # closed
+            threading.Thread(target=self._admit, args=(pipe,), name="far-rank-door", daemon=True).start()
+
+    def _admit(self, pipe: Any) -> None:
+        """Authenticate one peer, on a thread of its own, because a silent peer would hold up the ranks."""
+        try:
+            deliver_challenge(pipe, self.key)
+            answer_challenge(pipe, self.key)
+            self._come.put((pipe.recv(), pipe))
+        except (AuthenticationError, EOFError, OSError) as error:
+            log.warning("a connection to the port for ranks was refused: %r", error)
+            pipe.close()
 
     def wait(self, ranks: Sequence[int]) -> dict[int, Connection]:
         deadline = time.monotonic() + START_SECONDS

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.errors import SetupError
+from cluster.errors import InternalError, SetupError
 from engine.parallel.group import Arrivals
 from worker.rank_outbox import RankOutbox
 
@@ -56,6 +56,17 @@ class _Ready:
 @dataclass(frozen=True)
 class _Failed:
     reason: str
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """The rank's part of a step raised, and its process ends."""
+
+    name: str
+
+
+class RankRaised(Exception):
+    """Names the class of what a rank raised, for its leader."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,7 @@ class RemoteRank:
         self.failure = ""  # the reason, once it has failed
         self.hello: Any = None
         self.on_event: Callable[[Any], None] = lambda event: None
-        self.on_failed: Callable[[str], None] = lambda reason: None  # called once, on any thread
+        self.on_failed: Callable[[Exception], None] = lambda error: None  # called once, on any thread
         self.on_leaving: Callable[[], None] = lambda: None  # perhaps more than once
         self._closing = False
         self._failing = threading.Lock()
@@ -167,9 +178,13 @@ class RemoteRank:
         waited = now - leader.at if self._arrived < arrived else 0.0
         return max(now - self._heard, self._outbox.stuck_seconds(), waited)
 
+    def expect_end(self) -> None:
+        """Take the end of the rank for no failure from here on."""
+        self._closing = True
+
     def start_closing(self) -> None:
         """The rank's engine loop has been told to stop by its leader's group; this ends the rest."""
-        self._closing = True
+        self.expect_end()
         self._outbox.put(_Close())
 
     def end(self, seconds: float) -> None:
@@ -180,12 +195,12 @@ class RemoteRank:
         self._closing = True
         self._process.kill()
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, raised: str = "") -> None:
         with self._failing:
             if self.failure or self._closing:
                 return
             self.failure = reason
-        self.on_failed(reason)
+        self.on_failed(RankRaised(raised) if raised else InternalError(reason))
 
     def _listen(self) -> None:
         while True:
@@ -199,12 +214,19 @@ class RemoteRank:
                 self._arrived = event.arrived
             elif isinstance(event, _Leaving):
                 self.on_leaving()
+            elif isinstance(event, _Raised):
+                self._fail(f"rank {self.rank} has failed in a step: {event.name}", event.name)
             else:
                 self.on_event(event)
 
 
-def serve_pipe(pipe: Connection, endpoint: RankEndpoint, hello: Any, arrivals: Arrivals) -> None:
-    """Rank side: report readiness to the leader, then pass messages both ways and send beats, on threads."""
+def serve_pipe(
+    pipe: Connection, endpoint: RankEndpoint, hello: Any, arrivals: Arrivals
+) -> Callable[[Exception], None]:
+    """Rank side: report readiness to the leader, then pass messages both ways and send beats, on threads.
+
+    Returns a function that reports to the leader the exception of a step in this rank.
+    """
     lock = threading.Lock()
 
     def send(event: Any) -> None:
@@ -219,6 +241,12 @@ def serve_pipe(pipe: Connection, endpoint: RankEndpoint, hello: Any, arrivals: A
         file = Path(os.environ[LEAVING_FILE])
         file.unlink(missing_ok=True)  # of an earlier life of this container
         threading.Thread(target=_tell_leaving, args=(file, send), name="leaving", daemon=True).start()
+
+    def tell_raised(error: Exception) -> None:
+        with contextlib.suppress(OSError):  # the leader is gone
+            send(_Raised(type(error).__name__))
+
+    return tell_raised
 
 
 def _beat(arrivals: Arrivals, send: Callable[[Any], None]) -> None:

@@ -25,6 +25,7 @@ from engine.parallel.group import Arrivals
 QUIET_SECONDS = 0.5  # three beats
 LOST_SECONDS = 5.0
 LOOK_SECONDS = 0.5
+MAX_PERIOD_SECONDS = 2.0  # a busy loop's; a longer one means that this process was stopped
 
 
 class WatchedRank(Protocol):
@@ -71,17 +72,22 @@ class RankWatch:
     ) -> None:
         """Run until a rank has failed, or has been silent for `patience_seconds`; then call `fail`.
 
-        The time is counted from this loop's own observations: a leader that was stopped itself sees only old beats until
-        its reader threads have run again.
+        The time is the sum of the periods between this loop's observations, each at most MAX_PERIOD_SECONDS: a leader
+        that was stopped itself sees only old beats until its reader threads have run again.
         """
-        since: dict[int, float] = {}
+        silent: dict[int, float] = {}
+        looked = clock()
         while True:
+            now = clock()
+            passed, looked = min(now - looked, MAX_PERIOD_SECONDS), now
             for rank in self._ranks:
                 if rank.failure:
                     return fail(InternalError(rank.failure))
                 if rank.silent_seconds(self._leader) < QUIET_SECONDS:
-                    since.pop(rank.rank, None)
-                elif clock() - since.setdefault(rank.rank, clock()) >= patience_seconds:
+                    silent.pop(rank.rank, None)
+                    continue
+                silent[rank.rank] = silent.get(rank.rank, -passed) + passed  # 0 at the first observation
+                if silent[rank.rank] >= patience_seconds:
                     return fail(
                         InternalError(f"rank {rank.rank} has been silent for {patience_seconds:.0f} s")
                     )

@@ -20,7 +20,7 @@ import torch
 
 from cluster.addresses import advertised
 from cluster.config import WorkerConfig
-from cluster.errors import ConfigError
+from cluster.errors import BatonError, ConfigError
 from cluster.faults.orders import open_faults
 from engine.build import check, load_runner
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
@@ -50,6 +50,8 @@ class Ranks:
     def close(self, *, between_steps: bool = True) -> None:
         """End the other ranks after the engine has stopped; silent ones are killed, because a rank in the middle of a step
         cannot receive the stop and would block its leader."""
+        for rank in self.remote:
+            rank.expect_end()
         if between_steps and self.watch.prompt():
             # On a thread: a rank that hangs from here on would block this operation.
             stopping = threading.Thread(target=self.runner.stop_ranks, name="stop-ranks", daemon=True)
@@ -175,12 +177,15 @@ def rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, add
     except Exception as error:
         report_failure(pipe, error)
         os._exit(1)
-    serve_pipe(pipe, endpoint, _Hello(endpoint.hello, addresses), runner.arrivals)
+    tell_raised = serve_pipe(pipe, endpoint, _Hello(endpoint.hello, addresses), runner.arrivals)
     try:
         runner.serve()
-    except BaseException:
+    except BaseException as error:
         # The leader hears of it by the end of the pipe, also where Ray would keep the process.
         log.exception("rank %d ends", rank)
+        # A BatonError follows the loss of another rank; anything else was raised by this rank's own computation.
+        if isinstance(error, Exception) and not isinstance(error, BatonError):
+            tell_raised(error)
         os._exit(1)
 
 

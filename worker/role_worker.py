@@ -88,6 +88,8 @@ class RoleWorker:
                 log.error("closing %s took longer than %.0f s; exiting anyway", self.worker_id, CLOSE_SECONDS)
             except BatonError as error:  # the engine has failed: there is nothing to give back
                 log.warning("closing %s failed, exiting anyway: %s", self.worker_id, error)
+            except Exception:  # a defect; what follows still has to be closed
+                log.exception("closing %s failed, exiting anyway", self.worker_id)
         await self._core.stop()
 
     async def _try_to_drain(self) -> None:

@@ -9,9 +9,8 @@ from baton.autoscaling.state import FOREVER_AGO, PoolState
 MAX_RETRY_SECONDS = 3600.0
 SURE_SECONDS = 60.0  # for so long a platform's word that a replica fits nowhere must hold
 MAX_STARTING_SECONDS = 3600.0  # for so long its word that one starts is believed
-MAX_LEARNED = (
-    4.0  # times the configured start-up time: a worker that was away for a day did not start for a day
-)
+# In multiples of the configured start-up time: a worker that was away for a day did not take a day to start
+MAX_LEARNED = 4.0
 
 
 def watch(limits: PoolLimits, state: PoolState, seen: PoolObservation, now: float) -> int:

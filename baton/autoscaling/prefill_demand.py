@@ -54,9 +54,8 @@ class PrefillDemand:
         self._config = config
         self.known = long.computed_tokens > 0 and long.prefill_seconds > 0 and long.arrived_requests > 0
         self.queued_tokens = queued_tokens
-        self.speed = (
-            long.computed_tokens / long.prefill_seconds if self.known else 0.0
-        )  # tokens a busy second
+        # Tokens per busy second
+        self.speed = long.computed_tokens / long.prefill_seconds if self.known else 0.0
         # Tokens that were found in a cache cost nothing: what is offered is what has to be computed.
         share = min(1.0, long.computed_tokens / long.arrived_tokens) if long.arrived_tokens > 0 else 1.0
         coming = forecast(flows, lambda flow: flow.arrived_tokens, delay_seconds, config.load_seconds)

@@ -77,8 +77,7 @@ class Keeper:
                     return keeper
                 keeper._kill()
             else:  # it died while no replica supervised it
-                if (gone := place.facts()) is not None:
-                    on_gone(gone)
+                _report(on_gone, place.facts())
                 place.clear()
                 os.close(lock)
         return None
@@ -149,8 +148,8 @@ class Keeper:
         with self._going:
             on_gone, self._on_gone = self._on_gone, None
             gone = self._facts or self._place.facts()
-            if on_gone is not None and gone is not None:
-                on_gone(gone)
+            if on_gone is not None:
+                _report(on_gone, gone)
 
     def _wait(self, seconds: float) -> bool:
         """Whether it has said anything but that it failed."""
@@ -175,3 +174,13 @@ class Keeper:
                 self._last, self._last_at = message, time.monotonic()
                 self._facts = self._facts or self._place.facts()
             self._heard.notify_all()
+
+
+def _report(on_gone: OnGone, gone: Facts | None) -> None:
+    """Call `on_gone`; if it raises, a worker can still be started in the place of the one that has gone."""
+    if gone is None:
+        return
+    try:
+        on_gone(gone)
+    except Exception:
+        log.exception("the exit of %s could not be reported", gone.worker_id)

@@ -17,6 +17,7 @@ from baton.keeping import sessions
 from cluster.errors import SetupError
 
 _PR_SET_PDEATHSIG = 1
+REAP_SECONDS = 5.0
 
 
 def _die_with_parent() -> None:
@@ -51,13 +52,9 @@ class Child:
         self._kill_session()
         self.process.wait(5.0)
 
-    def reap(self) -> bool:
+    def reap(self, seconds: float = REAP_SECONDS) -> bool:
         """After the child's exit: kill what is left of its session. True if nothing of it runs any more."""
-        return sessions.end(self.pid, 0, 0.0)
-
-    def gone(self) -> bool:
-        """After the child's exit: whether nothing of its session runs any more."""
-        return not sessions.members(self.pid, 0)
+        return sessions.end(self.pid, 0, 0.0, seconds)
 
     def _kill_session(self) -> None:
         try:

@@ -153,6 +153,9 @@ class LocalCluster:
     def _ready_file(self, name: str) -> Path:
         return self._dir / f"{name}.ready"
 
+    def _has_served(self, child: Child) -> bool:
+        return self._ready_file(child.name).exists()
+
     def _write_state(self, state: ClusterState) -> None:
         if state != self._written and self._options.state_file is not None:
             state.write(self._options.state_file)
@@ -212,7 +215,7 @@ class LocalCluster:
         for index in range(self._options.routers):
             config = self._options.router_config(index, self._redis_url, self._namespace, self._secret)
             start = partial(self._start_router, f"router-{index}", config)
-            self._routers.add(start(), start)
+            self._routers.add(start(), start, served=self._has_served)
 
     def _start_router(self, name: str, config: RouterConfig) -> Child:
         """Also after its death: at the addresses that clients know."""
@@ -243,8 +246,8 @@ class LocalCluster:
         for role, configs in self._worker_configs().items():
             for _ in configs:
                 start = partial(self._start_worker, role)
-                on_exit = self._prefill_exited if role == "prefill" else _ignore
-                self._workers.add(start(), start, on_exit)
+                on_gone = self._prefill_gone if role == "prefill" else _ignore
+                self._workers.add(start(), start, on_gone, served=self._has_served)
 
     def _start_worker(self, role: Role) -> Child:
         """Under an id of its own: what is said of a process that has died is never true of its successor."""
@@ -255,7 +258,7 @@ class LocalCluster:
         command = children.baton_command(role, "--config", str(path), "--ready-file", ready)
         return children.start(name, command, self._logs, self._options.worker_environment())
 
-    def _prefill_exited(self, child: Child) -> None:
+    def _prefill_gone(self, child: Child) -> None:
         self._notices.add(child.name, [worker.id for worker in self._ready_workers("decode")])
 
     def _start_ray_pools(self) -> None:

@@ -44,7 +44,7 @@ class RayPools:
             # Ray gives its own start 30 s; on a machine that others use it may need more, and rarely does twice.
             log.warning("once more: %s", error)
             head = self._start_head()
-        self._ray.add(head.child, self._start_again, self._ray_exited)
+        self._ray.add(head.child, self._start_again, on_exit=self._ray_exited)
         self._deploy(head)
 
     def _start_head(self) -> RayHead:

@@ -1,16 +1,16 @@
 """Starts again what has died, with a pause that grows, until it has died too often in a row.
 
 running ──exits──► waiting (0.2 s, 0.4 s, … 10 s) ──► running
-   └── lived shorter than 10 s, 8 times in a row ──► given up
+   └── lived shorter than 10 s, or never served, 8 times in a row ──► given up
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from baton.local.children import Child
+from baton.local.children import REAP_SECONDS, Child
 from cluster.errors import SetupError
 
 FIRST_PAUSE_SECONDS = 0.2
@@ -25,29 +25,36 @@ class Ward:
 
     child: Child
     restart: Callable[[], Child] | None
+    on_gone: Callable[[Child], None]
     on_exit: Callable[[Child], None]
+    served: Callable[[Child], bool]
     started: float
     short_lives: int = 0
     due: float | None = None  # when it is started again; None while it runs or is given up
     given_up: bool = False
+    lingering: list[Child] = field(default_factory=list)  # exited, while processes of their sessions run
 
 
 class Supervisor:
-    """`check` is called now and then, always by the thread that started the children: they die with it."""
+    """`check` is called now and then, always by the thread that started the children: they die with it.
+
+    `on_exit` is called when a child has exited, `on_gone` when nothing of its session runs any more, however late.
+    `served` says whether a child that has exited ever became ready.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._wards: list[Ward] = []
-        # Exited, but a rank in a driver's call has not died of SIGKILL yet; with what is called once it has.
-        self._lingering: list[tuple[Child, Callable[[Child], None]]] = []
 
     def add(
         self,
         child: Child,
         restart: Callable[[], Child] | None = None,
+        on_gone: Callable[[Child], None] = lambda child: None,
         on_exit: Callable[[Child], None] = lambda child: None,
+        served: Callable[[Child], bool] = lambda child: True,
     ) -> None:
-        self._wards.append(Ward(child, restart, on_exit, self._clock()))
+        self._wards.append(Ward(child, restart, on_gone, on_exit, served, self._clock()))
 
     @property
     def children(self) -> list[Child]:
@@ -56,11 +63,8 @@ class Supervisor:
     def check(self) -> list[str]:
         """What happened since the last call, for people to read."""
         said: list[str] = []
-        for child, on_exit in list(self._lingering):
-            if child.gone():
-                self._lingering.remove((child, on_exit))
-                on_exit(child)
         for ward in self._wards:
+            ward.lingering = [child for child in ward.lingering if not self._reaped(ward, child, 0.0)]
             if ward.due is None and not ward.given_up and ward.child.exit_code() is not None:
                 said.append(self._exited(ward))
             if ward.due is not None and self._clock() >= ward.due:
@@ -69,18 +73,24 @@ class Supervisor:
 
     def _exited(self, ward: Ward) -> str:
         child, now = ward.child, self._clock()
-        if child.reap():  # until its ranks, which are in its session, are gone, their writes may still land
-            ward.on_exit(child)
-        else:
-            self._lingering.append((child, ward.on_exit))
+        if not self._reaped(ward, child, REAP_SECONDS):
+            ward.lingering.append(child)
+        ward.on_exit(child)
         line = f"{child.name} exited with code {child.exit_code()}"
-        ward.short_lives = ward.short_lives + 1 if now - ward.started < SHORT_LIFE_SECONDS else 0
+        short = now - ward.started < SHORT_LIFE_SECONDS or not ward.served(child)
+        ward.short_lives = ward.short_lives + 1 if short else 0
         if ward.restart is None or ward.short_lives >= MAX_SHORT_LIVES:
             ward.given_up = True
             return line if ward.restart is None else f"{line}; given up after {MAX_SHORT_LIVES} short lives"
         pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** max(0, ward.short_lives - 1))
         ward.due = now + pause
         return f"{line}; starting again in {pause:.1f} s"
+
+    def _reaped(self, ward: Ward, child: Child, seconds: float) -> bool:
+        gone = child.reap(seconds)
+        if gone:  # a worker's ranks are in its session: until they are gone, their writes may still land
+            ward.on_gone(child)
+        return gone
 
     def _start_again(self, ward: Ward) -> str:
         assert ward.restart is not None, "due says so"

@@ -20,9 +20,8 @@ from bench.autoscaling.service_times import ServiceTimes
 
 # The slowest prompts of the trace (1 in 500) compute longer than this all alone.
 TTFT_SECONDS, ITL_SECONDS, ATTAINMENT = 10.0, 0.060, 0.99
-STARTUP_SECONDS = (
-    90.0  # assumed: a pod, a model from a volume, a warm-up. Without those a worker starts in seconds
-)
+# Assumed: a pod, a model from a volume, a warm-up. Without those a worker starts in seconds
+STARTUP_SECONDS = 90.0
 PUBLISH_DELAY_SECONDS = 10.0  # what the policy sees is this old: the slower of the two ways it can be told
 POOL = PoolLimits(min_replicas=1, max_replicas=32, startup_seconds=STARTUP_SECONDS)
 CONFIG = AutoscalingConfig(

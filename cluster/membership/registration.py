@@ -74,7 +74,7 @@ class Registration:
         self._clock = clock
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._unreachable = self._failing = False
+        self._reached = self._unreachable = self._failing = False
         self.errors = 0  # calls that Redis did not answer
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
 
@@ -157,8 +157,8 @@ class Registration:
             return False
         else:
             if self._unreachable:
-                log.info("Redis is back")
-            self._unreachable = self._failing = False
+                log.info("Redis is back" if self._reached else "Redis can be reached now")
+            self._reached, self._unreachable, self._failing = True, False, False
         return True
 
     def _do_register(self) -> None:

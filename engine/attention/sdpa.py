@@ -47,9 +47,8 @@ class Piece:
 
 class SdpaBackend:
     name = "sdpa"
-    takes_tokens_apart = (
-        False  # a subclass that attends single tokens in a way of its own finds them in _tokens
-    )
+    # True in subclasses that compute single tokens apart, from `_tokens`
+    takes_tokens_apart = False
 
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: Team):
         self._shape = shape

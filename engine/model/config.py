@@ -179,7 +179,7 @@ def _eos(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     if eos is None:
         return ()
     vocab = raw["vocab_size"]
-    # One that no model of this size draws ends nothing; as an index of a ban it would be another's, or nobody's.
+    # An id outside the vocabulary can never be drawn, and as an index of a ban it would be out of bounds or hit another.
     return tuple(
         one
         for one in (eos if isinstance(eos, list) else [eos])

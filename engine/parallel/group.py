@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.errors import SetupError
+from cluster.errors import InternalError, SetupError
 
 # A rank waits for its leader's next step as long as nobody asks anything; a dead leader is noticed by the pipe
 # between the two (worker/rank_process.py), a rank that hangs by its beats and arrivals (worker/rank_watch.py), not by
@@ -73,6 +73,21 @@ class NullGroup:
         return
 
 
+class _Together:
+    """Around each collective operation: turns its failure, which means a lost rank, into an InternalError, so that it
+    differs from exceptions of a rank's own computation."""
+
+    def __init__(self, arrivals: Arrivals):
+        self._arrivals = arrivals
+
+    def __enter__(self) -> None:
+        self._arrivals.arrive()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise InternalError(f"a rank of the group was lost: {error}") from error
+
+
 class DistributedGroup:
     """gloo on CPUs, NCCL on CUDA. Every rank of the process group must be made with the same address."""
 
@@ -105,22 +120,23 @@ class DistributedGroup:
         self.rank = rank
         self.size = size
         self.arrivals = Arrivals()
+        self._together = _Together(self.arrivals)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self.arrivals.arrive()
-        dist.all_reduce(x)
+        with self._together:
+            dist.all_reduce(x)
         return x
 
     def gather_last(self, x: Tensor) -> Tensor:
-        self.arrivals.arrive()
-        pieces = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(pieces, x.contiguous())
+        pieces, own = [torch.empty_like(x) for _ in range(self.size)], x.contiguous()
+        with self._together:
+            dist.all_gather(pieces, own)
         return torch.cat(pieces, -1)
 
     def share(self, message: Any) -> Any:
-        self.arrivals.arrive()
         box = [message]
-        dist.broadcast_object_list(box, src=0)
+        with self._together:
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def close(self) -> None:

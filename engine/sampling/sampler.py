@@ -29,12 +29,10 @@ from engine.request import SamplingParams
 from engine.sampling.philox import uniform
 
 GREEDY_BELOW = 1e-5  # temperatures
-LOWEST_TEMPERATURE = (
-    1e-2  # lower ones are raised to it: a difference of 1 between logits is a factor of e^100 already
-)
-LARGEST_LOGIT = (
-    1e30  # bound after the repetition penalty: still finite when divided by the lowest temperature
-)
+# Lower temperatures are raised to it: a difference of 1 between logits is a factor of e^100 already
+LOWEST_TEMPERATURE = 1e-2
+# Bound on logits after the repetition penalty: still finite when divided by the lowest temperature
+LARGEST_LOGIT = 1e30
 
 
 @dataclass(frozen=True)

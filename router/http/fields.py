@@ -220,9 +220,8 @@ def asked(
     lower_first: bool = False,
 ) -> Asked:
     check_best_of(body)
-    boolean(
-        body, "spaces_between_special_tokens"
-    )  # special tokens are never shown: there is nothing to space
+    # Special tokens are never shown: there is nothing to space
+    boolean(body, "spaces_between_special_tokens")
     sampling: dict[str, Any] = {name: body.get(name) for name in _SAMPLING}
     model = body.get("model", "")
     if not isinstance(model, str):

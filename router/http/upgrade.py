@@ -42,12 +42,11 @@ class _Callbacks:
 
 
 def read_on(protocol: HttpToolsProtocol, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Gives `protocol`, whose request had these headers, a parser for its body and for what comes after it."""
+    """Give `protocol` a parser for the body of the request with these headers and for the requests after it."""
     callbacks = _Callbacks(protocol)
     protocol.parser = httptools.HttpRequestParser(callbacks)
-    protocol.parser.set_dangerous_leniencies(
-        lenient_data_after_close=True
-    )  # as uvicorn does: pipelined requests
+    # For pipelined requests, as in uvicorn
+    protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)
     framing = b"".join(b"%s: %s\r\n" % pair for pair in headers if pair[0] in _FRAMING)
     protocol.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % framing)
     callbacks.in_head = False

@@ -18,9 +18,8 @@ _KNOWN = 48  # a worker's first prompts take longer than all that follow
 class Calibration:
     a: float = _START_A  # seconds a token
     b: float = 0.0  # seconds a token pair
-    bandwidths: dict[int, float] = field(
-        default_factory=dict
-    )  # bytes a second, measured, by level (topology.LEVELS)
+    # Measured bytes per second, by level (topology.LEVELS)
+    bandwidths: dict[int, float] = field(default_factory=dict)
     token_bytes: float = 1.0
     decode_token_seconds: float = 2e-8  # what a resident token adds to a step
     observed: int = 0  # prefills learned from

@@ -132,7 +132,9 @@ def line(result: Result, faults: int) -> str:
     held = f" {result.hold:.1f} s" if result.hold else ""
     text = (
         f"{result.number + 1}/{faults} {result.fault}{_where(result)}{held}: {result.in_flight} in flight, "
-        f"{result.hit} hit, recovery {result.recovery:.2f} s, whole after {result.whole_again:.1f} s, reclaimed after "
+        f"{result.hit} hit, "
+        + (f"re-dispatched after {result.redispatch:.2f} s, " if result.redispatch else "")
+        + f"recovery {result.recovery:.2f} s, whole after {result.whole_again:.1f} s, reclaimed after "
         f"{result.quiet:.1f} s, "
         + (f"placement back {result.placement_back:.2f} s after Redis, " if result.placement_back else "")
         + f"{result.requests} requests, {result.tokens} tokens, near-ties {result.near_ties}"
@@ -157,6 +159,9 @@ def verdict(results: list[Result]) -> list[str]:
         recovery = percentile([one.recovery for one in mine], 0.99)
         if recovery > bound:
             problems.append(f"{name}: recovery p99 {recovery:.2f} s")
+        again = max(one.redispatch for one in mine)
+        if again > bound:
+            problems.append(f"{name}: re-dispatched after {again:.2f} s")
         back = percentile([one.placement_back for one in mine], 0.99)
         if back > PLACEMENT_BACK_SECONDS:
             problems.append(f"{name}: placement back p99 {back:.2f} s after Redis")

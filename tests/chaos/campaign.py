@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.chaos.evidence import keep
 from tests.chaos.faults import Striker, Struck
 from tests.chaos.invariants import leaks
+from tests.chaos.redispatch import redispatch_seconds
 from tests.chaos.results import Result
 from tests.chaos.rows import Fault
 from tests.chaos.streams import Stream
@@ -144,7 +146,13 @@ class Campaign:
             quiet=seconds[1],
             placement_back=seconds[2],
             leaks=leaks,
+            redispatch=self._redispatch(struck.began, baton),
         )
+
+    def _redispatch(self, began: float, streams: Iterable[Stream]) -> float:
+        running = {stream.request_id for stream in streams if stream.started < began}
+        wall = time.time() - asyncio.get_running_loop().time()
+        return redispatch_seconds(self._target.logs, began + wall, running)
 
 
 def _miscounted(stream: Stream) -> tuple[int, int]:

@@ -34,6 +34,9 @@ class Result:
     way: str = ""  # of a cut
     preempted: int = 0  # sequences pushed out of a batch meanwhile
     placement_back: float = 0.0  # from Redis's first answer until every router placed by it again
+    redispatch: float = (
+        0.0  # of requests that ran at the fault: until silent attempts were given up; 0 if none was silent
+    )
 
 
 def append(path: Path, result: Result) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,6 +27,7 @@ class Stream:
     kind: Kind
     ask: Ask
     router: str = ""  # the one router of an OpenAI client
+    request_id: str = field(default_factory=lambda: f"chaos-{secrets.token_hex(12)}")
     started: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(default_factory=list)
     seed: int | None = None

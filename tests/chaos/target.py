@@ -31,6 +31,10 @@ class Target:
         return state
 
     @property
+    def logs(self) -> Path:
+        return Path(self.state()["logs"])
+
+    @property
     def grpc(self) -> list[str]:
         return [router["grpc"] for router in self.state()["router"]]
 

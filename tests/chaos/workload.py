@@ -144,7 +144,9 @@ class Workload:
     async def _ask_baton(self, client: AsyncClient, stream: Stream) -> None:
         ask = stream.ask
         try:
-            async with client.stream(ask.prompt, timeout_seconds=REQUEST_SECONDS, **ask.options()) as answer:
+            async with client.stream(
+                ask.prompt, request_id=stream.request_id, timeout_seconds=REQUEST_SECONDS, **ask.options()
+            ) as answer:
                 async for chunk in answer:
                     stream.workers = answer.worker_ids
                     stream.seed = answer.seed

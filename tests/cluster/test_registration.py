@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
+import redis
 
 from cluster.membership import keys
 from cluster.membership import registration as module
@@ -74,7 +76,7 @@ def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace
 @pytest.mark.parametrize("lost", ["members", "leases", "status", "owners", "slots"])
 @pytest.mark.parametrize("junk", [False, True], ids=["gone", "overwritten"])
 def test_a_registry_that_lost_a_part_is_made_whole(lost, junk, redis_url, namespace, monkeypatch):
-    """By an eviction policy that takes any key, or by somebody who shares the server."""
+    """By an eviction policy that takes any key, or by another user of the server."""
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
     registration = Registration(redis_url, namespace, info, status=lambda: {"steps": 1})
@@ -117,3 +119,27 @@ def test_one_that_leaves_between_two_lives_is_gone(redis_url, namespace):
     assert registration._new_life()
     registration.stop()
     assert read_workers(redis_url, namespace) == []
+
+
+def test_a_redis_that_was_never_there_is_not_called_back(redis_url, namespace, monkeypatch, caplog):
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
+    caplog.set_level(logging.INFO, module.__name__)
+    info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
+    away = [True]
+
+    def status() -> dict[str, Any]:
+        if away[0]:
+            raise redis.ConnectionError("connection refused")
+        return {}
+
+    registration = Registration(redis_url, namespace, info, status=status)
+    registration.start()
+    try:
+        for said in ("Redis can be reached now", "Redis is back"):
+            away[0] = True
+            wait_for(lambda: registration.unreachable, 60.0, "it is away")
+            away[0] = False
+            wait_for(lambda: not registration.unreachable, 60.0, "it answers")
+            assert caplog.messages[-1] == said
+    finally:
+        registration.stop()

@@ -51,9 +51,8 @@ class Load:
     silences: list[tuple[float, float]] = field(default_factory=list)  # (from, to)
     answers: list[tuple[list[int], list[int]]] = field(default_factory=list)
     asked: int = 0
-    through: dict[int, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # workers of each client's stream, if it runs
+    # Client → workers of its running stream
+    through: dict[int, tuple[str, ...]] = field(default_factory=dict)
     ended: threading.Event = field(default_factory=threading.Event)
 
     def run(self, number: int) -> None:

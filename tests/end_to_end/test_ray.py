@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from baton.client import Client
 from bench.cluster import Cluster
+from cluster.faults.orders import Order, give_orders, read_struck
+from cluster.faults.points import Point
 from cluster.membership.leaving import request_drain
 from tests.checkpoints import prompt_ids
-from tests.end_to_end.conftest import gone, run_cluster
+from tests.end_to_end.conftest import gone, run_cluster, run_under_orders
 from tests.end_to_end.ray_processes import Streams, kill_ray, ray_pids, wait_whole
 from tests.end_to_end.test_handover import NEW, assert_all_free, assert_reference
 from tests.waiting import wait_for
@@ -82,6 +86,29 @@ def test_a_killed_replica_comes_back_and_requests_go_on(ray_cluster):
         again = client.generate(prompt_ids(90, seed=5), max_tokens=8, temperature=0, ignore_eos=True)
         assert again.timings.kv_bytes_shipped > 0
     assert_all_free(cluster)
+
+
+@pytest.mark.long
+def test_slots_in_doubt_are_freed_once_a_killed_replica_has_exited(checkpoint, tmp_path_factory):
+    """Killed with a write under way: only the proof of its exit, by the replica that supervised it, frees the slot."""
+    with run_under_orders(tmp_path_factory, "ray-doubt", checkpoint("llama"), *RAY) as running:
+        before = live(running.cluster)
+        give_orders(running.orders, [Order("write", Point.SENDER_WRITTEN.value, "kill")])
+        with Client(running.cluster.grpc) as client:
+            client.generate(prompt_ids(300, seed=8), max_tokens=NEW, temperature=0, ignore_eos=True)
+        (struck,) = read_struck(running.orders)
+        assert struck.process == before["prefill"]["id"]
+        wait_for(lambda: _slots_in_doubt(running.cluster) == 0, 30.0, "the slots are free again")
+        assert live(running.cluster)["decode"] == before["decode"], "it did not drain"
+
+
+def _slots_in_doubt(cluster: Cluster) -> float:
+    """Read from the decode worker itself: what the registry holds may be older than the kill."""
+    (decode,) = [w for w in cluster.workers() if w["role"] == "decode" and w["lease"] == "live"]
+    with urllib.request.urlopen(f"http://{decode['metrics']}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    (value,) = re.findall(r"^baton_ring_slots_quarantined\S* (\S+)$", text, re.MULTILINE)
+    return float(value)
 
 
 def live(cluster: Cluster) -> dict[str, dict[str, int | str]]:

@@ -1,5 +1,5 @@
-"""Keys and values that gave logits which are no numbers go with the request that failed of them: nobody finds them in the
-prefix cache, nor what was computed from them."""
+"""Blocks whose keys and values led to logits that are no numbers leave the prefix cache with the request that failed, and
+so do the blocks computed from them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HurtRunner(FakeRunner):
 
 
 def engine_of(**settings: object) -> tuple[HurtRunner, Engine, dict[bytes, bool]]:
-    """With what somebody believes to be cached who hears every report."""
+    """Also returns what a listener to all chain reports takes for cached."""
     runner, known = HurtRunner(64, **settings), {}
 
     def told(report: ChainReport) -> None:

@@ -89,9 +89,8 @@ def with_good(engine: Engine, bad: EngineRequest) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    ("n", "at"), [(1, 1), (1, 5), (3, 1), (3, 2), (3, 3), (3, 4), (3, 8)]
-)  # its first tokens; then of each choice
+# The request's own first tokens; then those of each choice
+@pytest.mark.parametrize(("n", "at"), [(1, 1), (1, 5), (3, 1), (3, 2), (3, 3), (3, 4), (3, 8)])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": True}])
 def test_logits_that_are_not_finite_end_their_request(value, n, at, sampling):
     runner = SickRunner(value, at)

@@ -15,31 +15,11 @@ from cluster.errors import InternalError
 from cluster.pod import Pod
 from decode_worker.worker import DecodeWorker
 from tests.conftest import Checkpoint
+from tests.worker.fake_rank import FakeRank
 from worker import core as cores
 from worker.rank_watch import LOST_SECONDS, QUIET_SECONDS
 
 LONG = 60.0
-
-
-class Rank:
-    """A further rank as far as its worker's watch asks it."""
-
-    rank = 1
-    failure = ""
-    silent = 0.0
-    killed = False
-
-    def silent_seconds(self, leader: Any) -> float:
-        return self.silent
-
-    def kill(self) -> None:
-        self.killed, self.silent = True, 0.0
-
-    def start_closing(self) -> None:
-        pass
-
-    def end(self, seconds: float) -> None:
-        pass
 
 
 @pytest.fixture
@@ -52,9 +32,9 @@ def config(checkpoint: Checkpoint) -> WorkerConfig:
 
 
 @pytest.fixture
-async def worker(config: WorkerConfig) -> AsyncIterator[tuple[DecodeWorker, Rank]]:
+async def worker(config: WorkerConfig) -> AsyncIterator[tuple[DecodeWorker, FakeRank]]:
     """It, and a further rank of it."""
-    worker, rank = DecodeWorker(config), Rank()
+    worker, rank = DecodeWorker(config), FakeRank()
     remote: list[Any] = worker._core.ranks.remote
     remote.append(rank)
     await worker.start()
@@ -177,6 +157,13 @@ async def test_ranks_that_are_silent_are_killed_before_anything_waits_for_them(w
         await close()
 
     monkeypatch.setattr(one._side, "close", closes)
+    quiet = FakeRank()
+    quiet.silent = LOST_SECONDS - 0.1
+    remote: list[Any] = one._core.ranks.remote
+    remote.append(quiet)
+    await one._core.end_silent_ranks()
+    assert not rank.killed and not quiet.killed
     rank.silent = LOST_SECONDS
+    quiet.silent = 0.0
     await asyncio.wait_for(one.stop(), LONG)
     assert alive_at_close == [False]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client as connect
@@ -126,6 +128,26 @@ def test_only_who_has_the_key_comes_in() -> None:
         assert pipe.recv() == "go"
         pipe.close()
         there.close()
+    finally:
+        door.close()
+
+
+def test_a_silent_connection_keeps_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port scan, for example."""
+    monkeypatch.setattr("worker.far_ranks.START_SECONDS", 10.0)
+    door = Door("127.0.0.1")
+    try:
+        with socket.create_connection(door.address):
+
+            def come() -> None:
+                with connect(door.address, authkey=door.key) as pipe:
+                    pipe.send(3)
+                    pipe.recv()
+
+            threading.Thread(target=come, daemon=True).start()
+            there = door.wait([3])[3]
+            there.send("go")
+            there.close()
     finally:
         door.close()
 

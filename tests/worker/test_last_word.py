@@ -18,6 +18,7 @@ from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
 from tests.checkpoints import prompt_ids
 from tests.waiting import until
+from tests.worker.fake_rank import FakeRank
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 LONG = 60.0
@@ -143,16 +144,6 @@ async def test_requests_of_a_failed_prefill_step_are_named(pair):
     await asyncio.wait_for(stopping, LONG)
 
 
-class AnsweringRank:
-    """A fake rank with what RankWatch uses of it."""
-
-    rank = 1
-    failure = ""
-
-    def silent_seconds(self, leader: Any) -> float:
-        return 0.0
-
-
 @pytest.mark.parametrize("how", ["named", "rank"])
 async def test_no_request_is_the_cause_where_the_failure_has_another(pair, how):
     """A rank's death also breaks the leader's step."""
@@ -162,10 +153,10 @@ async def test_no_request_is_the_cause_where_the_failure_has_another(pair, how):
     if how == "named":
         breaks(pair.decode, InternalError("rank 1 did not finish its part"))
     else:
-        core.ranks.remote.append(AnsweringRank())  # the step breaks first, its pipe tells a moment later
+        core.ranks.remote.append(FakeRank())  # the step breaks first, its pipe tells a moment later
         breaks(pair.decode, RuntimeError("connection closed by peer"))
         await until(lambda: not core.host.healthy(), "the step has failed")
-        core._rank_failed("rank 1 has died")
+        core._rank_failed(InternalError("rank 1 has died"))
     await asyncio.wait_for(pair.decode.wait_failed(), LONG)
     assert (await ending).error.code == "DrainingError"
     core.ranks.remote.clear()

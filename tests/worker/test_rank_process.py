@@ -17,9 +17,12 @@ import pytest
 
 from engine.parallel.group import Arrivals
 from tests.waiting import wait_for
+from tests.worker.fake_rank import FakeRank
+from worker import ranks
 from worker.rank_outbox import RankOutbox
-from worker.rank_process import RemoteRank, serve_pipe, spawn_rank
-from worker.rank_watch import QUIET_SECONDS
+from worker.rank_process import RemoteRank, _Ready, serve_pipe, spawn_rank
+from worker.rank_watch import QUIET_SECONDS, RankWatch
+from worker.ranks import Ranks
 
 BIG = bytes(100_000)  # more than a pipe holds
 MANY = 64
@@ -56,7 +59,7 @@ def spawned(arrived: int = 0) -> Iterator[tuple[RemoteRank, list[Any], list[str]
     remote = spawn_rank(1, rank_main, arrived)
     said: list[Any] = []
     failures: list[str] = []
-    remote.on_event, remote.on_failed = said.append, failures.append
+    remote.on_event, remote.on_failed = said.append, lambda error: failures.append(str(error))
     try:
         remote.wait_ready()
         yield remote, said, failures
@@ -86,7 +89,7 @@ def test_a_rank_that_lets_too_many_messages_pile_up_has_failed():
     outbox = RankOutbox(pipe, "outbox", max_messages=3)
     remote = RemoteRank(1, pipe, NoProcess(), outbox)
     failures: list[str] = []
-    remote.on_failed = failures.append
+    remote.on_failed = lambda error: failures.append(str(error))
     for _ in range(3):
         remote.handle(BIG)
     assert not failures and not remote.failure
@@ -155,6 +158,96 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
+    """It may be gone before its leader, which told the group, has done anything else."""
+    pipe, theirs = Pipe()
+    remote = RemoteRank(1, pipe, NoProcess())
+    failures: list[Exception] = []
+    remote.on_failed = failures.append
+    theirs.send(_Ready(None))
+    remote.wait_ready()
+
+    class Runner:
+        def stop_ranks(self) -> None:
+            theirs.close()
+            remote._thread.join(30.0)
+
+    runner: Any = Runner()
+    Ranks(runner, [], [], [remote], RankWatch([remote], Arrivals())).close()
+    assert not remote._thread.is_alive() and not failures and not remote.failure
+
+
+@pytest.mark.parametrize(
+    ("silent", "between_steps", "told"), [(0.0, True, True), (0.0, False, False), (9.0, True, False)]
+)
+def test_the_group_is_stopped_between_steps_and_only_if_no_rank_is_silent(
+    silent, between_steps, told, monkeypatch
+):
+    """A collective operation that one rank does not enter never ends."""
+    monkeypatch.setattr(ranks, "STOP_SECONDS", 0.05)
+    asked, over = threading.Event(), threading.Event()
+
+    class Runner:
+        def stop_ranks(self) -> None:
+            asked.set()
+            over.wait()  # as if a rank had hung at this moment
+
+    rank, runner = FakeRank(silent=silent), Runner()
+    remote: Any = [rank]
+    group: Any = runner
+    closing = threading.Thread(
+        target=Ranks(group, [], [], remote, RankWatch(remote, Arrivals())).close,
+        kwargs={"between_steps": between_steps},
+        daemon=True,
+    )
+    closing.start()
+    closing.join(20.0)
+    ended = not closing.is_alive()
+    over.set()
+    assert ended and asked.is_set() == told
+    killed = ["kill"] if silent else []
+    assert rank.did == ["expect_end", *killed, "start_closing", "end"]
+
+
+def test_a_message_that_a_closed_pipe_does_not_take_is_no_write_that_hangs():
+    pipe, theirs = Pipe()
+    outbox = RankOutbox(pipe, "outbox")
+    outbox.start()
+    theirs.close()
+    pipe.close()
+    outbox.put(BIG)
+    outbox._thread.join(30.0)
+    assert not outbox._thread.is_alive() and outbox.stuck_seconds() == 0.0
+
+
+def test_a_rank_that_its_leader_kills_has_not_failed():
+    pipe, theirs = Pipe()
+    process = NoProcess()
+    remote = RemoteRank(1, pipe, process)
+    failures: list[Exception] = []
+    remote.on_failed = failures.append
+    theirs.send(_Ready(None))
+    remote.wait_ready()
+    remote.kill()
+    theirs.close()
+    remote._thread.join(30.0)
+    assert process.killed and not remote._thread.is_alive() and not failures
+
+
+def test_who_sees_a_new_operation_never_sees_the_time_of_the_one_before():
+    """It would look as if the leader had waited since then."""
+    counted: list[int] = []
+
+    def clock() -> float:
+        counted.append(arrivals.count if counted else 0)
+        return float(len(counted))
+
+    arrivals = Arrivals(clock)
+    arrivals.arrive()
+    arrivals.arrive()
+    assert counted == [0, 0, 1] and (arrivals.count, arrivals.at) == (2, 3.0)
 
 
 def test_a_killed_rank_has_failed_once():

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from dataclasses import dataclass
 
 import pytest
 
 from engine.parallel.group import Arrivals
 from tests.virtual_time import VirtualLoop
+from tests.worker.fake_rank import FakeRank
 from worker.rank_watch import LOST_SECONDS, QUIET_SECONDS, RankWatch
 
 PATIENCE = 30.0
-
-
-@dataclass
-class Rank:
-    rank: int = 1
-    silent: float = 0.0
-    failure: str = ""
-    killed: bool = False
-
-    def silent_seconds(self, leader: Arrivals) -> float:
-        return math.inf if self.failure else self.silent
-
-    def kill(self) -> None:
-        self.killed = True
 
 
 class Watched:
@@ -34,7 +19,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.loop = VirtualLoop()
-        self.ranks = [Rank(1), Rank(2)]
+        self.ranks = [FakeRank(1), FakeRank(2)]
         self.watch = RankWatch(self.ranks, Arrivals())
         self.failures: list[BaseException] = []
         self.task = self.loop.create_task(self.watch.run(self.failures.append, PATIENCE, self.loop.time))
@@ -58,7 +43,7 @@ def test_without_further_ranks_all_is_well():
 
 
 def test_the_rank_that_is_silent_longest_decides():
-    ranks = [Rank(1, 0.1), Rank(2, 0.1)]
+    ranks = [FakeRank(1, 0.1), FakeRank(2, 0.1)]
     watch = RankWatch(ranks, Arrivals())
     assert watch.prompt() and watch.healthy()
     ranks[1].silent = QUIET_SECONDS
@@ -93,6 +78,20 @@ def test_only_uninterrupted_silence_counts(watched):
     assert not watched.failures
 
 
+def test_time_in_which_the_leader_itself_was_stopped_does_not_count():
+    """It may have seen its rank stop a moment before."""
+    loop, rank, stopped, failures = VirtualLoop(), FakeRank(1, silent=1.0), [0.0], []
+    watch = RankWatch([rank], Arrivals())
+    task = loop.create_task(watch.run(failures.append, PATIENCE, lambda: loop.time() + stopped[0]))
+    loop.pass_time(2.0)
+    stopped[0] = 1000.0
+    loop.pass_time(1.0)
+    assert not failures
+    loop.pass_time(PATIENCE)
+    assert len(failures) == 1 and task.done()
+    loop.close()
+
+
 def test_silences_of_different_ranks_are_not_added(watched):
     watched.ranks[0].silent = 1000.0
     watched.loop.pass_time(PATIENCE - 2.0)
@@ -102,6 +101,10 @@ def test_silences_of_different_ranks_are_not_added(watched):
 
 
 def test_only_the_silent_ones_are_killed():
-    ranks = [Rank(1, LOST_SECONDS - 0.1), Rank(2, LOST_SECONDS), Rank(3, failure="rank 3 has died")]
+    ranks = [
+        FakeRank(1, LOST_SECONDS - 0.1),
+        FakeRank(2, LOST_SECONDS),
+        FakeRank(3, failure="rank 3 has died"),
+    ]
     RankWatch(ranks, Arrivals()).kill_silent(LOST_SECONDS)
     assert [rank.killed for rank in ranks] == [False, True, True]

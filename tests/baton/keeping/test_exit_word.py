@@ -18,6 +18,7 @@ import pytest
 
 from baton.keeping import late_word, sessions
 from baton.keeping.exit_word import ExitWord
+from baton.keeping.keeper import Keeper
 from baton.keeping.places import Facts, Place
 from cluster import settings
 from cluster.config import WorkerConfig
@@ -126,9 +127,12 @@ def test_no_notice_while_a_process_of_the_worker_may_live(decode, worker, redis_
 @pytest.mark.parametrize(
     "values", [{"role": "decode"}, {"engine": {"model": "m", "tensor_parallel": 2, "nodes": 2}}]
 )
-def test_no_notice_for_workers_whose_writes_may_go_on(decode, worker, redis_url, namespace, values):
+def test_no_notice_for_workers_whose_writes_may_go_on(
+    decode, worker, redis_url, namespace, values, monkeypatch
+):
     """A decode worker writes nowhere; ranks on other nodes may write on."""
     facts, _ = worker
+    monkeypatch.setattr("baton.keeping.exit_word.GRACE_SECONDS", 0.2)
     os.kill(facts.pid, signal.SIGKILL)
     ExitWord(config(redis_url, namespace, **values)).give(Facts("p1", facts.pid, facts.began))
     assert decode.told == []
@@ -174,3 +178,17 @@ def test_the_facts_of_a_worker_are_beside_its_socket_until_cleared(tmp_path: Pat
     assert place.facts() == Facts("p1", os.getpid(), sessions.started(os.getpid()))
     place.clear()
     assert place.facts() is None
+
+
+def test_a_notice_that_raises_keeps_no_successor_from_its_start(tmp_path: Path, caplog):
+    """It would fail at the same dead worker again and again."""
+    place = Place.new(tmp_path, "key")
+    place.door.touch()
+    place.write_facts("p1")
+
+    def fails(gone: Facts) -> None:
+        raise RuntimeError("a defect")
+
+    assert Keeper._take_over(tmp_path, "key", fails) is None
+    assert list(tmp_path.iterdir()) == []
+    assert "the exit of p1 could not be reported" in caplog.text

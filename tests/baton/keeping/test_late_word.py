@@ -158,7 +158,7 @@ def test_who_leaves_the_registry_is_told_no_more(decode, settings, registration,
 
 @pytest.mark.parametrize("end", ["time", "owner"])
 def test_late_notices_end(end, decode, settings, tmp_path: Path):
-    """Also where nobody answers."""
+    """Also where no decode worker answers."""
     where, seconds = (tmp_path, 0.1) if end == "time" else (tmp_path / "removed", 10 * LONG)
     targets = {"d1": decode[1]}
     thread = threading.Thread(

@@ -40,7 +40,23 @@ def test_the_exit_of_a_child_is_reported_once_its_ranks_are_gone(ends, tmp_path:
     wait_for(supervisor.check, 30.0, "its end is noticed")
     assert alive_when_told == ([False] if ends else [])
     if not ends:  # it dies later
-        os.kill(rank, signal.SIGKILL)
+        monkeypatch.undo()
         wait_for(lambda: supervisor.check() or alive_when_told, 30.0, "its end is told")
         assert alive_when_told == [False]
         assert not supervisor.check() and len(alive_when_told) == 1
+
+
+def test_the_exit_is_reported_before_the_end_of_the_session(tmp_path: Path, monkeypatch):
+    """A process in the middle of a driver's call outlives even a kill."""
+    child = children.start("leader", [sys.executable, "-c", ""], tmp_path)
+    exited: list[str] = []
+    ended: list[str] = []
+    supervisor = Supervisor()
+    supervisor.add(child, None, lambda one: ended.append(one.name), lambda one: exited.append(one.name))
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions, "end", lambda *_: False)
+        wait_for(supervisor.check, 30.0, "its exit is noticed")
+        assert supervisor.check() == [] and (exited, ended) == (["leader"], [])
+    for _ in range(2):
+        supervisor.check()
+    assert (exited, ended) == (["leader"], ["leader"])

@@ -59,6 +59,24 @@ def test_pauses_grow_and_restarts_end(tmp_path):
     assert "given up" in said[-1]
 
 
+def test_one_that_never_serves_is_given_up_however_long_it_takes_to_die(tmp_path):
+    """A model takes longer to load than a short life lasts."""
+    clock, started = Clock(), []
+
+    def restart():
+        started.append(clock.now)
+        return ended_child(tmp_path)
+
+    supervisor = Supervisor(clock)
+    supervisor.add(ended_child(tmp_path), restart, served=lambda child: False)
+    said = []
+    while clock.now < 3000:
+        clock.now += 60.0
+        said += supervisor.check()
+    assert len(started) == MAX_SHORT_LIVES - 1
+    assert "given up" in said[-1]
+
+
 def test_a_child_without_restart_is_only_reported(tmp_path):
     supervisor = Supervisor(Clock())
     supervisor.add(ended_child(tmp_path, "ray"))

@@ -132,9 +132,8 @@ async def test_a_resumed_request_is_never_refused(routers):
     with pytest.raises(OverloadedError):
         await charged(two, Claim("other"), limits=narrow)
     with pytest.raises(OverloadedError):
-        await charged(
-            two, Claim("r"), limits=narrow
-        )  # of the same name, but it does not claim to be the same
+        # The same name, without the claim to be the same request
+        await charged(two, Claim("r"), limits=narrow)
     assert await charged(two, Claim("r", again=True, held_tokens=5), 5000, narrow)
 
 

@@ -1,0 +1,36 @@
+"""A fake tensor-parallel rank with what its worker and worker/rank_watch.py use of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from engine.parallel.group import Arrivals
+
+
+@dataclass
+class FakeRank:
+    rank: int = 1
+    silent: float = 0.0
+    failure: str = ""
+    did: list[str] = field(default_factory=list)  # names of the calls that ended it, in order
+
+    @property
+    def killed(self) -> bool:
+        return "kill" in self.did
+
+    def silent_seconds(self, leader: Arrivals) -> float:
+        return math.inf if self.failure else self.silent
+
+    def kill(self) -> None:
+        self.did.append("kill")
+        self.silent = 0.0
+
+    def expect_end(self) -> None:
+        self.did.append("expect_end")
+
+    def start_closing(self) -> None:
+        self.did.append("start_closing")
+
+    def end(self, seconds: float) -> None:
+        self.did.append("end")

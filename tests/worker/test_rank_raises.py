@@ -1,0 +1,120 @@
+"""An exception of a rank in its part of a step counts as the engine's failure, as if the leader had raised it; the loss of
+another rank does not."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from cluster.block_hash import pack_tokens
+from cluster.config import EngineConfig, TransferConfig, WorkerConfig
+from cluster.errors import InternalError
+from cluster.wire_version import WIRE_VERSION
+from decode_worker.worker import DecodeWorker
+from engine.parallel.group import Arrivals, _Together
+from tests.checkpoints import prompt_ids
+from tests.waiting import wait_for
+from tests.worker.test_last_word import LONG, end_of
+from tests.worker.test_rank_process import Echo
+from wire import common_pb2, decode_pb2, decode_pb2_grpc
+from worker import ranks
+from worker.rank_process import spawn_rank
+
+
+@pytest.fixture
+async def worker(checkpoint):
+    engine = EngineConfig(
+        model=checkpoint("llama"), dtype="float32", kv_memory_bytes=8 << 20, tensor_parallel=2, threads=1
+    )
+    transfer = TransferConfig(
+        transport="grpc", ring_bytes=1 << 20, ring_max_bytes=4 << 20, slot_bytes=1 << 16
+    )
+    made = DecodeWorker(WorkerConfig(role="decode", engine=engine, transfer=transfer))
+    await made.start()
+    yield made
+    async with asyncio.timeout(LONG):
+        await made.stop()
+
+
+async def test_a_request_that_every_rank_fails_of_is_named_as_the_cause(worker):
+    core = worker._core
+    execute = core.runner.execute
+
+    def poisoned(plan):
+        items = [dataclasses.replace(item, token_ids=["no token"]) for item in plan.items]
+        return execute(dataclasses.replace(plan, items=items))
+
+    core.runner.execute = poisoned
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        stub: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(channel)
+        spec = common_pb2.GenerateSpec(
+            model_id=core.model_id,
+            prompt_tokens=pack_tokens(prompt_ids(20)),
+            sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+            n=1,
+            salt=bytes(16),
+        )
+        ending = asyncio.ensure_future(
+            end_of(
+                stub.Run(
+                    decode_pb2.DecodeRunRequest(
+                        wire_version=WIRE_VERSION,
+                        transfer_id=bytes([9]) * 16,
+                        request_id="r",
+                        worker_epoch=worker.epoch,
+                        spec=spec,
+                    )
+                )
+            )
+        )
+        await asyncio.wait_for(worker.wait_failed(), LONG)
+        assert (await ending).error.code == "EngineFailedError"
+
+
+class Runner:
+    """The runner of a rank whose group breaks in its first step."""
+
+    arrivals = Arrivals()
+
+    def serve(self) -> None:
+        raise InternalError("a rank of the group was lost")
+
+
+class Endpoint(Echo):
+    hello = None
+
+
+def rank_main(rank: int, pipe: Connection) -> None:
+    ranks._beside = lambda config: 0
+    ranks._group = lambda *_: None
+    ranks.load_runner = lambda *_, **__: Runner()
+    ranks._endpoint = lambda *_: (Endpoint(), [])
+    ranks.rank_main(rank, pipe, SimpleNamespace(engine=None), 1, "")
+
+
+def test_a_rank_that_ends_with_another_one_names_no_request():
+    failures: list[Exception] = []
+    remote = spawn_rank(1, rank_main)
+    remote.on_failed = failures.append
+    try:
+        remote.wait_ready()
+        wait_for(lambda: failures, 30.0, "its end is noticed")
+    finally:
+        remote.kill()
+    assert [(type(one), str(one)) for one in failures] == [(InternalError, "rank 1 has died")]
+
+
+def test_an_operation_that_the_ranks_could_not_finish_has_a_name():
+    together = _Together(Arrivals())
+    with (
+        pytest.raises(InternalError, match="a rank of the group was lost: Connection closed by peer"),
+        together,
+    ):
+        raise RuntimeError("Connection closed by peer")
+    with pytest.raises(ValueError), together:
+        raise ValueError("not an operation of the group")
