@@ -60,6 +60,7 @@ class DecodeAttempt:
     reserved: float = 0.0  # when its blocks were; 0 = never
     entered: float = field(default_factory=time.monotonic)  # given to the engine: admitted, or committed
     is_entered: bool = False
+    is_finished: bool = False  # it has ended with its last token
     trace: Context | None = None  # the router's span, where the request is traced
     first_step: float = 0.0  # when the step that made this engine's first token began
     first_token: float | None = None  # when it came
@@ -71,6 +72,11 @@ class DecodeAttempt:
     @property
     def engine_id(self) -> str:
         return self.transfer_id.hex()
+
+    @property
+    def committed(self) -> bool:
+        """Whether its tokens stand: it decodes, or has come to its last one."""
+        return self.machine.state is DecodeState.DECODING or self.is_finished
 
     def token_came(self, step_began: float) -> bool:
         """True for the first one."""

@@ -91,9 +91,9 @@ class DecodeRole:
             raise
 
     async def abort(self, transfer_id: bytes, reason: BatonError | None = None) -> HandoffState:
-        """The arbiter's answer: COMMITTED stays, everything else is ABORTED now and for good."""
+        """The arbiter's answer: COMMITTED stays, also after the last token; all else is ABORTED for good."""
         attempt = self.attempts.get(transfer_id)
-        if attempt is not None and attempt.machine.state is DecodeState.DECODING:
+        if attempt is not None and attempt.committed:
             return HandoffState.COMMITTED
         assert self.receiver is not None, "the receiver is set before the server starts"
         state = await self.receiver.abort(transfer_id)
@@ -271,6 +271,7 @@ class DecodeRole:
         attempt.machine.to(DecodeState.ENDED)
         if attempt.giving_up is not None:  # the timer would keep the whole log for as long
             attempt.giving_up.cancel()
+        attempt.is_finished = outcome == common_pb2.ATTEMPT_OUTCOME_DONE
         self.ended[outcome_name(outcome)] += 1
         if attempt.entering is not None and waits_for_its_turn:
             attempt.entering.cancel()

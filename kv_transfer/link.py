@@ -56,6 +56,9 @@ class LinkToDecode:
         self._outbox: Outbox[handoff_pb2.PrefillToDecode] = Outbox()
         self._handoffs: dict[bytes, OutgoingHandoff] = {}
         self._reserving: dict[bytes, asyncio.Future[handoff_pb2.ReserveReply]] = {}
+        self._aborted_early: dict[
+            bytes, handoff_pb2.Aborted
+        ] = {}  # in the message that has their ReserveReply
         self._welcomed: handoff_pb2.Welcome | None = None  # what was said last
         self._last_heard = time.monotonic()
         self._idle_since = time.monotonic()
@@ -117,6 +120,8 @@ class LinkToDecode:
                 reply = await future
             if self.lost:  # since the answer came: nothing would end the hand-off
                 raise errors.PeerLostError(f"{self.name} is lost")
+            if reserve.transfer_id in self._aborted_early:
+                raise errors.from_wire(self._aborted_early[reserve.transfer_id].error)
             return reply
         except BaseException:
             # D may have reserved by now: it must not keep what nobody will fill.
@@ -125,6 +130,7 @@ class LinkToDecode:
             raise
         finally:
             del self._reserving[reserve.transfer_id]
+            self._aborted_early.pop(reserve.transfer_id, None)
 
     def probe_failed(self, reason: str) -> None:
         log.warning("NIXL probe of %s failed: %s", self.name, reason)
@@ -200,9 +206,12 @@ class LinkToDecode:
         elif kind == "drained_ack":
             self._sender.mail.acknowledged(self.decode.worker_id, reply.drained_ack.transfer_id)
         elif kind is not None and kind != "beat":
-            handoff = self._handoffs.get(getattr(reply, kind).transfer_id)
+            transfer_id = getattr(reply, kind).transfer_id
+            handoff = self._handoffs.get(transfer_id)
             if handoff is not None:
                 handoff.on_reply(reply)
+            elif kind == "aborted" and transfer_id in self._reserving:
+                self._aborted_early[transfer_id] = reply.aborted
 
     def _on_welcome(self, welcome: handoff_pb2.Welcome) -> None:
         """Said again when a rank has new memory: at any time, also while the first one is acted upon."""

@@ -88,6 +88,7 @@ class HandoffReceiver:
 
     def peer_lost(self, link: PeerLink) -> None:
         """Its uncommitted hand-offs end; what they were granted is in doubt until the peer proves otherwise."""
+        link.end()  # first: a Reserve that is answered from here on must find it closed
         if self._peers.get(link.name) is link:
             del self._peers[link.name]
         for transfer_id, owner in list(self._links.items()):
@@ -370,7 +371,6 @@ class HandoffReceiver:
         """The word of its parent: nothing that `peer` (worker_id@epoch) posted can land any more, once we have looked."""
         for link in self.links:
             if link.name == peer:
-                link.end()
                 self.peer_lost(link)
         await asyncio.sleep(0)  # its hand-offs' slots are in quarantine now
         await self.landing.process_exited(peer)

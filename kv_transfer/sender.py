@@ -335,9 +335,9 @@ class HandoffSender:
         self.exposed_seconds.observe(exposed_seconds)
 
     def links_by_transport(self) -> Counter[str]:
-        """Open control streams to decode workers."""
+        """Open control streams to decode workers. Any thread."""
         links = Counter(dict.fromkeys(TRANSPORTS, 0))
-        links.update(link.transport for link in self._links.values() if link.is_ready)
+        links.update(link.transport for link in list(self._links.values()) if link.is_ready)
         return links
 
     @property

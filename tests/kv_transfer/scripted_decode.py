@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from cluster.errors import PeerLostError
 from tests.kv_transfer.pair import DECODE_EPOCH, SLOT_BYTES, layout
 from wire import common_pb2, decode_pb2_grpc, handoff_pb2
 
@@ -50,6 +51,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
     streams: list[Stream] = field(default_factory=list)
     welcome: handoff_pb2.Welcome = field(default_factory=welcome)
     acknowledges: bool = False
+    aborts: bool = False  # each hand-off, in the message that accepts it
     beats: bool = True
     ref: common_pb2.WorkerRef = field(default_factory=common_pb2.WorkerRef)
 
@@ -73,7 +75,11 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
                         stream.say(welcome=self.welcome)
                     case "reserve":
                         reply = handoff_pb2.ReserveReply(transfer_id=message.reserve.transfer_id)
-                        stream.say(reserve_reply=reply)
+                        aborted = handoff_pb2.Aborted(
+                            transfer_id=reply.transfer_id, error=PeerLostError("a test").to_wire()
+                        )
+                        more = [handoff_pb2.DecodeToPrefill(aborted=aborted)] if self.aborts else []
+                        stream.say(reserve_reply=reply, more=more)
                     case "beat" if self.beats:
                         stream.say(beat=common_pb2.Beat())
                     case "drained" if self.acknowledges:

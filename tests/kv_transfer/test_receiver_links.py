@@ -84,6 +84,18 @@ async def test_a_hello_that_makes_no_sense_ends_the_stream(decode, changed, fiel
     assert not one.replies
 
 
+async def test_a_link_that_is_lost_takes_on_no_hand_off(decode):
+    """Also before its reader has noticed."""
+    one = ScriptedPeer(decode.receiver)
+    one.hello()
+    await one.reserve(TOKENS)
+    (link,) = decode.receiver._peers.values()
+    decode.receiver.peer_lost(link)
+    one.ask_to_reserve(TOKENS)
+    await until(lambda: one.ended and decode.receiver.live == 0, "all has ended")
+    assert len(one.all("reserve_reply")) == 1
+
+
 async def test_a_second_hello_ends_the_stream(decode):
     one = ScriptedPeer(decode.receiver)
     one.hello()

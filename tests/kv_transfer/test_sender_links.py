@@ -83,6 +83,17 @@ async def test_a_probe_is_repeated_over_the_newest_memory(monkeypatch):
         await opening
 
 
+async def test_a_hand_off_that_is_aborted_in_the_message_that_accepts_it_has_ended():
+    """Its prefill would compute the prompt for a decode worker that ignores it."""
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        decode.aborts = True
+        with pytest.raises(PeerLostError, match="a test"):
+            await prefill.open(decode.ref, TOKENS)
+        one = only_link(prefill)
+        assert not one.lost and not one._reserving and not one._aborted_early
+        assert prefill.sender.live == 0
+
+
 async def test_the_call_to_a_decode_worker_that_was_stopped_ends_with_its_link(monkeypatch):
     """It answers nothing any more, and does not end the stream either."""
     for name, seconds in {"BEAT_SECONDS": 0.02, "LOST_SECONDS": 0.3, "LAST_SECONDS": 0.05}.items():
