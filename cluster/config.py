@@ -78,7 +78,10 @@ class TransferConfig(Frozen):
     )
     ring_bytes: int = Field(128 << 20, ge=1 << 16, description="landing ring of one rank")
     ring_max_bytes: int = Field(512 << 20, description="the ring's growth limit while slots are quarantined")
-    slot_bytes: int = Field(4 << 20, ge=1 << 12, description="one landing slot; the largest part")
+    # The bound leaves room for what surrounds a part in a gRPC message, the multiple keeps every slot aligned.
+    slot_bytes: int = Field(
+        4 << 20, ge=1 << 12, le=32 << 20, multiple_of=1 << 8, description="one landing slot; the largest part"
+    )
     part_bytes: int = Field(4 << 20, ge=1 << 12, description="send a part as soon as this much is computed")
     staging_bytes: int = Field(64 << 20, ge=1 << 16, description="send staging of one rank")
     digests: Literal["off", "sample", "all"] = Field(

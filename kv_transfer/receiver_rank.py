@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from cluster.config import TransferConfig
+from cluster.errors import ConfigError
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point, nothing
 from kv_transfer import messages as m
 from kv_transfer.digest import NONE, Digests, digest, kinds_on
@@ -94,6 +95,13 @@ class ReceiverRank:
             first_head=kv_head_range[0],
             slot_bytes=config.slot_bytes,
         )
+        least = 2 * kv_cache.shape[3] * self._shape.page_size * self._shape.row_bytes
+        if config.slot_bytes < least:
+            raise ConfigError(
+                f"transfer.slot_bytes {config.slot_bytes} is below one layer of one block, {least} bytes, which no part "
+                "can be smaller than",
+                field="transfer.slot_bytes",
+            )
         self._sample_share = config.digest_sample_share
         self._epoch = decode_epoch
         self._slots: list[Tensor] = []
