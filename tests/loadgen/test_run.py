@@ -104,6 +104,12 @@ async def test_another_openai_server_says_less() -> None:
         ({"cut_off_after": 2}, "connection"),
         ({"error_event_at": 2}, "UnavailableError"),
         ({"tokens": 0}, "no_tokens"),
+        ({"models": {"data": []}}, "not_openai"),
+        ({"models": ["stub-model"]}, "not_openai"),
+        ({"other_event": b"<html>"}, "not_openai"),
+        ({"other_event": b"[1]"}, "not_openai"),
+        ({"other_event": b'{"error": "worker lost"}'}, "not_openai"),
+        ({"other_event": b'{"choices": [{"delta": {"content": 7}}]}'}, "not_openai"),
     ],
 )
 async def test_http_failures_are_counted_by_kind(stub: dict[str, Any], kind: str) -> None:
