@@ -127,10 +127,11 @@ async def test_grpc_failures_are_counted_by_kind(router: StubRouter) -> None:
     assert report.to_json()["error_messages"] == {"OverloadedError": ["full"]}
 
 
-@pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1"])
+@pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1", "http://a..b:80"])
 async def test_nobody_there(target: str) -> None:
     report = await run(config(target, requests=2))
     assert report.failed == 2
+    assert set(report.errors) <= {"connection", "grpc_unavailable"}
 
 
 async def test_a_request_past_its_deadline_is_cancelled_at_the_server(router: StubRouter) -> None:
