@@ -5,6 +5,8 @@ Secrets may lie in files (a mounted Secret): they are read here, once, and what 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +77,8 @@ def with_secrets(config: C) -> C:
     found: dict[str, Any] = {}
     if isinstance(config, SecretFields) and config.secret_file is not None:
         found |= {"secret": _read_secret(config.secret_file, "secret_file"), "secret_file": None}
+    if isinstance(config, SecretFields):
+        _check_key(found.get("secret", config.secret))
     if isinstance(config, ClusterFields):
         password = config.redis_password
         if config.redis_password_file is not None:
@@ -85,6 +89,19 @@ def with_secrets(config: C) -> C:
         if url := found.get("redis_url", config.redis_url):
             check_url(url)
     return config.model_copy(update=found)
+
+
+def _check_key(secret: str) -> None:
+    """Raise ConfigError if block hashes and tickets cannot be keyed with it: every request would fail."""
+    most = hashlib.blake2b.MAX_KEY_SIZE
+    with contextlib.suppress(UnicodeEncodeError):  # an environment may hold any bytes
+        if len(secret.encode()) <= most:
+            return
+    raise ConfigError(
+        f"the deployment's secret must be UTF-8 and at most {most} bytes; `openssl rand -hex 32` makes one",
+        field="secret",
+        limit=str(most),
+    )
 
 
 def require_secret(config: SecretFields) -> None:

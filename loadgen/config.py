@@ -104,6 +104,10 @@ class LoadConfig(_Frozen):
 
 
 def _check_http(target: str) -> None:
-    parts = urlsplit(target if "//" in target else f"http://{target}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(target if "//" in target else f"http://{target}")
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets without an address, a port beyond 65535
+        good = False
+    if not good:
         raise ValueError(f"{target!r}: an HTTP target is http://host:port or https://host:port")

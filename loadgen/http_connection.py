@@ -160,7 +160,7 @@ class HttpPool:
             _, connection = await loop.create_connection(
                 lambda: HttpConnection(self._clock), self._host, self._port, ssl=self._tls
             )
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name that no DNS can have
             raise RequestFailed("connection", str(error)) from error
         return connection
 

@@ -26,6 +26,14 @@ class HttpTarget:
         self._finding_model = asyncio.Lock()
 
     async def send(self, prompt: Prompt, record: RequestRecord) -> str:
+        try:
+            return await self._send(prompt, record)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            # One answer must not end the run.
+            message = f"the answer has another form than OpenAI's: {type(error).__name__}: {error}"
+            raise RequestFailed("not_openai", message[:_MAX_MESSAGE_CHARACTERS]) from error
+
+    async def _send(self, prompt: Prompt, record: RequestRecord) -> str:
         if not self._model:
             await self._find_model()
         path, body = self._body(prompt)

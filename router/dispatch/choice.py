@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from router.completion import Completion, Delta, FinishReason
 from router.tokens.detokenize import Detokenizer
 from router.tokens.stop import StopMatcher
 from router.tokens.tokenizer import ModelText
 from wire import common_pb2
 
+RESUMED_AT_ONCE = 256  # tokens: 1 to 5 ms
 _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -32,8 +35,14 @@ class ChoiceStream:
         self._prompt_tokens = len(completion.prompt_tokens)
         self._detokenizer = Detokenizer(text.tokenizer, completion.prompt_tokens, text.pieces.special)
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
-        for token in completion.resume_tokens:  # shown already; stop strings may begin in it
+
+    async def read_resumed(self) -> None:
+        """Before the first token: the text of what the client holds, in which stop strings may begin. As long as an
+        answer, so others have their turn in between."""
+        for count, token in enumerate(self.output, 1):
             self._stop.add(self._detokenizer.add(token))
+            if count % RESUMED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     @property
     def next_position(self) -> int:

@@ -14,11 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.errors import BatonError, InternalError, InvalidRequestError, UnknownModelError
+from cluster.errors import BatonError, ForbiddenError, InternalError, InvalidRequestError, UnknownModelError
 from cluster.telemetry.exposition import encode
 from router.front import Front
 from router.http.cluster_view import cluster_view
 from router.http.errors import error_body, error_response
+from router.http.gate import ADMIN, caller_of
 from router.http.generate import Generate
 from router.http.openapi.document import build_document
 from router.http.ui.pages import Page, read_pages
@@ -54,12 +55,16 @@ def build_app(front: Front) -> App:
         app.add_api_route(path, endpoint, methods=["POST"])
     app.add_api_route("/v1/models", _guard(_models(front)), methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", _guard(_model(front)), methods=["GET"])
-    app.add_api_route("/v1/cluster", _guard(_cluster(front)), methods=["GET"])
-    app.add_api_route("/v1/cluster/live", _guard(_live_view(front)), methods=["GET"])
+    for path, endpoint in {
+        "/v1/cluster": _cluster(front),
+        "/v1/cluster/live": _live_view(front),
+        "/metrics": _metrics(front),
+    }.items():
+        assert path in ADMIN
+        app.add_api_route(path, _guard(_for_admins(front, endpoint)), methods=["GET"])
     app.add_api_route("/health", _guard(_health), methods=["GET"])
     app.add_api_route("/live", _guard(_live), methods=["GET"])
     app.add_api_route("/ready", _guard(_ready(front)), methods=["GET"])
-    app.add_api_route("/metrics", _guard(_metrics(front)), methods=["GET"])
     if front.config.ui:
         for path, page in read_pages().items():
             app.add_api_route(path, _guard(_page(page)), methods=["GET"], include_in_schema=False)
@@ -81,6 +86,17 @@ def _guard(endpoint: Endpoint) -> Endpoint:
             return error_response(InternalError("internal error"))
 
     return guarded
+
+
+def _for_admins(front: Front, endpoint: Endpoint) -> Endpoint:
+    async def for_admins(request: Request) -> Response:
+        if not caller_of(request).admin:
+            front.metrics.requests.labels("refused").inc()
+            path = request.url.path
+            raise ForbiddenError(f"{path}: needs a key with admin: true", field="authorization")
+        return await endpoint(request)
+
+    return for_admins
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -97,6 +97,16 @@ def check(body: Mapping[str, Any], known: set[str], *, ignore_unknown: bool = Fa
             raise UnsupportedFieldError(f"{name}: unknown field of this request", field=name)
 
 
+def check_counts(body: Mapping[str, Any], most: Mapping[str, int]) -> None:
+    """Refuse lists and objects with more entries than `most` has for their field, before anything walks over them: a body
+    has room for millions. Raises InvalidRequestError."""
+    for name, limit in most.items():
+        value = body.get(name)
+        if isinstance(value, list | dict) and len(value) > limit:
+            message = f"{name}: at most {limit} are allowed"
+            raise InvalidRequestError(message, field=name, limit=str(limit))
+
+
 def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
     """As JSON compares: false is not 0."""
     return any(type(value) is type(one) and value == one for one in values)

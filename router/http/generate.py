@@ -33,6 +33,11 @@ class Generate:
         self._front = front
         self._config = front.config
         self._ignore_unknown = front.config.unknown_fields == "ignore"
+        self._most = {
+            "stop": front.config.max_stop_strings,
+            "stop_token_ids": front.config.max_stop_token_ids,
+            "logit_bias": front.config.max_logit_bias,
+        }
 
     async def chat(self, request: Request) -> Response:
         body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
@@ -61,6 +66,7 @@ class Generate:
     def _asked(
         self, request: Request, body: Mapping[str, Any], logprobs: int | None, max_tokens: Any
     ) -> Asked:
+        fields.check_counts(body, self._most)
         lower_first = self._config.priority_order == "lower_first"
         return fields.asked(body, _request_id(request), logprobs, max_tokens, lower_first=lower_first)
 

@@ -13,7 +13,7 @@
 -- -> prefill index (0 = local), decode index, cached tokens at prefill, at decode, cost, terms…
 --    or -1: nobody is there, -2: no choice, -3, seconds to the first token: too late, or -4: the best is leaving or
 --    has left, read the membership again, or -5: the router no longer waits for this call; then nothing was charged
--- A repeated call gets its former answer; the answers of the router's last ANSWERS calls that charged are kept.
+-- A repeated call gets its former answer, unless the router has made ANSWERS others since.
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
 local L, page, out = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -44,13 +44,14 @@ local TIE = 1.05
 local SWEPT = 4  -- slots of dead workers looked for in a call; a hot node is visited often
 local call = redis.call
 
-local told = call('HMGET', KEYS[7], 'run', 'from', ARGV[22])
-local latest = tonumber(told[1] or 0)
+-- The answer of call n lies in field n % ANSWERS, with n: calls that charge nothing leave no others behind.
+local told = call('HMGET', KEYS[7], 'run', 'from', number % ANSWERS)
+local latest, kept = tonumber(told[1] or 0), told[3] and cmsgpack.unpack(told[3])
 if life < latest then return {-5} end
 if life > latest then
   call('DEL', KEYS[7])
-elseif told[3] then
-  return cmsgpack.unpack(told[3])
+elseif kept and kept[1] == number then
+  return kept[2]
 elseif number < tonumber(told[2] or 0) then
   return {-5}
 end
@@ -294,6 +295,5 @@ local answer = {
   p, d, hit(at), hit(d), u, tostring(cost[pick]), tostring(waits), tostring(compute),
   tostring(shipping[pick]), tostring(wait[d]), tostring(first),
 }
-call('HSET', KEYS[7], 'run', life, ARGV[22], cmsgpack.pack(answer))
-call('HDEL', KEYS[7], number - ANSWERS)
+call('HSET', KEYS[7], 'run', life, number % ANSWERS, cmsgpack.pack({number, answer}))
 return answer

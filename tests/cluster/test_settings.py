@@ -10,6 +10,7 @@ import pytest
 from baton.commands import drain, serve_app
 from cluster import settings
 from cluster.addresses import advertised, join
+from cluster.block_hash import hash_blocks
 from cluster.config import RouterConfig, WorkerConfig
 from cluster.errors import ConfigError
 
@@ -145,6 +146,22 @@ def test_an_empty_secret_is_no_secret(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "secret").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         load(monkeypatch, BATON_SECRET_FILE=str(tmp_path / "secret"))
+
+
+@pytest.mark.parametrize("secret", [64 * "x" + "y", 33 * "é", "\udcff"])
+def test_a_secret_that_cannot_be_a_key_is_refused_at_the_start(
+    secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_SECRET", secret)
+    with pytest.raises(ConfigError, match="UTF-8 and at most 64 bytes") as caught:
+        settings.load(RouterConfig, {"model": Path("/m")})
+    assert secret not in caught.value.message
+
+
+def test_the_longest_secret_keys_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_SECRET", 32 * "é")
+    secret = settings.load(RouterConfig, {"model": Path("/m")}).secret
+    assert hash_blocks(bytes(64), 16, secret=secret.encode(), salt=b"")
 
 
 def test_a_service_link_of_kubernetes_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:

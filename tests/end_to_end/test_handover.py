@@ -290,11 +290,16 @@ def test_a_killed_worker_costs_a_pause_and_no_token(role, checkpoint, start_clus
 
 def test_a_prefill_worker_killed_before_the_commit_costs_a_pause_and_no_token(checkpoint, tmp_path_factory):
     """Killed after a write was posted, or after the first token and before Finish: D has not committed, so another P
-    computes the prompt."""
+    computes the prompt.
+
+    The prompt's KV takes four parts, which the thread that is killed posts one by one. A single part could be with D, and
+    Finish too, before the signal works: by gRPC, as over a pair whose first probe was late, others send both.
+    """
     model = checkpoint("llama")
     prompt = prompt_ids(300, seed=10)
+    flags = (*PROCESS, "--prefill", "2", "--decode", "2")
     with run_under_orders(
-        tmp_path_factory, "before-commit", model, *PROCESS, "--prefill", "2", "--decode", "2"
+        tmp_path_factory, "before-commit", model, *flags, BATON_TRANSFER__SLOT_BYTES="65536"
     ) as running:
         killed: set[str] = set()  # the lease of a killed worker lives on for two seconds
         for point in (Point.SENDER_WRITTEN, Point.PREFILL_COMPUTED):

@@ -29,6 +29,8 @@ class StubHttp:
     baton: bool = True  # send what only Baton sends
     cut_off_after: int | None = None  # close the connection after so many events
     error_event_at: int | None = None
+    models: Any = field(default_factory=lambda: {"data": [{"id": "stub-model"}]})
+    other_event: bytes = b""  # sent as the second one, whatever it is
     token_seconds: float = 0.0
     keep_alive: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -72,7 +74,7 @@ class StubHttp:
         )
         body = await reader.readexactly(length)
         if path == "/v1/models":
-            await self._plain(writer, 200, {"data": [{"id": "stub-model"}]})
+            await self._plain(writer, 200, self.models)
         elif self.status != 200:
             await self._plain(writer, self.status, {"error": {"message": "no room", "type": "overloaded"}})
         else:
@@ -125,4 +127,7 @@ class StubHttp:
             events.insert(
                 self.error_event_at, {"error": {"type": "UnavailableError", "message": "worker lost"}}
             )
-        return [json.dumps(event).encode() for event in events] + [b"[DONE]"]
+        said_so = [json.dumps(event).encode() for event in events]
+        if self.other_event:
+            said_so.insert(1, self.other_event)
+        return [*said_so, b"[DONE]"]

@@ -104,6 +104,12 @@ async def test_another_openai_server_says_less() -> None:
         ({"cut_off_after": 2}, "connection"),
         ({"error_event_at": 2}, "UnavailableError"),
         ({"tokens": 0}, "no_tokens"),
+        ({"models": {"data": []}}, "not_openai"),
+        ({"models": ["stub-model"]}, "not_openai"),
+        ({"other_event": b"<html>"}, "not_openai"),
+        ({"other_event": b"[1]"}, "not_openai"),
+        ({"other_event": b'{"error": "worker lost"}'}, "not_openai"),
+        ({"other_event": b'{"choices": [{"delta": {"content": 7}}]}'}, "not_openai"),
     ],
 )
 async def test_http_failures_are_counted_by_kind(stub: dict[str, Any], kind: str) -> None:
@@ -121,10 +127,11 @@ async def test_grpc_failures_are_counted_by_kind(router: StubRouter) -> None:
     assert report.to_json()["error_messages"] == {"OverloadedError": ["full"]}
 
 
-@pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1"])
+@pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1", "http://a..b:80"])
 async def test_nobody_there(target: str) -> None:
     report = await run(config(target, requests=2))
     assert report.failed == 2
+    assert set(report.errors) <= {"connection", "grpc_unavailable"}
 
 
 async def test_a_request_past_its_deadline_is_cancelled_at_the_server(router: StubRouter) -> None:

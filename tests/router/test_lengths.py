@@ -21,9 +21,11 @@ from cluster.config import RouterConfig
 from cluster.errors import ContextLengthError, InvalidRequestError
 from router.front import Front
 from router.grpc.service import InferenceService
+from router.http import body as reading
 from router.http import generate
 from router.http.body import read_json
 from router.http.lengths import chat_size
+from router.http.nesting import depth_of
 from router.tokens.bound import most_bytes
 from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, LONG_CHARACTERS, MESSAGE_CHARACTERS, ModelText
 from router.validate import Validator
@@ -234,6 +236,37 @@ async def test_prompts_of_token_ids_are_measured_first(front):
     assert len(whole) == 2 * CONTEXT
 
 
+class Unread(list[Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("walked over")
+
+
+class UnreadObject(dict[str, Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("walked over")
+
+    items = __iter__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("field", "limit", "entries"),
+    [
+        ("stop", "max_stop_strings", lambda count: Unread(["a"] * count)),
+        ("stop_token_ids", "max_stop_token_ids", lambda count: Unread([1] * count)),
+        ("logit_bias", "max_logit_bias", lambda count: UnreadObject({str(i): 0 for i in range(count)})),
+    ],
+)
+def test_lists_of_options_are_counted_before_they_are_read(front, field, limit, entries):
+    asked = generate.Generate(front)._asked
+    request: Any = SimpleNamespace(headers={})
+    most = getattr(front.config, limit)
+    with pytest.raises(AssertionError, match="walked over"):
+        asked(request, {field: entries(most)}, None, None)
+    with pytest.raises(InvalidRequestError) as caught:
+        asked(request, {field: entries(most + 1)}, None, None)
+    assert (caught.value.field, caught.value.limit) == (field, str(most))
+
+
 # --- what is done beside the loop --------------------------------------------------------------------------------------
 
 
@@ -357,3 +390,16 @@ def test_wide_bodies_are_not_walked_over(one):
     finally:
         sys.setprofile(before)
     assert calls < 5_000
+
+
+@pytest.mark.parametrize("count", [1_000, 100_000])
+def test_long_bodies_are_scanned_beside_the_loop(count, monkeypatch):
+    threads = []
+
+    def scan(raw: bytearray) -> int:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return depth_of(raw)
+
+    monkeypatch.setattr(reading, "depth_of", scan)
+    asyncio.run(body({"x": count * [[]]}, 8))
+    assert threads == [count == 1_000]

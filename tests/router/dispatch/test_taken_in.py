@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from cluster.config import RouterConfig
 from cluster.errors import InvalidRequestError, OverloadedError
 from router.completion import Completion, Delta
+from router.dispatch.choice import RESUMED_AT_ONCE, ChoiceStream
 from router.dispatch.life import RequestLife
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.services import Services
@@ -92,6 +95,41 @@ async def test_tokens_need_the_ticket(services, shown):
         await place(services, shown, (7, 8))
     assert caught.value.field == "resume_ticket"
     assert not caught.value.retryable
+
+
+async def test_others_have_their_turn_while_a_long_answer_is_resumed(services):
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    await place(services, ticket(services), tuple(range(5, 505)) * 40)
+    counting.cancel()
+    assert turns > 20_000 / RESUMED_AT_ONCE
+
+
+async def test_a_resumed_answer_goes_on_as_if_it_had_not_been_cut(services):
+    tokens = services.text.tokenizer.encode("Ein Fluß, 日本語 und 🙂: the end of it STOP here").ids
+
+    async def texts_after(held: int) -> list[str]:
+        made = replace(completion(resume=tuple(tokens[:held])), stop=("the end STO", "it STOP"))
+        choice = ChoiceStream(0, made, services.text)
+        await choice.read_resumed()
+        came = [
+            choice.take(common_pb2.Token(position=2 + at, token_id=tokens[at]))
+            for at in range(held, len(tokens))
+        ]
+        assert choice.finish == "stop"
+        return [delta.text for delta in came if delta is not None]
+
+    whole = await texts_after(0)
+    assert "".join(whole) == "Ein Fluß, 日本語 und 🙂: the end of "
+    for held in range(len(whole)):
+        assert "".join([*whole[:held], *await texts_after(held)]) == "".join(whole)
 
 
 async def test_half_an_answer_is_not_refused_for_being_late(services):

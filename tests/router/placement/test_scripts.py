@@ -201,6 +201,23 @@ def test_answers_are_bounded(cluster):
     assert cluster.client.hlen(cluster.tag + "answers:router") == 256 + 1  # and whose they are
 
 
+def test_answers_are_bounded_where_every_third_call_is_refused(cluster):
+    drains = keys.drains(cluster.namespace)
+    for number in range(1, 600):
+        if number % 3 == 0:
+            cluster.client.hset(drains, mapping=dict.fromkeys(cluster.by_id, "process:exit"))
+        placed = cluster.place(1, number=number)
+        assert (placed == LEAVING) == (cluster.client.delete(drains) > 0)
+    assert cluster.client.hlen(cluster.tag + "answers:router") <= 256 + 1
+
+
+def test_an_answer_is_given_to_the_call_of_its_number_only(cluster):
+    cluster.place(100, number=7)
+    load = sum(cluster.load().values())
+    cluster.place(100, number=7 + 256)
+    assert sum(cluster.load().values()) == 2 * load
+
+
 def test_a_placement_that_the_router_gave_up_is_void(cluster):
     cluster.settle({}, oldest=5)
     assert cluster.place(100, number=4) == VOID
