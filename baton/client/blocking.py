@@ -140,8 +140,10 @@ class Client:
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or attempt == self._max_reconnects:
                     raise error_from_rpc(error) from error
-                self._routers.failed(address)
+                self._failed(address)
                 time.sleep(pause_seconds(attempt + 1, len(self._routers.addresses)))
+            except ValueError:  # since `_stub`, in another thread
+                raise CancelledError("this client was closed") from None
         raise AssertionError("the last attempt returns or raises")
 
     def _seconds(self, timeout_seconds: float | None) -> float:

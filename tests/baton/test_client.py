@@ -363,6 +363,16 @@ def test_a_stream_that_is_closed_while_it_moves_on_stays_closed(
     assert not other.inference.requests
 
 
+def test_a_call_that_a_close_overtakes_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = baton.Client("127.0.0.1:1")
+    before = client._stub()
+    client.close()
+    monkeypatch.setattr(client, "_stub", lambda: before)
+    for call in (client.models, lambda: client.tokenize("a"), lambda: client.generate("a")):
+        with pytest.raises(CancelledError, match="closed"):
+            call()
+
+
 async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
     router: StubRouter, other: StubRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
