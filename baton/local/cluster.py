@@ -122,7 +122,7 @@ class LocalCluster:
         routers = [RouterState(**facts) for facts in self._ready(self._routers)]
         state = replace(
             written,
-            redis=RedisState(self._redis_url, self._redis.pid if self._redis is not None else None),
+            redis=self._redis_state(),
             router=routers,
             prefill=self._ready_workers("prefill"),
             decode=self._ready_workers("decode"),
@@ -136,6 +136,11 @@ class LocalCluster:
             return [] if reported else [said]
         self._unwritten = False
         return []
+
+    def _redis_state(self) -> RedisState:
+        return RedisState(
+            without_password(self._redis_url), self._redis.pid if self._redis is not None else None
+        )
 
     def _ready(self, supervisor: Supervisor) -> list[dict[str, Any]]:
         """What the children that live and serve have written about themselves."""
@@ -349,9 +354,7 @@ class LocalCluster:
         return ClusterState(
             http=routers[0].http,
             grpc=routers[0].grpc,
-            redis=RedisState(
-                without_password(self._redis_url), self._redis.pid if self._redis is not None else None
-            ),
+            redis=self._redis_state(),
             router=routers,
             prefill=of_role("prefill"),
             decode=of_role("decode"),
