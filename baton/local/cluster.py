@@ -72,6 +72,7 @@ class LocalCluster:
         self._servers = Supervisor()  # Redis
         self._notices = ExitNotices(options.tls.peers())
         self._written: ClusterState | None = None
+        self._ports: dict[str, dict[str, int]] = {}  # where each router last served
         self._unwritten = False  # the state file's folder takes nothing just now
 
     @property
@@ -227,8 +228,8 @@ class LocalCluster:
         ready = self._ready_file(name)
         last = _read_if_there(ready)
         if last is not None:
-            ports = {"http_port": _port(last["http"]), "grpc_port": _port(last["grpc"])}
-            config = config.model_copy(update=ports)
+            self._ports[name] = {"http_port": _port(last["http"]), "grpc_port": _port(last["grpc"])}
+        config = config.model_copy(update=self._ports.get(name, {}))
         path = self._write_config(name, config.model_dump(mode="json"))
         ready.unlink(missing_ok=True)
         command = children.baton_command("router", "--config", str(path), "--ready-file", str(ready))

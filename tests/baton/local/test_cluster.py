@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,25 @@ def cluster(tmp_path, monkeypatch):
     made = LocalCluster(options)
     yield made
     made.stop()
+
+
+def test_a_router_that_dies_again_before_it_serves_keeps_its_addresses(cluster):
+    start = partial(
+        cluster._start_router, "router-0", cluster._options.router_config(0, "unix:///nowhere", "n", "s")
+    )
+    config = cluster._dir / "router-0.json"
+
+    def ports() -> tuple[int, int]:
+        written = json.loads(config.read_text())
+        return written["http_port"], written["grpc_port"]
+
+    start()
+    assert ports() == (0, 0)
+    facts = {"http": "http://127.0.0.1:4001", "grpc": "127.0.0.1:4002"}
+    cluster._ready_file("router-0").write_text(json.dumps(facts))
+    for _ in range(3):
+        start()
+        assert ports() == (4001, 4002)
 
 
 def test_the_state_file_never_holds_the_password_of_redis(cluster):
