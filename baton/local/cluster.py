@@ -72,6 +72,7 @@ class LocalCluster:
         self._servers = Supervisor()  # Redis
         self._notices = ExitNotices(options.tls.peers())
         self._written: ClusterState | None = None
+        self._ports: dict[str, dict[str, int]] = {}  # where each router last served
         self._unwritten = False  # the state file's folder takes nothing just now
 
     @property
@@ -122,7 +123,7 @@ class LocalCluster:
         routers = [RouterState(**facts) for facts in self._ready(self._routers)]
         state = replace(
             written,
-            redis=RedisState(self._redis_url, self._redis.pid if self._redis is not None else None),
+            redis=self._redis_state(),
             router=routers,
             prefill=self._ready_workers("prefill"),
             decode=self._ready_workers("decode"),
@@ -136,6 +137,11 @@ class LocalCluster:
             return [] if reported else [said]
         self._unwritten = False
         return []
+
+    def _redis_state(self) -> RedisState:
+        return RedisState(
+            without_password(self._redis_url), self._redis.pid if self._redis is not None else None
+        )
 
     def _ready(self, supervisor: Supervisor) -> list[dict[str, Any]]:
         """What the children that live and serve have written about themselves."""
@@ -222,8 +228,8 @@ class LocalCluster:
         ready = self._ready_file(name)
         last = _read_if_there(ready)
         if last is not None:
-            ports = {"http_port": _port(last["http"]), "grpc_port": _port(last["grpc"])}
-            config = config.model_copy(update=ports)
+            self._ports[name] = {"http_port": _port(last["http"]), "grpc_port": _port(last["grpc"])}
+        config = config.model_copy(update=self._ports.get(name, {}))
         path = self._write_config(name, config.model_dump(mode="json"))
         ready.unlink(missing_ok=True)
         command = children.baton_command("router", "--config", str(path), "--ready-file", str(ready))
@@ -349,9 +355,7 @@ class LocalCluster:
         return ClusterState(
             http=routers[0].http,
             grpc=routers[0].grpc,
-            redis=RedisState(
-                without_password(self._redis_url), self._redis.pid if self._redis is not None else None
-            ),
+            redis=self._redis_state(),
             router=routers,
             prefill=of_role("prefill"),
             decode=of_role("decode"),

@@ -1,0 +1,62 @@
+"""What `baton up` does with its processes, without any of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from baton.local import children
+from baton.local.children import Child
+from baton.local.cluster import LocalCluster
+from baton.local.options import UpOptions
+from baton.local.state import ClusterState, RedisState
+
+MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A cluster whose children end at once."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def start(name: str, command: list[str], logs: Path, env: object = None) -> Child:
+        process = subprocess.Popen(["true"], start_new_session=True)
+        process.wait(10)
+        return Child(name, process, logs / f"{name}.log")
+
+    monkeypatch.setattr(children, "start", start)
+    options = UpOptions(MODEL, pool="process", http_port=0, grpc_port=0, state_file=tmp_path / "state.json")
+    made = LocalCluster(options)
+    yield made
+    made.stop()
+
+
+def test_a_router_that_dies_again_before_it_serves_keeps_its_addresses(cluster):
+    start = partial(
+        cluster._start_router, "router-0", cluster._options.router_config(0, "unix:///nowhere", "n", "s")
+    )
+    config = cluster._dir / "router-0.json"
+
+    def ports() -> tuple[int, int]:
+        written = json.loads(config.read_text())
+        return written["http_port"], written["grpc_port"]
+
+    start()
+    assert ports() == (0, 0)
+    facts = {"http": "http://127.0.0.1:4001", "grpc": "127.0.0.1:4002"}
+    cluster._ready_file("router-0").write_text(json.dumps(facts))
+    for _ in range(3):
+        start()
+        assert ports() == (4001, 4002)
+
+
+def test_the_state_file_never_holds_the_password_of_redis(cluster):
+    cluster._redis_url = "redis://user:p4ssw0rd@127.0.0.1:1"
+    cluster._written = ClusterState("h", "g", RedisState("before", None), [], [], [], 1, "logs")
+    assert cluster.watch() == []
+    text = cluster._options.state_file.read_text()
+    assert "redis://***@127.0.0.1:1" in text and "p4ssw0rd" not in text
