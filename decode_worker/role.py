@@ -148,10 +148,11 @@ class DecodeRole:
             self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_PREEMPTED, error)
 
     def failed(self, word: BatonError) -> None:
-        """End attempts without calling the engine, which has failed and has lost what it held."""
+        """End attempts without calling the engine, which has failed: with an EngineFailedError only those of its step."""
         for attempt in self.attempts.all():
-            inside = attempt.engine_id in self.by_engine_id
-            if inside or not isinstance(word, EngineFailedError):
+            name = attempt.engine_id
+            in_step = name in self.by_engine_id and self._core.host.in_failed_step(name)
+            if in_step or not isinstance(word, EngineFailedError):
                 self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, word)
 
     # --- the engine's side -----------------------------------------------------------------------------

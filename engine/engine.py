@@ -69,13 +69,13 @@ class Engine:
         self._config = config
         self._secret = secret
         self._on_chain = on_chain
-        self._recompute_limit = config.recompute_limit_tokens
         self._page = runner.page_size
         self._max_len = config.max_model_len or runner.model_config.max_model_len
         self._pool = BlockPool(runner.num_blocks, lambda chain, held: on_chain(ChainReport(chain, held)))
         self._requests: dict[str, list[Sequence]] = {}
         self._arrival = itertools.count()
         self.steps = 0
+        self.step_items: list[PlanItem] = []  # of the last step; empty while the next one is scheduled
         self._count: Counter[str] = Counter()
         self._scheduler = Scheduler(config, self._pool, self, self._count)
         self.step_times = StepTimes()
@@ -217,13 +217,13 @@ class Engine:
         return self._scheduler.has_work
 
     def step(self) -> StepOutput:
-        began = time.monotonic()
+        began, self.step_items = time.monotonic(), []
         output = StepOutput([], [], [], began)
         scheduled = self._scheduler.schedule(output)
         if not scheduled:
             self._scheduler.copies.clear()  # of sequences that had to go after all: their blocks are others' now
             return output
-        items = [
+        items = self.step_items = [
             PlanItem(
                 request_id=s.request.request_id,
                 token_ids=s.tokens[s.num_computed : s.num_computed + n],
@@ -259,7 +259,7 @@ class Engine:
         return True
 
     def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
-        if not self._recompute_limit or len(victim.tokens) <= self._recompute_limit:
+        if not (limit := self._config.recompute_limit_tokens) or len(victim.tokens) <= limit:
             return False
         family = self._requests.pop(victim.request.request_id)
         output.done.append(self._done(family, preempted=True))

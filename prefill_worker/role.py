@@ -116,14 +116,17 @@ class PrefillRole:
         await asyncio.gather(*(self.cancel(attempt) for attempt in attempts))
 
     def failed(self, word: BatonError) -> None:
-        """The engine has failed: end what it held with the error `word`, and return waiting attempts to the router."""
+        """The engine has failed: end what it held with the error `word`, and return waiting attempts to the router. An
+        EngineFailedError is for the attempts of the failed step only."""
         self._has_failed = True
         for attempt in self.attempts.all():
-            prefilled = attempt.prefilled
-            if not prefilled.done() and attempt.engine_id in self._by_engine_id:
+            prefilled, name = attempt.prefilled, attempt.engine_id
+            of_step = isinstance(word, EngineFailedError)
+            held = name in self._by_engine_id and (not of_step or self._core.host.in_failed_step(name))
+            if held and not prefilled.done():
                 prefilled.set_exception(word)
                 prefilled.exception()  # marks it retrieved: the attempt may end without reading it
-            elif isinstance(word, EngineFailedError) or (prefilled.done() and prefilled.exception()):
+            elif of_step or prefilled.cancelled() or (prefilled.done() and prefilled.exception()):
                 continue
             elif attempt.task is not None:
                 attempt.given_back = True

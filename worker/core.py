@@ -195,7 +195,7 @@ class WorkerCore:
         await self.server.start()
         self._ticking = self._loop.create_task(self.health.tick())
         self._watching = self._loop.create_task(
-            self.ranks.watch.run(self.fail, self.config.step_stall_seconds)
+            self.ranks.watch.run(self._engine_failed, self.config.step_stall_seconds)
         )
         self.loop_lag.start()
         if self.config.fault_orders is not None:
@@ -293,11 +293,14 @@ class WorkerCore:
 
     def _rank_failed(self, error: Exception) -> None:
         """Fail the worker, which cannot compute without the rank. Any thread."""
+        # With several ranks, the exit of one may be seen before the exception of another one, which caused it.
+        at_once = isinstance(error, RankRaised) or len(self.ranks.remote) == 1
+        handle = self._end_failed if at_once else self._engine_failed
         with contextlib.suppress(RuntimeError):  # the loop has closed: the worker ends anyway
-            self._loop.call_soon_threadsafe(self._end_failed, error)
+            self._loop.call_soon_threadsafe(handle, error)
 
     def _engine_failed(self, error: BaseException) -> None:
-        """Handle an exception of a step, on the loop. A dead rank breaks the step too, and its pipe reports it later."""
+        """Handle an exception of a step or the loss of a rank, on the loop. Its cause may be reported a moment later."""
         if self.ranks.remote:
             self._loop.call_later(RANK_DEATH_SECONDS, self._end_failed, error)
         else:

@@ -94,6 +94,12 @@ class EngineHost:
         since = self._busy_since
         return self._clock() - since if since is not None else 0.0
 
+    def in_failed_step(self, request_id: str) -> bool:
+        """After a failure: whether the step that failed computed this request. True for every request if it failed while
+        it was scheduled."""
+        items = self._engine.step_items
+        return not items or any(item.request_id == request_id for item in items)
+
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run `function(engine)` between two steps and return its result, or raise its error.
 

@@ -49,8 +49,13 @@ class Child:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(deadline_seconds)
-        self._kill_session()
-        self.process.wait(5.0)
+        if self.process.poll() is None:  # its pid is its own until it has been waited for
+            self._kill_session()
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # in a driver's call: the others are still to be stopped
+                self.process.wait(REAP_SECONDS)
+        self.reap()
 
     def reap(self, seconds: float = REAP_SECONDS) -> bool:
         """After the child's exit: kill what is left of its session. True if nothing of it runs any more."""

@@ -198,7 +198,7 @@ class LocalCluster:
 
     def _all_children(self) -> list[Child]:
         ray = self._ray.children if self._ray is not None else []
-        return [*self._routers.children, *self._workers.children, *ray]
+        return [*self._servers.children, *self._routers.children, *self._workers.children, *ray]
 
     def _start_redis(self) -> None:
         if self._redis_url:

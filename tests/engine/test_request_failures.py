@@ -294,3 +294,21 @@ def test_the_error_keeps_its_class_on_the_wire():
     assert type(error) is EngineRequestError
     assert isinstance(error, BatonError)
     assert (error.http_status, error.grpc_status.name, error.retryable) == (500, "INTERNAL", True)
+
+
+def test_a_step_that_fails_leaves_what_it_was_about():
+    """Its requests; none if it failed while it was scheduled."""
+    runner = FakeRunner(64)
+    engine = Engine(runner, runner.config, secret=SECRET)
+    engine.add(EngineRequest("one", GOOD["one"], greedy(), SALT))
+    engine.step()
+    engine.add(EngineRequest("two", GOOD["two"], greedy(), SALT))
+    execute, runner.execute = runner.execute, None  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError):
+        engine.step()
+    assert [item.request_id for item in engine.step_items] == ["two"]  # a prompt is computed by itself
+    runner.execute = execute  # type: ignore[method-assign]
+    engine._scheduler.schedule = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError):
+        engine.step()
+    assert engine.step_items == []

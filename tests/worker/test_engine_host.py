@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,3 +128,10 @@ async def test_what_waits_when_the_engine_fails_is_answered():
     engine.came.set()
     await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
     await host.stop()
+
+
+@pytest.mark.parametrize(("items", "blamed"), [([], ["a", "b"]), (["a"], ["a"])])
+def test_a_failed_step_concerns_its_own_requests_or_all(items, blamed):
+    engine = FullEngine()
+    engine.step_items = [SimpleNamespace(request_id=name) for name in items]  # type: ignore[attr-defined]
+    assert [name for name in "ab" if make(engine).in_failed_step(name)] == blamed

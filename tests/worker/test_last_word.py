@@ -4,7 +4,9 @@ EngineFailedError, all others DrainingError. Real workers, real gRPC."""
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -20,6 +22,7 @@ from tests.checkpoints import prompt_ids
 from tests.waiting import until
 from tests.worker.fake_rank import FakeRank
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from worker.rank_process import RankRaised
 
 LONG = 60.0
 
@@ -132,6 +135,75 @@ async def test_requests_of_a_failed_decode_step_are_named_and_waiting_ones_go_ba
     assert second.error.code == "DrainingError"
     assert {first.outcome, second.outcome} == {common_pb2.ATTEMPT_OUTCOME_ABORTED}
     await asyncio.wait_for(stopping, LONG)
+
+
+async def test_a_request_that_the_failed_step_did_not_compute_goes_back(pair):
+    """It is in the engine as well, but it is no cause: after two such failures it would be given up."""
+    ends = [asyncio.ensure_future(end_of(pair.run_local(number))) for number in (5, 6)]
+    core = pair.decode._core
+    await until(lambda: len(core.engine.step_items) == 2, "both run")
+
+    def step() -> Any:
+        core.engine.step_items = core.engine.step_items[:1]
+        raise IndexError("an index")
+
+    core.engine.step = step
+    await asyncio.wait_for(pair.decode.wait_failed(), LONG)
+    guilty = core.engine.step_items[0].request_id
+    codes = {
+        bytes([number]).hex() * 16: (await end).error.code for number, end in zip((5, 6), ends, strict=True)
+    }
+    assert codes.pop(guilty) == "EngineFailedError"
+    assert list(codes.values()) == ["DrainingError"]
+
+
+async def test_the_cause_counts_that_is_reported_after_another_rank_s_exit(pair):
+    """With three ranks, the exit of one that the exception of another one took along may be seen first."""
+    ending = asyncio.ensure_future(end_of(pair.run_local(7)))
+    await until(lambda: len(pair.decode._role.by_engine_id) == 1, "runs")
+    core = pair.decode._core
+    core.ranks.remote.extend([FakeRank(1), FakeRank(2)])
+    core._rank_failed(InternalError("rank 1 has died"))
+    core._rank_failed(RankRaised("IndexError"))
+    await asyncio.wait_for(pair.decode.wait_failed(), LONG)
+    assert (await ending).error.code == "EngineFailedError"
+    core.ranks.remote.clear()
+
+
+async def test_the_cause_counts_that_is_reported_after_the_watch_saw_the_exit(pair):
+    ending = asyncio.ensure_future(end_of(pair.run_local(8)))
+    core = pair.decode._core
+    await until(lambda: len(core.engine.step_items) == 1, "runs")
+    step = core.engine.step
+
+    def slow() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    core.engine.step = slow  # the request must not end before the watch looks
+    core.ranks.remote.append(FakeRank(1, failure="rank 1 has died"))
+    await until(core._watching.done, "the watch has seen it")
+    core._rank_failed(RankRaised("IndexError"))
+    await asyncio.wait_for(pair.decode.wait_failed(), LONG)
+    assert (await ending).error.code == "EngineFailedError"
+    core.ranks.remote.clear()
+
+
+async def test_a_cancelled_attempt_keeps_no_other_from_its_end(pair):
+    """The future of its prefill is cancelled with it, and raises when it is asked for its exception."""
+    role = pair.prefill._role
+    attempts = [
+        SimpleNamespace(prefilled=asyncio.get_running_loop().create_future(), engine_id=n, task=None)
+        for n in "ab"
+    ]
+    attempts[0].prefilled.cancel()
+    role.attempts = SimpleNamespace(all=lambda: attempts)
+    role._by_engine_id = {"a": attempts[0], "b": attempts[1]}
+    try:
+        role.failed(InternalError("rank 1 has died"))
+    finally:
+        role.attempts, role._by_engine_id = pair.prefill._attempts, {}
+    assert isinstance(attempts[1].prefilled.exception(), InternalError)
 
 
 async def test_requests_of_a_failed_prefill_step_are_named(pair):

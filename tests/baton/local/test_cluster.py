@@ -14,6 +14,7 @@ from baton.local.children import Child
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState
+from cluster.errors import SetupError
 
 MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
 
@@ -60,3 +61,47 @@ def test_the_state_file_never_holds_the_password_of_redis(cluster):
     assert cluster.watch() == []
     text = cluster._options.state_file.read_text()
     assert "redis://***@127.0.0.1:1" in text and "p4ssw0rd" not in text
+
+
+def test_a_redis_that_dies_while_the_cluster_starts_is_noticed(cluster):
+    redis = children.start("redis", [], cluster._logs)
+    cluster._servers.add(redis)
+    redis.log.write_text("no room")
+    with pytest.raises(SetupError, match=f"{redis.name} exited with code 0:\\nno room"):
+        cluster._poll(lambda: None, "the workers did not register")
+
+
+def test_stopping_touches_no_process_that_has_the_pid_of_one_that_exited(cluster):
+    child = children.start("redis", [], cluster._logs)
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        child.process.pid = other.pid  # as if the kernel had used the number again
+        children.stop_all([child], 1.0)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait(10)
+
+
+def test_a_process_that_outlives_its_kill_keeps_no_other_one_from_its_stop(tmp_path, monkeypatch):
+    stopped: list[str] = []
+
+    class Process:
+        pid = 2**22 + 1  # beyond every process
+
+        def __init__(self, name: str, ends: bool):
+            self.name, self.ends = name, ends
+
+        def poll(self) -> None:
+            return None
+
+        def terminate(self) -> None:
+            stopped.append(self.name)
+
+        def wait(self, seconds: float) -> None:
+            if not self.ends:
+                raise subprocess.TimeoutExpired(self.name, seconds)
+
+    both = [Child(name, Process(name, name == "b"), tmp_path / name) for name in "ab"]  # type: ignore[arg-type]
+    children.stop_all(both, 0.0)
+    assert stopped == ["a", "b", "a", "b"]
