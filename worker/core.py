@@ -125,7 +125,7 @@ class WorkerCore:
             rank.on_failed = self._rank_failed
             rank.on_leaving = lambda: self._drain_wanted_from_thread("exit")
         self.health.to(Phase.WARMING_UP)
-        ranks.runner.warm_up()
+        ranks.warm_up()
         return ranks
 
     @property

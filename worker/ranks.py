@@ -20,7 +20,7 @@ import torch
 
 from cluster.addresses import advertised
 from cluster.config import WorkerConfig
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import BatonError, ConfigError, InternalError, SetupError
 from cluster.faults.orders import open_faults
 from engine.build import check, load_runner
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
@@ -30,8 +30,8 @@ from kv_transfer.ranks import Rank
 from kv_transfer.receiver_rank import ReceiverRank
 from kv_transfer.sender_rank import SenderRank
 from worker.endpoints import open_endpoint
-from worker.rank_process import END_SECONDS, RemoteRank, report_failure, serve_pipe, spawn_rank
-from worker.rank_watch import QUIET_SECONDS, RankWatch
+from worker.rank_process import END_SECONDS, START_SECONDS, RemoteRank, report_failure, serve_pipe, spawn_rank
+from worker.rank_watch import LOOK_SECONDS, QUIET_SECONDS, RankWatch
 
 log = logging.getLogger(__name__)
 STOP_SECONDS = 2.0  # limit of the group's last operation
@@ -46,6 +46,21 @@ class Ranks:
     addresses: list[list[int]]
     remote: list[RemoteRank]
     watch: RankWatch
+
+    def warm_up(self) -> None:
+        """Run every kernel once, on all ranks. Raises SetupError if one was lost meanwhile, or was silent too long."""
+        over = threading.Event()
+        threading.Thread(target=self._end_silent, args=(over,), name="warm-up-watch", daemon=True).start()
+        try:
+            self.runner.warm_up()
+        except InternalError as error:
+            raise SetupError(f"the warm-up failed: {error}") from error
+        finally:
+            over.set()
+
+    def _end_silent(self, over: threading.Event) -> None:
+        while not over.wait(LOOK_SECONDS):
+            self.watch.kill_silent(START_SECONDS)
 
     def close(self, *, between_steps: bool = True) -> None:
         """End the other ranks after the engine has stopped; silent ones are killed, because a rank in the middle of a step

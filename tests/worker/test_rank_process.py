@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -15,12 +16,13 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import InternalError, SetupError
 from engine.parallel.group import Arrivals
 from tests.waiting import wait_for
 from tests.worker.fake_rank import FakeRank
 from worker import ranks
 from worker.rank_outbox import RankOutbox
-from worker.rank_process import RemoteRank, _Ready, serve_pipe, spawn_rank
+from worker.rank_process import START_SECONDS, RemoteRank, _Ready, serve_pipe, spawn_rank
 from worker.rank_watch import QUIET_SECONDS, RankWatch
 from worker.ranks import Ranks
 
@@ -177,6 +179,25 @@ def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
     runner: Any = Runner()
     Ranks(runner, [], [], [remote], RankWatch([remote], Arrivals())).close()
     assert not remote._thread.is_alive() and not failures and not remote.failure
+
+
+def test_a_rank_that_hangs_in_the_warm_up_ends_the_start(monkeypatch):
+    """The watch of a worker that serves does not run yet, and a collective operation has no time-out."""
+    monkeypatch.setattr(ranks, "LOOK_SECONDS", 0.01)
+    rank = FakeRank(silent=START_SECONDS - 1)
+
+    class Runner:
+        def warm_up(self) -> None:
+            time.sleep(0.2)
+            assert not rank.killed, "it may still come"
+            rank.silent = START_SECONDS
+            wait_for(lambda: rank.killed, 30.0, "the silent rank is killed")
+            raise InternalError("a rank of the group was lost")
+
+    remote: Any = [rank]
+    runner: Any = Runner()
+    with pytest.raises(SetupError, match="warm-up failed: a rank of the group was lost"):
+        Ranks(runner, [], [], remote, RankWatch(remote, Arrivals())).warm_up()
 
 
 @pytest.mark.parametrize(
