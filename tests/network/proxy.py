@@ -174,7 +174,9 @@ class Proxy:
             connection.close()
             return
         opener = connection.client.transport
-        assert opener is not None
+        if opener is None or opener.is_closing():  # it hung up meanwhile
+            connection.close()
+            return
         if reply:
             opener.write(reply)
         # Only now: a server that speaks first must not be heard before the reply.
