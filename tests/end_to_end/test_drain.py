@@ -131,8 +131,9 @@ async def test_streams_of_a_decode_worker_that_gets_sigterm_go_on_elsewhere(runn
     async with stopped_midway(running) as (leaving, streams):
         os.kill(leaving.pid, signal.SIGTERM)
     assert_all_exact(running.model, streams)
-    moved = [stream for stream in streams if timings(stream).attempts == 2]
-    assert moved
+    # More than twice where the place that a stream was given next had no room, or left as well.
+    moved = [stream for stream in streams if timings(stream).attempts > 1]
+    assert moved, [(timings(stream).attempts, timings(stream).decode_worker, leaving) for stream in streams]
     assert leaving.process not in {timings(stream).decode_worker for stream in moved}
     assert_left(running.cluster, leaving.process)
 
