@@ -92,13 +92,14 @@ def with_secrets(config: C) -> C:
 
 
 def _check_key(secret: str) -> None:
-    """Raise ConfigError if block hashes and tickets cannot be keyed with it: every request would fail."""
+    """Raise ConfigError if `secret` cannot key block hashes and tickets: every request would fail."""
     most = hashlib.blake2b.MAX_KEY_SIZE
-    with contextlib.suppress(UnicodeEncodeError):  # an environment may hold any bytes
+    with contextlib.suppress(UnicodeEncodeError):  # environment variables may hold bytes that are not UTF-8
         if len(secret.encode()) <= most:
             return
     raise ConfigError(
-        f"the deployment's secret must be UTF-8 and at most {most} bytes; `openssl rand -hex 32` makes one",
+        f"the deployment's secret (BATON_SECRET or the secret file) must be UTF-8 and at most {most} bytes; "
+        "`openssl rand -hex 32` generates one",
         field="secret",
         limit=str(most),
     )

@@ -75,7 +75,7 @@ class DecodeAttempt:
 
     @property
     def committed(self) -> bool:
-        """Whether its tokens stand: it decodes, or has come to its last one."""
+        """True from the commit on, also after the last token."""
         return self.machine.state is DecodeState.DECODING or self.is_finished
 
     def token_came(self, step_began: float) -> bool:

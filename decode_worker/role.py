@@ -91,7 +91,7 @@ class DecodeRole:
             raise
 
     async def abort(self, transfer_id: bytes, reason: BatonError | None = None) -> HandoffState:
-        """The arbiter's answer: COMMITTED stays, also after the last token; all else is ABORTED for good."""
+        """Abort the attempt for good unless it has committed (also if it has finished since); return its state."""
         attempt = self.attempts.get(transfer_id)
         if attempt is not None and attempt.committed:
             return HandoffState.COMMITTED

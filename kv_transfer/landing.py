@@ -156,7 +156,7 @@ class Landing:
                 self._consider(rank)
 
     async def process_exited(self, peer: str) -> None:
-        """Proof: the peer's process is gone, by the word of its parent. `peer` is worker_id@epoch."""
+        """Proof: the peer's process has exited, as reported by its parent. `peer` is worker_id@epoch."""
         for rank, ring in enumerate(self.rings):
             if ring.in_doubt(lambda claim: claim.peer == peer):
                 await self._settle(rank)

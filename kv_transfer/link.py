@@ -56,9 +56,8 @@ class LinkToDecode:
         self._outbox: Outbox[handoff_pb2.PrefillToDecode] = Outbox()
         self._handoffs: dict[bytes, OutgoingHandoff] = {}
         self._reserving: dict[bytes, asyncio.Future[handoff_pb2.ReserveReply]] = {}
-        self._aborted_early: dict[
-            bytes, handoff_pb2.Aborted
-        ] = {}  # in the message that has their ReserveReply
+        # By transfer id: hand-offs that D aborted in the message that accepted them
+        self._aborted_early: dict[bytes, handoff_pb2.Aborted] = {}
         self._welcomed: handoff_pb2.Welcome | None = None  # what was said last
         self._last_heard = time.monotonic()
         self._idle_since = time.monotonic()

@@ -88,7 +88,7 @@ class HandoffReceiver:
 
     def peer_lost(self, link: PeerLink) -> None:
         """Its uncommitted hand-offs end; what they were granted is in doubt until the peer proves otherwise."""
-        link.end()  # first: a Reserve that is answered from here on must find it closed
+        link.end()  # first: from here on a Reserve must find the link closed
         if self._peers.get(link.name) is link:
             del self._peers[link.name]
         for transfer_id, owner in list(self._links.items()):
@@ -368,7 +368,7 @@ class HandoffReceiver:
             rank.handle(m.NewEpoch(worker.epoch))
 
     async def process_exited(self, peer: str) -> None:
-        """The word of its parent: nothing that `peer` (worker_id@epoch) posted can land any more, once we have looked."""
+        """Handle the proof that the process of `peer` (worker_id@epoch) has exited: its writes end with one more poll."""
         for link in self.links:
             if link.name == peer:
                 self.peer_lost(link)

@@ -98,8 +98,8 @@ class ReceiverRank:
         least = 2 * kv_cache.shape[3] * self._shape.page_size * self._shape.row_bytes
         if config.slot_bytes < least:
             raise ConfigError(
-                f"transfer.slot_bytes {config.slot_bytes} is below one layer of one block, {least} bytes, which no part "
-                "can be smaller than",
+                f"transfer.slot_bytes is {config.slot_bytes}, but one layer of one block, the smallest part, has {least} "
+                "bytes: set at least that, rounded up to a multiple of 256",
                 field="transfer.slot_bytes",
             )
         self._sample_share = config.digest_sample_share

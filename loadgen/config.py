@@ -107,7 +107,7 @@ def _check_http(target: str) -> None:
     try:
         parts = urlsplit(target if "//" in target else f"http://{target}")
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets without an address, a port beyond 65535
+    except ValueError:  # an unclosed bracket, a port above 65535
         good = False
     if not good:
         raise ValueError(f"{target!r}: an HTTP target is http://host:port or https://host:port")

@@ -160,7 +160,7 @@ class HttpPool:
             _, connection = await loop.create_connection(
                 lambda: HttpConnection(self._clock), self._host, self._port, ssl=self._tls
             )
-        except (OSError, UnicodeError) as error:  # UnicodeError: a name that no DNS can have
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             raise RequestFailed("connection", str(error)) from error
         return connection
 

@@ -30,7 +30,7 @@ class HttpTarget:
             return await self._send(prompt, record)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             # One answer must not end the run.
-            message = f"the answer has another form than OpenAI's: {type(error).__name__}: {error}"
+            message = f"the server's answer does not have OpenAI's format: {type(error).__name__}: {error}"
             raise RequestFailed("not_openai", message[:_MAX_MESSAGE_CHARACTERS]) from error
 
     async def _send(self, prompt: Prompt, record: RequestRecord) -> str:

@@ -36,9 +36,9 @@ class Front:
         self._tenants = Places("tenant")
         self._connections = Places("connection")
         self.in_flight = 0
-        self.leaving = False  # not ready any more: nobody should send new requests
+        self.leaving = False  # not ready: load balancers should send no new requests
         self.closed = False  # requests that still arrive are refused, except on the connections below
-        # Connections whose clients have not been told yet that this router leaves
+        # Connections without an answer yet that announces the shutdown
         self._last_words: frozenset[str] = frozenset()
         self.requests = 0
         self.live = Live(services, metrics, self._own_state)

@@ -66,7 +66,7 @@ class _Raised:
 
 
 class RankRaised(Exception):
-    """Names the class of what a rank raised, for its leader."""
+    """At the leader: a rank raised in its part of a step. The text is the name of the exception's class."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class RemoteRank:
         return max(now - self._heard, self._outbox.stuck_seconds(), waited)
 
     def expect_end(self) -> None:
-        """Take the end of the rank for no failure from here on."""
+        """From here on, the exit of the rank does not count as a failure."""
         self._closing = True
 
     def start_closing(self) -> None:

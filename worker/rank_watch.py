@@ -25,7 +25,8 @@ from engine.parallel.group import Arrivals
 QUIET_SECONDS = 0.5  # three beats
 LOST_SECONDS = 5.0
 LOOK_SECONDS = 0.5
-MAX_PERIOD_SECONDS = 2.0  # a busy loop's; a longer one means that this process was stopped
+# Between two observations of a busy loop; after a longer one this process was stopped
+MAX_PERIOD_SECONDS = 2.0
 
 
 class WatchedRank(Protocol):

@@ -196,7 +196,7 @@ def rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, add
     try:
         runner.serve()
     except BaseException as error:
-        # The leader hears of it by the end of the pipe, also where Ray would keep the process.
+        # The exit closes the pipe, which notifies the leader. On Ray the process would otherwise stay.
         log.exception("rank %d ends", rank)
         # A BatonError follows the loss of another rank; anything else was raised by this rank's own computation.
         if isinstance(error, Exception) and not isinstance(error, BatonError):

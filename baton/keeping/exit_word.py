@@ -4,7 +4,8 @@ The Ray replica that started the worker sends this notice, as `baton up` does fo
 only when no process of the worker's session is left. Ranks on other nodes are not in that session, so for a worker
 that spans nodes no notice is sent.
 
-Decode workers that do not answer in time, or whose lease is dead (a stopped one), hear it from baton/keeping/late_word.py.
+Decode workers that do not answer in time, or whose lease is dead (a stopped one), are notified by
+baton/keeping/late_word.py.
 """
 
 from __future__ import annotations
@@ -77,5 +78,7 @@ class ExitWord:
         except (OSError, subprocess.SubprocessError) as error:
             worker_id = gone.worker_id
             log.error(
-                "the exit of %s is not sent again, its landing slots may stay in doubt: %r", worker_id, error
+                "no process repeats the exit notice of %s, its landing slots may stay in doubt: %r",
+                worker_id,
+                error,
             )

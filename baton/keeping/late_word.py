@@ -1,7 +1,7 @@
-"""`python -m baton.keeping.late_word`: repeats an exit notice that decode workers have not taken yet.
+"""`python -m baton.keeping.late_word`: repeats an exit notice until decode workers have acknowledged it.
 
 Standard input holds JSON: the configuration of the worker that exited, its id, pid and start time, and the decode
-workers that have not answered, as id and address (none: nobody has been told yet). The replica that sends the first
+workers that have not answered, as id and address (null: no notice has been sent yet). The replica that sends the first
 notice ends at once, so that Ray starts the next one; this process stays until every decode worker has answered or has
 left the registry, at most LATE_SECONDS. A stopped decode worker rejoins when it wakes, and keeps its landing slots in
 doubt until then.
@@ -62,7 +62,7 @@ def deliver(
     """Return when every target has answered or left, after `seconds`, or when the cluster's owner has gone."""
     notices = ExitNotices(worker_peers(config))
     deadline = time.monotonic() + seconds
-    while sessions.members(gone.pid, gone.began):  # killed, and in a driver's call that does not end yet
+    while sessions.members(gone.pid, gone.began):  # SIGKILL takes effect only when a driver's call returns
         if time.monotonic() > deadline or places.owner_gone(where):
             return
         time.sleep(POLL_SECONDS)

@@ -25,19 +25,19 @@ def started(pid: int) -> int:
 def detach(ready: Callable[[], None] = lambda: None) -> None:
     """Go on in a child process that leads a session of its own, with an empty standard input; this process exits.
 
-    Ray ends the children of each of its processes that ends, so what has to outlive one may not stay its child. The child
-    calls `ready` in its session, and only then this process exits, with code 1 if the child did not come so far.
+    When a Ray process ends, Ray ends its children too, so a process that has to outlive it must not stay its child. This
+    process exits after the child has called `ready` in its session; with code 1 if the child exits before that.
     """
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
     if os.fork():
-        os.close(tell)
-        os._exit(0 if os.read(told, 1) else 1)
+        os.close(writer)
+        os._exit(0 if os.read(reader, 1) else 1)
     os.setsid()
     ready()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.write(tell, b".")
-    os.close(tell)
-    os.close(told)
+    os.write(writer, b".")
+    os.close(writer)
+    os.close(reader)
 
 
 def members(pid: int, began: int) -> list[int]:

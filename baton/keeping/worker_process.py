@@ -43,7 +43,7 @@ def main(path: Path) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(path))
     listening.listen()
-    sessions.detach(listening.listen)  # again: then the kernel names the child to processes that connect
+    sessions.detach(listening.listen)  # again in the child: SO_PEERCRED names the process that called listen
     import uvloop
 
     from cluster import settings

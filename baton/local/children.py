@@ -51,9 +51,8 @@ class Child:
                 self.process.wait(deadline_seconds)
         if self.process.poll() is None:  # its pid is its own until it has been waited for
             self._kill_session()
-            with contextlib.suppress(
-                subprocess.TimeoutExpired
-            ):  # in a driver's call: the others are still to be stopped
+            # A process in a driver's call must not keep the other children from being stopped
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(REAP_SECONDS)
         self.reap()
 

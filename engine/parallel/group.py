@@ -74,8 +74,8 @@ class NullGroup:
 
 
 class _Together:
-    """Around each collective operation: turns its failure, which means a lost rank, into an InternalError, so that it
-    differs from exceptions of a rank's own computation."""
+    """Context of a collective operation: its failure means a lost rank and becomes an InternalError, which differs from
+    exceptions of a rank's own computation."""
 
     def __init__(self, arrivals: Arrivals):
         self._arrivals = arrivals

@@ -10,7 +10,7 @@ from router.tokens.stop import StopMatcher
 from router.tokens.tokenizer import ModelText
 from wire import common_pb2
 
-RESUMED_AT_ONCE = 256  # tokens: 1 to 5 ms
+RESUMED_AT_ONCE = 256  # tokens between two turns of the event loop: 1 to 5 ms
 _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -37,8 +37,8 @@ class ChoiceStream:
         self._stop = StopMatcher(completion.stop_strings, completion.include_stop_text)
 
     async def read_resumed(self) -> None:
-        """Before the first token: the text of what the client holds, in which stop strings may begin. As long as an
-        answer, so others have their turn in between."""
+        """Read the tokens that the client already holds, because stop strings may begin in their text. Call it before the
+        first token. They may be as long as a whole answer, so it yields to the event loop in between."""
         for count, token in enumerate(self.output, 1):
             self._stop.add(self._detokenizer.add(token))
             if count % RESUMED_AT_ONCE == 0:

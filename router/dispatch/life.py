@@ -128,7 +128,7 @@ class RequestLife:
             ):
                 if self._completion.rate_limits:
                     self.on_charged()
-                await self._choices[0].read_resumed()  # who resumes has one choice
+                await self._choices[0].read_resumed()  # a resumed request has one choice
                 await self._run_choices(self._choices)
         except TimeoutError:
             seconds = self._completion.deadline_seconds

@@ -98,12 +98,12 @@ def check(body: Mapping[str, Any], known: set[str], *, ignore_unknown: bool = Fa
 
 
 def check_counts(body: Mapping[str, Any], most: Mapping[str, int]) -> None:
-    """Refuse lists and objects with more entries than `most` has for their field, before anything walks over them: a body
-    has room for millions. Raises InvalidRequestError."""
+    """Refuse lists and objects with more entries than `most` allows for their field, before any loop over them: a body
+    can hold millions. Raises InvalidRequestError."""
     for name, limit in most.items():
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > limit:
-            message = f"{name}: at most {limit} are allowed"
+            message = f"{name}: at most {limit} entries are allowed"
             raise InvalidRequestError(message, field=name, limit=str(limit))
 
 

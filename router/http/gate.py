@@ -1,4 +1,4 @@
-"""What every HTTP request passes before the application sees it: who is it? What its key may see, the application decides.
+"""Authenticates every HTTP request before it reaches the application. The application checks what its key may access.
 
 Refusals are made from the head alone: the body has not been read, let alone parsed.
 """
@@ -14,11 +14,11 @@ from router.front import Front
 from router.http.errors import error_response
 from router.http.ui.pages import PATHS
 
-# Probes carry no keys, nor does a browser that fetches the page: what the page shows, it asks for with a key. What is
-# not named here needs one: also a path that does not exist.
+# Probes send no keys, nor does a browser that loads the page; the page's own requests for data send one. Every other
+# path requires a key, also one that does not exist.
 OPEN = frozenset({"/health", "/live", "/ready"})
-# They show every tenant's load and the workers' addresses. Checked by the route that answers (router/http/app.py): its
-# pattern matches "/metrics\n" too.
+# They show every tenant's load and the workers' addresses. The routes check the key (router/http/app.py), because their
+# patterns also match other spellings, such as "/metrics\n".
 ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live"})
 _CALLER = "baton.caller"
 

@@ -44,7 +44,7 @@ local TIE = 1.05
 local SWEPT = 4  -- slots of dead workers looked for in a call; a hot node is visited often
 local call = redis.call
 
--- The answer of call n lies in field n % ANSWERS, with n: calls that charge nothing leave no others behind.
+-- The answer of call n is kept with n in field n % ANSWERS: never more than ANSWERS, even if some calls are refused.
 local told = call('HMGET', KEYS[7], 'run', 'from', number % ANSWERS)
 local latest, kept = tonumber(told[1] or 0), told[3] and cmsgpack.unpack(told[3])
 if life < latest then return {-5} end

@@ -98,7 +98,7 @@ class Placement:
         self.calls = 0
         self.seconds = Histogram(CALL_SECONDS)  # of the script, as a request waits for it
         self.cost_terms = {name: Histogram(STAGE_SECONDS) for name in _TERMS}  # of the chosen pairs
-        # By the worker kind that prefills, and by what decided it
+        # By the role that prefills, and by the reason
         self.decided: Counter[tuple[str, ...]] = Counter(dict.fromkeys(_DECISIONS, 0))
         self.refused = Counter(dict.fromkeys(_REFUSALS, 0))  # by reason
         self.errors: Counter[str] = Counter()  # calls that Redis did not answer in time

@@ -24,7 +24,7 @@ def test_a_size_is_read_with_its_unit(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "1 PiB", "1 tit", "much", "inf", "nan"])
-def test_what_is_no_size_is_refused_by_its_flag(text):
+def test_an_invalid_size_is_refused_and_names_its_flag(text):
     with pytest.raises(ConfigError, match=r"--kv-memory .* is not a size") as refused:
         parse_bytes(text, "kv_memory")
     assert refused.value.field == "kv_memory"

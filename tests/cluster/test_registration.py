@@ -121,7 +121,7 @@ def test_one_that_leaves_between_two_lives_is_gone(redis_url, namespace):
     assert read_workers(redis_url, namespace) == []
 
 
-def test_a_redis_that_was_never_there_is_not_called_back(redis_url, namespace, monkeypatch, caplog):
+def test_the_first_connection_to_redis_is_not_logged_as_a_return(redis_url, namespace, monkeypatch, caplog):
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     caplog.set_level(logging.INFO, module.__name__)
     info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)

@@ -128,7 +128,7 @@ async def test_grpc_failures_are_counted_by_kind(router: StubRouter) -> None:
 
 
 @pytest.mark.parametrize("target", ["127.0.0.1:1", "http://127.0.0.1:1", "http://a..b:80"])
-async def test_nobody_there(target: str) -> None:
+async def test_an_unreachable_target_fails_every_request(target: str) -> None:
     report = await run(config(target, requests=2))
     assert report.failed == 2
     assert set(report.errors) <= {"connection", "grpc_unavailable"}

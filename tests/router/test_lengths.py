@@ -393,7 +393,7 @@ def test_wide_bodies_are_not_walked_over(one):
 
 
 @pytest.mark.parametrize("count", [1_000, 100_000])
-def test_long_bodies_are_scanned_beside_the_loop(count, monkeypatch):
+def test_long_bodies_are_scanned_on_a_thread(count, monkeypatch):
     threads = []
 
     def scan(raw: bytearray) -> int:

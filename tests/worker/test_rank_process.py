@@ -257,7 +257,7 @@ def test_a_rank_that_its_leader_kills_has_not_failed():
     assert process.killed and not remote._thread.is_alive() and not failures
 
 
-def test_who_sees_a_new_operation_never_sees_the_time_of_the_one_before():
+def test_a_new_operation_is_never_read_with_the_time_of_the_previous_one():
     """It would look as if the leader had waited since then."""
     counted: list[int] = []
 

@@ -41,7 +41,7 @@ async def worker(checkpoint):
         await made.stop()
 
 
-async def test_a_request_that_every_rank_fails_of_is_named_as_the_cause(worker):
+async def test_a_request_that_raises_in_every_rank_is_reported_as_the_cause(worker):
     core = worker._core
     execute = core.runner.execute
 
@@ -97,7 +97,7 @@ def rank_main(rank: int, pipe: Connection) -> None:
     ranks.rank_main(rank, pipe, SimpleNamespace(engine=None), 1, "")
 
 
-def test_a_rank_that_ends_with_another_one_names_no_request():
+def test_a_rank_that_ends_because_another_was_lost_reports_no_exception():
     failures: list[Exception] = []
     remote = spawn_rank(1, rank_main)
     remote.on_failed = failures.append
@@ -109,7 +109,7 @@ def test_a_rank_that_ends_with_another_one_names_no_request():
     assert [(type(one), str(one)) for one in failures] == [(InternalError, "rank 1 has died")]
 
 
-def test_an_operation_that_the_ranks_could_not_finish_has_a_name():
+def test_a_failed_collective_operation_raises_an_internal_error():
     together = _Together(Arrivals())
     with (
         pytest.raises(InternalError, match="a rank of the group was lost: Connection closed by peer"),

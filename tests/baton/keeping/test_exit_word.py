@@ -180,8 +180,8 @@ def test_the_facts_of_a_worker_are_beside_its_socket_until_cleared(tmp_path: Pat
     assert place.facts() is None
 
 
-def test_a_notice_that_raises_keeps_no_successor_from_its_start(tmp_path: Path, caplog):
-    """It would fail at the same dead worker again and again."""
+def test_a_successor_starts_although_the_exit_notice_raises(tmp_path: Path, caplog):
+    """Otherwise every successor would fail at the same dead worker."""
     place = Place.new(tmp_path, "key")
     place.door.touch()
     place.write_facts("p1")

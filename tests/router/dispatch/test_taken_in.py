@@ -97,7 +97,7 @@ async def test_tokens_need_the_ticket(services, shown):
     assert not caught.value.retryable
 
 
-async def test_others_have_their_turn_while_a_long_answer_is_resumed(services):
+async def test_the_event_loop_runs_other_tasks_while_a_long_answer_is_resumed(services):
     turns = 0
 
     async def count() -> None:
