@@ -40,7 +40,8 @@ class LoadConfig(_Frozen):
     targets: tuple[str, ...] = Field((), description="servers; sessions take them in turn")
     model: str = Field("", description="empty = the first one the server names")
 
-    rate: float | None = Field(None, gt=0, description="requests a second, all sessions together")
+    # More than one process can send; the schedule is a list, made before the run.
+    rate: float | None = Field(None, gt=0, le=100_000, description="requests a second, all sessions together")
     arrival: Arrival = "poisson"
     concurrency: int = Field(8, ge=1)
     requests: int | None = Field(None, ge=1)

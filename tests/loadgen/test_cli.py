@@ -98,6 +98,7 @@ def test_a_wrong_flag_is_refused_before_anything_is_sent(
         (["--requests", "0"], "requests"),
         (["--extra-body", "{"], "extra-body"),
         (["--seconds", "-1"], "seconds"),
+        (["--rate", "1e300"], "rate"),
     ],
 )
 def test_bad_flags_are_named(flags: list[str], said: str) -> None:
