@@ -179,11 +179,12 @@ def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
 ) -> None:
     model, cluster = running.model, running.cluster
     with router_beside(cluster, model, tmp_path / "router.json") as (process, facts):
-        prompt, pids = prompt_ids(60, seed=31), pids_of(cluster)
+        prompt = prompt_ids(60, seed=31)
         with Client(facts["grpc"]) as client:
             stream = client.stream(prompt, max_tokens=LONG, **OPTIONS)
             next(stream)
-            pid = pids[next(worker for worker in stream.worker_ids if worker.startswith("decode"))]
+            decode = next(worker for worker in stream.worker_ids if worker.startswith("decode"))
+            pid = pids_of(cluster)[decode]  # now: a successor may have registered after the router started
             os.kill(pid, signal.SIGSTOP)  # so that the stream is still there whatever the rest takes
             try:
                 # As the preStop hook of its pod does it.
