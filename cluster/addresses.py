@@ -7,6 +7,8 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
+import psutil
+
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 _ANY_PORT = 9  # nothing is sent: the kernel only chooses a route
 
@@ -25,15 +27,15 @@ def advertised(host: str, advertise_host: str, redis_url: str) -> str:
     """
     if advertise_host or host not in WILDCARDS:
         return advertise_host or host
-    return _source_address(_redis_host(redis_url)) or ("::1" if host == "::" else "127.0.0.1")
+    return source_address(_redis_host(redis_url)) or ("::1" if host == "::" else "127.0.0.1")
 
 
 def _redis_host(redis_url: str) -> str:
     return "" if redis_url.startswith("unix:") else urlsplit(redis_url).hostname or ""
 
 
-def _source_address(peer: str) -> str:
-    """Empty where the peer has no address yet, or no route leads there."""
+def source_address(peer: str) -> str:
+    """This machine's address on the way to `peer`. Empty where the peer has no address yet, or no route leads there."""
     if not peer:
         return ""
     with contextlib.suppress(OSError):
@@ -41,4 +43,27 @@ def _source_address(peer: str) -> str:
             with contextlib.suppress(OSError), socket.socket(family, kind) as sock:
                 sock.connect(address)
                 return str(ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]))
+    return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name `localhost`, stays inside this machine."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
+def interface_of(host: str) -> str:
+    """The network interface of this machine that has the address of `host`; empty where none has."""
+    if is_loopback(host):
+        return _interface_with({"127.0.0.1", "::1"})  # 127.0.0.2 is loopback's too, and on no list
+    with contextlib.suppress(OSError):
+        return _interface_with({str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)})
+    return ""
+
+
+def _interface_with(addresses: set[str]) -> str:
+    for name, own in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] in addresses for one in own):
+            return name
     return ""

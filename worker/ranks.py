@@ -159,7 +159,14 @@ def _group(config: WorkerConfig, rank: int, address: str) -> TpGroup:
 
 def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) -> tuple[Rank, list[int]]:
     """The rank's end of hand-offs; a sender is also its runner's export sink."""
-    transport = open_endpoint(config.transfer, config.worker_id, epoch, rank)
+    transport = open_endpoint(
+        config.transfer,
+        config.worker_id,
+        epoch,
+        rank,
+        host=advertised(config.host, config.advertise_host, config.redis_url),
+        tls=config.tls_cert is not None,
+    )
     faults = open_faults(config.fault_orders, config.worker_id)
     if config.role == "prefill":
         sender = SenderRank(

@@ -1,40 +1,145 @@
-"""A rank's NIXL endpoint listens only on the ports that a firewall knows, and does without TCP where RDMA is required."""
+"""A rank's NIXL endpoint listens only on the interface of its worker and the ports that a firewall knows, and does
+without TCP where RDMA is required, or where nobody asked for what authenticates no peer."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from pydantic import ValidationError
 
+from cluster.addresses import interface_of, is_loopback
 from cluster.config import TransferConfig
 from cluster.errors import ConfigError
-from worker.endpoints import RDMA_TLS, open_endpoint
+from worker import endpoints
+from worker.endpoints import RDMA_TLS, _ucx_settings, open_endpoint
 
 LISTENS = """
-import json, os, psutil
+import json, os, sys, psutil
 from cluster.config import TransferConfig
 from worker.endpoints import open_endpoint
 
-endpoint = open_endpoint(TransferConfig(port_range="41000-41999"), "worker", 1, 0)
-assert endpoint is not None
-connections = psutil.Process().net_connections("tcp")
-print(json.dumps([c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN]), flush=True)
+settings = json.loads(sys.argv[1])
+endpoint = open_endpoint(TransferConfig(**settings["transfer"]), "worker", 1, 0, **settings["reach"])
+connections = psutil.Process().net_connections("inet")
+listens = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN or c.type == 2]
+print(json.dumps([endpoint is not None, listens]), flush=True)
 os._exit(0)
 """
 
 
-def test_nixl_keeps_to_the_port_range() -> None:
-    # In a process of its own: UCX reads its environment once.
+def listens(transfer: dict[str, Any], environment: dict[str, str] | None = None, **reach: Any) -> Any:
+    """Whether there is an agent, and its listening sockets. In a process of its own: UCX's threads outlive an agent."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     done = subprocess.run(
-        [sys.executable, "-c", LISTENS], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", LISTENS, json.dumps({"transfer": transfer, "reach": reach})],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**clean, **(environment or {})},
     )
-    ports = json.loads(done.stdout.splitlines()[-1])
-    assert ports and all(41000 <= port <= 41999 for port in ports)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def another_address() -> str:
+    """One of this machine's that is not loopback's."""
+    found = [
+        one.address
+        for addresses in psutil.net_if_addrs().values()
+        for one in addresses
+        if one.family == socket.AF_INET and not is_loopback(one.address)
+    ]
+    if not found:
+        pytest.skip("this machine has loopback only")
+    return found[0]
+
+
+def test_nixl_keeps_to_the_port_range() -> None:
+    there, sockets = listens({"port_range": "41000-41999"})
+    assert there and sockets and all(41000 <= port <= 41999 for _, port in sockets)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.3", "::1", "localhost"])
+def test_a_worker_on_loopback_opens_no_port_elsewhere(host: str) -> None:
+    there, sockets = listens({}, host=host)
+    assert there and sockets and all(is_loopback(address) for address, _ in sockets)
+
+
+def test_a_worker_opens_ports_on_its_own_interface_only() -> None:
+    own = another_address()
+    there, sockets = listens({}, host=own)
+    assert there and own in {address for address, _ in sockets}
+    interface = interface_of(own)
+    allowed = {one.address.partition("%")[0] for one in psutil.net_if_addrs()[interface]}
+    assert {address for address, _ in sockets} <= allowed
+
+
+def test_what_the_operator_tells_ucx_is_kept() -> None:
+    _, sockets = listens({}, {"UCX_NET_DEVICES": "lo"}, host=another_address())
+    assert sockets and all(is_loopback(address) for address, _ in sockets)
+
+
+def test_the_address_of_no_interface_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    assert "UCX_NET_DEVICES" not in _ucx_settings(TransferConfig(), "192.0.2.77", False)
+    assert "192.0.2.77" in caplog.text and "UCX_NET_DEVICES" in caplog.text
+
+
+def test_with_tls_nothing_listens_for_nixl_unless_it_is_named(tmp_path: Path) -> None:
+    assert listens({"transport": "auto"}, tls=True) == [False, []]
+    there, sockets = listens({"transport": "nixl"}, tls=True)
+    assert there and sockets
+
+
+def test_with_tls_a_pair_that_requires_nixl_names_the_setting(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(endpoints, "RDMA_DEVICES", tmp_path)
+    with pytest.raises(ConfigError, match="transport: nixl"):
+        open_endpoint(TransferConfig(require_transport="nixl"), "worker", 1, 0, tls=True)
+
+
+@pytest.fixture
+def rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has two RDMA ports, as far as /sys tells."""
+    for port in ("mlx5_0/ports/1", "mlx5_1/ports/2"):
+        (tmp_path / port).mkdir(parents=True)
+    monkeypatch.setattr(endpoints, "RDMA_DEVICES", tmp_path)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    monkeypatch.delenv("UCX_TLS", raising=False)
+
+
+@pytest.mark.usefixtures("rdma")
+def test_with_rdma_tls_and_auto_leave_ucx_no_tcp() -> None:
+    own = another_address()
+    settings = _ucx_settings(TransferConfig(), own, True)
+    assert settings == {
+        "UCX_TLS": RDMA_TLS,
+        "UCX_NET_DEVICES": f"{interface_of(own)},mlx5_0:1,mlx5_1:2",
+    }
+    assert _ucx_settings(TransferConfig(), "127.0.0.1", False) == {"UCX_NET_DEVICES": "lo"}
+
+
+@pytest.mark.usefixtures("rdma")
+def test_with_tls_and_auto_the_operator_may_not_allow_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "rc,tcp")
+    with pytest.raises(ConfigError, match="allows tcp, transport: auto with TLS does not") as refused:
+        open_endpoint(TransferConfig(), "worker", 1, 0, tls=True)
+    assert refused.value.field == "transfer.transport"
+
+
+def test_other_processes_do_not_inherit_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    with endpoints._environment({"UCX_TLS": "sm", "UCX_NET_DEVICES": "lo"}):
+        assert (os.environ["UCX_TLS"], os.environ["UCX_NET_DEVICES"]) == ("sm", "lo")
+    assert os.environ["UCX_TLS"] == "tcp,self" and "UCX_NET_DEVICES" not in os.environ
 
 
 REQUIRES = """
