@@ -1,4 +1,5 @@
-"""What a leader tells its ranks' hand-off endpoints, and what they tell it: plain, picklable data.
+"""What a leader tells its ranks' hand-off endpoints, and what they tell it: plain data, of types that msgpack has
+(worker/rank_pipe.py).
 
 A rank may live in its leader's process or in another one; neither side can tell.
 """
@@ -155,7 +156,7 @@ class ProbeFailed:
 class ExpectTransfer:
     """Where this rank's parts of a transfer go, valid until ForgetTransfer.
 
-    Sent once per transfer and not with each part: a long prompt has thousands of blocks, and the message is pickled for
+    Sent once per transfer and not with each part: a long prompt has thousands of blocks, and the message is encoded for
     a rank in another process.
     """
 

@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 import torch
 
-from cluster.addresses import advertised
+from cluster.addresses import advertised, source_address
 from cluster.config import WorkerConfig
 from cluster.errors import SetupError
+from worker.rank_pipe import RankPipe
 from worker.rank_process import START_SECONDS, RemoteRank
 
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
+LOOK_SECONDS = 0.5
+HANDSHAKE_SECONDS = 10.0
+MAX_HANDSHAKES = 64  # at the same time; one more ends the oldest
+RANK_BYTES = 4
+SECRETS = {"secret", "secret_file", "redis_url", "redis_password", "redis_password_file"}
 
 
 class RankHost:
@@ -36,9 +44,10 @@ class RankHost:
     ) -> None:
         from worker.ranks import rank_main
 
-        pipe: Any = Client(leader, authkey=key)
-        pipe.send(rank)
-        rank_main(rank, pipe, WorkerConfig.model_validate(config), epoch, group)
+        connection: Any = Client(leader, authkey=key)
+        connection.send_bytes(rank.to_bytes(RANK_BYTES, "big"))
+        settings = WorkerConfig.model_validate({**config, "advertise_host": source_address(leader[0])})
+        rank_main(rank, connection, settings, epoch, group)
 
 
 class RankActor:
@@ -63,52 +72,87 @@ class RankActor:
 
 
 class Door:
-    """Where far ranks come to. Raises SetupError from `wait` when one does not."""
+    """Where far ranks connect. `wait` raises SetupError when one does not.
+
+    Handshakes are bounded in time and number, and nothing that a peer sends is unpickled.
+    """
 
     def __init__(self, host: str):
         self.key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self._listener.settimeout(LOOK_SECONDS)
         self._come: queue.Queue[tuple[int, Connection]] = queue.Queue()
+        self._lock = threading.Lock()
+        self._handshakes: dict[socket.socket, float] = {}  # the oldest first: when each ends at the latest
+        self._closed = False
         threading.Thread(target=self._accept, name="far-ranks", daemon=True).start()
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self._listener.address
+        host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
+            self._end_overdue()
             try:
-                pipe = self._listener.accept()
-            except ConnectionError:  # closed before it was accepted
+                peer, _ = self._listener.accept()
+                connection: Any = Connection(os.dup(peer.fileno()))
+            except (TimeoutError, ConnectionError):  # nobody came, or was gone before it was accepted
                 continue
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._admit, args=(pipe,), name="far-rank-door", daemon=True).start()
+            except OSError as error:
+                if not self._closed:  # no descriptor is free, for example
+                    log.warning("the port for ranks does not accept: %s", error)
+                    time.sleep(LOOK_SECONDS)
+                continue
+            peer.settimeout(None)
+            with self._lock:
+                self._handshakes[peer] = time.monotonic() + HANDSHAKE_SECONDS
+            threading.Thread(
+                target=self._admit, args=(peer, connection), name="far-rank-door", daemon=True
+            ).start()
 
-    def _admit(self, pipe: Any) -> None:
+    def _end_overdue(self) -> None:
+        """Ends handshakes that take too long, and the oldest where there are too many."""
+        now = time.monotonic()
+        with self._lock:
+            excess = len(self._handshakes) - MAX_HANDSHAKES
+            for number, (peer, until) in enumerate(self._handshakes.items()):
+                if number < excess or until <= now:
+                    with contextlib.suppress(OSError):  # it has hung up
+                        peer.shutdown(socket.SHUT_RDWR)
+
+    def _admit(self, peer: socket.socket, connection: Any) -> None:
         """Authenticate one peer, on a thread of its own, because a silent peer would hold up the ranks."""
         try:
-            deliver_challenge(pipe, self.key)
-            answer_challenge(pipe, self.key)
-            self._come.put((pipe.recv(), pipe))
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
+            rank = int.from_bytes(connection.recv_bytes(RANK_BYTES), "big")
         except (AuthenticationError, EOFError, OSError) as error:
             log.warning("a connection to the port for ranks was refused: %r", error)
-            pipe.close()
+            connection.close()
+        else:
+            self._come.put((rank, connection))
+        finally:
+            with self._lock:
+                del self._handshakes[peer]
+                peer.close()
 
     def wait(self, ranks: Sequence[int]) -> dict[int, Connection]:
         deadline = time.monotonic() + START_SECONDS
-        pipes: dict[int, Connection] = {}
-        while set(pipes) != set(ranks):
+        connections: dict[int, Connection] = {}
+        while set(connections) != set(ranks):
             try:
-                rank, pipe = self._come.get(timeout=max(0.0, deadline - time.monotonic()))
+                rank, connection = self._come.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                missing = sorted(set(ranks) - set(pipes))
+                missing = sorted(set(ranks) - set(connections))
                 raise SetupError(f"ranks {missing} did not come within {START_SECONDS:.0f} s") from None
-            pipes[rank] = pipe
-        return pipes
+            connections[rank] = connection
+        return connections
 
     def close(self) -> None:
+        self._closed = True
         self._listener.close()
 
 
@@ -127,13 +171,19 @@ def place_ranks(config: WorkerConfig, epoch: int, group: str, ranks: range) -> l
         processes = {}
         for number, rank in enumerate(ranks):
             actor = _actor(places, number // each, gpus)
-            described = config.model_dump(mode="json")
+            described = without_secrets(config)
             ended = actor.run.remote(rank, door.address, door.key, described, epoch, group)
             processes[rank] = RankActor(actor, ended)
-        pipes = door.wait(ranks)
+        connections = door.wait(ranks)
     finally:
         door.close()
-    return [RemoteRank(rank, pipes[rank], processes[rank]) for rank in ranks]
+    return [RemoteRank(rank, RankPipe(connections[rank]), processes[rank]) for rank in ranks]
+
+
+def without_secrets(config: WorkerConfig) -> dict[str, Any]:
+    """What a rank needs to know. It travels through Ray, which keeps arguments, so no secret is in it: a rank computes,
+    and its leader alone talks to Redis and hashes blocks."""
+    return config.model_dump(mode="json", exclude=SECRETS)
 
 
 def _connect(address: str) -> None:

@@ -7,8 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
+
+from worker.rank_pipe import RankPipe
 
 # Far above what hand-offs have in flight (parts are bounded by landing slots): a rank with so many unread has failed.
 MAX_MESSAGES = 8192
@@ -19,7 +20,7 @@ class RankOutbox:
 
     def __init__(
         self,
-        pipe: Connection,
+        pipe: RankPipe,
         name: str,
         max_messages: int = MAX_MESSAGES,
         clock: Callable[[], float] = time.monotonic,

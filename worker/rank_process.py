@@ -21,14 +21,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.errors import InternalError, SetupError
 from engine.parallel.group import Arrivals
 from worker.rank_outbox import RankOutbox
+from worker.rank_pipe import Beat, Close, Failed, Leaving, Raised, RankHello, RankPipe, Ready
 
 log = logging.getLogger(__name__)
 START_SECONDS = 300.0
@@ -48,42 +47,8 @@ class RankEndpoint(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Ready:
-    hello: Any  # what the endpoint wants its leader to know (for example its agent's metadata)
-
-
-@dataclass(frozen=True)
-class _Failed:
-    reason: str
-
-
-@dataclass(frozen=True)
-class _Raised:
-    """The rank's part of a step raised, and its process ends."""
-
-    name: str
-
-
 class RankRaised(Exception):
     """At the leader: a rank raised in its part of a step. The text is the name of the exception's class."""
-
-
-@dataclass(frozen=True)
-class _Leaving:
-    """The rank's place is about to go."""
-
-
-@dataclass(frozen=True)
-class _Beat:
-    """Sent every BEAT_SECONDS while the process runs. `arrived`: collective operations entered so far."""
-
-    arrived: int
-
-
-@dataclass(frozen=True)
-class _Close:
-    pass
 
 
 class RankProcess(Protocol):
@@ -112,15 +77,15 @@ class SpawnedProcess:
 
 
 def spawn_rank(rank: int, target: Callable[..., None], *arguments: Any) -> RemoteRank:
-    """Starts `target(rank, pipe, *arguments)` in a process beside this one."""
+    """Starts `target(rank, connection, *arguments)` in a process beside this one."""
     context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
+    connection, theirs = context.Pipe()
     process = context.Process(
         target=target, args=(rank, theirs, *arguments), name=f"rank-{rank}", daemon=True
     )
     process.start()
     theirs.close()
-    return RemoteRank(rank, pipe, SpawnedProcess(process))
+    return RemoteRank(rank, RankPipe(connection), SpawnedProcess(process))
 
 
 class RemoteRank:
@@ -129,7 +94,7 @@ class RemoteRank:
     def __init__(
         self,
         rank: int,
-        pipe: Connection,
+        pipe: RankPipe,
         process: RankProcess,
         outbox: RankOutbox | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -142,7 +107,6 @@ class RemoteRank:
         self._heard = clock()
         self._arrived = 0
         self.failure = ""  # the reason, once it has failed
-        self.hello: Any = None
         self.on_event: Callable[[Any], None] = lambda event: None
         self.on_failed: Callable[[Exception], None] = lambda error: None  # called once, on any thread
         self.on_leaving: Callable[[], None] = lambda: None  # perhaps more than once
@@ -150,20 +114,22 @@ class RemoteRank:
         self._failing = threading.Lock()
         self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}-pipe", daemon=True)
 
-    def wait_ready(self) -> None:
+    def wait_ready(self) -> RankHello:
         """Raises SetupError if the rank does not come up."""
         try:
             if not self._pipe.poll(START_SECONDS):
                 raise SetupError(f"rank {self.rank} did not start within {START_SECONDS:.0f} s")
             first = self._pipe.recv()
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             raise SetupError(f"rank {self.rank} died while starting") from error
-        if isinstance(first, _Failed):
+        if isinstance(first, Failed):
             raise SetupError(f"rank {self.rank} could not start: {first.reason}")
-        self.hello = first.hello
+        if not isinstance(first, Ready):
+            raise SetupError(f"rank {self.rank} began with {type(first).__name__}")
         self._heard = self._clock()
         self._thread.start()
         self._outbox.start()
+        return first.hello
 
     def handle(self, message: Any) -> None:
         """Send a message without waiting. A rank that leaves too many unread has failed."""
@@ -185,7 +151,7 @@ class RemoteRank:
     def start_closing(self) -> None:
         """The rank's engine loop has been told to stop by its leader's group; this ends the rest."""
         self.expect_end()
-        self._outbox.put(_Close())
+        self._outbox.put(Close())
 
     def end(self, seconds: float) -> None:
         """Wait for the process to exit, then kill it; call `start_closing` first."""
@@ -210,18 +176,18 @@ class RemoteRank:
                 self._fail(f"rank {self.rank} has died")
                 return
             self._heard = self._clock()
-            if isinstance(event, _Beat):
+            if isinstance(event, Beat):
                 self._arrived = event.arrived
-            elif isinstance(event, _Leaving):
+            elif isinstance(event, Leaving):
                 self.on_leaving()
-            elif isinstance(event, _Raised):
+            elif isinstance(event, Raised):
                 self._fail(f"rank {self.rank} has failed in a step: {event.name}", event.name)
             else:
                 self.on_event(event)
 
 
 def serve_pipe(
-    pipe: Connection, endpoint: RankEndpoint, hello: Any, arrivals: Arrivals
+    pipe: RankPipe, endpoint: RankEndpoint, hello: RankHello, arrivals: Arrivals
 ) -> Callable[[Exception], None]:
     """Rank side: report readiness to the leader, then pass messages both ways and send beats, on threads.
 
@@ -234,7 +200,7 @@ def serve_pipe(
             pipe.send(event)
 
     endpoint.on_event = send
-    send(_Ready(hello))
+    send(Ready(hello))
     threading.Thread(target=_receive, args=(pipe, endpoint), name="leader-pipe", daemon=True).start()
     threading.Thread(target=_beat, args=(arrivals, send), name="beats", daemon=True).start()
     if LEAVING_FILE in os.environ:
@@ -244,7 +210,7 @@ def serve_pipe(
 
     def tell_raised(error: Exception) -> None:
         with contextlib.suppress(OSError):  # the leader is gone
-            send(_Raised(type(error).__name__))
+            send(Raised(type(error).__name__))
 
     return tell_raised
 
@@ -252,7 +218,7 @@ def serve_pipe(
 def _beat(arrivals: Arrivals, send: Callable[[Any], None]) -> None:
     with contextlib.suppress(OSError):  # the leader is gone: `_receive` ends this process
         while True:
-            send(_Beat(arrivals.count))
+            send(Beat(arrivals.count))
             time.sleep(BEAT_SECONDS)
 
 
@@ -262,16 +228,16 @@ def _tell_leaving(file: Path, send: Callable[[Any], None]) -> None:
         while True:
             time.sleep(LEAVING_LOOK_SECONDS)
             if file.exists():
-                send(_Leaving())
+                send(Leaving())
 
 
-def report_failure(pipe: Connection, error: BaseException) -> None:
-    pipe.send(_Failed(f"{type(error).__name__}: {error}"))
+def report_failure(pipe: RankPipe, error: BaseException) -> None:
+    pipe.send(Failed(f"{type(error).__name__}: {error}"))
 
 
-def _receive(pipe: Connection, endpoint: RankEndpoint) -> None:
+def _receive(pipe: RankPipe, endpoint: RankEndpoint) -> None:
     try:
-        while not isinstance(message := pipe.recv(), _Close):
+        while not isinstance(message := pipe.recv(), Close):
             endpoint.handle(message)
         endpoint.close()
     except (EOFError, OSError):

@@ -23,13 +23,14 @@ from cluster.config import WorkerConfig
 from cluster.errors import BatonError, ConfigError, InternalError, SetupError
 from cluster.faults.orders import open_faults
 from engine.build import check, load_runner
-from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
+from engine.parallel.group import DistributedGroup, NullGroup, TpGroup, listen_at
 from engine.runner import ModelRunner
 from kv_transfer.messages import PeerRank
 from kv_transfer.ranks import Rank
 from kv_transfer.receiver_rank import ReceiverRank
 from kv_transfer.sender_rank import SenderRank
 from worker.endpoints import open_endpoint
+from worker.rank_pipe import RankHello, RankPipe
 from worker.rank_process import END_SECONDS, START_SECONDS, RemoteRank, report_failure, serve_pipe, spawn_rank
 from worker.rank_watch import LOOK_SECONDS, QUIET_SECONDS, RankWatch
 
@@ -80,19 +81,12 @@ class Ranks:
             rank.end(max(0.0, deadline - time.monotonic()))
 
 
-@dataclass(frozen=True)
-class _Hello:
-    """What a rank tells its leader when it is ready."""
-
-    peer: PeerRank
-    addresses: list[int]
-
-
 class _RemoteEndpoint:
     """A RemoteRank with the face of an endpoint."""
 
-    def __init__(self, remote: RemoteRank):
+    def __init__(self, remote: RemoteRank, hello: PeerRank):
         self._remote = remote
+        self.hello = hello
 
     @property
     def on_event(self) -> Any:
@@ -101,11 +95,6 @@ class _RemoteEndpoint:
     @on_event.setter
     def on_event(self, callback: Any) -> None:
         self._remote.on_event = callback
-
-    @property
-    def hello(self) -> PeerRank:
-        peer: PeerRank = self._remote.hello.peer
-        return peer
 
     def handle(self, message: Any) -> None:
         self._remote.handle(message)
@@ -121,21 +110,20 @@ def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
         raise ConfigError(f"tensor_parallel {size} can't be shared by {nodes} nodes", field="nodes")
     check(config.engine)
     host = "127.0.0.1" if nodes == 1 else advertised(config.host, config.advertise_host, config.redis_url)
-    address = f"{host}:{_free_port(host)}" if size > 1 else ""
+    address, listener = listen_at(host) if size > 1 else ("", None)
     here = size // nodes
     remote = [spawn_rank(rank, rank_main, config, epoch, address) for rank in range(1, here)]
     if nodes > 1:
         from worker.far_ranks import place_ranks  # Ray takes a second to import
 
         remote += place_ranks(config, epoch, address, range(here, size))
-    runner = load_runner(config.engine, _group(config, 0, address), beside_bytes=_beside(config))
-    for rank in remote:
-        rank.wait_ready()
+    runner = load_runner(config.engine, _group(config, 0, address, listener), beside_bytes=_beside(config))
+    hellos = [rank.wait_ready() for rank in remote]
     own, addresses = _endpoint(config, epoch, 0, runner)
     return Ranks(
         runner,
-        [own, *(_RemoteEndpoint(rank) for rank in remote)],
-        [addresses, *(rank.hello.addresses for rank in remote)],
+        [own, *(_RemoteEndpoint(rank, hello.peer) for rank, hello in zip(remote, hellos, strict=True))],
+        [addresses, *(hello.addresses for hello in hellos)],
         remote,
         RankWatch(remote, runner.arrivals),
     )
@@ -147,14 +135,14 @@ def _beside(config: WorkerConfig) -> int:
     return transfer.staging_bytes if config.role == "prefill" else transfer.ring_max_bytes
 
 
-def _group(config: WorkerConfig, rank: int, address: str) -> TpGroup:
+def _group(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> TpGroup:
     size = config.engine.tensor_parallel
     if size == 1:
         return NullGroup()
     cuda = config.engine.device == "cuda" or (config.engine.device == "auto" and torch.cuda.is_available())
     # A node's ranks are its GPUs in order; a far rank sees one GPU only.
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    return DistributedGroup(rank, size, address, device)
+    return DistributedGroup(rank, size, address, device, listener)
 
 
 def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) -> tuple[Rank, list[int]]:
@@ -191,15 +179,16 @@ def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) 
     return receiver, receiver.first_addresses
 
 
-def rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, address: str) -> None:
+def rank_main(rank: int, connection: Connection, config: WorkerConfig, epoch: int, address: str) -> None:
     """Main of a rank's process, wherever it runs."""
+    pipe = RankPipe(connection)
     try:
         runner = load_runner(config.engine, _group(config, rank, address), beside_bytes=_beside(config))
         endpoint, addresses = _endpoint(config, epoch, rank, runner)
     except Exception as error:
         report_failure(pipe, error)
         os._exit(1)
-    tell_raised = serve_pipe(pipe, endpoint, _Hello(endpoint.hello, addresses), runner.arrivals)
+    tell_raised = serve_pipe(pipe, endpoint, RankHello(endpoint.hello, addresses), runner.arrivals)
     try:
         runner.serve()
     except BaseException as error:
@@ -209,9 +198,3 @@ def rank_main(rank: int, pipe: Connection, config: WorkerConfig, epoch: int, add
         if isinstance(error, Exception) and not isinstance(error, BatonError):
             tell_raised(error)
         os._exit(1)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cluster.addresses import interface_of, source_address
 from cluster.errors import InternalError, SetupError
+from engine.plan import StepPlan
 
 # A rank waits for its leader's next step as long as nobody asks anything; a dead leader is noticed by the pipe
 # between the two (worker/rank_process.py), a rank that hangs by its beats and arrivals (worker/rank_watch.py), not by
@@ -47,8 +51,8 @@ class TpGroup(Protocol):
     def gather_last(self, x: Tensor) -> Tensor:
         """Concatenates the ranks' last dimensions, in order of rank."""
 
-    def share(self, message: Any) -> Any:
-        """The leader's message, at every rank."""
+    def share(self, plan: StepPlan | None) -> StepPlan | None:
+        """The leader's plan, at every rank; None = stop."""
 
     def close(self) -> None: ...
 
@@ -66,8 +70,8 @@ class NullGroup:
     def gather_last(self, x: Tensor) -> Tensor:
         return x
 
-    def share(self, message: Any) -> Any:
-        return message
+    def share(self, plan: StepPlan | None) -> StepPlan | None:
+        return plan
 
     def close(self) -> None:
         return
@@ -92,18 +96,30 @@ class DistributedGroup:
     """gloo on CPUs, NCCL on CUDA. Every rank of the process group must be made with the same address."""
 
     def __init__(
-        self, rank: int, size: int, address: str, device: torch.device, join_seconds: float = JOIN_SECONDS
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        device: torch.device,
+        listener: socket.socket | None = None,
+        join_seconds: float = JOIN_SECONDS,
     ):
-        """`address` is host:port of the leader's store. Raises SetupError if not everybody comes there in time."""
+        """`address` is host:port of the leader's store, `listener` the leader's socket that listens there.
+
+        Raises SetupError if not everybody comes there in time.
+        """
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # objects are broadcast through the current one
-        elif address.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            torch.cuda.set_device(device)  # the communicator is this device's
         host, _, port = address.rpartition(":")
+        _listen_only_towards(host)
         patience = datetime.timedelta(seconds=join_seconds)
+        # torch's own socket would listen on every interface.
+        descriptor = listener.detach() if listener is not None else None
         try:
             # Made here, because the group's own time-out, which is none, would hold for the meeting as well.
-            store = dist.TCPStore(host, int(port), size, rank == 0, timeout=patience)  # type: ignore[attr-defined]
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, int(port), size, rank == 0, timeout=patience, master_listen_fd=descriptor
+            )
         except dist.DistError as error:
             reason = str(error).splitlines()[0]
             raise SetupError(
@@ -121,6 +137,9 @@ class DistributedGroup:
         self.size = size
         self.arrivals = Arrivals()
         self._together = _Together(self.arrivals)
+        self._device = device
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(StepPlan | None)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with self._together:
@@ -133,14 +152,39 @@ class DistributedGroup:
             dist.all_gather(pieces, own)
         return torch.cat(pieces, -1)
 
-    def share(self, message: Any) -> Any:
-        box = [message]
+    def share(self, plan: StepPlan | None) -> StepPlan | None:
+        """Not as a pickle, as torch broadcasts objects: the backends' sockets authenticate nobody."""
+        encoded = self._encoder.encode(plan) if self.rank == 0 else b""
+        size = torch.tensor([len(encoded)], device=self._device)
         with self._together:
-            dist.broadcast_object_list(box, src=0)
-        return box[0]
+            dist.broadcast(size, src=0)
+        content = (
+            torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+            if encoded
+            else torch.empty(int(size), dtype=torch.uint8)
+        )
+        content = content.to(self._device)
+        with self._together:
+            dist.broadcast(content, src=0)
+        return plan if self.rank == 0 else self._decoder.decode(content.cpu().numpy().data)
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def listen_at(host: str) -> tuple[str, socket.socket]:
+    """A socket for the leader's store, on this address only, and host:port of it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    return f"{host}:{listener.getsockname()[1]}", listener
+
+
+def _listen_only_towards(leader: str) -> None:
+    """gloo and NCCL open ports on the interface that leads to the leader, unless the operator named others."""
+    own = interface_of(leader) or interface_of(source_address(leader))
+    if own:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", own)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={own}")
 
 
 def kv_head_range(rank: int, size: int, num_kv_heads: int) -> tuple[int, int]:

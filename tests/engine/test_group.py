@@ -1,21 +1,61 @@
-"""Ranks that do not meet: whoever came says so, and does not wait for ever."""
+"""The group of a worker's ranks: how they meet, what they listen on, and how a plan reaches all of them."""
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from cluster.errors import SetupError
-from engine.parallel.group import DistributedGroup
+from engine.parallel.group import DistributedGroup, listen_at
+from engine.plan import BlockCopy, PlanItem, StepPlan
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_comes_alone_says_so(rank):
     """Of two: the leader whose rank died on the way, and the rank whose leader did."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{sock.getsockname()[1]}"
+    address, listener = listen_at("127.0.0.1")
+    if rank:
+        listener.close()
     with pytest.raises(SetupError, match=f"rank {rank} of 2 did not meet the others at {address}"):
-        DistributedGroup(rank, 2, address, torch.device("cpu"), join_seconds=1.0)
+        DistributedGroup(
+            rank, 2, address, torch.device("cpu"), listener if rank == 0 else None, join_seconds=1.0
+        )
+
+
+def run_rank(rank: int, address: str, listener: socket.socket | None, plans: list[Any], sockets: Any) -> None:
+    group = DistributedGroup(rank, 2, address, torch.device("cpu"), listener)
+    for plan in plans:
+        assert group.share(plan if rank == 0 else None) == plan
+    sockets.put(
+        [c.laddr[0] for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    )
+    group.share(None)
+    group.close()
+
+
+def test_plans_reach_the_other_rank_and_every_port_is_on_the_leaders_interface(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    plans = [
+        StepPlan([PlanItem("a", [1, 2, 3], 7, [4, 5], True, export=True)], [BlockCopy(1, 2)]),
+        StepPlan([PlanItem(str(i), [i], i, list(range(i)), False) for i in range(300)], []),
+    ]
+    address, listener = listen_at("127.0.0.1")
+    context = multiprocessing.get_context("spawn")
+    sockets = context.Queue()
+    ranks = [
+        context.Process(target=run_rank, args=(0, address, listener, plans, sockets)),
+        context.Process(target=run_rank, args=(1, address, None, plans, sockets)),
+    ]
+    for rank in ranks:
+        rank.start()
+    listener.close()
+    found = [sockets.get(timeout=60) for _ in ranks]
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    assert all(found) and {host for hosts in found for host in hosts} == {"127.0.0.1"}

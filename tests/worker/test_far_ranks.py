@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client as connect
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,16 @@ import pytest
 
 from baton.client import Client
 from baton.local import ray_head
+from cluster.config import WorkerConfig
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from tests.checkpoints import prompt_ids
 from tests.end_to_end.test_handover import NEW, assert_reference
 from tests.security.routers import run_router
 from tests.waiting import wait_for
-from worker.far_ranks import Door
+from worker import far_ranks
+from worker.far_ranks import RANK_BYTES, SECRETS, Door, without_secrets
+from worker.rank_pipe import RankPipe
 from worker.rank_process import LEAVING_FILE
 
 START_SECONDS = 120.0
@@ -116,16 +121,20 @@ def _rank_hosts() -> list[psutil.Process]:
     ]
 
 
+def rank_bytes(rank: int) -> bytes:
+    return rank.to_bytes(RANK_BYTES, "big")
+
+
 def test_only_who_has_the_key_comes_in() -> None:
     door = Door("127.0.0.1")
     try:
         with pytest.raises(AuthenticationError):
             connect(door.address, authkey=b"guessed")
         pipe = connect(door.address, authkey=door.key)
-        pipe.send(3)
+        pipe.send_bytes(rank_bytes(3))
         there = door.wait([3])[3]
-        there.send("go")
-        assert pipe.recv() == "go"
+        there.send_bytes(b"go")
+        assert pipe.recv_bytes() == b"go"
         pipe.close()
         there.close()
     finally:
@@ -141,15 +150,99 @@ def test_a_silent_connection_keeps_no_rank_out(monkeypatch: pytest.MonkeyPatch) 
 
             def come() -> None:
                 with connect(door.address, authkey=door.key) as pipe:
-                    pipe.send(3)
-                    pipe.recv()
+                    pipe.send_bytes(rank_bytes(3))
+                    pipe.recv_bytes()
 
             threading.Thread(target=come, daemon=True).start()
             there = door.wait([3])[3]
-            there.send("go")
+            there.send_bytes(b"go")
             there.close()
     finally:
         door.close()
+
+
+def ended(peer: socket.socket) -> bool:
+    """The door's own challenge has come before."""
+    peer.settimeout(10.0)
+    with contextlib.suppress(ConnectionError):
+        while peer.recv(4096):
+            pass
+    return True
+
+
+def test_a_peer_that_does_not_answer_its_challenge_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_ranks, "HANDSHAKE_SECONDS", 0.1)
+    door = Door("127.0.0.1")
+    try:
+        with socket.create_connection(door.address) as silent, socket.create_connection(door.address) as slow:
+            slow.sendall(b"\0\0")  # half a length
+            assert ended(silent) and ended(slow)
+        wait_for(lambda: not door._handshakes, 10.0, "nothing of them is kept")
+    finally:
+        door.close()
+
+
+def test_one_peer_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_ranks, "MAX_HANDSHAKES", 3)
+    door = Door("127.0.0.1")
+    peers = []
+    try:
+        for _ in range(3):
+            peers.append(socket.create_connection(door.address))
+        wait_for(lambda: len(door._handshakes) == 3, 10.0, "they are let in")
+        peers.append(socket.create_connection(door.address))
+        assert ended(peers[0])
+        wait_for(lambda: len(door._handshakes) == 3, 10.0, "the others are still there")
+        pipe = connect(door.address, authkey=door.key)
+        pipe.send_bytes(rank_bytes(3))
+        door.wait([3])[3].close()
+        pipe.close()
+    finally:
+        for peer in peers:
+            peer.close()
+        door.close()
+
+
+class Runs:
+    """A pickle that runs code in its reader."""
+
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Runs, "ran", True)
+
+
+def test_what_a_rank_sends_is_never_unpickled() -> None:
+    ours, theirs = Pipe()
+    theirs.send(Runs())
+    with pytest.raises(OSError, match="no message"):
+        RankPipe(ours).recv()
+    door = Door("127.0.0.1")
+    try:
+        pipe: Any = connect(door.address, authkey=door.key)
+        pipe.send(Runs())
+        with pytest.raises((EOFError, ConnectionError)):
+            pipe.recv_bytes()
+    finally:
+        door.close()
+    assert not Runs.ran
+
+
+def test_no_secret_travels_with_a_rank() -> None:
+    config = WorkerConfig.model_validate(
+        {
+            "role": "decode",
+            "engine": {"model": "m", "tensor_parallel": 2, "nodes": 2},
+            "secret": "the deployment's own",
+            "redis_url": "redis://user:the-password@redis:6379/0",
+            "redis_password": "the-password",
+        }
+    )
+    described = without_secrets(config)
+    assert "own" not in json.dumps(described) and "password" not in json.dumps(described)
+    assert WorkerConfig.model_validate(described).engine == config.engine
+    hidden = {name for name, field in WorkerConfig.model_fields.items() if not field.repr}
+    assert hidden <= SECRETS
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,16 +18,38 @@ import pytest
 
 from cluster.errors import InternalError, SetupError
 from engine.parallel.group import Arrivals
+from kv_transfer.messages import Confirmed, Land, NewEpoch, PeerRank, Wake
 from tests.waiting import wait_for
 from tests.worker.fake_rank import FakeRank
 from worker import ranks
 from worker.rank_outbox import RankOutbox
-from worker.rank_process import START_SECONDS, RemoteRank, _Ready, serve_pipe, spawn_rank
+from worker.rank_pipe import RankHello, RankPipe, Ready
+from worker.rank_process import START_SECONDS, RemoteRank, serve_pipe, spawn_rank
 from worker.rank_watch import QUIET_SECONDS, RankWatch
 from worker.ranks import Ranks
 
-BIG = bytes(100_000)  # more than a pipe holds
+BIG = Land(b"", bytes(100_000))  # more than a pipe holds
 MANY = 64
+HELLO = RankHello(PeerRank(1, "agent", b""), [])
+HANG, BREAK = Wake(), NewEpoch(0)
+
+
+def pipes() -> tuple[RankPipe, RankPipe]:
+    ours, theirs = Pipe()
+    return RankPipe(ours), RankPipe(theirs)
+
+
+def small(size: int) -> Land:
+    return Land(b"", bytes(size))
+
+
+def sizes(events: list[Any]) -> list[int]:
+    return [event.rank for event in events]
+
+
+def pid_of(remote: RemoteRank) -> int:
+    process: Any = remote._process
+    return int(process._process.pid)
 
 
 class Echo:
@@ -37,21 +59,21 @@ class Echo:
         self.on_event: Callable[[Any], None] = lambda event: None
 
     def handle(self, message: Any) -> None:
-        if message == "hang":
+        if message == HANG:
             threading.Event().wait()
-        if message == "break":
+        if message == BREAK:
             raise KeyError("a fault of ours")
-        self.on_event(message if isinstance(message, int) else len(message))
+        self.on_event(Confirmed(len(message.payload), b""))
 
     def close(self) -> None:
         return
 
 
-def rank_main(rank: int, pipe: Connection, arrived: int) -> None:
+def rank_main(rank: int, connection: Connection, arrived: int) -> None:
     arrivals = Arrivals()
     for _ in range(arrived):
         arrivals.arrive()
-    serve_pipe(pipe, Echo(), os.getpid(), arrivals)
+    serve_pipe(RankPipe(connection), Echo(), HELLO, arrivals)
     threading.Event().wait()
 
 
@@ -66,28 +88,28 @@ def spawned(arrived: int = 0) -> Iterator[tuple[RemoteRank, list[Any], list[str]
         remote.wait_ready()
         yield remote, said, failures
     finally:
-        with contextlib.suppress(TypeError, ProcessLookupError):  # it did not come up, or is gone
-            os.kill(remote.hello, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid_of(remote), signal.SIGCONT)
         remote.kill()
 
 
 async def test_a_rank_that_does_not_read_holds_up_neither_the_loop_nor_its_timers():
     with spawned() as (remote, said, _):
-        os.kill(remote.hello, signal.SIGSTOP)
+        os.kill(pid_of(remote), signal.SIGSTOP)
         fired = asyncio.Event()
         asyncio.get_running_loop().call_later(0.01, fired.set)
         for number in range(MANY):
-            remote.handle(number)
+            remote.handle(small(number))
             remote.handle(BIG)
         await asyncio.wait_for(fired.wait(), 10)
         assert remote.silent_seconds(Arrivals()) < math.inf
-        os.kill(remote.hello, signal.SIGCONT)
+        os.kill(pid_of(remote), signal.SIGCONT)
         await asyncio.to_thread(wait_for, lambda: len(said) == 2 * MANY, 30.0, "all of it has arrived")
-        assert said == [what for number in range(MANY) for what in (number, len(BIG))]
+        assert sizes(said) == [what for number in range(MANY) for what in (number, len(BIG.payload))]
 
 
 def test_a_rank_that_lets_too_many_messages_pile_up_has_failed():
-    pipe, theirs = Pipe()
+    pipe, theirs = pipes()
     outbox = RankOutbox(pipe, "outbox", max_messages=3)
     remote = RemoteRank(1, pipe, NoProcess(), outbox)
     failures: list[str] = []
@@ -117,16 +139,16 @@ def test_a_stopped_rank_is_silent_until_it_wakes():
     with spawned() as (remote, _, failures):
         leader = Arrivals()
         assert remote.silent_seconds(leader) < QUIET_SECONDS
-        os.kill(remote.hello, signal.SIGSTOP)
+        os.kill(pid_of(remote), signal.SIGSTOP)
         wait_for(lambda: remote.silent_seconds(leader) > QUIET_SECONDS, 30.0, "it is silent")
-        os.kill(remote.hello, signal.SIGCONT)
+        os.kill(pid_of(remote), signal.SIGCONT)
         wait_for(lambda: remote.silent_seconds(leader) < QUIET_SECONDS, 30.0, "it is heard again")
         assert not failures
 
 
 def test_a_rank_that_beats_but_reads_nothing_is_silent():
     with spawned() as (remote, _, failures):
-        remote.handle("hang")
+        remote.handle(HANG)
         for _ in range(MANY):
             remote.handle(BIG)
         wait_for(lambda: remote.silent_seconds(Arrivals()) > 2.0, 30.0, "a write makes no progress")
@@ -140,7 +162,7 @@ def test_a_rank_whose_main_thread_does_not_enter_an_operation_is_silent():
         leader = Arrivals(clock)
         leader.arrive()
         leader.arrive()
-        remote.handle(1)
+        remote.handle(small(1))
         wait_for(lambda: said, 30.0, "it has been heard")
         remote._clock = clock  # what follows is decided by the leader's own clock
         remote._heard = clock()
@@ -164,11 +186,11 @@ class Clock:
 
 def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
     """It may be gone before its leader, which told the group, has done anything else."""
-    pipe, theirs = Pipe()
+    pipe, theirs = pipes()
     remote = RemoteRank(1, pipe, NoProcess())
     failures: list[Exception] = []
     remote.on_failed = failures.append
-    theirs.send(_Ready(None))
+    theirs.send(Ready(HELLO))
     remote.wait_ready()
 
     class Runner:
@@ -233,7 +255,7 @@ def test_the_group_is_stopped_between_steps_and_only_if_no_rank_is_silent(
 
 
 def test_a_message_that_a_closed_pipe_does_not_take_is_no_write_that_hangs():
-    pipe, theirs = Pipe()
+    pipe, theirs = pipes()
     outbox = RankOutbox(pipe, "outbox")
     outbox.start()
     theirs.close()
@@ -244,12 +266,12 @@ def test_a_message_that_a_closed_pipe_does_not_take_is_no_write_that_hangs():
 
 
 def test_a_rank_that_its_leader_kills_has_not_failed():
-    pipe, theirs = Pipe()
+    pipe, theirs = pipes()
     process = NoProcess()
     remote = RemoteRank(1, pipe, process)
     failures: list[Exception] = []
     remote.on_failed = failures.append
-    theirs.send(_Ready(None))
+    theirs.send(Ready(HELLO))
     remote.wait_ready()
     remote.kill()
     theirs.close()
@@ -273,7 +295,7 @@ def test_a_new_operation_is_never_read_with_the_time_of_the_previous_one():
 
 def test_a_killed_rank_has_failed_once():
     with spawned() as (remote, _, failures):
-        os.kill(remote.hello, signal.SIGKILL)
+        os.kill(pid_of(remote), signal.SIGKILL)
         wait_for(lambda: failures, 30.0, "it is noticed")
         assert failures == ["rank 1 has died"] and remote.silent_seconds(Arrivals()) == math.inf
         for _ in range(MANY):
@@ -284,7 +306,7 @@ def test_a_killed_rank_has_failed_once():
 def test_a_rank_that_can_handle_no_more_messages_has_failed():
     """It would beat on."""
     with spawned() as (remote, _, failures):
-        remote.handle("break")
+        remote.handle(BREAK)
         wait_for(lambda: failures, 30.0, "it is noticed")
         assert failures == ["rank 1 has died"]
 
@@ -295,4 +317,4 @@ def test_a_rank_that_was_told_to_close_has_not_failed():
         remote.end(30.0)
         assert not failures and not remote.failure
         with pytest.raises(ProcessLookupError):
-            os.kill(remote.hello, 0)
+            os.kill(pid_of(remote), 0)

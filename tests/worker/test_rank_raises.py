@@ -17,6 +17,7 @@ from cluster.errors import InternalError
 from cluster.wire_version import WIRE_VERSION
 from decode_worker.worker import DecodeWorker
 from engine.parallel.group import Arrivals, _Together
+from kv_transfer.messages import PeerRank
 from tests.checkpoints import prompt_ids
 from tests.waiting import wait_for
 from tests.worker.test_last_word import LONG, end_of
@@ -86,15 +87,15 @@ class Runner:
 
 
 class Endpoint(Echo):
-    hello = None
+    hello = PeerRank(1, "agent", b"")
 
 
-def rank_main(rank: int, pipe: Connection) -> None:
+def rank_main(rank: int, connection: Connection) -> None:
     ranks._beside = lambda config: 0
     ranks._group = lambda *_: None
     ranks.load_runner = lambda *_, **__: Runner()
     ranks._endpoint = lambda *_: (Endpoint(), [])
-    ranks.rank_main(rank, pipe, SimpleNamespace(engine=None), 1, "")
+    ranks.rank_main(rank, connection, SimpleNamespace(engine=None), 1, "")
 
 
 def test_a_rank_that_ends_because_another_was_lost_reports_no_exception():

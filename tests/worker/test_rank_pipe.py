@@ -1,0 +1,79 @@
+"""Every message between a leader and its ranks arrives as it was sent, and what is none ends the pipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from multiprocessing import Pipe
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker import rank_pipe
+from worker.rank_pipe import Beat, RankPipe
+
+PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(2**63), 2**64 - 1),
+    str: st.text(),
+    bytes: st.binary(),
+    bool: st.booleans(),
+    float: st.floats(allow_nan=False),
+}
+
+
+def of_type(kind: Any) -> st.SearchStrategy[Any]:
+    """Values that a field of this type may have."""
+    if kind in PLAIN:
+        return PLAIN[kind]
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return st.builds(
+            kind, **{field.name: of_type(hints[field.name]) for field in dataclasses.fields(kind)}
+        )
+    inner = get_args(kind)
+    if get_origin(kind) is tuple and inner[-1] is not Ellipsis:
+        return st.tuples(*map(of_type, inner))
+    lists = st.lists(of_type(inner[0]), max_size=4)
+    return lists.map(tuple) if get_origin(kind) is tuple else lists
+
+
+messages = st.one_of([of_type(kind) for kind in rank_pipe._KINDS])
+
+
+@given(sent=st.lists(messages, min_size=1, max_size=5))
+def test_messages_arrive_as_they_were_sent(sent: list[Any]) -> None:
+    ours, theirs = (RankPipe(end) for end in Pipe())
+    for message in sent:
+        ours.send(message)
+        assert theirs.poll(0)
+        assert theirs.recv() == message
+    ours.close()
+    with pytest.raises(EOFError):
+        theirs.recv()
+    theirs.close()
+
+
+def test_every_kind_is_sent_by_its_own_number() -> None:
+    kinds = rank_pipe._KINDS
+    assert len(set(kinds)) == len(kinds) < 256
+    assert {kind.__name__ for kind in kinds} >= {"Ready", "Beat", "Land", "PartBytes", "Granted", "Wake"}
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\xff\x80", b"\x04", b"\x04\xc1", b"\x04\x80", b"\x04\x81\xa7arrived\xa1x"]
+)
+def test_what_is_no_message_is_an_error_of_the_pipe(frame: bytes) -> None:
+    ours, theirs = Pipe()
+    assert rank_pipe._KINDS[4] is Beat
+    theirs.send_bytes(frame)
+    with pytest.raises(OSError, match="no message"):
+        RankPipe(ours).recv()
+
+
+def test_a_message_too_long_is_an_error_of_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_pipe, "MAX_MESSAGE_BYTES", 16)
+    ours, theirs = Pipe()
+    theirs.send_bytes(bytes(17))
+    with pytest.raises(OSError):
+        RankPipe(ours).recv()
