@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 
+from baton.local.certs import make_certs
 from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
 
 NAME = "tiny"
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories `ours`, and `theirs` of another authority."""
+    directory = tmp_path_factory.mktemp("certs")
+    for name in ("ours", "theirs"):
+        make_certs(directory / name, [], 30)
+    return directory
 
 
 @pytest.fixture(scope="module")

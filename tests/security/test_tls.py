@@ -36,15 +36,6 @@ from wire import decode_pb2, decode_pb2_grpc, prefill_pb2
 BODY = {"model": NAME, "prompt": "abc", "max_tokens": 3}
 
 
-@pytest.fixture(scope="module")
-def certs(tmp_path_factory):
-    """Ours, and another authority's."""
-    directory = tmp_path_factory.mktemp("certs")
-    for name in ("ours", "theirs"):
-        make_certs(directory / name, [], 30)
-    return directory
-
-
 def identity(directory: Path, name: str, ca: str = "ca") -> Identity:
     found = make_identity(directory / f"{name}.pem", directory / f"{name}.key", directory / f"{ca}.pem")
     assert found is not None
@@ -271,8 +262,7 @@ async def the_real_workers_know_who_may_what(state, live: Path) -> None:
 def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_path, monkeypatch):
     live = tmp_path / "live"
     shutil.copytree(certs / "ours", live)
-    if transport == "grpc":
-        monkeypatch.setenv("BATON_TRANSFER__TRANSPORT", "grpc")
+    monkeypatch.setenv("BATON_TRANSFER__TRANSPORT", transport)  # `auto` would not choose NIXL
     monkeypatch.setenv("BATON_DRAIN_MIGRATE_SECONDS", "0")
     flags = ["--certs", str(live), "--require-client-certs", *PROCESS, "--decode", "2"]
     with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:

@@ -1,0 +1,87 @@
+"""Every listening socket of every process of a cluster is one that docs/security.md ("Ports") declares, and each is on
+loopback if the cluster is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from baton.client import Client
+from bench.cluster import Cluster
+from cluster.addresses import is_loopback
+from tests.end_to_end.conftest import run_cluster
+from tests.end_to_end.test_handover import PROCESS
+from tests.security.test_tls import client_tls
+
+NIXL, STORE, GLOO = "NIXL", "the ranks' store", "gloo"
+
+
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    """Addresses and ports, TCP and UDP."""
+    return [
+        (connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN or connection.type.name == "SOCK_DGRAM"
+    ]
+
+
+def declared(
+    cluster: Cluster, process: psutil.Process, unnamed: dict[str, list[str]]
+) -> tuple[set[int], list[str]]:
+    """Of one process: the ports that the state file names, and what else listens on a port of the system's choice."""
+    for role in ("router", "prefill", "decode"):
+        for one in cluster.state[role]:
+            if one["pid"] == process.pid:
+                urls = [one.get(name) for name in ("http", "grpc", "address", "metrics")]
+                named = {
+                    int(port)
+                    for url in urls
+                    if url and (port := urlsplit(f"//{url.rpartition('/')[2]}").port)
+                }
+                return named, unnamed.get(role, [])
+    if "spawn_main" in " ".join(process.cmdline()):
+        return set(), unnamed["rank"]
+    return set(), []
+
+
+def assert_declared(cluster: Cluster, unnamed: dict[str, list[str]]) -> None:
+    parent = psutil.Process(cluster.process.pid)
+    seen = 0
+    for process in (parent, *parent.children(recursive=True)):
+        found = listening(process)
+        named, others = declared(cluster, process, unnamed)
+        who = " ".join(process.cmdline()[:5])
+        assert all(is_loopback(address) for address, _ in found), (who, found)
+        assert {port for _, port in found} >= named, (who, found, named)
+        assert len(found) == len(named) + len(others), (who, found, named, others)
+        seen += len(found)
+    assert seen >= 6
+
+
+def test_a_cluster_on_loopback_listens_nowhere_else(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    flags = [*PROCESS, "--prefill-tp", "2"]
+    with run_cluster(tmp_path / "cluster", checkpoint("llama"), *flags) as cluster:
+        with Client(cluster.grpc) as client:
+            client.generate("a baton is handed over", max_tokens=4, temperature=0)
+        unnamed = {"prefill": [NIXL, STORE, GLOO], "rank": [NIXL, GLOO], "decode": [NIXL]}
+        assert_declared(cluster, unnamed)
+
+
+def test_with_tls_no_port_takes_kv_from_whoever_connects(
+    checkpoint: Callable[[str], Path], certs: Any, tmp_path: Path
+) -> None:
+    """`transport: auto`, the default: UCX authenticates nobody, so KV goes through gRPC's mutual TLS."""
+    live = tmp_path / "live"
+    shutil.copytree(certs / "ours", live)
+    with run_cluster(tmp_path / "cluster", checkpoint("llama"), "--certs", str(live), *PROCESS) as cluster:
+        with Client(cluster.grpc, tls=client_tls(live)) as client:
+            answer = client.generate("a baton is handed over", max_tokens=4, temperature=0)
+        assert answer.timings is not None and answer.timings.transport == "grpc"
+        assert_declared(cluster, {})
