@@ -94,9 +94,8 @@ class Engine:
             raise InvalidRequestError("the prompt is empty", field="prompt")
         if length >= self._max_len or self._scheduler.blocks_for(length) > self._pool.total:
             limit = str(self._max_len)
-            raise ContextLengthError(
-                f"{length} tokens do not fit a context of {limit}", field="prompt", limit=limit
-            )
+            what = f"{length} tokens do not fit a context of {limit}"
+            raise ContextLengthError(what, field="prompt", limit=limit)
 
     def _make(self, request: EngineRequest) -> Sequence:
         tokens = [*request.prompt_tokens, *request.output_tokens]
@@ -287,7 +286,8 @@ class Engine:
     def _fail(self, sequence: Sequence, error: EngineRequestError, output: StepOutput) -> None:
         """End the whole request. One that exports KV keeps its blocks until `abort`: they may still be read."""
         request_id = sequence.request.request_id
-        log.error("request %s failed in the engine: %s", request_id, error.message, exc_info=error.__cause__)
+        level = logging.WARNING if error.field else logging.ERROR  # a field of the request is the reason
+        log.log(level, "request %s failed: %s", request_id, error.message, exc_info=error.__cause__)
         output.done.append(replace(self._done(self._requests[request_id]), error=error))
         if sequence.request.export:
             self._scheduler.remove(sequence)

@@ -77,12 +77,21 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled | EngineRequestE
             if i in failed:
                 raise failed[i]
             if not finite[i]:
-                raise EngineRequestError("the model's logits are not finite, or every token is forbidden")
+                raise _no_maximum(logits[i], row)
             token = _draw(logits[i], row.params, draws[i]) if i in draws else chosen[i]
             results.append(_result(token, raw[i], row.params))
         except Exception as error:
             results.append(engine_request_error(error))
     return results
+
+
+def _no_maximum(logits: Tensor, row: Row) -> EngineRequestError:
+    """`logits` as adjusted."""
+    if row.forbidden and bool((logits == float("-inf")).all()):
+        return EngineRequestError(
+            "min_tokens forbids every token: each ends the output or has no probability", field="min_tokens"
+        )
+    return EngineRequestError("the model's logits are not finite")
 
 
 def _uniform(rows: Sequence[Row]) -> list[float]:

@@ -102,6 +102,25 @@ def test_logits_that_are_not_finite_end_their_request(value, n, at, sampling):
     assert done["bad"].error is not None and "finite" in done["bad"].error.message
 
 
+def test_a_request_that_forbids_every_token_is_told_so_and_is_no_defect(caplog):
+    runner = FakeRunner(64)
+    engine = Engine(runner, runner.config, secret=SECRET)
+    everything = greedy(ignore_eos=False, min_tokens=4, stop_token_ids=tuple(range(VOCAB)))
+    with_good(engine, EngineRequest("bad", BAD, everything, salt=SALT))
+    tokens, done = run(engine)
+    assert_only_bad_failed(engine, tokens, done)
+    assert done["bad"].error is not None and done["bad"].error.field == "min_tokens"
+    assert [record.levelname for record in caplog.records if "bad" in record.message] == ["WARNING"]
+
+
+def test_logits_that_are_not_finite_are_logged_as_an_error(caplog):
+    runner = SickRunner(math.nan, 2)
+    engine = Engine(runner, runner.config, secret=SECRET)
+    with_good(engine, EngineRequest("bad", BAD, greedy(min_tokens=4), salt=SALT))
+    run(engine)
+    assert [record.levelname for record in caplog.records if "bad" in record.message] == ["ERROR"]
+
+
 def fails_for_bad(real: Callable[..., object], name_of: Callable[..., str], at: int) -> Callable[..., object]:
     seen = 0
 
