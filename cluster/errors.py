@@ -61,6 +61,8 @@ class BatonError(Exception):
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
+    # Whether the text may name workers, addresses or code: routers log it and give clients the class's name only.
+    internal: ClassVar[bool] = False
 
     def __init__(self, message: str, *, field: str = "", limit: str = "", retry_after_seconds: float = 0.0):
         super().__init__(message)
@@ -68,6 +70,11 @@ class BatonError(Exception):
         self.field = field
         self.limit = limit
         self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def public_text(self) -> str:
+        """What a client may read of it."""
+        return type(self).__name__ if self.internal else self.message
 
     def to_wire(self) -> common_pb2.ErrorDetail:
         return common_pb2.ErrorDetail(
@@ -125,7 +132,7 @@ class UnavailableError(BatonError):
 
 
 class DrainingError(UnavailableError):
-    pass
+    internal = True
 
 
 class AttemptsExhaustedError(UnavailableError):
@@ -157,6 +164,7 @@ class ModelError(SetupError):
 
 
 class HandoffError(BatonError):
+    internal = True
     grpc_status = grpc.StatusCode.UNAVAILABLE
     http_status = 503
     retryable = True
@@ -195,7 +203,7 @@ class TransportError(HandoffError):
 
 
 class InternalError(BatonError):
-    pass
+    internal = True
 
 
 class EngineRequestError(InternalError):
@@ -203,19 +211,21 @@ class EngineRequestError(InternalError):
 
     # The fault may lie in one worker's memory or cache: the router tries one other engine.
     retryable = True
+    internal = False
 
 
 class EngineFailedError(InternalError):
     """An engine failed in a step that ran this request, and its worker ends."""
 
     retryable = True
+    internal = False
 
 
 def engine_request_error(error: Exception) -> EngineRequestError:
     """Wrap an exception raised by the engine's work for one request; an EngineRequestError is returned as it is."""
     if isinstance(error, EngineRequestError):
         return error
-    wrapped = EngineRequestError(f"the request failed in the engine: {type(error).__name__}: {error}")
+    wrapped = EngineRequestError(f"the request failed in the engine: {type(error).__name__}")
     wrapped.__cause__ = error
     return wrapped
 

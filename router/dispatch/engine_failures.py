@@ -41,6 +41,6 @@ class EngineFailures:
         self._failed_at[worker.name] = self._clock()
         if self._failures >= MOST_ENGINES:
             raise AttemptsExhaustedError(
-                f"the request failed in {MOST_ENGINES} engines and is not retried: {reason.message}",
+                f"the request failed in {MOST_ENGINES} engines and is not retried: {reason.public_text}",
                 limit=str(MOST_ENGINES),
             )

@@ -41,12 +41,12 @@ class Patience:
         self._pause = min(max(2 * self._pause, PAUSE_SECONDS), MAX_PAUSE_SECONDS)
         if self._fruitless >= self._max_attempts:
             raise errors.AttemptsExhaustedError(
-                f"gave up after {self._fruitless} attempts: {reason}"
+                f"gave up after {self._fruitless} attempts: {reason.public_text}"
             ) from None
         if self._clock() + pause > self.deadline:
             if isinstance(reason, _BEHIND):
-                raise _overloaded(f"no worker took it in time: {reason}", reason) from None
-            raise _unavailable(f"no worker took it in time: {reason}", reason) from None
+                raise _overloaded(f"no worker took it in time: {reason.public_text}", reason) from None
+            raise _unavailable(f"no worker took it in time: {reason.public_text}", reason) from None
         return pause
 
 
