@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check test-system chaos soak cancels fuzz explore mutants proto chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
+.PHONY: help demo test test-long check test-system chaos soak cancels attack fuzz explore mutants proto chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,9 @@ chaos: $(STAMP)  ## Random faults on a cluster under load, every token checked: 
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
 
 CASES ?= 20000
+attack: $(STAMP)  ## Every attack of tests/security/attacks, and lying peers; prints what held (ONLY=name)
+	$(BIN)/python -m tests.security.attacks --only "$(ONLY)"
+
 fuzz: $(STAMP)  ## Nonsense against every port, and spoiled model directories: CASES=20000 SEED=1; prints the table
 	$(BIN)/python -m tests.fuzz --fresh --cases $(CASES) --seed $(SEED)
 

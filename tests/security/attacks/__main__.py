@@ -1,0 +1,56 @@
+"""`make attack`: every attack of tests/security/attacks and the lying peers of the fuzz tests, and a table of what held."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.security.attacks.outcomes import FILE
+
+ATTACKS = (
+    "tests/security/attacks",
+    "tests/fuzz/test_hostile_peers.py",
+    "tests/fuzz/test_handoff.py",
+    "tests/fuzz/test_workers.py",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.security.attacks", description=__doc__)
+    parser.add_argument("--only", default="", help="attacks whose name contains this (as pytest's -k)")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "outcomes.jsonl"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not system", "-k", given.only]
+        command += ["-p", "tests.security.attacks.outcomes", *ATTACKS]
+        code = subprocess.run(command, check=False, env={**os.environ, FILE: str(file)}).returncode
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    Console().print(table(lines))
+    return code
+
+
+def table(lines: list[dict[str, object]]) -> Table:
+    """By module, in the order of running."""
+    made = Table("attack", "held", "s", title=f"{len(lines)} attacks")
+    last = ""
+    for line in lines:
+        if line["module"] != last:
+            last = str(line["module"])
+            made.add_section()
+            made.add_row(f"[bold]{last}", "", "")
+        held = {"passed": "[green]yes", "skipped": "[yellow]not run"}.get(str(line["outcome"]), "[red]NO")
+        name = str(line["name"]).removeprefix("test_").replace("_", " ").replace("[", r"\[")
+        made.add_row(f"  {name}", held, f"{line['seconds']:.1f}")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())
