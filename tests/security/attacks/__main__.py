@@ -1,4 +1,4 @@
-"""`make attack`: every attack of tests/security/attacks and the lying peers of the fuzz tests, and a table of what held."""
+"""`make attack`: every attack of tests/security/attacks and lying peers; prints a table of what held."""
 
 from __future__ import annotations
 
