@@ -1,4 +1,5 @@
-"""`make attack`: every attack of tests/security/attacks and lying peers; prints a table of what held."""
+"""`make attack`: every attack of tests/security/attacks, lying peers, and all attacks at once on a cluster without and
+with mutual TLS; prints tables of what held."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tests.security.attacks import together
 from tests.security.attacks.outcomes import FILE
 
 ATTACKS = (
@@ -26,10 +28,27 @@ ATTACKS = (
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.security.attacks", description=__doc__)
     parser.add_argument("--only", default="", help="attacks whose name contains this (as pytest's -k)")
+    parser.add_argument("--together", action="store_true", help="only all attacks at once")
     given = parser.parse_args()
+    code = 0 if given.together else one_by_one(given.only)
+    return code if given.only else max(code, all_at_once())
+
+
+def all_at_once() -> int:
+    outcomes = []
+    for title, mutual_tls in (("without TLS", False), ("mutual TLS", True)):
+        print(f"all attacks at once, {title}: about {together.SECONDS:.0f} s", flush=True)
+        outcomes.append(together.run(title, mutual_tls=mutual_tls))
+        for line in (*outcomes[-1].failures[:5], json.dumps(outcomes[-1].answers)):
+            print(f"  {line}")
+    Console().print(together.table(outcomes))
+    return 0 if all(one.held for one in outcomes) else 1
+
+
+def one_by_one(only: str) -> int:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "outcomes.jsonl"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not system", "-k", given.only]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not system", "-k", only]
         command += ["-p", "tests.security.attacks.outcomes", *ATTACKS]
         code = subprocess.run(command, check=False, env={**os.environ, FILE: str(file)}).returncode
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

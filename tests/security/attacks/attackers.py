@@ -1,0 +1,232 @@
+"""All attacks on the router's two ports at once, from two keys and from nobody, for a given time.
+
+Run as a process of its own with the lowest priority: an attacker's computing happens on machines of his own. Prints what
+the cluster answered, counted, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import ssl
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.client import ClientTls
+from wire import inference_pb2, inference_pb2_grpc
+
+BODY = 8 << 20
+TEXT = 4 << 20
+HELD_BODIES = 50
+LARGE_BODIES = 3
+SILENT = 4100
+IDLE_STREAMS = 260
+WATCHES = 64
+TOKENIZES = 6
+PAUSE_SECONDS = 0.1
+# Few bytes, many tokens: 64 prompts of 16 choices with 20 alternatives a token.
+LARGE_ANSWER = {
+    "prompt": [[1]] * 64,
+    "n": 16,
+    "max_tokens": 1000,
+    "logprobs": 5,
+    "ignore_eos": True,
+}
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+
+
+class Attackers:
+    def __init__(self, http: str, grpc_address: str, keys: list[str], certs: Path | None, seconds: float):
+        parts = urlsplit(http)
+        self.host, self.port = str(parts.hostname), int(parts.port or 0)
+        self.grpc = grpc_address
+        self.first, self.second = keys
+        self.tls = ClientTls(certs / "ca.pem", certs / "client.pem", certs / "client.key") if certs else None
+        self.context = self.tls.context() if self.tls else None
+        self.ends = time.monotonic() + seconds
+        self.seen: Counter[str] = Counter()
+
+    async def run(self) -> Counter[str]:
+        attacks = [self._large_body(shape) for shape in _shapes()[:LARGE_BODIES]]
+        attacks += [self._held_body() for _ in range(HELD_BODIES)]
+        attacks += [self._silent(crlf=True) for _ in range(SILENT)]
+        attacks += [self._idle_http2() for _ in range(IDLE_STREAMS)]
+        attacks += [self._watches(), self._tokenize(), self._large_answer()]
+        tasks = [asyncio.create_task(one) for one in attacks]
+        await asyncio.sleep(self.ends - time.monotonic())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return self.seen
+
+    async def _again(self, name: str, attack: Callable[[], Awaitable[str]], pause: float) -> None:
+        while time.monotonic() < self.ends:
+            try:
+                said = await attack()
+            except (OSError, ssl.SSLError, EOFError, asyncio.IncompleteReadError) as error:
+                said = type(error).__name__
+            except grpc.aio.AioRpcError as error:
+                said = error.code().name
+            self.seen[f"{name}: {said}"] += 1
+            await asyncio.sleep(pause)
+
+    @contextlib.asynccontextmanager
+    async def _connected(self, port: int, *, known: bool = True):  # type: ignore[no-untyped-def]
+        """Nobody has no certificate: with mutual TLS his connections stay without a handshake."""
+        context = self.context if known else None
+        server_name = "localhost" if context else None
+        reader, writer = await asyncio.open_connection(
+            self.host, port, ssl=context, server_hostname=server_name
+        )
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+    async def _post(self, key: str, path: str, body: bytes) -> str:
+        async with self._connected(self.port) as (reader, writer):
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            return await _status(reader)
+
+    async def _large_body(self, body: bytes) -> None:
+        path = "/v1/chat/completions"
+        await self._again("large body", lambda: self._post(self.first, path, body), PAUSE_SECONDS)
+
+    async def _held_body(self) -> None:
+        piece = bytes(64 << 10)
+
+        async def attack() -> str:
+            async with self._connected(self.port) as (reader, writer):
+                head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self.first}\r\n"
+                writer.write(f"{head}content-length: {BODY}\r\n\r\n".encode())
+                answered = asyncio.create_task(_status(reader))
+                for _ in range(BODY // len(piece) - 1):
+                    if answered.done():
+                        break
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0.005)
+                return await answered
+
+        await self._again("held body", attack, 1.0)
+
+    async def _silent(self, *, crlf: bool) -> None:
+        async def attack() -> str:
+            async with self._connected(self.port, known=False) as (reader, writer):
+                if self.tls is None:
+                    writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+                    await reader.readuntil(b"\r\n\r\n")
+                    writer.write(b"\r\n")
+                while await reader.read(4096):
+                    pass
+            return "closed"
+
+        await self._again("silent connection", attack, 1.0)
+
+    async def _idle_http2(self) -> None:
+        port = int(self.grpc.rpartition(":")[2])
+
+        async def attack() -> str:
+            async with self._connected(port, known=False) as (reader, writer):
+                writer.write(HTTP2_PREFACE)
+                while await reader.read(4096):
+                    pass
+            return "closed"
+
+        await self._again("idle gRPC connection", attack, 1.0)
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self.tls is None:
+            return grpc.aio.insecure_channel(self.grpc)
+        return grpc.aio.secure_channel(self.grpc, self.tls.credentials())
+
+    async def _watches(self) -> None:
+        async with self._channel() as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+
+            async def attack() -> str:
+                async for _ in stub.Watch(health_pb2.HealthCheckRequest(service="x" * 1024)):
+                    pass
+                return "closed"
+
+            await asyncio.gather(*(self._again("health watch", attack, 0.5) for _ in range(WATCHES)))
+
+    async def _tokenize(self) -> None:
+        text = "a word and " * (TEXT // 11)
+        metadata = (("authorization", f"Bearer {self.second}"),)
+        async with self._channel() as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+
+            async def attack() -> str:
+                call = stub.Tokenize(inference_pb2.TokenizeRequest(text=text), metadata=metadata)
+                try:
+                    async with asyncio.timeout(0.3):
+                        await call
+                except TimeoutError:
+                    call.cancel()
+                    return "cancelled"
+                return "answered"
+
+            await asyncio.gather(*(self._again("tokenize", attack, PAUSE_SECONDS) for _ in range(TOKENIZES)))
+
+    async def _large_answer(self) -> None:
+        body = json.dumps(LARGE_ANSWER).encode()
+        await self._again(
+            "large answer", lambda: self._post(self.second, "/v1/completions", body), PAUSE_SECONDS
+        )
+
+
+def _shapes() -> list[bytes]:
+    """Bodies of 8 MiB: empty lists, deep nesting, and a chat of a million messages."""
+    message = b'{"role":"user"},'
+    return [
+        b"[" + b"[]," * (BODY // 3 - 1) + b"[]]",
+        b'{"messages":' + b"[" * (BODY - 12),
+        b'{"messages":[' + message * ((BODY - 32) // len(message)) + message[:-1] + b"]}",
+    ]
+
+
+async def _status(reader: asyncio.StreamReader) -> str:
+    line = await reader.readline()
+    while await reader.read(1 << 20):
+        if reader.at_eof():
+            break
+        break  # what follows is not looked at
+    return line.decode("latin-1").split(" ")[1] if line.startswith(b"HTTP/") else "closed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--http", required=True, help="the router's HTTP address")
+    parser.add_argument("--grpc", required=True, help="the router's gRPC address")
+    parser.add_argument("--keys", nargs=2, required=True, help="API keys of two tenants")
+    parser.add_argument(
+        "--certs", type=Path, help="directory with ca.pem, client.pem, client.key: mutual TLS"
+    )
+    parser.add_argument("--seconds", type=float, default=30.0)
+    given = parser.parse_args()
+    os.nice(19)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    attackers = Attackers(given.http, given.grpc, given.keys, given.certs, given.seconds)
+
+    async def run() -> Counter[str]:
+        return await attackers.run()
+
+    print(json.dumps(dict(sorted(asyncio.run(run()).items()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What another tenant notices of all attacks at once: its time to the first token beside that of a calm cluster, its
+failed requests, and the router's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import ssl
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+from rich.table import Table
+
+from baton.client import ClientTls
+from baton.local.certs import make_certs
+from bench.cluster import Cluster
+from tests.end_to_end.conftest import run_cluster
+from tests.security.routers import KeyFile
+
+MODEL = Path(__file__).parents[3] / "demo" / "model"
+FLAGS = ("--pool", "process", "--kv-memory", "256MiB")
+CALM_SECONDS = 25.0
+ATTACKED_SECONDS = 35.0
+BETWEEN_SECONDS = 0.25  # requests of the other tenant
+PROMPT_TOKENS = 600
+REQUEST_SECONDS = 30.0
+SECONDS = CALM_SECONDS + ATTACKED_SECONDS + 20  # with start and stop
+MOST_RATIO = 1.5
+MOST_MEMORY = 1 << 30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    title: str
+    calm: list[float]  # seconds to the first token
+    attacked: list[float]
+    failures: list[str]
+    memory: int  # bytes of the router, at most
+    answers: dict[str, int]  # what the attackers were told
+
+    @property
+    def ratio(self) -> float:
+        return p99(self.attacked) / p99(self.calm)
+
+    @property
+    def held(self) -> bool:
+        return self.ratio <= MOST_RATIO and not self.failures and self.memory <= MOST_MEMORY
+
+
+def p99(seconds: list[float]) -> float:
+    return sorted(seconds)[math.ceil(0.99 * len(seconds)) - 1] if seconds else math.inf
+
+
+async def tenant(
+    http: str, key: str, verify: ssl.SSLContext | bool, seconds: float
+) -> tuple[list[float], list[str]]:
+    """Requests in even steps, each on a connection of its own and with a prompt of its own."""
+    firsts: list[float] = []
+    failures: list[str] = []
+
+    async def one() -> None:
+        body = {"prompt": [random.randrange(10, 4000) for _ in range(PROMPT_TOKENS)], "max_tokens": 2}
+        began = time.monotonic()
+        try:
+            async with (
+                httpx.AsyncClient(verify=verify, timeout=REQUEST_SECONDS) as client,
+                client.stream(
+                    "POST",
+                    f"{http}/v1/completions",
+                    json={**body, "stream": True, "ignore_eos": True},
+                    headers={"authorization": f"Bearer {key}"},
+                ) as answer,
+            ):
+                if answer.status_code != 200:
+                    failures.append(f"{answer.status_code} {(await answer.aread()).decode()[:200]}")
+                    return
+                lines = [line async for line in _timed(answer, began, firsts)]
+            if lines[-1:] != ["data: [DONE]"]:
+                failures.append(f"ended with {lines[-1:]}")
+        except httpx.HTTPError as error:
+            failures.append(f"{type(error).__name__}: {error}")
+
+    tasks = []
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        tasks.append(asyncio.create_task(one()))
+        await asyncio.sleep(BETWEEN_SECONDS)
+    await asyncio.gather(*tasks)
+    return firsts, failures
+
+
+async def _timed(answer: httpx.Response, began: float, firsts: list[float]):  # type: ignore[no-untyped-def]
+    first = True
+    async for line in answer.aiter_lines():
+        if line:
+            if first:
+                firsts.append(time.monotonic() - began)
+                first = False
+            yield line
+
+
+async def measure(cluster: Cluster, title: str, keys: list[str], certs: Path | None) -> Outcome:
+    tls = ClientTls(certs / "ca.pem", certs / "client.pem", certs / "client.key") if certs else None
+    verify = tls.context() if tls else True
+    await tenant(cluster.http, keys[0], verify, 3.0)  # warm
+    calm, failures = await tenant(cluster.http, keys[0], verify, CALM_SECONDS)
+    command = ["-m", "tests.security.attacks.attackers", "--http", cluster.http]
+    command += ["--grpc", cluster.grpc, "--keys", *keys[1:], "--seconds", str(ATTACKED_SECONDS + 2)]
+    command += ["--certs", str(certs)] if certs else []
+    watched = psutil.Process(cluster.router_pids[0])
+    memory = 0
+    attackers = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    try:
+        running = asyncio.create_task(tenant(cluster.http, keys[0], verify, ATTACKED_SECONDS))
+        while not running.done():
+            memory = max(memory, watched.memory_info().rss)
+            await asyncio.sleep(0.2)
+        said, _ = await asyncio.wait_for(attackers.communicate(), 60)
+    finally:
+        if attackers.returncode is None:
+            attackers.kill()
+            await attackers.wait()
+    attacked, more = running.result()
+    return Outcome(title, calm, attacked, failures + more, memory, json.loads(said or "{}"))
+
+
+def run(title: str, *, mutual_tls: bool) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="baton-together-") as made:
+        directory = Path(made)
+        keys = KeyFile(directory / "keys.yaml")
+        named = [keys.add("tenant"), keys.add("first"), keys.add("second")]
+        certs = directory / "certs" if mutual_tls else None
+        flags = [*FLAGS, "--api-keys-file", str(keys.path)]
+        if certs:
+            make_certs(certs, [], 2)
+            flags += ["--certs", str(certs)]
+        with run_cluster(directory / "cluster", MODEL, *flags) as cluster:
+            return asyncio.run(measure(cluster, title, named, certs))
+
+
+def table(outcomes: list[Outcome]) -> Table:
+    made = Table(
+        "all attacks at once", "TTFT p99, calm", "attacked", "ratio", "failed", "router's memory", "held"
+    )
+    for one in outcomes:
+        made.add_row(
+            one.title,
+            f"{1000 * p99(one.calm):.0f} ms",
+            f"{1000 * p99(one.attacked):.0f} ms",
+            f"{one.ratio:.2f}",
+            f"{len(one.failures)} of {len(one.attacked) + len(one.failures)}",
+            f"{one.memory / (1 << 20):.0f} MiB",
+            "[green]yes" if one.held else "[red]NO",
+        )
+    made.caption = (
+        f"of {len(outcomes[0].calm)} and {len(outcomes[0].attacked)} requests; "
+        f"asked for: ratio ≤ {MOST_RATIO}, none failed, ≤ {MOST_MEMORY >> 20} MiB"
+        if outcomes
+        else None
+    )
+    return made
