@@ -14,7 +14,7 @@ from router.completion import Completion
 from router.disclosure import check_explain
 from router.dispatch.life import RequestLife
 from router.dispatch.services import Services
-from router.limits import Places
+from router.limits import Places, check_priority
 from router.live.live import Live, OwnState
 from router.live.report import RouterState
 from router.metrics import RouterMetrics
@@ -59,7 +59,8 @@ class Front:
     ) -> Iterator[RequestLife]:
         """A place for a request: the router's, its tenant's and its connection's.
 
-        Raises OverloadedError when one of them is full, DrainingError when this router leaves.
+        Raises OverloadedError when one of them is full, DrainingError when this router leaves, ForbiddenError for what the
+        caller's key does not allow.
         """
         with contextlib.ExitStack() as places:
             try:
@@ -68,6 +69,7 @@ class Front:
                 self.metrics.overloaded(caller.tenant)
                 raise
             check_explain(completion, caller)
+            check_priority(completion, caller)
             self.requests += 1
             life = RequestLife(self._owned(completion, caller), self.services, first_shown, arrival)
             with self.metrics.request(life):

@@ -1,12 +1,16 @@
-"""How many requests one tenant, or one connection, may have at a time."""
+"""How many requests one tenant, or one connection, may have at a time, and of which class."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from cluster.errors import OverloadedError
+from cluster.auth.keys import Caller
+from cluster.errors import ForbiddenError, OverloadedError
+from router.completion import Completion
+from router.placement.types import urgency_of
 
 RETRY_SECONDS = 1.0
+_CLASSES = ("batch", "normal", "high")  # the lowest first
 
 
 class Places:
@@ -34,3 +38,15 @@ class Places:
         self._taken[holder] -= 1
         if self._taken[holder] <= 0:
             del self._taken[holder]
+
+
+def check_priority(completion: Completion, caller: Caller) -> None:
+    """Raise ForbiddenError if the request's class is above its key's: it would enter before every other tenant's."""
+    asked = urgency_of(completion.priority)
+    if _CLASSES.index(asked) > _CLASSES.index(caller.max_priority):
+        raise ForbiddenError(
+            f"priority: this API key allows at most {caller.max_priority}, not {asked}; "
+            "max_priority of the key's entry raises it",
+            field="priority",
+            limit=caller.max_priority,
+        )

@@ -2,8 +2,8 @@
 
 Requests enter by class (high, normal, batch), then in turns that share the worker between tenants by weight, while
 the tokens already inside fill less than two steps: one that computes, one that is ready when it ends. More would
-reserve KV on decode workers long before it is needed, and settle the order of requests that have only just come. A
-batch request that has waited long counts as normal.
+reserve KV on decode workers long before it is needed, and settle the order of requests that have only just come. One that
+has waited long counts as of the next higher class, where its tenant's weight counts again: no class starves another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable
 from cluster.errors import DeadlineError
 from worker.fair_queue import FairQueue, Waiting
 
-AGING_SECONDS = 30.0
+AGING_SECONDS = 30.0  # in one class
+AGED_TOGETHER = 16  # taking one out of a queue costs a step for each that waits in it
 CLASSES = ("high", "normal", "batch")
 
 
@@ -64,9 +65,8 @@ class Admission:
         """Waits for a turn. `priority`: above 0 is high, 0 normal, below batch. Raises DeadlineError; then nothing
         was taken."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = Waiting(
-            max(1, tokens), tenant, weight if weight > 0 else 1.0, self._clock(), next(self._order), turn
-        )
+        now, weight = self._clock(), weight if weight > 0 else 1.0
+        waiting = Waiting(max(1, tokens), tenant, weight, now, next(self._order), turn, queued=now)
         self._queue_of(priority).push(waiting)
         self._admit()
         try:
@@ -114,12 +114,16 @@ class Admission:
                 waiting.turn.set_result(None)
 
     def _age(self) -> None:
-        """Batch requests that have waited long take their places among the normal ones."""
-        long_ago = self._clock() - self._aging_seconds
-        while len(self._batch) and self._batch.oldest.arrived <= long_ago:
-            waiting = self._batch.oldest
-            self._batch.remove(waiting)
-            self._normal.push(waiting)
+        """Requests that have waited long in their class take their places in the next higher one."""
+        now = self._clock()
+        for queue, higher in ((self._normal, self._high), (self._batch, self._normal)):
+            for _ in range(AGED_TOGETHER):
+                if not len(queue) or queue.oldest.queued > now - self._aging_seconds:
+                    break
+                waiting = queue.oldest
+                queue.remove(waiting)
+                waiting.queued = now
+                higher.push(waiting)
 
     def check_integrity(self) -> None:
         """Of every queue; and nobody waits where there is room."""

@@ -26,6 +26,7 @@ class Waiting:
     order: int
     turn: asyncio.Future[None]
     tag: float = 0.0
+    queued: float = 0.0  # when it came into the queue where it is
 
     def __lt__(self, other: Waiting) -> bool:
         return (self.tag, self.order) < (other.tag, other.order)

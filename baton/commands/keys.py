@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from cluster.auth.keys import new_key
+from cluster.auth.keys import PriorityClass, new_key
 from cluster.errors import ConfigError
 
 keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
@@ -23,6 +23,10 @@ def _keys() -> None:
 def new(
     tenant: Annotated[str, typer.Option(help="Whose key it is.")],
     weight: Annotated[float, typer.Option(help="Share of a crowded cluster, beside other tenants'.")] = 1.0,
+    max_priority: Annotated[
+        PriorityClass,
+        typer.Option(help="Highest class of its requests; a higher one enters before all others."),
+    ] = "normal",
     days: Annotated[int, typer.Option(help="Valid for so many days; 0 = until revoked.")] = 0,
     requests_per_minute: Annotated[
         int, typer.Option(help="Of the tenant, over all routers; 0 = the router's default.")
@@ -46,7 +50,7 @@ def new(
         "tokens_per_minute": tokens_per_minute,
         "max_concurrent_requests": max_concurrent_requests,
     }
-    fields: dict[str, object] = {"weight": weight, "admin": admin}
+    fields: dict[str, object] = {"weight": weight, "max_priority": max_priority, "admin": admin}
     fields |= {name: limit for name, limit in limits.items() if limit}
     if days:
         end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)

@@ -15,6 +15,7 @@ import hmac
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -24,6 +25,7 @@ PREFIX = "baton"
 ID_BYTES = 8
 SECRET_BYTES = 32
 MAX_KEY_CHARACTERS = 256
+PriorityClass = Literal["batch", "normal", "high"]
 
 
 class KeyEntry(BaseModel):
@@ -35,6 +37,9 @@ class KeyEntry(BaseModel):
     tenant: str = Field(min_length=1, max_length=128)
     key_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
     weight: float = Field(1.0, gt=0, le=1000, description="share of a crowded cluster, beside other tenants'")
+    max_priority: PriorityClass = Field(
+        "normal", description="highest class of its requests: a higher class enters before all others"
+    )
     expires_at: datetime.datetime | None = None
     revoked: bool = False
     admin: bool = Field(
@@ -80,12 +85,13 @@ class Caller:
     tenant: str = ""
     key_id: str = ""
     weight: float = 1.0
+    max_priority: PriorityClass = "normal"
     admin: bool = False
     max_concurrent_requests: int | None = None
     rate_limits: RateLimits = NO_LIMITS
 
 
-ANYONE = Caller(admin=True)
+ANYONE = Caller(max_priority="high", admin=True)
 
 
 def new_key(tenant: str, **fields: object) -> tuple[str, KeyEntry]:
@@ -129,6 +135,7 @@ class KeyRing:
             entry.tenant,
             entry.id,
             entry.weight,
+            entry.max_priority,
             entry.admin,
             entry.max_concurrent_requests,
             RateLimits(entry.requests_per_minute, entry.tokens_per_minute),

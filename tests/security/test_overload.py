@@ -35,7 +35,11 @@ def busy(checkpoint, redis_server, tmp_path_factory):
     namespace = f"test-{secrets.token_hex(4)}"
     directory = tmp_path_factory.mktemp("busy")
     keys = KeyFile(directory / "keys.yaml")
-    named = {"one": keys.add("one"), "big": keys.add("big", weight=100), "small": keys.add("small", weight=1)}
+    named = {
+        "one": keys.add("one", max_priority="high"),
+        "big": keys.add("big", weight=100),
+        "small": keys.add("small", weight=1),
+    }
     config: dict[str, Any] = {
         "model": str(checkpoint("llama")),
         "redis_url": redis_server.url,

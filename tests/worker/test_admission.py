@@ -6,7 +6,7 @@ import pytest
 
 from cluster.errors import DeadlineError
 from tests.virtual_time import VirtualLoop
-from worker.admission import Admission
+from worker.admission import AGING_SECONDS, Admission
 
 
 async def enter(admission: Admission, tokens: int, priority: int = 0) -> asyncio.Task[None]:
@@ -104,4 +104,34 @@ def test_a_request_admitted_and_expired_at_once_releases_its_tokens():
 
     loop.run(both_at_once())
     assert admission.inside_tokens == 0 and admission.tokens == 0
+    loop.close()
+
+
+@pytest.mark.parametrize(("priority", "seconds"), [(0, AGING_SECONDS), (-1, 2 * AGING_SECONDS)])
+def test_a_flood_of_a_higher_class_starves_nobody(priority, seconds):
+    """After its time in each class a request counts as of the highest, where its tenant's weight decides."""
+    loop = VirtualLoop()
+    admission = Admission(10, clock=loop.time)
+    served: list[str] = []
+
+    async def ask(tenant: str, priority: int) -> None:
+        await admission.enter(10, priority, 1e6, tenant)
+        served.append(tenant)
+        await asyncio.sleep(1.0)
+        admission.leave(10)
+
+    async def flood() -> float:
+        tasks = [asyncio.create_task(ask("flood", 1)) for _ in range(20)]
+        other = asyncio.create_task(ask("other", priority))
+        began = loop.time()
+        while not other.done():
+            tasks.append(asyncio.create_task(ask("flood", 1)))
+            await asyncio.sleep(0.5)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return loop.time() - began
+
+    waited = loop.run(flood())
+    assert seconds <= waited <= seconds + 5, waited
     loop.close()

@@ -1,0 +1,40 @@
+"""No tenant gets before all others by asking for a higher class than its key allows."""
+
+from __future__ import annotations
+
+import grpc
+import httpx
+import pytest
+
+from baton.client import Client
+from cluster.errors import ForbiddenError
+from tests.security.routers import KeyFile, Router
+from tests.waiting import wait_for
+
+NUMBERS = {"high": 7, "normal": 0, "batch": -3}
+
+
+@pytest.mark.parametrize("allowed", ["high", "normal", "batch", None])
+def test_a_request_above_its_keys_class_is_refused_at_both_doors(
+    allowed: str | None, router: Router, keys: KeyFile
+) -> None:
+    key = keys.add("acme", **({"max_priority": allowed} if allowed else {}))
+    headers = {"authorization": f"Bearer {key}"}
+    wait_for(lambda: httpx.get(f"{router.http}/v1/models", headers=headers).status_code == 200, 30, "known")
+    order = ["batch", "normal", "high"]
+    for asked, number in NUMBERS.items():
+        fits = order.index(asked) <= order.index(allowed or "normal")
+        for priority in (asked, number):
+            body = {"prompt": "abc", "max_tokens": 2, "priority": priority}
+            answer = httpx.post(f"{router.http}/v1/completions", json=body, headers=headers, timeout=30)
+            assert answer.status_code == (200 if fits else 403), answer.text
+            if not fits:
+                assert answer.json()["error"]["param"] == "priority"
+        with Client(router.grpc, api_key=key) as client:
+            if fits:
+                assert client.generate("abc", max_tokens=2, priority=number).choices
+            else:
+                with pytest.raises(ForbiddenError) as caught:
+                    client.generate("abc", max_tokens=2, priority=number)
+                assert caught.value.field == "priority"
+                assert caught.value.grpc_status is grpc.StatusCode.PERMISSION_DENIED
