@@ -20,6 +20,7 @@ from router.live.report import RouterState
 from router.metrics import RouterMetrics
 from router.prefix_scope import prefix_scope
 from router.telemetry.arrival import Arrival
+from router.tokens.contents import Rendered
 from router.validate import Validator
 
 
@@ -43,10 +44,10 @@ class Front:
         self.requests = 0
         self.live = Live(services, metrics, self._own_state)
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+    async def encode(self, given: str | Rendered, *, special: bool = True) -> list[int]:
         """Tokenise a prompt. Raises ContextLengthError before tokenising a text that cannot fit."""
-        self.validator.check_text(text)
-        return await self.text.encode(text, special=special)
+        self.validator.check_text(given if isinstance(given, str) else given.text)
+        return await self.text.encode(given, special=special)
 
     @contextlib.contextmanager
     def admit(

@@ -21,6 +21,7 @@ from router.front import Front
 from router.grpc.gate import caller_of
 from router.grpc.write_deadline import WriteDeadline
 from router.telemetry.arrival import Arrival
+from router.tokens.contents import Rendered, role_of
 from router.tokens.tokenizer import MESSAGE_CHARACTERS
 from router.validate import Asked
 from wire import inference_pb2 as pb
@@ -123,13 +124,17 @@ def _parse(message: M, raw: bytes) -> M:
     return message
 
 
-async def _render(front: Front, chat: pb.ChatMessages) -> str:
+async def _render(front: Front, chat: pb.ChatMessages) -> Rendered:
     if not chat.messages:
         raise InvalidRequestError("chat: has no messages", field="chat")
     front.validator.check_messages(len(chat.messages))
     size = chat.ByteSize() + MESSAGE_CHARACTERS * len(chat.messages)
     return await front.text.chat(
-        lambda: [{"role": m.role, "content": m.content} for m in chat.messages], size
+        lambda: [
+            {"role": role_of(one.role, f"chat.messages[{i}].role"), "content": one.content}
+            for i, one in enumerate(chat.messages)
+        ],
+        size,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.http.usage import StreamUsage
+from router.tokens.contents import role_of
 from router.validate import Asked
 
 _SAMPLING = {
@@ -41,7 +42,6 @@ _SHARED = _SAMPLING | {
     "spaces_between_special_tokens",
 }
 PRIORITIES = {"high": 1, "normal": 0, "batch": -1}
-ROLES = ("system", "developer", "user", "assistant")
 MAX_TOKEN_DIGITS = 10  # of a token id that is a key
 MAX_CACHE_SALT = 256  # characters
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -285,15 +285,13 @@ def _message(value: Any, index: int) -> dict[str, str]:
     name = f"messages[{index}]"
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise _bad(name, "must be an object with a role")
-    if value["role"] not in ROLES:
-        raise _bad(f"{name}.role", f"{value['role']!r} is not supported")
+    role = role_of(value["role"], f"{name}.role")
     if not _is_one_of(value.get("tool_calls"), ([], None)):
         raise UnsupportedFieldError(f"{name}.tool_calls: is not supported yet", field=f"{name}.tool_calls")
     if value.get("function_call") is not None:
         raise UnsupportedFieldError(
             f"{name}.function_call: is not supported yet", field=f"{name}.function_call"
         )
-    role = "system" if value["role"] == "developer" else value["role"]
     content = value.get("content")
     if content is None and role == "assistant":
         content = ""

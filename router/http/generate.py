@@ -25,6 +25,7 @@ from router.http.lengths import chat_size
 from router.http.reading import EventStream, Reading
 from router.http.shapes import Answer, ChatShape, CompletionShape, Shape
 from router.telemetry.arrival import Arrival
+from router.tokens.contents import Rendered
 from router.validate import MAX_REQUEST_ID, Asked
 
 
@@ -75,7 +76,9 @@ class Generate:
         kept = fields.truncated(body, prompt, validator.max_model_len, asked.max_tokens)
         return validator.completion(kept, asked)
 
-    async def _encode(self, body: Mapping[str, Any], text: str, *, special: bool = True) -> list[int]:
+    async def _encode(
+        self, body: Mapping[str, Any], text: str | Rendered, *, special: bool = True
+    ) -> list[int]:
         """Tokenise a prompt. One that will be truncated may be longer than the context."""
         encode = self._front.text.encode if fields.truncates(body) else self._front.encode
         return await encode(text, special=special)

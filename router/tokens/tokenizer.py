@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError, ModelError
 from router.tokens.bound import most_bytes
+from router.tokens.contents import Contents, Rendered
 from router.tokens.pieces import TokenPieces
 from router.tokens.templates import template_environment
 
@@ -56,6 +57,7 @@ class ModelText:
         except Exception as error:  # the library raises plain Exceptions
             raise ModelError(f"{path}: {error}", field=path.name) from error
         self.pieces = TokenPieces(self.tokenizer)
+        self._contents = Contents(self.tokenizer)
         self.most_bytes = most_bytes(self.tokenizer)  # of text that one token can stand for; None = no bound
         self.config = _read(directory / "config.json")
         self.generation = _read(directory / "generation_config.json")
@@ -130,23 +132,32 @@ class ModelText:
         read: Callable[[], Sequence[Mapping[str, str]]],
         characters: int,
         reasoning_effort: str | None = None,
-    ) -> str:
+    ) -> Rendered:
         """Render the conversation that `read` returns; on a thread if its size in `characters` is large."""
+
+        def rendered() -> Rendered:
+            messages, mark = self._contents.marked(read())
+            return Rendered(self.render(messages, reasoning_effort), mark)
+
         if characters <= INLINE_CHAT_CHARACTERS:
-            return self.render(read(), reasoning_effort)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._rendering, lambda: self.render(read(), reasoning_effort))
+            return rendered()
+        return await asyncio.get_running_loop().run_in_executor(self._rendering, rendered)
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+    async def encode(self, given: str | Rendered, *, special: bool = True) -> list[int]:
         """Token ids. Long texts are encoded on a thread (the tokenizer releases the GIL)."""
+        text = given if isinstance(given, str) else given.text
         if len(text) <= INLINE_CHARACTERS:
-            return self._encode(text, special)
+            return self._encode(given, special)
         pool = self._pool if len(text) <= LONG_CHARACTERS else self._long
-        return await asyncio.get_running_loop().run_in_executor(pool, self._encode, text, special)
+        return await asyncio.get_running_loop().run_in_executor(pool, self._encode, given, special)
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _encode(self, given: str | Rendered, special: bool) -> list[int]:
+        if isinstance(given, Rendered):
+            if given.mark:
+                return self._contents.encode(given)
+            given = given.text
         # The fast variant leaves out where in the text each token lies.
-        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        (encoding,) = self.tokenizer.encode_batch_fast([given], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids
 

@@ -17,6 +17,7 @@ from router.http.openapi.schema import (
     record,
     text,
 )
+from router.tokens.contents import ROLES
 from router.validate import MAX_PRIORITY
 
 TOKEN_KEY = f"^[0-9]{{1,{fields.MAX_TOKEN_DIGITS}}}$"
@@ -190,7 +191,7 @@ def _message() -> Schema:
     }
     content = either(text(), array(part))
     none = {"tool_calls": one_of([[], None]), "function_call": NULL}
-    asking = [role for role in fields.ROLES if role != "assistant"]
+    asking = [role for role in ROLES if role != "assistant"]
     return either(
         {
             "type": "object",

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from router.http.protocol import HttpLimits, limited
+from router.http.server import HttpServer
 from tests.waiting import until
 
 LIMITS = HttpLimits(
@@ -33,7 +34,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture
 async def address() -> AsyncIterator[tuple[str, int]]:
     config = uvicorn.Config(app, http=limited(LIMITS), log_config=None, lifespan="off")
-    server = uvicorn.Server(config)
+    server = HttpServer(config, None)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     sock = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve(sockets=[sock]))

@@ -1,0 +1,125 @@
+"""Keeps a conversation's turns apart from what its messages contain.
+
+A tokenizer reads the text of a special token as that token wherever it stands: `<|im_end|>` in a user's message would end
+the message and begin whatever follows. Roles are therefore of a fixed set, and the texts of special tokens within contents
+are marked before the template is rendered and encoded as plain text afterwards:
+
+    content ──mark──► template ──► rendered ──► [special][piece][special][marked piece]…
+                                                    the tokenizer's own     as plain text
+
+Conversations without such texts, nearly all, are encoded as a whole and cost one search.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tokenizers import Tokenizer
+
+from cluster.errors import InvalidRequestError
+
+ROLES = ("system", "developer", "user", "assistant")
+_MARKS = range(0xF0000, 0xF0100)  # of a private-use plane: no template and hardly any text has them
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as the template has rendered it. `mark` stands within texts of contents that must not become special
+    tokens; empty if there are none."""
+
+    text: str
+    mark: str = ""
+
+
+def role_of(given: str, field: str) -> str:
+    """The role for the template: a developer's messages are the system's. Raises InvalidRequestError naming `field`."""
+    if given not in ROLES:
+        raise InvalidRequestError(f"{field}: {given!r} is not supported; use {', '.join(ROLES)}", field=field)
+    return "system" if given == "developer" else given
+
+
+class Contents:
+    """One tokenizer's special tokens, as texts that messages may hold."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        special = [one for one in tokenizer.get_added_tokens_decoder().values() if one.special]
+        texts = sorted({one.content for one in special if len(one.content) > 1}, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
+        # A mark breaks no single character, and what the normalizer makes of a text is not known beforehand.
+        normalizes = tokenizer.normalizer is not None
+        self._unmarkable = any(len(one.content) == 1 or (normalizes and one.normalized) for one in special)
+        self._ids = frozenset(
+            token_id for token_id, one in tokenizer.get_added_tokens_decoder().items() if one.special
+        )
+
+    def marked(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[Mapping[str, str]], str]:
+        """The messages with a mark within every text of a special token, and the mark.
+
+        Raises InvalidRequestError for contents with special tokens that a mark cannot prevent: those of one character, and
+        those that only the tokenizer's normalizer makes.
+        """
+        if self._unmarkable:
+            self._refuse(messages)
+        special = self._special
+        if special is None or not any(special.search(message["content"]) for message in messages):
+            return messages, ""
+        mark = next(
+            (chr(code) for code in _MARKS if all(chr(code) not in one["content"] for one in messages)), None
+        )
+        if mark is None:
+            raise InvalidRequestError("messages: hold too many private-use characters", field="messages")
+
+        def broken(found: re.Match[str]) -> str:
+            return found[0][0] + mark + found[0][1:]
+
+        # Each pass marks what does not overlap; breaking one text may leave another that overlapped it.
+        def protect(content: str) -> str:
+            while special.search(content):
+                content = special.sub(broken, content)
+            return content
+
+        return [{**one, "content": protect(one["content"])} for one in messages], mark
+
+    def _refuse(self, messages: Sequence[Mapping[str, str]]) -> None:
+        for index, message in enumerate(messages):
+            if not self._ids.isdisjoint(
+                self._tokenizer.encode(message["content"], add_special_tokens=False).ids
+            ):
+                field = f"messages[{index}].content"
+                raise InvalidRequestError(f"{field}: holds the text of a special token", field=field)
+
+    def encode(self, rendered: Rendered) -> list[int]:
+        """Token ids of a rendered conversation that holds marks."""
+        ids: list[int] = []
+        for piece, is_marked in self._pieces(rendered):
+            tokenizer = self._plain if is_marked else self._tokenizer
+            ids += tokenizer.encode(piece.replace(rendered.mark, ""), add_special_tokens=False).ids
+        return ids
+
+    def _pieces(self, rendered: Rendered) -> Iterator[tuple[str, bool]]:
+        """Split at the template's special tokens, as the tokenizer itself does before anything else; what has no marks
+        stays together."""
+        assert self._special is not None
+        text, mark = rendered.text, rendered.mark
+        begin = end = 0
+        for found in (*self._special.finditer(text), None):
+            until = found.start() if found is not None else len(text)
+            if mark in text[end:until]:
+                if end > begin:
+                    yield text[begin:end], False
+                yield text[end:until], True
+                begin = until
+            end = found.end() if found is not None else until
+        if end > begin:
+            yield text[begin:end], False
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """The same tokenizer, which reads special tokens' texts as any other."""
+        plain = Tokenizer.from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
