@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequestError, UnsupportedFieldError
 from router.http.usage import StreamUsage
-from router.validate import Asked
+from router.validate import Asked, shown
 
 _SAMPLING = {
     "temperature",
@@ -139,7 +139,7 @@ def integers(body: Mapping[str, Any], name: str) -> list[int]:
     value = body.get(name)
     if value is None:
         return []
-    if not isinstance(value, list) or not all(type(one) is int for one in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise _bad(name, "must be a list of whole numbers")
     return value
 
@@ -286,7 +286,7 @@ def _message(value: Any, index: int) -> dict[str, str]:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise _bad(name, "must be an object with a role")
     if value["role"] not in ROLES:
-        raise _bad(f"{name}.role", f"{value['role']!r} is not supported")
+        raise _bad(f"{name}.role", f"{shown(value['role'])} is not supported")
     if not _is_one_of(value.get("tool_calls"), ([], None)):
         raise UnsupportedFieldError(f"{name}.tool_calls: is not supported yet", field=f"{name}.tool_calls")
     if value.get("function_call") is not None:
