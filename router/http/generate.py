@@ -187,7 +187,7 @@ class Generate:
     async def _whole(
         self, request: Request, shape: Shape, lives: Sequence[RequestLife], headers: dict[str, str]
     ) -> Response:
-        answers = [Answer() for life in lives for _ in range(life.choices)]
+        answers = [Answer(shape, index) for index in range(sum(life.choices for life in lives))]
         reading = Reading(lives, request)
         try:
             while came := await reading.take():
@@ -196,7 +196,7 @@ class Generate:
         finally:
             reading.stop()
         outcomes = [life.outcome for life in lives]
-        choices = [shape.choice(index, answer, ()) for index, answer in enumerate(answers)]
+        choices = [shape.choice(answer) for answer in answers]
         return Response(
             orjson.dumps(shape.whole(choices, outcomes)),
             media_type="application/json",

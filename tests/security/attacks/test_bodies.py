@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import OverloadedError
+from tests.security.attacks.probe import probed
 from tests.security.routers import KeyFile, Router
 from tests.waiting import wait_for
 
@@ -66,38 +66,6 @@ def known(router: Router, acme: str, other: str, single: str, ops: str) -> None:
     """The router looks at the file every half second."""
     for key in (acme, other, single, ops):
         wait_free(router, key)
-
-
-class Probe(threading.Thread):
-    """Asks for `/live` again and again; `longest` is the longest wait for an answer, in seconds."""
-
-    def __init__(self, http: str):
-        super().__init__(daemon=True)
-        self._http = http
-        self._done = threading.Event()
-        self.longest = 0.0
-
-    def run(self) -> None:
-        with httpx.Client(base_url=self._http, timeout=60) as client:
-            client.get("/live")
-            while not self._done.wait(0.005):
-                began = time.monotonic()
-                client.get("/live")
-                self.longest = max(self.longest, time.monotonic() - began)
-
-    def stop(self) -> None:
-        self._done.set()
-        self.join()
-
-
-@contextlib.contextmanager
-def probed(http: str) -> Iterator[Probe]:
-    probe = Probe(http)
-    probe.start()
-    try:
-        yield probe
-    finally:
-        probe.stop()
 
 
 def filled(before: str, one: str, after: str) -> bytes:
