@@ -77,12 +77,22 @@ class StubWorkers:
 def token_events(spec: common_pb2.GenerateSpec, count: int) -> list[Event]:
     """The next `count` tokens after those that earlier attempts, or another router, have sent."""
     begin, held = len(spec.prompt_tokens) // 4, len(spec.output_tokens) // 4
+    alternatives = [
+        common_pb2.TokenLogprob(token_id=TOKEN_ID + i, logprob=-1.0)
+        for i in range(spec.sampling.top_logprobs)
+    ]
     events = []
     for index in range(held, min(held + count, spec.sampling.max_tokens)):
         last = index + 1 == spec.sampling.max_tokens
         finish = common_pb2.FINISH_REASON_LENGTH if last else common_pb2.FINISH_REASON_UNSPECIFIED
         for choice in range(spec.first_choice, spec.first_choice + max(1, spec.n)):
-            token = common_pb2.Token(choice=choice, position=begin + index, token_id=TOKEN_ID, finish=finish)
+            token = common_pb2.Token(
+                choice=choice,
+                position=begin + index,
+                token_id=TOKEN_ID,
+                finish=finish,
+                top_logprobs=alternatives,
+            )
             events.append(Event(token=token))
     return events
 

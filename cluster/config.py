@@ -308,6 +308,13 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
         False, description="let tenants hit each other's cached prefixes; timing then shows who sent what"
     )
     max_body_bytes: int = Field(8 << 20, ge=1)
+    max_body_bytes_in_flight: int = Field(
+        256 << 20,
+        ge=0,
+        description="of requests not yet dispatched, over HTTP and gRPC; the first 64 KiB of each don't count, and a "
+        "gRPC message that takes long to arrive counts as max_body_bytes",
+    )
+    max_body_bytes_in_flight_per_tenant: int = Field(64 << 20, ge=0, description="as above")
     max_choices: int = Field(16, ge=1, description="n")
     max_prompts: int = Field(64, ge=1, description="prompts of one completion request")
     max_stop_strings: int = Field(16, ge=1)
@@ -315,7 +322,15 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     max_stop_token_ids: int = Field(64, ge=0)
     max_logit_bias: int = Field(1024, ge=0)
     max_logprobs: int = Field(20, ge=0)
+    max_answer_entries: int = Field(
+        1 << 18,
+        ge=1,
+        description="prompts x n x max_tokens x (1 + logprobs) of one request; without max_tokens, answers end there",
+    )
     max_json_depth: int = Field(32, ge=2)
+    max_json_elements: int = Field(
+        1 << 20, ge=1, description="of a body; lists, objects and members of objects count as 16"
+    )
     max_header_bytes: int = Field(32 << 10, ge=1 << 10, description="head of a request, or gRPC metadata")
     max_headers: int = Field(100, ge=8)
     max_http_connections: int = Field(

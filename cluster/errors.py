@@ -44,7 +44,8 @@ from wire import common_pb2
 MAX_WIRE_BYTES = 800
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
+    """The text, or its beginning in MAX_WIRE_BYTES: an error may name what a client has sent."""
     raw = text.encode(errors="replace")
     return text if len(raw) <= MAX_WIRE_BYTES else raw[:MAX_WIRE_BYTES].decode(errors="ignore") + "…"
 
@@ -79,9 +80,9 @@ class BatonError(Exception):
     def to_wire(self) -> common_pb2.ErrorDetail:
         return common_pb2.ErrorDetail(
             code=type(self).__name__,
-            message=_cut(self.message),
-            field=_cut(self.field),
-            limit=_cut(self.limit),
+            message=cut(self.message),
+            field=cut(self.field),
+            limit=cut(self.limit),
             retryable=self.retryable,
             retry_after_seconds=self.retry_after_seconds,
         )

@@ -14,7 +14,7 @@ from router.completion import Completion
 from router.disclosure import check_explain
 from router.dispatch.life import RequestLife
 from router.dispatch.services import Services
-from router.limits import Places, check_priority
+from router.limits import ByteBudget, HeldBytes, Places, check_priority
 from router.live.live import Live, OwnState
 from router.live.report import RouterState
 from router.metrics import RouterMetrics
@@ -36,6 +36,7 @@ class Front:
         self.keys = keys
         self._tenants = Places("tenant")
         self._connections = Places("connection")
+        self._bodies = ByteBudget.of(services.config, metrics.overloaded)
         self.in_flight = 0
         self.leaving = False  # not ready: load balancers should send no new requests
         self.closed = False  # requests that still arrive are refused, except on the connections below
@@ -50,18 +51,11 @@ class Front:
         return await self.text.encode(given, special=special)
 
     @contextlib.contextmanager
-    def admit(
-        self,
-        completion: Completion,
-        caller: Caller = ANYONE,
-        connection: str = "",
-        first_shown: int = 0,
-        arrival: Arrival | None = None,
-    ) -> Iterator[RequestLife]:
-        """A place for a request: the router's, its tenant's and its connection's.
+    def place(self, caller: Caller = ANYONE, connection: str = "") -> Iterator[HeldBytes]:
+        """Hold a place for a request from its head on: the router's, its tenant's and its connection's.
 
-        Raises OverloadedError when one of them is full, DrainingError when this router leaves, ForbiddenError for what the
-        caller's key does not allow.
+        Yields what its body takes of the budget for bodies. Raises OverloadedError when a place is not free, DrainingError
+        when this router leaves.
         """
         with contextlib.ExitStack() as places:
             try:
@@ -69,12 +63,28 @@ class Front:
             except OverloadedError:
                 self.metrics.overloaded(caller.tenant)
                 raise
-            check_explain(completion, caller)
-            check_priority(completion, caller)
-            self.requests += 1
-            life = RequestLife(self._owned(completion, caller), self.services, first_shown, arrival)
-            with self.metrics.request(life):
-                yield life
+            held = self._bodies.hold(caller.tenant)
+            places.callback(held.release)
+            yield held
+
+    @contextlib.contextmanager
+    def request(
+        self,
+        completion: Completion,
+        caller: Caller = ANYONE,
+        first_shown: int = 0,
+        arrival: Arrival | None = None,
+    ) -> Iterator[RequestLife]:
+        """Measure a request that holds a place, from its dispatch to its end.
+
+        Raises ForbiddenError for what the caller's key does not allow.
+        """
+        check_explain(completion, caller)
+        check_priority(completion, caller)
+        self.requests += 1
+        life = RequestLife(self._owned(completion, caller), self.services, first_shown, arrival)
+        with self.metrics.request(life):
+            yield life
 
     def leave(self) -> None:
         """From now on probes say no; requests that come are still taken."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,14 @@ MAX_PRIORITY = 2**15
 MAX_REQUEST_ID = 256  # characters: it goes into logs, headers and errors
 # The least normal float of 32 bits: smaller values arrive over gRPC as 0, which there means "not set"
 LEAST_POSITIVE = 2.0**-126
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 200
+
+
+def shown(value: Any) -> str:
+    """`repr` of a value that may be of any type and size, cut."""
+    return _SHOWN.repr(value)
 
 
 @dataclass
@@ -50,6 +59,7 @@ class Asked:
     reconnects: int = 0
     explain: bool = False
     deadline_seconds: float | None = None
+    prompts: int = 1  # of the whole request, which share max_answer_entries
 
 
 def _refuse(name: str, message: str, limit: object = "") -> InvalidRequestError:
@@ -68,7 +78,7 @@ class Validator:
     def _check_defaults(self) -> None:
         """Raises ModelError: what the model's own file says wrongly must not look like a client's fault later."""
         try:
-            self._sampling(Asked(), 0)
+            self._sampling(Asked(), 0, 1)
         except InvalidRequestError as error:
             raise ModelError(f"generation_config.json: {error.message}", field=error.field) from error
 
@@ -76,7 +86,8 @@ class Validator:
         """Raises InvalidRequestError, UnknownModelError or ContextLengthError."""
         if asked.model and asked.model != self.served_name:
             raise UnknownModelError(
-                f"model: {asked.model!r} is not served here; {self.served_name!r} is", field="model"
+                f"model: {shown(asked.model)} is not served here; {self.served_name!r} is",
+                field="model",
             )
         self.check_lengths(len(prompt), len(asked.resume_tokens))
         tokens = self._tokens("prompt", prompt)
@@ -86,7 +97,7 @@ class Validator:
         n = self._integer("n", asked.n, 1, 1, self._config.max_choices)
         if resumed and n > 1:
             raise _refuse("resume_tokens", "a resumed request has one choice", "n = 1")
-        sampling = self._sampling(asked, len(tokens))
+        sampling = self._sampling(asked, len(tokens), n)
         if resumed and len(resumed) >= sampling.max_tokens:
             raise _refuse(
                 "resume_tokens",
@@ -160,7 +171,7 @@ class Validator:
             raise _refuse(name, f"token ids must lie in 0 … {vocab - 1}", vocab - 1)
         return tokens
 
-    def _sampling(self, asked: Asked, prompt: int) -> common_pb2.SamplingParams:
+    def _sampling(self, asked: Asked, prompt: int, n: int) -> common_pb2.SamplingParams:
         defaults = self._text.generation
         vocab = self._text.vocab_size
 
@@ -174,7 +185,8 @@ class Validator:
         if len(asked.stop_token_ids) > most:
             raise _refuse("stop_token_ids", f"at most {most} are allowed", most)
         stop_ids = self._tokens("stop_token_ids", asked.stop_token_ids)
-        max_tokens = self._max_tokens(asked.max_tokens, prompt)
+        top_logprobs = self._integer("logprobs", asked.logprobs, 0, 0, self._config.max_logprobs)
+        max_tokens = self._max_tokens(asked, prompt, asked.prompts * n * (1 + top_logprobs))
         seed = self._integer("seed", asked.seed, secrets.randbits(63), -(2**63), 2**64 - 1)
         return common_pb2.SamplingParams(
             temperature=number("temperature", 1.0, 0.0, 100.0),
@@ -193,18 +205,20 @@ class Validator:
             stop_token_ids=stop_ids,
             logit_bias=self._bias(asked.logit_bias),
             logprobs=asked.logprobs is not None,
-            top_logprobs=self._integer("logprobs", asked.logprobs, 0, 0, self._config.max_logprobs),
+            top_logprobs=top_logprobs,
         )
 
     def _top_k(self, asked: int | None, default: Any, vocab: int) -> int:
         """0 and less = all, as vLLM has it."""
         return max(0, self._integer("top_k", default if asked is None else asked, 0, -(2**31), vocab))
 
-    def _max_tokens(self, asked: int | None, prompt: int) -> int:
+    def _max_tokens(self, asked: Asked, prompt: int, entries: int) -> int:
+        """`entries`: what one token of each choice adds to the answer."""
         room = self.max_model_len - prompt
-        if asked is None:
-            return room
-        wanted = self._integer("max_tokens", asked, 1, 1, 2**31)
+        most = self._config.max_answer_entries // entries
+        if asked.max_tokens is None and most:
+            return min(room, most)
+        wanted = self._integer("max_tokens", asked.max_tokens, 1, 1, 2**31)
         if wanted > room:
             raise ContextLengthError(
                 f"max_tokens: {prompt} prompt tokens + {wanted} new ones exceed the context of "
@@ -212,6 +226,9 @@ class Validator:
                 field="max_tokens",
                 limit=str(self.max_model_len),
             )
+        if wanted > most:
+            limit = self._config.max_answer_entries
+            raise _refuse("max_tokens", f"prompts x n x max_tokens x (1 + logprobs) exceeds {limit}", limit)
         return wanted
 
     def _bias(self, given: Mapping[int, float]) -> dict[int, float]:
@@ -232,7 +249,7 @@ class Validator:
     @staticmethod
     def _number(name: str, value: Any, low: float, high: float) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _refuse(name, f"{value!r} is not a number", f"{low} … {high}")
+            raise _refuse(name, f"{shown(value)} is not a number", f"{low} … {high}")
         if not low <= value <= high:
             raise _refuse(name, f"{value} is outside {low} … {high}", f"{low} … {high}")
         return float(value)
@@ -248,7 +265,7 @@ class Validator:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int):
-            raise _refuse(name, f"{value!r} is not a whole number", f"{low} … {high}")
+            raise _refuse(name, f"{shown(value)} is not a whole number", f"{low} … {high}")
         if not low <= value <= high:
             raise _refuse(name, f"{value} is outside {low} … {high}", f"{low} … {high}")
         return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -19,6 +19,7 @@ from router.dispatch.life import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestLife
 from router.dispatch.mailbox import Mailbox
 from router.front import Front
 from router.grpc.gate import caller_of
+from router.grpc.message import read_message
 from router.grpc.write_deadline import WriteDeadline
 from router.telemetry.arrival import Arrival
 from router.tokens.contents import Rendered, role_of
@@ -39,19 +40,24 @@ class InferenceService:
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
         methods = {
-            "Generate": grpc.unary_stream_rpc_method_handler(self.Generate, None, serialize),
+            # A stream to the server: its one message is read once there is a place for it. Clients see no difference.
+            "Generate": grpc.stream_stream_rpc_method_handler(self.Generate, None, serialize),
             "Tokenize": grpc.unary_unary_rpc_method_handler(self.Tokenize, None, serialize),
             "ListModels": grpc.unary_unary_rpc_method_handler(self.ListModels, None, serialize),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def Generate(self, raw: bytes, context: Context) -> None:
-        arrival = Arrival(lambda name: _values(context, name))
+    async def Generate(self, messages: AsyncIterator[bytes], context: Context) -> None:
         try:
-            completion = await self._completion(_parse(pb.GenerateRequest(), raw), context)
             caller = caller_of(self._front, context)
-            with self._front.admit(completion, caller, context.peer(), arrival=arrival) as life:
-                await self._write(_responses(life, completion, caller), context)
+            with self._front.place(caller, context.peer()) as held:
+                raw = await read_message(context, self._front.config, held)
+                arrival = Arrival(lambda name: _values(context, name))
+                completion = await self._completion(_parse(pb.GenerateRequest(), raw), context)
+                del raw
+                held.release()
+                with self._front.request(completion, caller, arrival=arrival) as life:
+                    await self._write(_responses(life, completion, caller), context)
         except BatonError as error:
             await rpc.abort(context, error)
 
@@ -74,11 +80,12 @@ class InferenceService:
 
     async def _completion(self, request: pb.GenerateRequest, context: Context) -> Completion:
         kind = request.WhichOneof("prompt")
+        prompt: Sequence[int]
         self._front.validator.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
         if kind == "text":
             prompt = await self._front.encode(request.text)
         elif kind == "token_ids":
-            prompt = list(request.token_ids.ids)
+            prompt = request.token_ids.ids
         elif kind == "chat":
             prompt = await self._front.encode(await _render(self._front, request.chat), special=False)
         else:
@@ -139,6 +146,7 @@ async def _render(front: Front, chat: pb.ChatMessages) -> Rendered:
 
 
 def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
+    """Lists are passed as they are: the validator counts them before anything copies them."""
     o = request.options
 
     def given(name: Any) -> Any:
@@ -156,16 +164,16 @@ def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
         frequency_penalty=given("frequency_penalty"),
         seed=given("seed"),
         n=given("n"),
-        stop=list(o.stop),
-        stop_token_ids=list(o.stop_token_ids),
+        stop=o.stop,
+        stop_token_ids=o.stop_token_ids,
         min_tokens=given("min_tokens"),
         ignore_eos=o.ignore_eos,
         logprobs=given("logprobs"),
-        logit_bias=dict(o.logit_bias),
+        logit_bias=o.logit_bias,
         include_stop_text=o.include_stop_text,
         priority=o.priority,
         request_id=request.request_id,
-        resume_tokens=list(request.resume_tokens.ids),
+        resume_tokens=request.resume_tokens.ids,
         resume_ticket=request.resume_ticket,
         reconnects=request.reconnects,
         explain=request.explain,

@@ -2,45 +2,75 @@
 
 from __future__ import annotations
 
-import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
+from cluster.config import RouterConfig
 from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
-from router.http.nesting import depth_of
+from router.http.json_scan import MAX_COST_PER_BYTE, JsonScan
+from router.limits import HeldBytes
 
-INLINE_BYTES = 1 << 16
+SCAN_BYTES = 1 << 16
 
 
-async def read_json(request: Request, max_bytes: int, max_depth: int) -> dict[str, Any]:
-    """The body as an object. Raises RequestTooLargeError as soon as that is known, InvalidRequestError after
-    reading, CancelledError when the client has gone meanwhile."""
-    raw = bytearray()
+@dataclass(frozen=True)
+class BodyLimits:
+    bytes: int
+    depth: int
+    elements: int
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> BodyLimits:
+        return cls(config.max_body_bytes, config.max_json_depth, config.max_json_elements)
+
+
+async def read_json(request: Request, limits: BodyLimits, held: HeldBytes) -> dict[str, Any]:
+    """The body as an object. It is scanned while it arrives and parsed within its limits only: the parser holds the
+    interpreter, on any thread, for as long as it makes objects.
+
+    Raises RequestTooLargeError, OverloadedError and InvalidRequestError as soon as they are certain, CancelledError when
+    the client has gone meanwhile.
+    """
+    raw, scan = bytearray(), JsonScan()
     try:
         async for piece in request.stream():
             raw += piece
-            if len(raw) > max_bytes:
+            if len(raw) > limits.bytes:
                 raise RequestTooLargeError(
-                    f"the body exceeds {max_bytes} bytes", field="body", limit=str(max_bytes)
+                    f"the body exceeds {limits.bytes} bytes", field="body", limit=str(limits.bytes)
                 )
+            held.grow_to(len(raw))
+            if len(raw) - scan.seen > SCAN_BYTES:
+                _scan(scan, raw, limits)
     except ClientDisconnect:
         raise CancelledError("the client has gone") from None
+    if scan.seen or _may_exceed(raw, limits):
+        _scan(scan, raw, limits)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}", field="body") from None
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object", field="body")
-    # Each level begins with a bracket: most bodies have too few of them to need a scan.
-    if raw.count(b"[") + raw.count(b"{") > max_depth and await _depth(raw) > max_depth:
-        raise InvalidRequestError(
-            f"the body is nested deeper than {max_depth}", field="body", limit=str(max_depth)
-        )
     return body
 
 
-async def _depth(raw: bytearray) -> int:
-    """A long body is scanned on a thread: 8 MiB of short lists take 0.4 s, and numpy releases the interpreter."""
-    return depth_of(raw) if len(raw) <= INLINE_BYTES else await asyncio.to_thread(depth_of, raw)
+def _may_exceed(raw: bytearray, limits: BodyLimits) -> bool:
+    """Most bodies are too short for too many elements, and have too few brackets for too many levels."""
+    return len(raw) * MAX_COST_PER_BYTE > limits.elements or raw.count(b"[") + raw.count(b"{") > limits.depth
+
+
+def _scan(scan: JsonScan, raw: bytearray, limits: BodyLimits) -> None:
+    """Read what is new. Raises InvalidRequestError."""
+    scan.read(raw[scan.seen :])
+    if scan.depth > limits.depth:
+        message = f"the body is nested deeper than {limits.depth}"
+        raise InvalidRequestError(message, field="body", limit=str(limits.depth))
+    if scan.elements > limits.elements:
+        message = (
+            f"the body has more than {limits.elements} elements; lists, objects and their members count as 16"
+        )
+        raise InvalidRequestError(message, field="body", limit=str(limits.elements))

@@ -19,6 +19,7 @@ from cluster.errors import (
     UnauthenticatedError,
     UnknownModelError,
     UnsupportedFieldError,
+    cut,
 )
 
 _CODES: dict[type[BatonError], str] = {
@@ -41,9 +42,9 @@ def error_body(error: BatonError) -> dict[str, Any]:
         kind = "invalid_request_error"
     return {
         "error": {
-            "message": error.message,
+            "message": cut(error.message),
             "type": kind,
-            "param": error.field or None,
+            "param": cut(error.field) or None,
             "code": _CODES.get(type(error)),
         }
     }

@@ -139,7 +139,7 @@ def integers(body: Mapping[str, Any], name: str) -> list[int]:
     value = body.get(name)
     if value is None:
         return []
-    if not isinstance(value, list) or not all(type(one) is int for one in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise _bad(name, "must be a list of whole numbers")
     return value
 

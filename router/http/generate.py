@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -17,22 +18,38 @@ from router.completion import Completion, Delta, Outcome
 from router.dispatch.life import RequestLife
 from router.front import Front
 from router.http import fields
-from router.http.body import read_json
+from router.http.body import BodyLimits, read_json
 from router.http.errors import error_body
 from router.http.events import Events, event
 from router.http.gate import caller_of, connection_of
 from router.http.lengths import chat_size
 from router.http.reading import EventStream, Reading
 from router.http.shapes import Answer, ChatShape, CompletionShape, Shape
+from router.http.usage import StreamUsage
+from router.limits import HeldBytes
 from router.telemetry.arrival import Arrival
 from router.tokens.contents import Rendered
 from router.validate import MAX_REQUEST_ID, Asked
+
+Reader = Callable[[Request, Mapping[str, Any]], Awaitable[list[Completion]]]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request's completions, one per prompt, and how they are shown."""
+
+    completions: list[Completion]
+    stream: bool
+    usage: StreamUsage
+    token_ids: bool
+    arrival: Arrival
 
 
 class Generate:
     def __init__(self, front: Front):
         self._front = front
         self._config = front.config
+        self._limits = BodyLimits.of(front.config)
         self._ignore_unknown = front.config.unknown_fields == "ignore"
         self._most = {
             "stop": front.config.max_stop_strings,
@@ -41,28 +58,50 @@ class Generate:
         }
 
     async def chat(self, request: Request) -> Response:
-        body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
+        return await self._serve(request, self._read_chat, ChatShape, "chatcmpl-")
+
+    async def completion(self, request: Request) -> Response:
+        return await self._serve(request, self._read_completion, CompletionShape, "cmpl-")
+
+    async def _serve(self, request: Request, read: Reader, kind: type[Shape], prefix: str) -> Response:
+        caller, connection = caller_of(request), connection_of(request)
+        with contextlib.ExitStack() as held:
+            body_bytes = held.enter_context(self._front.place(caller, connection))
+            wanted = await self._read(request, read, body_bytes)
+            body_bytes.release()
+            for _ in wanted.completions[1:]:
+                held.enter_context(self._front.place(caller, connection))
+            return await self._answer(request, wanted, kind, prefix, held)
+
+    async def _read(self, request: Request, read: Reader, held: HeldBytes) -> Wanted:
+        """Nothing of the body outlives this but what is returned."""
+        body = await read_json(request, self._limits, held)
         arrival = Arrival(request.headers.getlist)
+        return Wanted(
+            await read(request, body),
+            fields.boolean(body, "stream"),
+            fields.stream_usage(body, ignore_unknown=self._ignore_unknown),
+            fields.boolean(body, "return_token_ids"),
+            arrival,
+        )
+
+    async def _read_chat(self, request: Request, body: Mapping[str, Any]) -> list[Completion]:
         fields.check(body, fields.CHAT, ignore_unknown=self._ignore_unknown)
         size = chat_size(body.get("messages"), self._front.validator)
         effort = fields.reasoning_effort(body)
         rendered = await self._front.text.chat(lambda: fields.messages(body), size, effort)
         prompt = await self._encode(body, rendered, special=False)
-        max_tokens = fields.max_tokens(body)
-        asked = self._asked(request, body, fields.chat_logprobs(body), max_tokens)
-        completion = self._completion(body, prompt, asked)
-        return await self._answer(request, body, ChatShape, [completion], "chatcmpl-", arrival)
+        asked = self._asked(request, body, fields.chat_logprobs(body), fields.max_tokens(body))
+        return [self._completion(body, prompt, asked)]
 
-    async def completion(self, request: Request) -> Response:
-        body = await read_json(request, self._config.max_body_bytes, self._config.max_json_depth)
-        arrival = Arrival(request.headers.getlist)
+    async def _read_completion(self, request: Request, body: Mapping[str, Any]) -> list[Completion]:
         fields.check(body, fields.COMPLETION, ignore_unknown=self._ignore_unknown)
         prompts = await self._prompts(body)
         # OpenAI's default of 16 for this old endpoint, where a chat takes what the context leaves.
         given = fields.max_tokens(body)
         asked = self._asked(request, body, body.get("logprobs"), 16 if given is None else given)
-        completions = [self._completion(body, prompt, asked) for prompt in prompts]
-        return await self._answer(request, body, CompletionShape, completions, "cmpl-", arrival)
+        asked.prompts = len(prompts)
+        return [self._completion(body, prompt, asked) for prompt in prompts]
 
     def _asked(
         self, request: Request, body: Mapping[str, Any], logprobs: int | None, max_tokens: Any
@@ -97,7 +136,7 @@ class Generate:
         most = self._config.max_prompts
         if len(value) > most:  # token ids, or too many
             self._check_length(body, len(value))
-        if all(type(one) is int for one in value):
+        if set(map(type, value)) == {int}:
             return [value]
         if len(value) > most:
             raise InvalidRequestError(f"prompt: at most {most} at once", field="prompt", limit=str(most))
@@ -107,59 +146,51 @@ class Generate:
                 self._check_length(body, len(one))
             if isinstance(one, str):
                 prompts.append(await self._encode(body, one))
-            elif isinstance(one, list) and all(type(token) is int for token in one):
+            elif isinstance(one, list) and set(map(type, one)) <= {int}:
                 prompts.append(one)
             else:
                 raise InvalidRequestError("prompt: a list must hold texts or token ids", field="prompt")
         return prompts
 
     async def _answer(
-        self,
-        request: Request,
-        body: Mapping[str, Any],
-        kind: type[Shape],
-        completions: list[Completion],
-        prefix: str,
-        arrival: Arrival,
+        self, request: Request, wanted: Wanted, kind: type[Shape], prefix: str, held: contextlib.ExitStack
     ) -> Response:
-        caller, connection = caller_of(request), connection_of(request)
+        """`held`: the request's places, kept until the end of a stream."""
+        caller, completions = caller_of(request), wanted.completions
         shape = kind(
             completions[0],
             self._front.text,
             int(time.time()),
             prefix + secrets.token_hex(12),
-            fields.boolean(body, "return_token_ids"),
+            wanted.token_ids,
             caller.admin,
         )
-        wanted = fields.stream_usage(body, ignore_unknown=self._ignore_unknown)
-        stack = contextlib.ExitStack()
-        with stack:
-            lives = [
-                stack.enter_context(
-                    self._front.admit(one, caller, connection, sum(c.n for c in completions[:i]), arrival)
-                )
-                for i, one in enumerate(completions)
-            ]
-            headers = {"x-request-id": completions[0].request_id}
-            if not fields.boolean(body, "stream"):
-                return await self._whole(request, shape, lives, headers)
-            reading = Reading(lives, request)
-            # The first delta decides between an HTTP error and a stream.
-            try:
-                first = await reading.take()
-            except BaseException:
-                reading.stop()
-                raise
-            held = stack.pop_all()
-            held.callback(reading.stop)
-            prompt_tokens = sum(len(one.prompt_tokens) for one in completions)
-            events = Events(shape, sum(life.choices for life in lives), wanted, prompt_tokens)
-            return EventStream(_stream(events, reading, first), headers, held.close)
+        lives = [
+            held.enter_context(
+                self._front.request(one, caller, sum(c.n for c in completions[:i]), wanted.arrival)
+            )
+            for i, one in enumerate(completions)
+        ]
+        headers = {"x-request-id": completions[0].request_id}
+        if not wanted.stream:
+            return await self._whole(request, shape, lives, headers)
+        reading = Reading(lives, request)
+        # The first delta decides between an HTTP error and a stream.
+        try:
+            first = await reading.take()
+        except BaseException:
+            reading.stop()
+            raise
+        kept = held.pop_all()
+        kept.callback(reading.stop)
+        prompt_tokens = sum(len(one.prompt_tokens) for one in completions)
+        events = Events(shape, sum(life.choices for life in lives), wanted.usage, prompt_tokens)
+        return EventStream(_stream(events, reading, first), headers, kept.close)
 
     async def _whole(
         self, request: Request, shape: Shape, lives: Sequence[RequestLife], headers: dict[str, str]
     ) -> Response:
-        answers = [Answer() for life in lives for _ in range(life.choices)]
+        answers = [Answer(shape, index) for index in range(sum(life.choices for life in lives))]
         reading = Reading(lives, request)
         try:
             while came := await reading.take():
@@ -168,7 +199,7 @@ class Generate:
         finally:
             reading.stop()
         outcomes = [life.outcome for life in lives]
-        choices = [shape.choice(index, answer, ()) for index, answer in enumerate(answers)]
+        choices = [shape.choice(answer) for answer in answers]
         return Response(
             orjson.dumps(shape.whole(choices, outcomes)),
             media_type="application/json",

@@ -29,18 +29,42 @@ def baton(outcome: Outcome, *, admin: bool) -> dict[str, Any]:
     return shown
 
 
-@dataclass
 class Answer:
-    """What one choice has said so far, for a whole answer."""
+    """One choice of a whole answer, collected delta by delta.
 
-    text: list[str] = field(default_factory=list)
-    tokens: list[common_pb2.Token] = field(default_factory=list)
-    finish: str | None = None
+    Log probabilities are encoded as they come: those of a large answer, encoded at its end, would stop the event loop for
+    half a second.
+    """
+
+    def __init__(self, shape: Shape, index: int):
+        self.index = index
+        self.finish: str | None = None
+        self.token_ids: list[int] = []
+        self._shape = shape
+        self._text: list[str] = []
+        self._logprobs: dict[
+            str, list[bytes]
+        ] = {}  # by field: entries of its list, as JSON with commas between them
+
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
 
     def add(self, delta: Delta) -> None:
-        self.text.append(delta.text)
-        self.tokens += delta.tokens
+        self._text.append(delta.text)
+        self.token_ids += [token.token_id for token in delta.tokens]
         self.finish = delta.finish or self.finish
+        for name, values in (self._shape.logprobs(self.index, delta.tokens) or {}).items():
+            if values:
+                self._logprobs.setdefault(name, []).append(orjson.dumps(values)[1:-1])
+
+    def logprobs(self) -> dict[str, Any] | None:
+        """As the shape shows them, with lists that are JSON already."""
+        empty = self._shape.logprobs(self.index, ())
+        if empty is None:
+            return None
+        joined = {name: b"[" + b",".join(pieces) + b"]" for name, pieces in self._logprobs.items()}
+        return empty | {name: orjson.Fragment(json) for name, json in joined.items()}
 
 
 @dataclass(frozen=True)
@@ -75,10 +99,14 @@ class Shape:
         """The constant JSON before the choice of every streamed chunk, encoded once per answer."""
         return b"data: " + orjson.dumps(self.head(self.chunk_name))[:-1] + b',"choices":['
 
-    def choice(self, index: int, answer: Answer, prompt: Sequence[int]) -> dict[str, Any]:
+    def choice(self, answer: Answer) -> dict[str, Any]:
         raise TypeError("use ChatShape or CompletionShape")
 
     def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        raise TypeError("use ChatShape or CompletionShape")
+
+    def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+        """Lists by field, of tokens that follow each other in a choice; None if they are not wanted."""
         raise TypeError("use ChatShape or CompletionShape")
 
 
@@ -86,15 +114,15 @@ class ChatShape(Shape):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def choice(self, index: int, answer: Answer, prompt: Sequence[int]) -> dict[str, Any]:
+    def choice(self, answer: Answer) -> dict[str, Any]:
         shown: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": "".join(answer.text), "refusal": None},
-            "logprobs": self._logprobs(answer.tokens),
+            "index": answer.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": answer.logprobs(),
             "finish_reason": answer.finish,
         }
         if self.token_ids:
-            shown["token_ids"] = [token.token_id for token in answer.tokens]
+            shown["token_ids"] = answer.token_ids
         return shown
 
     def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
@@ -102,12 +130,12 @@ class ChatShape(Shape):
         if first:
             said["role"] = "assistant"
         shown: dict[str, Any] = {"index": index, "delta": said, "finish_reason": delta.finish}
-        shown["logprobs"] = self._logprobs(delta.tokens)
+        shown["logprobs"] = self.logprobs(index, delta.tokens)
         if self.token_ids:
             shown["token_ids"] = [token.token_id for token in delta.tokens]
         return shown
 
-    def _logprobs(self, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+    def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
         if not self.completion.sampling.logprobs:
             return None
         return {
@@ -133,26 +161,22 @@ class CompletionShape(Shape):
     chunk_name = "text_completion"
     offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, over all chunks of its stream
 
-    def choice(self, index: int, answer: Answer, prompt: Sequence[int]) -> dict[str, Any]:
-        return self._shown(index, "".join(answer.text), answer.tokens, answer.finish)
+    def choice(self, answer: Answer) -> dict[str, Any]:
+        return self._shown(answer.index, answer.text, answer.token_ids, answer.logprobs(), answer.finish)
 
     def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
-        return self._shown(index, delta.text, delta.tokens, delta.finish)
+        token_ids = [token.token_id for token in delta.tokens]
+        return self._shown(index, delta.text, token_ids, self.logprobs(index, delta.tokens), delta.finish)
 
     def _shown(
-        self, index: int, text: str, tokens: Sequence[common_pb2.Token], finish: str | None
+        self, index: int, text: str, token_ids: list[int], logprobs: dict[str, Any] | None, finish: str | None
     ) -> dict[str, Any]:
-        shown = {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs(index, tokens),
-            "finish_reason": finish,
-        }
+        shown = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         if self.token_ids:
-            shown["token_ids"] = [token.token_id for token in tokens]
+            shown["token_ids"] = token_ids
         return shown
 
-    def _logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+    def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
         if not self.completion.sampling.logprobs:
             return None
         offsets = self.offsets.setdefault(index, TextOffsets(self.text.pieces))

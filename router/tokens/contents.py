@@ -37,7 +37,9 @@ class Rendered:
 def role_of(given: str, field: str) -> str:
     """The role for the template: a developer's messages are the system's. Raises InvalidRequestError naming `field`."""
     if given not in ROLES:
-        raise InvalidRequestError(f"{field}: {given!r} is not supported; use {', '.join(ROLES)}", field=field)
+        raise InvalidRequestError(
+            f"{field}: {given[:32]!r} is not supported; use {', '.join(ROLES)}", field=field
+        )
     return "system" if given == "developer" else given
 
 

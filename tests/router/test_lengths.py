@@ -21,11 +21,11 @@ from cluster.config import RouterConfig
 from cluster.errors import ContextLengthError, InvalidRequestError
 from router.front import Front
 from router.grpc.service import InferenceService
-from router.http import body as reading
 from router.http import generate
-from router.http.body import read_json
+from router.http.body import BodyLimits, read_json
+from router.http.json_scan import JsonScan
 from router.http.lengths import chat_size
-from router.http.nesting import depth_of
+from router.limits import ByteBudget
 from router.tokens.bound import most_bytes
 from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, LONG_CHARACTERS, MESSAGE_CHARACTERS, ModelText
 from router.validate import Validator
@@ -342,41 +342,87 @@ def test_what_a_conversation_costs(front):
         assert size(odd) <= 2 * MESSAGE_CHARACTERS, "whoever reads it says what is wrong"
 
 
-# --- depth -------------------------------------------------------------------------------------------------------------
+# --- depth and elements ------------------------------------------------------------------------------------------------
+
+ANY = 1 << 30
 
 
-async def body(value: Any, depth: int) -> dict[str, Any]:
-    raw = orjson.dumps(value)
+def read(left: list[bytes], depth: int = ANY, elements: int = ANY) -> dict[str, Any]:
+    """A body that arrives in these pieces; those that were not read stay in the list."""
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": raw, "more_body": False}
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
-    return await read_json(Request({"type": "http", "headers": []}, receive), 1 << 20, depth)
+    held = ByteBudget(ANY, ANY, lambda tenant: None).hold("")
+    limits = BodyLimits(1 << 24, depth, elements)
+    return asyncio.run(read_json(Request({"type": "http", "headers": []}, receive), limits, held))
+
+
+def pieces_of(raw: bytes, size: int) -> list[bytes]:
+    return [raw[at : at + size] for at in range(0, len(raw), size)]
+
+
+def body(value: Any, depth: int = ANY, elements: int = ANY) -> dict[str, Any]:
+    return read([orjson.dumps(value)], depth, elements)
 
 
 VALUES = st.recursive(
-    st.integers(0, 9) | st.text('[{]}"\\', max_size=4),
+    st.integers(0, 9) | st.text('[{]}",:\\', max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=1), inner, max_size=3),
     max_leaves=20,
 )
+OBJECTS = st.dictionaries(st.text("ab", max_size=1), VALUES, max_size=3)
 
 
-@given(value=st.dictionaries(st.text("ab", max_size=1), VALUES, max_size=3), limit=st.integers(1, 6))
+def inner_of(one: Any) -> list[Any]:
+    return list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
+
+
+def deep(one: Any) -> int:
+    return int(isinstance(one, list | dict)) + max(map(deep, inner_of(one)), default=0)
+
+
+def cost(one: Any) -> int:
+    inner = inner_of(one)
+    members = 16 * len(inner) if isinstance(one, dict) else 0
+    own = 16 * isinstance(one, list | dict) + members + max(0, len(inner) - 1)
+    return own + sum(map(cost, inner))
+
+
+@given(value=OBJECTS, limit=st.integers(1, 6))
 def test_a_body_nests_as_deep_as_it_may_and_no_deeper(value, limit):
-    def deep(one: Any) -> int:
-        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else None
-        return 0 if inner is None else 1 + max(map(deep, inner), default=0)
-
     if deep(value) <= limit:
-        assert asyncio.run(body(value, limit)) == value
+        assert body(value, limit) == value
     else:
         with pytest.raises(InvalidRequestError, match="nested deeper"):
-            asyncio.run(body(value, limit))
+            body(value, limit)
+
+
+@given(value=OBJECTS, change=st.integers(-1, 1))
+def test_a_body_has_as_many_elements_as_it_may_and_no_more(value, change):
+    limit = cost(value) + change
+    if change >= 0:
+        assert body(value, elements=limit) == value
+    else:
+        with pytest.raises(InvalidRequestError, match="elements") as caught:
+            body(value, elements=limit)
+        assert (caught.value.field, caught.value.limit) == ("body", str(limit))
+
+
+@given(value=OBJECTS, cuts=st.lists(st.integers(0, 60), max_size=4))
+def test_pieces_are_counted_as_the_whole(value, cuts):
+    raw = orjson.dumps(value)
+    scan, begins = JsonScan(), 0
+    for end in [*sorted(cuts), len(raw)]:
+        scan.read(raw[begins:end])
+        begins = max(begins, end)
+    assert (scan.depth, scan.elements) == (deep(value), cost(value))
+    assert scan.seen == len(raw)
 
 
 @pytest.mark.parametrize("one", [[], {}, [[1]], "["])
 def test_wide_bodies_are_not_walked_over(one):
-    """A message may hold a million lists, and the loop serves others meanwhile."""
+    """A message may hold many lists, and the loop serves others meanwhile."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -386,20 +432,21 @@ def test_wide_bodies_are_not_walked_over(one):
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        asyncio.run(body({"x": 20_000 * [one]}, 8))
+        body({"x": 20_000 * [one]}, 8)
     finally:
         sys.setprofile(before)
     assert calls < 5_000
 
 
-@pytest.mark.parametrize("count", [1_000, 100_000])
-def test_long_bodies_are_scanned_on_a_thread(count, monkeypatch):
-    threads = []
+def test_too_much_is_refused_before_all_of_it_has_come():
+    """And before the parser sees any of it: what comes here is not JSON."""
+    for piece in (b"[", b"{", b"[],", b'"":', b"1,"):
+        left = pieces_of((1 << 22) // len(piece) * piece, 1 << 16)
+        with pytest.raises(InvalidRequestError, match=r"nested|elements"):
+            read(left, 32, 1 << 20)
+        assert len(left) > 20
 
-    def scan(raw: bytearray) -> int:
-        threads.append(threading.current_thread() is threading.main_thread())
-        return depth_of(raw)
 
-    monkeypatch.setattr(reading, "depth_of", scan)
-    asyncio.run(body({"x": count * [[]]}, 8))
-    assert threads == [count == 1_000]
+def test_large_bodies_within_the_limits_are_read():
+    value = {"a": 200_000 * [1], "b": '["\\' * 200_000, "c": {str(i): [i] for i in range(10_000)}}
+    assert read(pieces_of(orjson.dumps(value), 70_001), 3, 1 << 20) == value

@@ -218,3 +218,28 @@ def test_requests_get_names_of_their_own():
     assert len(names) == 3
     own = secrets.token_hex(4)
     assert validator().completion(PROMPT, Asked(request_id=own)).request_id == own
+
+
+@pytest.mark.parametrize(
+    ("asked", "entries"),
+    [
+        (Asked(max_tokens=10), 10),
+        (Asked(max_tokens=10, n=3), 30),
+        (Asked(max_tokens=10, n=3, prompts=2), 60),
+        (Asked(max_tokens=10, logprobs=0), 10),
+        (Asked(max_tokens=10, logprobs=5, n=3, prompts=2), 360),
+    ],
+)
+def test_an_answer_has_as_many_entries_as_it_may(asked: Asked, entries: int) -> None:
+    assert validator(max_answer_entries=entries).completion([1], asked).sampling.max_tokens == 10
+    with pytest.raises(InvalidRequestError) as caught:
+        validator(max_answer_entries=entries - 1).completion([1], asked)
+    assert (caught.value.field, caught.value.limit) == ("max_tokens", str(entries - 1))
+    asked.max_tokens = None
+    assert validator(max_answer_entries=entries - 1).completion([1], asked).sampling.max_tokens == 9
+
+
+def test_without_max_tokens_an_answer_that_may_have_no_token_is_refused() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        validator(max_answer_entries=17).completion([1], Asked(n=3, logprobs=5))
+    assert (caught.value.field, caught.value.limit) == ("max_tokens", "17")

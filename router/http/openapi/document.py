@@ -67,7 +67,11 @@ def _limits(front: Front) -> dict[str, float | int]:
     return {
         "max_model_len": front.validator.max_model_len,
         "max_body_bytes": config.max_body_bytes,
+        "max_body_bytes_in_flight": config.max_body_bytes_in_flight,
+        "max_body_bytes_in_flight_per_tenant": config.max_body_bytes_in_flight_per_tenant,
         "max_json_depth": config.max_json_depth,
+        "max_json_elements": config.max_json_elements,
+        "max_answer_entries": config.max_answer_entries,
         "max_header_bytes": config.max_header_bytes,
         "max_headers": config.max_headers,
         "header_seconds": config.header_seconds,

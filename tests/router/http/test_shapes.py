@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import orjson
 import pytest
 
 from router.completion import Completion, Delta
@@ -42,8 +43,26 @@ def shape(kind, text):
     return kind(completion, text, 0, "id", False)
 
 
+def whole(made, tokens):
+    """Log probabilities of a whole answer whose tokens came in two deltas and an empty one."""
+    answer = Answer(made, 0)
+    for part in (tokens[:2], (), tokens[2:]):
+        answer.add(Delta(0, "", tuple(part)))
+    return orjson.loads(orjson.dumps(made.choice(answer)))["logprobs"]
+
+
+@pytest.mark.parametrize("kind", [ChatShape, CompletionShape])
+def test_a_whole_answer_shows_what_its_stream_shows(kind, text, tokens):
+    at_once = kind(shape(kind, text).completion, text, 0, "id", False).logprobs(0, tokens)
+    assert whole(shape(kind, text), tokens) == orjson.loads(orjson.dumps(at_once))
+    nothing = shape(kind, text)
+    assert orjson.loads(orjson.dumps(nothing.choice(Answer(nothing, 0))))["logprobs"] == nothing.logprobs(
+        0, ()
+    )
+
+
 def test_the_bytes_of_a_chats_tokens_make_the_character(text, tokens):
-    content = shape(ChatShape, text).choice(0, Answer(tokens=tokens), ())["logprobs"]["content"]
+    content = whole(shape(ChatShape, text), tokens)["content"]
     assert b"".join(bytes(one["bytes"]) for one in content).decode() == f" a{SMILE}{SMILE}"
     assert [one["token"] for one in content[:3]] == [" a", "\\xf0", "\\x9f"]
     assert [one["bytes"] for one in content[1:5]] == [[0xF0], [0x9F], [0x99], [0x82]]
@@ -51,7 +70,7 @@ def test_the_bytes_of_a_chats_tokens_make_the_character(text, tokens):
 
 
 def test_a_completions_tokens_are_named_apart(text, tokens):
-    shown = shape(CompletionShape, text).choice(0, Answer(tokens=tokens), ())["logprobs"]
+    shown = whole(shape(CompletionShape, text), tokens)
     assert shown["tokens"][:3] == [" a", "bytes:\\xf0", "bytes:\\x9f"]
     assert list(shown["top_logprobs"][0]) == ["bytes:\\xf0"]
     assert shown["text_offset"] == [0, 2, 2, 2, 2, 3, 3, 3, 3]

@@ -1,0 +1,236 @@
+"""Large bodies: what one costs a router before it is refused, and how much of many it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from baton.client import Client
+from cluster.errors import OverloadedError
+from tests.security.attacks.probe import probed
+from tests.security.routers import KeyFile, Router
+from tests.waiting import wait_for
+
+MIB = 1 << 20
+SIZE = 8 * MIB
+# Of one turn of the event loop on a machine with other work; each of these bodies took a second or more.
+STALL_SECONDS = 0.5
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+BODY_SECONDS = 8.0
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    return {
+        "max_body_bytes_in_flight": 3 * SIZE,
+        "max_body_bytes_in_flight_per_tenant": SIZE,
+        "body_seconds": BODY_SECONDS,
+    }
+
+
+@pytest.fixture(scope="module")
+def acme(keys: KeyFile) -> str:
+    return keys.add("acme")
+
+
+@pytest.fixture(scope="module")
+def other(keys: KeyFile) -> str:
+    return keys.add("other")
+
+
+@pytest.fixture(scope="module")
+def single(keys: KeyFile) -> str:
+    return keys.add("single", max_concurrent_requests=1)
+
+
+@pytest.fixture(scope="module")
+def ops(keys: KeyFile) -> str:
+    return keys.add("ops", admin=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known(router: Router, acme: str, other: str, single: str, ops: str) -> None:
+    """The router looks at the file every half second."""
+    for key in (acme, other, single, ops):
+        wait_free(router, key)
+
+
+def filled(before: str, one: str, after: str) -> bytes:
+    return f"{before}{one * ((SIZE - 200) // len(one) - 1)}{one.rstrip(',')}{after}".encode()
+
+
+def keyed() -> bytes:
+    return ("{" + ",".join(f'"{i}":1' for i in range(600_000)) + "}").encode()
+
+
+BODIES: dict[str, Callable[[], bytes]] = {
+    "lists": lambda: filled('{"prompt":"a","metadata":[', "[],", "]}"),
+    "objects": lambda: filled('{"prompt":"a","metadata":[', "{},", "]}"),
+    "members": lambda: filled('{"prompt":"a","metadata":[', '{"a":1},', "]}"),
+    "fields": keyed,
+    "token ids": lambda: filled('{"prompt":[', "1,", "]}"),
+    "ids to be cut": lambda: filled('{"truncate_prompt_tokens":4,"prompt":[', "1,", "]}"),
+    "one value": lambda: filled('{"prompt":"a","seed":[', "[],", "]}"),
+    "messages": lambda: filled('{"messages":[', '{"role":"user","content":""},', "]}"),
+    "parts": lambda: filled('{"messages":[{"role":"user","content":[', '{"type":"text","text":""},', "]}]}"),
+    "stop strings": lambda: filled('{"prompt":"a","stop":[', '"",', "]}"),
+    "stop objects": lambda: filled('{"prompt":"a","stream_options":{"a":[', "{},", "]}}"),
+    "deep": lambda: filled('{"prompt":"a","metadata":', "[", ""),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_of_many_elements_is_refused_and_the_loop_goes_on(
+    name: str, router: Router, acme: str
+) -> None:
+    """Each held the loop for 0.05 to 6 s, and up to 350 MiB."""
+    path = "chat/completions" if name in ("messages", "parts") else "completions"
+    with probed(router.http) as probe:
+        answer = httpx.post(
+            f"{router.http}/v1/{path}", content=BODIES[name](), headers=bearer(acme), timeout=60
+        )
+    assert (answer.status_code, answer.json().get("error", {}).get("param")) == (400, "body"), answer.text
+    assert probe.longest < STALL_SECONDS
+
+
+ECHOED = {
+    "model": ("completions", '{"prompt":"a","model":"', '"}'),
+    "seed": ("completions", '{"prompt":"a","seed":"', '"}'),
+    "messages[0].role": ("chat/completions", '{"messages":[{"role":"', '","content":"a"}]}'),
+}
+
+
+@pytest.mark.parametrize("field", ECHOED)
+def test_an_error_does_not_repeat_all_that_was_sent(field: str, router: Router, acme: str) -> None:
+    path, before, after = ECHOED[field]
+    body = filled(before, r"\u0001", after)
+    answer = httpx.post(f"{router.http}/v1/{path}", content=body, headers=bearer(acme), timeout=60)
+    assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == field
+    assert len(answer.content) < 2_000
+
+
+def test_an_unknown_field_s_name_is_cut(router: Router, acme: str) -> None:
+    body = filled('{"prompt":"a","', "a", '":1}')
+    answer = httpx.post(f"{router.http}/v1/completions", content=body, headers=bearer(acme), timeout=60)
+    assert answer.status_code == 400 and len(answer.content) < 3_000
+
+
+# --- before admission ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def begun(router: Router, key: str, sent: int = 0, size: int = SIZE) -> Iterator[socket.socket]:
+    """A request of which the head and `sent` bytes of the body arrive."""
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {size}\r\n\r\n"
+    with socket.create_connection(router.address, timeout=30) as sock:
+        sock.sendall(head.encode())
+        with contextlib.suppress(OSError):  # refused meanwhile
+            sock.sendall(b'{"prompt":"' + b"a" * sent)
+        yield sock
+
+
+@contextlib.contextmanager
+def silent_call(router: Router, key: str) -> Iterator[Any]:
+    """A gRPC call whose message does not come."""
+    done = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        done.wait(60)
+        yield from ()
+
+    with grpc.insecure_channel(router.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        method = channel.stream_stream("/baton.v1.Inference/Generate")
+        call = method(nothing(), metadata=(("authorization", f"Bearer {key}"),), timeout=60)
+        try:
+            yield call
+        finally:
+            call.cancel()
+            done.set()
+
+
+def ask(router: Router, key: str, prompt: str = "a") -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 1}
+    return httpx.post(f"{router.http}/v1/completions", json=body, headers=bearer(key), timeout=60)
+
+
+def ask_grpc(router: Router, key: str, prompt: str = "a") -> None:
+    with Client(router.grpc, api_key=key, max_reconnects=0) as client:
+        client.generate(prompt, max_tokens=1)
+
+
+def in_flight(router: Router, ops: str) -> int:
+    view = httpx.get(f"{router.http}/v1/cluster", headers=bearer(ops)).json()
+    return int(view["router"]["requests_in_flight"])
+
+
+def wait_free(router: Router, key: str) -> None:
+    wait_for(lambda: ask(router, key).status_code == 200, 30, "a place is free")
+
+
+@pytest.mark.parametrize("door", [begun, silent_call])
+def test_a_place_is_taken_by_the_head(door: Any, router: Router, single: str, ops: str) -> None:
+    """The tenant may have one request: while its body is on its way, the next head is refused."""
+    wait_free(router, single)
+    with door(router, single):
+        wait_for(lambda: in_flight(router, ops) == 1, 30, "the place is taken")
+        with begun(router, single) as second:
+            answer = b""
+            while b"}" not in answer:
+                answer += second.recv(1 << 16) or b"}"
+        assert answer.startswith(b"HTTP/1.1 429") and b'"param":"tenant"' in answer
+        with silent_call(router, single) as call, pytest.raises(grpc.RpcError) as caught:
+            next(call)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    wait_free(router, single)
+
+
+def test_many_bodies_at_once_are_held_within_the_budget(router: Router, acme: str, other: str) -> None:
+    ask(router, acme)
+    process = psutil.Process(router.pid)
+    before = process.memory_info().rss
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(begun(router, acme, 7 * MIB))
+        grown = process.memory_info().rss - before
+        assert grown < 60 * MIB, f"{grown / MIB:.0f} MiB"  # it was 40 x 7
+        refused = ask(router, acme, "a" * 4 * MIB)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (429, "body")
+        assert refused.headers["retry-after"] == "1"
+        with pytest.raises(OverloadedError) as caught:
+            ask_grpc(router, acme, "a" * 4 * MIB)
+        assert (caught.value.field, caught.value.limit) == ("body", str(SIZE))
+        # Requests of usual length, and other tenants' long ones, are served.
+        assert ask(router, acme).status_code == 200
+        ask_grpc(router, acme)
+        assert "exceed a context" in ask(router, other, "a" * 4 * MIB).text
+    wait_for(lambda: ask(router, acme, "a" * 4 * MIB).status_code == 400, 30, "the budget is free")
+
+
+def test_a_message_that_does_not_come_counts_as_the_longest(router: Router, acme: str) -> None:
+    with silent_call(router, acme):
+        wait_for(lambda: ask(router, acme, "a" * 4 * MIB).status_code == 429, 30, "it is counted")
+        with silent_call(router, acme) as second, pytest.raises(grpc.RpcError) as caught:
+            next(second)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        ask_grpc(router, acme)
+    wait_for(lambda: ask(router, acme, "a" * 4 * MIB).status_code == 400, 30, "the budget is free")
+
+
+def test_a_message_has_time_as_a_body_has(router: Router, other: str) -> None:
+    with silent_call(router, other) as call, pytest.raises(grpc.RpcError) as caught:
+        next(call)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert f"within {BODY_SECONDS:g} s" in str(caught.value.details())
