@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
 
 from cluster import rpc
 from cluster.auth.keys import Caller
@@ -19,7 +18,7 @@ from router.dispatch.life import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestLife
 from router.dispatch.mailbox import Mailbox
 from router.front import Front
 from router.grpc.gate import caller_of
-from router.grpc.message import read_message
+from router.grpc.message import parse, read_message
 from router.grpc.write_deadline import WriteDeadline
 from router.telemetry.arrival import Arrival
 from router.tokens.contents import Rendered, role_of
@@ -28,7 +27,6 @@ from router.validate import Asked
 from wire import inference_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
-M = TypeVar("M", bound=Message)
 SERVICE = "baton.v1.Inference"
 _CHARGED = Delta(0, "", ())
 
@@ -53,7 +51,7 @@ class InferenceService:
             with self._front.place(caller, context.peer()) as held:
                 raw = await read_message(context, self._front.config, held)
                 arrival = Arrival(lambda name: _values(context, name))
-                completion = await self._completion(_parse(pb.GenerateRequest(), raw), context)
+                completion = await self._completion(await parse(pb.GenerateRequest(), raw), context)
                 del raw
                 held.release()
                 with self._front.request(completion, caller, arrival=arrival) as life:
@@ -94,7 +92,7 @@ class InferenceService:
 
     async def Tokenize(self, raw: bytes, context: Context) -> pb.TokenizeResponse:
         try:
-            request = _parse(pb.TokenizeRequest(), raw)
+            request = await parse(pb.TokenizeRequest(), raw)
             self._check_model(request.model)
             if request.WhichOneof("prompt") == "chat":
                 rendered = await _render(self._front, request.chat)
@@ -121,14 +119,6 @@ class InferenceService:
 def _values(context: Context, name: str) -> list[str]:
     metadata: Any = context.invocation_metadata() or ()
     return [value for key, value in metadata if key == name and isinstance(value, str)]
-
-
-def _parse(message: M, raw: bytes) -> M:
-    try:
-        message.ParseFromString(raw)
-    except DecodeError as error:
-        raise InvalidRequestError(f"the message is not valid protobuf: {error}", field="message") from None
-    return message
 
 
 async def _render(front: Front, chat: pb.ChatMessages) -> Rendered:
