@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import replace
 
 from cluster.auth.key_file import ApiKeys
@@ -19,6 +19,7 @@ from router.live.live import Live, OwnState
 from router.live.report import RouterState
 from router.metrics import RouterMetrics
 from router.prefix_scope import prefix_scope
+from router.quota.quota import Use
 from router.telemetry.arrival import Arrival
 from router.tokens.contents import Rendered
 from router.validate import Validator
@@ -45,10 +46,10 @@ class Front:
         self.requests = 0
         self.live = Live(services, metrics, self._own_state)
 
-    async def encode(self, given: str | Rendered, *, special: bool = True) -> list[int]:
+    async def encode(self, given: str | Rendered, *, special: bool = True, tenant: str = "") -> list[int]:
         """Tokenise a prompt. Raises ContextLengthError before tokenising a text that cannot fit."""
         self.validator.check_text(given if isinstance(given, str) else given.text)
-        return await self.text.encode(given, special=special)
+        return await self.text.encode(given, special=special, tenant=tenant)
 
     @contextlib.contextmanager
     def place(self, caller: Caller = ANYONE, connection: str = "") -> Iterator[HeldBytes]:
@@ -85,6 +86,18 @@ class Front:
         life = RequestLife(self._owned(completion, caller), self.services, first_shown, arrival)
         with self.metrics.request(life):
             yield life
+
+    @contextlib.asynccontextmanager
+    async def counted(self, caller: Caller) -> AsyncIterator[None]:
+        """Charge the tenant's quota one request that no worker sees. Raises OverloadedError."""
+        quota = self.services.quota
+        limits = replace(self._rate_limits(caller), tokens_per_minute=None)
+        charge = await quota.charge(caller.tenant, limits, 0) if caller.tenant else None
+        try:
+            yield
+        finally:
+            if charge is not None:
+                await quota.settle(charge, Use(0, 0))
 
     def leave(self) -> None:
         """From now on probes say no; requests that come are still taken."""

@@ -1,8 +1,9 @@
-"""Bounds the calls of gRPC's own services (health, reflection): admission counts Inference's only, and a health watch
-lasts as long as its client likes."""
+"""Bounds the calls of gRPC's own services (health, reflection). Admission counts Inference's only, health asks for no key,
+and a health watch lasts as long as its client likes."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -10,18 +11,21 @@ from typing import Any
 import grpc
 
 from cluster import rpc
-from cluster.errors import OverloadedError
+from cluster.errors import BatonError, DeadlineError, InvalidRequestError
 from router.limits import Places
 
 MAX_PER_CONNECTION = 4
+# Their messages have a few bytes. gRPC takes long ones as well, so only so many are read at a time, each within a second.
+READS = 32
+READ_SECONDS = 1.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    def __init__(self, own_service: str, limit: int = MAX_PER_CONNECTION):
+    def __init__(self, own_service: str):
         self._own = f"/{own_service}/"
-        self._limit = limit
         self._places = Places("connection")
+        self._reads = asyncio.Semaphore(READS)
 
     async def intercept_service(
         self,
@@ -31,38 +35,41 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(self._own):
             return handler
-        return self._counted(handler)
+        return self._bounded(handler)
 
-    def _counted(self, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    def _bounded(self, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        """Stream to stream serves every kind of call, and reads nothing before its place is taken."""
         call: Any = handler.stream_stream or handler.unary_stream or handler.unary_unary
-        forms = handler.request_deserializer, handler.response_serializer
+        read: Any = handler.request_deserializer
 
-        async def answer(given: Any, context: Context) -> Any:
-            peer = context.peer()
-            await self._take(peer, context)
+        async def answer(messages: AsyncIterator[Any], context: Context) -> None:
+            peer, taken = context.peer(), False
             try:
-                return await call(given, context)
+                self._places.take(peer, MAX_PER_CONNECTION)
+                taken = True
+                given = messages if handler.request_streaming else read(await self._message(context))
+                answering = call(given, context)
+                if inspect.isasyncgen(answering):
+                    async for message in answering:
+                        await context.write(message)
+                elif (message := await answering) is not None:
+                    await context.write(message)
+            except BatonError as error:
+                await rpc.abort(context, error)
             finally:
-                self._places.give_back(peer)
+                if taken:
+                    self._places.give_back(peer)
 
-        async def generate(given: Any, context: Context) -> AsyncIterator[Any]:
-            peer = context.peer()
-            await self._take(peer, context)
-            try:
-                async for message in call(given, context):
-                    yield message
-            finally:
-                self._places.give_back(peer)
+        forms = read if handler.request_streaming else None, handler.response_serializer
+        return grpc.stream_stream_rpc_method_handler(answer, *forms)
 
-        if not handler.response_streaming:
-            return grpc.unary_unary_rpc_method_handler(answer, *forms)
-        stream = generate if inspect.isasyncgenfunction(call) else answer
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(stream, *forms)
-        return grpc.unary_stream_rpc_method_handler(stream, *forms)
-
-    async def _take(self, peer: str, context: Context) -> None:
+    async def _message(self, context: Context) -> bytes:
         try:
-            self._places.take(peer, self._limit)
-        except OverloadedError as error:
-            await rpc.abort(context, error)
+            async with asyncio.timeout(READ_SECONDS), self._reads:
+                raw = await context.read()
+        except TimeoutError:
+            text = f"the call's message did not come within {READ_SECONDS:g} s"
+            raise DeadlineError(text, field="message", limit=f"{READ_SECONDS:g} s") from None
+        if not isinstance(raw, bytes):
+            raise InvalidRequestError("message: the call has none", field="message")
+        return raw

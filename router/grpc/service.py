@@ -38,10 +38,10 @@ class InferenceService:
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
         methods = {
-            # A stream to the server: its one message is read once there is a place for it. Clients see no difference.
+            # Streams to the server: the one message is read once there is a place for it. Clients see no difference.
             "Generate": grpc.stream_stream_rpc_method_handler(self.Generate, None, serialize),
-            "Tokenize": grpc.unary_unary_rpc_method_handler(self.Tokenize, None, serialize),
-            "ListModels": grpc.unary_unary_rpc_method_handler(self.ListModels, None, serialize),
+            "Tokenize": grpc.stream_stream_rpc_method_handler(self.Tokenize, None, serialize),
+            "ListModels": grpc.stream_stream_rpc_method_handler(self.ListModels, None, serialize),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -51,7 +51,7 @@ class InferenceService:
             with self._front.place(caller, context.peer()) as held:
                 raw = await read_message(context, self._front.config, held)
                 arrival = Arrival(lambda name: _values(context, name))
-                completion = await self._completion(await parse(pb.GenerateRequest(), raw), context)
+                completion = await self._completion(await parse(pb.GenerateRequest(), raw), context, caller)
                 del raw
                 held.release()
                 with self._front.request(completion, caller, arrival=arrival) as life:
@@ -76,39 +76,53 @@ class InferenceService:
         finally:
             deadline.close()
 
-    async def _completion(self, request: pb.GenerateRequest, context: Context) -> Completion:
+    async def _completion(self, request: pb.GenerateRequest, context: Context, caller: Caller) -> Completion:
         kind = request.WhichOneof("prompt")
         prompt: Sequence[int]
         self._front.validator.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
-        if kind == "text":
-            prompt = await self._front.encode(request.text)
-        elif kind == "token_ids":
+        if kind == "token_ids":
             prompt = request.token_ids.ids
-        elif kind == "chat":
-            prompt = await self._front.encode(await _render(self._front, request.chat), special=False)
+        elif kind is not None:
+            prompt = await self._encode(request, caller)
         else:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
         return self._front.validator.completion(prompt, _asked(request, context))
 
-    async def Tokenize(self, raw: bytes, context: Context) -> pb.TokenizeResponse:
+    async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        """As costly as a prompt's way to its dispatch, so it takes the same places and turns, and counts as a request."""
         try:
-            request = await parse(pb.TokenizeRequest(), raw)
-            self._check_model(request.model)
-            if request.WhichOneof("prompt") == "chat":
-                rendered = await _render(self._front, request.chat)
-                return pb.TokenizeResponse(token_ids=await self._front.text.encode(rendered, special=False))
-            return pb.TokenizeResponse(token_ids=await self._front.text.encode(request.text))
+            caller = caller_of(self._front, context)
+            with self._front.place(caller, context.peer()) as held:
+                raw = await read_message(context, self._front.config, held)
+                async with self._front.counted(caller):
+                    request = await parse(pb.TokenizeRequest(), raw)
+                    del raw
+                    self._check_model(request.model)
+                    ids = await self._encode(request, caller)
+                await context.write(pb.TokenizeResponse(token_ids=ids))
         except BatonError as error:
             await rpc.abort(context, error)
 
-    async def ListModels(self, raw: bytes, context: Context) -> pb.ListModelsResponse:
+    async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
         validator = self._front.validator
+        try:
+            with self._front.place(caller_of(self._front, context), context.peer()) as held:
+                await read_message(context, self._front.config, held)
+        except BatonError as error:
+            await rpc.abort(context, error)
         model = pb.Model(
             id=validator.served_name,
             max_model_len=validator.max_model_len,
             created_unix_seconds=self._front.created_unix_seconds,
         )
-        return pb.ListModelsResponse(models=[model])
+        await context.write(pb.ListModelsResponse(models=[model]))
+
+    async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller) -> list[int]:
+        """Of a text or a conversation."""
+        if request.WhichOneof("prompt") != "chat":
+            return await self._front.encode(request.text, tenant=caller.tenant)
+        rendered = await _render(self._front, request.chat, caller)
+        return await self._front.encode(rendered, special=False, tenant=caller.tenant)
 
     def _check_model(self, model: str) -> None:
         served = self._front.validator.served_name
@@ -121,7 +135,7 @@ def _values(context: Context, name: str) -> list[str]:
     return [value for key, value in metadata if key == name and isinstance(value, str)]
 
 
-async def _render(front: Front, chat: pb.ChatMessages) -> Rendered:
+async def _render(front: Front, chat: pb.ChatMessages, caller: Caller) -> Rendered:
     if not chat.messages:
         raise InvalidRequestError("chat: has no messages", field="chat")
     front.validator.check_messages(len(chat.messages))
@@ -132,6 +146,7 @@ async def _render(front: Front, chat: pb.ChatMessages) -> Rendered:
             for i, one in enumerate(chat.messages)
         ],
         size,
+        tenant=caller.tenant,
     )
 
 

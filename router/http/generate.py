@@ -89,14 +89,15 @@ class Generate:
         fields.check(body, fields.CHAT, ignore_unknown=self._ignore_unknown)
         size = chat_size(body.get("messages"), self._front.validator)
         effort = fields.reasoning_effort(body)
-        rendered = await self._front.text.chat(lambda: fields.messages(body), size, effort)
-        prompt = await self._encode(body, rendered, special=False)
+        tenant = caller_of(request).tenant
+        rendered = await self._front.text.chat(lambda: fields.messages(body), size, effort, tenant=tenant)
+        prompt = await self._encode(body, rendered, tenant, special=False)
         asked = self._asked(request, body, fields.chat_logprobs(body), fields.max_tokens(body))
         return [self._completion(body, prompt, asked)]
 
     async def _read_completion(self, request: Request, body: Mapping[str, Any]) -> list[Completion]:
         fields.check(body, fields.COMPLETION, ignore_unknown=self._ignore_unknown)
-        prompts = await self._prompts(body)
+        prompts = await self._prompts(body, caller_of(request).tenant)
         # OpenAI's default of 16 for this old endpoint, where a chat takes what the context leaves.
         given = fields.max_tokens(body)
         asked = self._asked(request, body, body.get("logprobs"), 16 if given is None else given)
@@ -116,21 +117,21 @@ class Generate:
         return validator.completion(kept, asked)
 
     async def _encode(
-        self, body: Mapping[str, Any], text: str | Rendered, *, special: bool = True
+        self, body: Mapping[str, Any], text: str | Rendered, tenant: str, *, special: bool = True
     ) -> list[int]:
         """Tokenise a prompt. One that will be truncated may be longer than the context."""
         encode = self._front.text.encode if fields.truncates(body) else self._front.encode
-        return await encode(text, special=special)
+        return await encode(text, special=special, tenant=tenant)
 
     def _check_length(self, body: Mapping[str, Any], tokens: int) -> None:
         if not fields.truncates(body):
             self._front.validator.check_lengths(tokens)
 
-    async def _prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
+    async def _prompts(self, body: Mapping[str, Any], tenant: str) -> list[list[int]]:
         """A text, token ids, or a list of either."""
         value = body.get("prompt")
         if isinstance(value, str):
-            return [await self._encode(body, value)]
+            return [await self._encode(body, value, tenant)]
         if not isinstance(value, list) or not value:
             raise InvalidRequestError("prompt: must be text, token ids, or a list of either", field="prompt")
         most = self._config.max_prompts
@@ -145,7 +146,7 @@ class Generate:
             if isinstance(one, list):
                 self._check_length(body, len(one))
             if isinstance(one, str):
-                prompts.append(await self._encode(body, one))
+                prompts.append(await self._encode(body, one, tenant))
             elif isinstance(one, list) and set(map(type, one)) <= {int}:
                 prompts.append(one)
             else:

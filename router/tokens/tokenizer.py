@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from tokenizers import Tokenizer
 from cluster.errors import InvalidRequestError, ModelError
 from router.tokens.bound import most_bytes
 from router.tokens.contents import Contents, Rendered
+from router.tokens.fair_threads import FairThreads
 from router.tokens.pieces import TokenPieces
 from router.tokens.templates import template_environment
 
@@ -68,10 +67,10 @@ class ModelText:
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
         self._template = self._compile(directory, settings)
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
-        self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long")
+        self._pool = FairThreads(2, "tokenize")
+        self._long = FairThreads(1, "tokenize-long")
         # One thread: rendering holds the interpreter's lock.
-        self._rendering = ThreadPoolExecutor(1, thread_name_prefix="render")
+        self._rendering = FairThreads(1, "render")
 
     def _check(self) -> None:
         """What requests will rely on. Raises ModelError: later it would look like the client's fault, or ours."""
@@ -132,8 +131,11 @@ class ModelText:
         read: Callable[[], Sequence[Mapping[str, str]]],
         characters: int,
         reasoning_effort: str | None = None,
+        *,
+        tenant: str = "",
     ) -> Rendered:
-        """Render the conversation that `read` returns; on a thread if its size in `characters` is large."""
+        """Render the conversation that `read` returns; if its size in `characters` is large, on a thread that tenants take
+        in turns."""
 
         def rendered() -> Rendered:
             messages, mark = self._contents.marked(read())
@@ -141,15 +143,15 @@ class ModelText:
 
         if characters <= INLINE_CHAT_CHARACTERS:
             return rendered()
-        return await asyncio.get_running_loop().run_in_executor(self._rendering, rendered)
+        return await self._rendering.run(tenant, rendered)
 
-    async def encode(self, given: str | Rendered, *, special: bool = True) -> list[int]:
-        """Token ids. Long texts are encoded on a thread (the tokenizer releases the GIL)."""
+    async def encode(self, given: str | Rendered, *, special: bool = True, tenant: str = "") -> list[int]:
+        """Token ids. Long texts are encoded on a thread (the tokenizer releases the GIL), on which tenants take turns."""
         text = given if isinstance(given, str) else given.text
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(given, special)
         pool = self._pool if len(text) <= LONG_CHARACTERS else self._long
-        return await asyncio.get_running_loop().run_in_executor(pool, self._encode, given, special)
+        return await pool.run(tenant, self._encode, given, special)
 
     def _encode(self, given: str | Rendered, special: bool) -> list[int]:
         if isinstance(given, Rendered):
@@ -162,6 +164,5 @@ class ModelText:
         return ids
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False)
-        self._long.shutdown(wait=False)
-        self._rendering.shutdown(wait=False)
+        for threads in (self._pool, self._long, self._rendering):
+            threads.close()

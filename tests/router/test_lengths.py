@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from cluster.auth.keys import ANYONE
 from cluster.config import RouterConfig
 from cluster.errors import ContextLengthError, InvalidRequestError
 from router.front import Front
@@ -155,11 +156,11 @@ class Text:
         self.encoded: list[str] = []
         self.rendered = 0
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+    async def encode(self, text: str, *, special: bool = True, tenant: str = "") -> list[int]:
         self.encoded.append(text)
         return [1]
 
-    async def chat(self, read: Any, characters: int) -> str:
+    async def chat(self, read: Any, characters: int, *, tenant: str = "") -> str:
         self.rendered += 1
         return "".join(message["content"] for message in read())
 
@@ -198,11 +199,11 @@ async def test_more_messages_than_tokens_are_not_rendered(front):
         messages = [pb.ChatMessage(role="user", content="x")] * count
         return pb.GenerateRequest(chat=pb.ChatMessages(messages=messages))
 
-    await service._completion(chat(CONTEXT - 1), context)
+    await service._completion(chat(CONTEXT - 1), context, ANYONE)
     chat_size(many(CONTEXT - 1), front.validator)
     assert front.text.rendered == 1
     with pytest.raises(ContextLengthError):
-        await service._completion(chat(CONTEXT), context)
+        await service._completion(chat(CONTEXT), context, ANYONE)
     with pytest.raises(ContextLengthError):
         chat_size(many(CONTEXT), front.validator)
     assert front.text.rendered == 1
@@ -215,14 +216,14 @@ async def test_held_tokens_beyond_the_context_are_refused_before_the_prompt_is_t
         request = pb.GenerateRequest(**prompt)
         request.resume_tokens.ids.extend([1] * 500_000)
         with pytest.raises(ContextLengthError) as caught:
-            await service._completion(request, context)
+            await service._completion(request, context, ANYONE)
         assert caught.value.field == "resume_tokens"
     assert not front.text.encoded
 
 
 async def test_prompts_of_token_ids_are_measured_first(front):
     async def prompts(value: Any, **more: Any) -> list[list[int]]:
-        return await generate.Generate(front)._prompts({"prompt": value, **more})
+        return await generate.Generate(front)._prompts({"prompt": value, **more}, "")
 
     assert await prompts([1] * (CONTEXT - 1)) == [[1] * (CONTEXT - 1)]
     assert await prompts([[1] * (CONTEXT - 1)]) == [[1] * (CONTEXT - 1)]

@@ -1,0 +1,70 @@
+"""Threads that tenants take in turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class FairThreads:
+    """Runs functions on threads, by tenants in rotation: a tenant with many calls delays another's by one call per thread.
+
+    A call that is cancelled before its turn is never run.
+    """
+
+    def __init__(self, threads: int, name: str):
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._free = threads
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
+
+    async def run(self, tenant: str, function: Callable[..., T], *arguments: object) -> T:
+        await self._turn(tenant)
+        running = self._executor.submit(function, *arguments)
+        loop = asyncio.get_running_loop()
+        # Not before the function has ended, also if nobody waits for it any more: a thread is busy until then.
+        running.add_done_callback(lambda _: _on(loop, self._give_back))
+        return await asyncio.wrap_future(running)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False)
+
+    async def _turn(self, tenant: str) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._forget(tenant, turn)
+            else:  # its turn came in the same moment
+                self._give_back()
+            raise
+
+    def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        queue = self._waiting[tenant]
+        queue.remove(turn)
+        if not queue:
+            del self._waiting[tenant]
+
+    def _give_back(self) -> None:
+        if not self._waiting:
+            self._free += 1
+            return
+        tenant, queue = next(iter(self._waiting.items()))
+        queue.popleft().set_result(None)
+        del self._waiting[tenant]
+        if queue:
+            self._waiting[tenant] = queue  # behind all others
+
+
+def _on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)

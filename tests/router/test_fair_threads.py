@@ -1,0 +1,100 @@
+"""Threads go to tenants in turns, and cancelled calls never run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+
+from router.tokens.fair_threads import FairThreads
+
+
+class Gate:
+    """Calls that wait for each other's end, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self.go_on = threading.Semaphore(0)
+
+    def call(self, name: str) -> str:
+        self.began.append(name)
+        assert self.go_on.acquire(timeout=30)
+        return name
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[FairThreads]:
+    threads = FairThreads(1, "test")
+    yield threads
+    threads.close()
+
+
+async def began(gate: Gate, count: int) -> None:
+    async with asyncio.timeout(20):
+        while len(gate.began) < count:
+            await asyncio.sleep(0.001)
+
+
+async def test_tenants_take_turns(threads: FairThreads) -> None:
+    gate = Gate()
+    names = ["a1", "a2", "a3", "a4", "b1", "c1", "b2"]
+    calls = [asyncio.create_task(threads.run(name[0], gate.call, name)) for name in names]
+    for done in range(len(names)):
+        await began(gate, done + 1)
+        gate.go_on.release()
+    assert await asyncio.gather(*calls) == names
+    assert gate.began == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
+
+
+async def test_what_is_cancelled_before_its_turn_is_never_run(threads: FairThreads) -> None:
+    gate = Gate()
+    first = asyncio.create_task(threads.run("a", gate.call, "first"))
+    await began(gate, 1)
+    others = [asyncio.create_task(threads.run("a", gate.call, "cancelled")) for _ in range(5)]
+    await asyncio.sleep(0)
+    for one in others:
+        one.cancel()
+    await asyncio.wait(others)
+    gate.go_on.release()
+    assert await first == "first"
+    gate.go_on.release()
+    assert await threads.run("a", gate.call, "last") == "last"
+    assert gate.began == ["first", "last"]
+
+
+async def test_a_running_call_keeps_its_thread_after_it_was_cancelled(threads: FairThreads) -> None:
+    gate = Gate()
+    running = asyncio.create_task(threads.run("a", gate.call, "running"))
+    await began(gate, 1)
+    running.cancel()
+    await asyncio.wait([running])
+    waiting = asyncio.create_task(threads.run("b", gate.call, "waiting"))
+    await asyncio.sleep(0.05)
+    assert gate.began == ["running"]
+    gate.go_on.release()
+    await began(gate, 2)
+    gate.go_on.release()
+    assert await waiting == "waiting"
+
+
+async def test_a_turn_that_comes_with_the_cancel_is_passed_on(threads: FairThreads) -> None:
+    gate = Gate()
+    first = asyncio.create_task(threads.run("a", gate.call, "first"))
+    await began(gate, 1)
+    second = asyncio.create_task(threads.run("a", gate.call, "second"))
+    third = asyncio.create_task(threads.run("b", gate.call, "third"))
+    await asyncio.sleep(0)
+    threads._give_back()  # the second's turn, which it does not know of yet
+    second.cancel()
+    gate.go_on.release()
+    gate.go_on.release()
+    assert await first == "first" and await third == "third"
+    assert second.cancelled() and gate.began == ["first", "third"]
+
+
+async def test_an_error_gives_the_thread_back(threads: FairThreads) -> None:
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            await threads.run("a", lambda: 1 // 0)
