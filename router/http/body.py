@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,13 @@ async def read_json(request: Request, limits: BodyLimits, held: HeldBytes) -> di
     if not isinstance(body, dict):
         raise InvalidRequestError("the body must be a JSON object", field="body")
     return body
+
+
+async def discard_body(request: Request) -> None:
+    """Read the body without holding it: an answer that closes the connection would be lost by a client still sending."""
+    with contextlib.suppress(ClientDisconnect):
+        async for _ in request.stream():
+            pass
 
 
 def _may_exceed(raw: bytearray, limits: BodyLimits) -> bool:

@@ -13,12 +13,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.errors import BatonError, CancelledError, InvalidRequestError
+from cluster.errors import BatonError, CancelledError, DrainingError, InvalidRequestError
 from router.completion import Completion, Delta, Outcome
 from router.dispatch.life import RequestLife
 from router.front import Front
 from router.http import fields
-from router.http.body import BodyLimits, read_json
+from router.http.body import BodyLimits, discard_body, read_json
 from router.http.errors import error_body
 from router.http.events import Events, event
 from router.http.gate import caller_of, connection_of
@@ -66,7 +66,11 @@ class Generate:
     async def _serve(self, request: Request, read: Reader, kind: type[Shape], prefix: str) -> Response:
         caller, connection = caller_of(request), connection_of(request)
         with contextlib.ExitStack() as held:
-            body_bytes = held.enter_context(self._front.place(caller, connection))
+            try:
+                body_bytes = held.enter_context(self._front.place(caller, connection))
+            except DrainingError:
+                await discard_body(request)
+                raise
             wanted = await self._read(request, read, body_bytes)
             body_bytes.release()
             for _ in wanted.completions[1:]:

@@ -4,6 +4,7 @@ rendered and tokenised on threads."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from cluster.auth.keys import ANYONE
 from cluster.config import RouterConfig
-from cluster.errors import ContextLengthError, InvalidRequestError
+from cluster.errors import ContextLengthError, DrainingError, InvalidRequestError
 from router.front import Front
 from router.grpc.service import InferenceService
 from router.http import generate
@@ -451,3 +452,21 @@ def test_too_much_is_refused_before_all_of_it_has_come():
 def test_large_bodies_within_the_limits_are_read():
     value = {"a": 200_000 * [1], "b": '["\\' * 200_000, "c": {str(i): [i] for i in range(10_000)}}
     assert read(pieces_of(orjson.dumps(value), 70_001), 3, 1 << 20) == value
+
+
+async def test_the_refusal_of_a_router_that_leaves_comes_after_the_body(front):
+    """It closes the connection, which would be reset under the answer if bytes were unread."""
+    left = [b"x" * 1000] * 5
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
+
+    @contextlib.contextmanager
+    def place(caller: Any, connection: str) -> Any:
+        raise DrainingError("this router is leaving")
+        yield
+
+    front.place = place
+    with pytest.raises(DrainingError):
+        await generate.Generate(front).completion(Request({"type": "http", "headers": []}, receive))
+    assert not left
