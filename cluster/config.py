@@ -333,13 +333,7 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     )
     max_header_bytes: int = Field(32 << 10, ge=1 << 10, description="head of a request, or gRPC metadata")
     max_headers: int = Field(100, ge=8)
-    max_http_connections: int = Field(
-        4096, ge=1, description="beyond it the one that has been idle the longest is closed"
-    )
-    max_grpc_connections: int = Field(4096, ge=1, description="more are closed at once")
-    idle_connection_seconds: float = Field(
-        120.0, gt=0, description="a gRPC connection without a call for so long is closed; clients reconnect"
-    )
+    max_http_connections: int = Field(4096, ge=1)
     header_seconds: float = Field(10.0, gt=0, description="a request's head must come within this")
     body_seconds: float = Field(60.0, gt=0, description="and its body within this")
     write_seconds: float = Field(

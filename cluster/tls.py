@@ -290,10 +290,7 @@ class DoorContext:
 
     def _made(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # OpenSSL resumes TLS 1.2 sessions from a cache of the first context that Python cannot switch off: a session would
-        # still admit a client whose authority has been removed.
-        least = ssl.TLSVersion.TLSv1_3 if self._ask_clients else ssl.TLSVersion.TLSv1_2
-        context.minimum_version = least
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.verify_mode = ssl.CERT_REQUIRED if self._ask_clients else ssl.CERT_NONE
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0

@@ -7,7 +7,9 @@ import contextlib
 import gc
 import logging
 import socket
+import ssl
 import time
+from collections.abc import Callable
 
 import grpc
 import uvicorn
@@ -23,19 +25,15 @@ from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing
 from cluster.tls import DoorContext, Peers, listen, make_identity
-from router.descriptors import most_connections
 from router.dispatch.channels import Channels
 from router.dispatch.services import Services
 from router.front import Front
 from router.grpc.gate import KeyInterceptor
-from router.grpc.health import Health
-from router.grpc.other_calls import OtherCalls
 from router.grpc.service import SERVICE, InferenceService
 from router.http.app import build_app
 from router.http.cors import with_cors
 from router.http.gate import Gate
 from router.http.protocol import HttpLimits, limited
-from router.http.server import HttpServer
 from router.metrics import RouterMetrics
 from router.placement.placement import Placement
 from router.quota.quota import Quota
@@ -55,7 +53,7 @@ SEND_BUFFER_BYTES = 256 << 10
 GC_THRESHOLDS = (20_000, 20, 50)
 
 
-def _grpc_options(config: RouterConfig, connections: int) -> list[tuple[str, int]]:
+def _grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
     streams = config.max_concurrent_requests_per_connection or config.max_concurrent_requests
     options = [
         ("grpc.max_receive_message_length", config.max_body_bytes),
@@ -65,8 +63,6 @@ def _grpc_options(config: RouterConfig, connections: int) -> list[tuple[str, int
         # Refusing takes a stream too: a few more than may be served.
         ("grpc.max_concurrent_streams", streams + EXTRA_STREAMS),
         ("grpc.so_reuseport", 0),
-        ("grpc.max_allowed_incoming_connections", connections),
-        ("grpc.max_connection_idle_ms", int(config.idle_connection_seconds * 1000)),
         # Clients ping through silent streams to notice a router that is gone; without these two the server would
         # answer "too many pings" and hang up.
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
@@ -76,8 +72,6 @@ def _grpc_options(config: RouterConfig, connections: int) -> list[tuple[str, int
         # The one way to send a client elsewhere without a request lost: GOAWAY first, and the connection ends once
         # its streams have. A server that stops says GOAWAY too, but ends what crosses with it.
         options.append(("grpc.max_connection_age_ms", int(config.max_connection_seconds * 1000)))
-        # No request lives longer; a health watch would hold its connection for ever.
-        options.append(("grpc.max_connection_age_grace_ms", int(config.request_seconds * 1000)))
     return options
 
 
@@ -112,25 +106,24 @@ class Router:
         registry.add(state.collectors(self._services, self._loop_lag.seconds))
         self._keys = ApiKeys(config.api_keys_file)
         self.front = Front(self._services, RouterMetrics(registry), self._keys)
-        http_connections, grpc_connections = most_connections(config)
         self._grpc = grpc.aio.server(
-            interceptors=[*([KeyInterceptor(self.front)] if self._keys.on else []), OtherCalls(SERVICE)],
-            options=_grpc_options(config, grpc_connections),
+            interceptors=[KeyInterceptor(self.front)] if self._keys.on else [],
+            options=_grpc_options(config),
         )
-        self._health = Health()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._socket = self._listen()
-        self._http = HttpServer(
+        self._http = uvicorn.Server(
             uvicorn.Config(
                 with_cors(Gate(build_app(self.front), self.front), config.cors_origins),
-                http=limited(HttpLimits.of(config, http_connections)),
+                http=limited(HttpLimits.of(config)),
                 ws="none",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,  # nothing here asks who the client is
                 lifespan="off",
                 timeout_graceful_shutdown=int(GRACE_SECONDS),
-            ),
-            self._door_context.context if self._door_context is not None else None,
+                ssl_context_factory=self._ssl_context if self._door_context is not None else None,
+            )
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc_port = 0
@@ -151,6 +144,10 @@ class Router:
         """Empty where metrics are only at the HTTP door."""
         return f"{self._config.host}:{self._metrics.port}" if self._metrics is not None else ""
 
+    def _ssl_context(self, config: uvicorn.Config, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+        assert self._door_context is not None
+        return self._door_context.context
+
     def _listen(self) -> socket.socket:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -164,6 +161,7 @@ class Router:
             raise ConfigError(
                 f"--http-port {self._config.http_port} on {self._config.host}: {error}", field="http_port"
             ) from error
+        sock.listen(1024)
         return sock
 
     async def start(self) -> None:

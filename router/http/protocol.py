@@ -24,7 +24,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cluster.config import RouterConfig
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from router.http.errors import error_body
-from router.http.listener import Place
 from router.http.upgrade import read_on
 
 log = logging.getLogger(__name__)
@@ -43,11 +42,11 @@ class HttpLimits:
     write_seconds: float
 
     @classmethod
-    def of(cls, config: RouterConfig, connections: int) -> HttpLimits:
+    def of(cls, config: RouterConfig) -> HttpLimits:
         return cls(
             header_bytes=config.max_header_bytes,
             headers=config.max_headers,
-            connections=connections,
+            connections=config.max_http_connections,
             header_seconds=config.header_seconds,
             body_seconds=config.body_seconds,
             write_seconds=config.write_seconds,
@@ -59,9 +58,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits: HttpLimits
 
-    def __init__(self, *arguments: Any, place: Place, **named: Any):
+    def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        self._place = place
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0
@@ -69,20 +67,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._between_bytes = 0  # bytes of chunk framing and trailers since the last bytes of the body itself
         self._refused = False
         self._refusal: tuple[int, BatonError] | None = None
-        self._timer: asyncio.TimerHandle | None = None  # of what the client owes
-        self._owed = ""  # "head", "body" or nothing
+        self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
         self._write_timer: asyncio.TimerHandle | None = None
 
     # --- asyncio's side --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        if self._place.refused:
-            limit = self.limits.connections
-            message = f"this router has {limit} connections, all with a request"
-            self._refuse(429, OverloadedError(message, limit=str(limit)))
+        limit = self.limits.connections
+        if len(self.connections) > limit:
+            self._refuse(429, OverloadedError(f"this router has {limit} connections", limit=str(limit)))
         else:
-            self._expect_more()
+            self._expect(self.limits.header_seconds)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -103,7 +99,10 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._between_bytes > self.limits.header_bytes:
                 self._refuse(431, _too_large(self.limits.header_bytes))
                 return
-        self._expect_more()
+        if not self._in_head and not self._in_body:
+            self._stop_timer()
+        elif self._timer is None:
+            self._expect(self.limits.header_seconds if self._in_head else self.limits.body_seconds)
 
     def _parse(self, data: bytes) -> None:
         left = memoryview(data)
@@ -122,7 +121,6 @@ class LimitedProtocol(HttpToolsProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._place.leave()
         self._stop_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
@@ -139,7 +137,6 @@ class LimitedProtocol(HttpToolsProtocol):
     # --- httptools' side -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._stop_timer()
         self._in_head, self._head_bytes = True, 0
         super().on_message_begin()
 
@@ -158,7 +155,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._give_up(431, _too_large(self.limits.header_bytes))
         self._stop_timer()
         self._in_head, self._in_body, self._body_came = False, True, True
-        self._place.working()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -170,13 +166,6 @@ class LimitedProtocol(HttpToolsProtocol):
             return  # so says the parser that reads no further than the head
         self._in_body = False
         super().on_message_complete()
-
-    # --- uvicorn's side --------------------------------------------------------------------------------------
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if not self._answering and not self.transport.is_closing():
-            self._place.resting()
 
     # --- the ends --------------------------------------------------------------------------------------------
 
@@ -202,26 +191,14 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-    @property
-    def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _expect_more(self) -> None:
-        """Time what the client owes: a body, or a head whenever no request is being answered. uvicorn's keep-alive timer
-        does not suffice: a lone line break ends it and begins no message."""
-        owed = "body" if self._in_body else "head" if self._in_head or not self._answering else ""
-        if owed == self._owed:
-            return
+    def _expect(self, seconds: float) -> None:
         self._stop_timer()
-        self._owed = owed
-        if owed:
-            seconds = self.limits.body_seconds if owed == "body" else self.limits.header_seconds
-            self._timer = self.loop.call_later(seconds, self._late, seconds)
+        self._timer = self.loop.call_later(seconds, self._late, seconds)
 
     def _late(self, seconds: float) -> None:
         self._timer = None
-        error = DeadlineError(f"the request's {self._owed} did not come within {seconds:g} s")
-        self._refuse(408, error)
+        what = "head" if self._in_head else "body"
+        self._refuse(408, DeadlineError(f"the request's {what} did not come within {seconds:g} s"))
 
     def _unread(self) -> None:
         self._write_timer = None
@@ -229,7 +206,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _stop_timer(self) -> None:
-        self._owed = ""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -14,7 +14,6 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from router.http.protocol import HttpLimits, limited
-from router.http.server import HttpServer
 from tests.waiting import until
 
 LIMITS = HttpLimits(
@@ -34,7 +33,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture
 async def address() -> AsyncIterator[tuple[str, int]]:
     config = uvicorn.Config(app, http=limited(LIMITS), log_config=None, lifespan="off")
-    server = HttpServer(config, None)
+    server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     sock = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
