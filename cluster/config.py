@@ -319,6 +319,9 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     max_header_bytes: int = Field(32 << 10, ge=1 << 10, description="head of a request, or gRPC metadata")
     max_headers: int = Field(100, ge=8)
     max_http_connections: int = Field(4096, ge=1)
+    http_idle_seconds: int = Field(
+        5, ge=1, description="an HTTP connection on which no request comes for so long ends"
+    )
     header_seconds: float = Field(10.0, gt=0, description="a request's head must come within this")
     body_seconds: float = Field(60.0, gt=0, description="and its body within this")
     write_seconds: float = Field(

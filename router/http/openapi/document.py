@@ -75,6 +75,7 @@ def _limits(front: Front) -> dict[str, float | int]:
         "write_seconds": config.write_seconds,
         "request_seconds": config.request_seconds,
         "max_http_connections": config.max_http_connections,
+        "http_idle_seconds": config.http_idle_seconds,
         "max_concurrent_requests": config.max_concurrent_requests,
         "max_concurrent_requests_per_tenant": config.max_concurrent_requests_per_tenant,
         "max_concurrent_requests_per_connection": config.max_concurrent_requests_per_connection,
