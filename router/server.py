@@ -36,6 +36,7 @@ from router.grpc.service import SERVICE, InferenceService
 from router.http.app import build_app
 from router.http.cors import with_cors
 from router.http.gate import Gate
+from router.http.listener import HttpServer
 from router.http.protocol import HttpLimits, limited
 from router.metrics import RouterMetrics
 from router.placement.placement import Placement
@@ -123,7 +124,7 @@ class Router:
         )
         self._health = Health(config.max_health_watchers)
         self._socket = self._listen()
-        self._http = uvicorn.Server(
+        self._http = HttpServer(
             uvicorn.Config(
                 with_cors(Gate(build_app(self.front), self.front), config.cors_origins),
                 http=limited(HttpLimits.of(config)),
@@ -134,7 +135,8 @@ class Router:
                 lifespan="off",
                 timeout_graceful_shutdown=int(GRACE_SECONDS),
                 ssl_context_factory=self._ssl_context if self._door_context is not None else None,
-            )
+            ),
+            config.header_seconds,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc_port = 0

@@ -6,12 +6,16 @@ import contextlib
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from baton.client import ClientTls
+from router.http.listener import MAX_HANDSHAKES
+from tests.security.routers import run_router
 from tests.waiting import wait_for
 
 LIMIT = 30
@@ -136,3 +140,25 @@ def test_as_many_as_the_limit_keep_nobody_out(router: Any) -> None:
         for sock in held:
             sock.close()
     assert statuses == [200] * 10
+
+
+def test_handshakes_that_do_not_end_have_a_number_and_a_time(
+    certs: Path, checkpoint: Any, redis_server: Any, tmp_path: Path
+) -> None:
+    """With TLS, silent connections are no connections to the HTTP protocol yet."""
+    config = {
+        "model": str(checkpoint("llama")),
+        "redis_url": redis_server.url,
+        "namespace": "handshakes",
+        "tls_cert": str(certs / "ours" / "router.pem"),
+        "tls_key": str(certs / "ours" / "router.key"),
+        "header_seconds": 3.0,
+    }
+    context = ClientTls(certs / "ours" / "ca.pem").context()
+    with run_router(tmp_path / "router", config) as router, contextlib.ExitStack() as stack:
+        for _ in range(2 * MAX_HANDSHAKES):
+            stack.enter_context(socket.create_connection(router.address, timeout=10))
+        assert httpx.get(f"{router.http}/health", verify=context, timeout=10).status_code == 200
+        assert 0 < connected(router) <= MAX_HANDSHAKES + 1
+        wait_for(lambda: connected(router) <= 1, 20, "the others are late")
+        assert httpx.get(f"{router.http}/health", verify=context, timeout=10).status_code == 200
