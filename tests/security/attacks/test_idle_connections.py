@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -12,11 +13,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
 
 from baton.client import ClientTls
 from router.http.listener import MAX_HANDSHAKES
+from router.http.protocol import HttpLimits, limited
 from tests.security.routers import run_router
-from tests.waiting import wait_for
+from tests.waiting import until, wait_for
 
 LIMIT = 30
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -162,3 +166,22 @@ def test_handshakes_that_do_not_end_have_a_number_and_a_time(
         assert 0 < connected(router) <= MAX_HANDSHAKES + 1
         wait_for(lambda: connected(router) <= 1, 20, "the others are late")
         assert httpx.get(f"{router.http}/health", verify=context, timeout=10).status_code == 200
+
+
+async def test_the_end_of_an_answer_that_nobody_reads_keeps_no_connection() -> None:
+    """A transport that was closed waits for its buffer for ever, also below the size at which writing pauses."""
+    loop = asyncio.get_running_loop()
+    limits = HttpLimits(4096, 20, LIMIT, 1, 1, write_seconds=0.2, idle_seconds=1)
+    state = ServerState()
+    made = limited(limits)(config=Config(None, lifespan="off"), server_state=state, app_state={})  # type: ignore[call-arg, arg-type]
+    ours, theirs = socket.socketpair()
+    for end, option in ((ours, socket.SO_SNDBUF), (theirs, socket.SO_RCVBUF)):
+        end.setsockopt(socket.SOL_SOCKET, option, 4096)
+        end.setblocking(False)
+    transport, _ = await loop.create_connection(lambda: made, sock=ours)
+    with theirs:
+        transport.write(b"x" * 32768)
+        assert 0 < transport.get_write_buffer_size() < 65536
+        made.timeout_keep_alive_handler()  # type: ignore[attr-defined]
+        assert state.connections, "its bytes are on their way"
+        await until(lambda: not state.connections, "the connection is cut", 5)
