@@ -242,9 +242,9 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
         "to notice, and clients to come by another connection (max_connection_seconds)",
     )
     max_connection_seconds: float = Field(
-        0.0,
+        3600.0,
         ge=0,
-        description="gRPC connections so old (a tenth more or less) are told to come anew; what runs on them finishes. "
+        description="gRPC connections so old (a tenth more or less) are told to come anew; requests on them finish. "
         "Behind a load balancer clients then move to other routers by themselves; 0 = they stay",
     )
     router_id: str = Field(default_factory=lambda: f"router-{secrets.token_hex(4)}")
@@ -334,6 +334,16 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     max_header_bytes: int = Field(32 << 10, ge=1 << 10, description="head of a request, or gRPC metadata")
     max_headers: int = Field(100, ge=8)
     max_http_connections: int = Field(4096, ge=1)
+    http_idle_seconds: int = Field(
+        5, ge=1, description="an HTTP connection on which no request comes for so long ends"
+    )
+    max_grpc_connections: int = Field(1024, ge=1, description="more are closed at once")
+    grpc_idle_seconds: float = Field(
+        60.0, gt=0, description="a gRPC connection without a call for so long ends"
+    )
+    max_health_watchers: int = Field(
+        256, ge=1, description="calls of gRPC's Health.Watch; the oldest makes room"
+    )
     header_seconds: float = Field(10.0, gt=0, description="a request's head must come within this")
     body_seconds: float = Field(60.0, gt=0, description="and its body within this")
     write_seconds: float = Field(

@@ -262,8 +262,9 @@ class DoorContext:
     """The SSLContext of an HTTP server, which it keeps. `refresh` makes the next connections use new files.
 
     Each generation of the files gets a context of its own, to which a connection is led as it begins: one that does
-    not load spoils nothing, and an authority that is taken away is trusted no more. Sessions are not resumed: that
-    would let in again whom an earlier generation had let in.
+    not load spoils nothing, and an authority that is taken away is trusted no more. A resumed session would let in
+    again whom an earlier generation had let in. TLS 1.3 resumes none without tickets; 1.2 resumes them from a cache of
+    the first context, which Python cannot turn off, so clients that must show a certificate need 1.3.
     """
 
     def __init__(self, identity: Identity, *, ask_clients: bool):
@@ -290,7 +291,7 @@ class DoorContext:
 
     def _made(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.minimum_version = ssl.TLSVersion.TLSv1_3 if self._ask_clients else ssl.TLSVersion.TLSv1_2
         context.verify_mode = ssl.CERT_REQUIRED if self._ask_clients else ssl.CERT_NONE
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0

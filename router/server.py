@@ -13,26 +13,30 @@ from collections.abc import Callable
 
 import grpc
 import uvicorn
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster import grpc_health
 from cluster.auth.key_file import ApiKeys
 from cluster.config import RouterConfig
 from cluster.errors import ConfigError
+from cluster.grpc_health import Health
 from cluster.membership.reader import Members
 from cluster.telemetry.exporter import MetricsServer
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing
 from cluster.tls import DoorContext, Peers, listen, make_identity
+from router.descriptors import within_descriptors
 from router.dispatch.channels import Channels
 from router.dispatch.services import Services
 from router.front import Front
 from router.grpc.gate import KeyInterceptor
+from router.grpc.other_calls import OtherCalls
 from router.grpc.service import SERVICE, InferenceService
 from router.http.app import build_app
 from router.http.cors import with_cors
 from router.http.gate import Gate
+from router.http.listener import HttpServer
 from router.http.protocol import HttpLimits, limited
 from router.metrics import RouterMetrics
 from router.placement.placement import Placement
@@ -62,6 +66,8 @@ def _grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", int(config.header_seconds * 1000)),
         # Refusing takes a stream too: a few more than may be served.
         ("grpc.max_concurrent_streams", streams + EXTRA_STREAMS),
+        ("grpc.max_allowed_incoming_connections", config.max_grpc_connections),
+        ("grpc.max_connection_idle_ms", int(config.grpc_idle_seconds * 1000)),
         ("grpc.so_reuseport", 0),
         # Clients ping through silent streams to notice a router that is gone; without these two the server would
         # answer "too many pings" and hang up.
@@ -72,6 +78,9 @@ def _grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         # The one way to send a client elsewhere without a request lost: GOAWAY first, and the connection ends once
         # its streams have. A server that stops says GOAWAY too, but ends what crosses with it.
         options.append(("grpc.max_connection_age_ms", int(config.max_connection_seconds * 1000)))
+        # No request lives longer; watches of health and calls that nobody reads do.
+        grace = config.request_seconds + config.write_seconds
+        options.append(("grpc.max_connection_age_grace_ms", int(grace * 1000)))
     return options
 
 
@@ -79,7 +88,7 @@ class Router:
     """`start`, then serve until `close`. Raises ConfigError or ModelError before it listens."""
 
     def __init__(self, config: RouterConfig):
-        self._config = config
+        self._config = config = within_descriptors(config)
         self._text = ModelText(config.model)
         self._members = Members(config.redis_url, config.namespace)
         self._placement = Placement(config, self._members)
@@ -107,12 +116,15 @@ class Router:
         self._keys = ApiKeys(config.api_keys_file)
         self.front = Front(self._services, RouterMetrics(registry), self._keys)
         self._grpc = grpc.aio.server(
-            interceptors=[KeyInterceptor(self.front)] if self._keys.on else [],
+            interceptors=[
+                *([KeyInterceptor(self.front)] if self._keys.on else ()),
+                OtherCalls(SERVICE, config.body_seconds),
+            ],
             options=_grpc_options(config),
         )
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = Health(config.max_health_watchers)
         self._socket = self._listen()
-        self._http = uvicorn.Server(
+        self._http = HttpServer(
             uvicorn.Config(
                 with_cors(Gate(build_app(self.front), self.front), config.cors_origins),
                 http=limited(HttpLimits.of(config)),
@@ -123,7 +135,8 @@ class Router:
                 lifespan="off",
                 timeout_graceful_shutdown=int(GRACE_SECONDS),
                 ssl_context_factory=self._ssl_context if self._door_context is not None else None,
-            )
+            ),
+            config.header_seconds,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc_port = 0
@@ -168,11 +181,10 @@ class Router:
         await self._members.start()
         await self._placement.start()
         self.front.live.start()
-        self._grpc.add_generic_rpc_handlers((InferenceService(self.front).handler(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        self._grpc.add_generic_rpc_handlers((InferenceService(self.front).handler(), self._health.handler()))
         services = (
             inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
-            health.SERVICE_NAME,
+            grpc_health.SERVICE,
             reflection.SERVICE_NAME,
         )
         reflection.enable_server_reflection(services, self._grpc)
@@ -225,10 +237,7 @@ class Router:
             await asyncio.sleep(0.5)
 
     async def _look_after_all(self) -> None:
-        status = health_pb2.HealthCheckResponse
-        serving = status.SERVING if self.front.ready() else status.NOT_SERVING
-        for service in ("", SERVICE):
-            await self._health.set(service, serving)
+        self._health.set(dict.fromkeys(("", SERVICE), self.front.ready()))
         self._channels.keep_only({worker.address for worker in self._members.all})
         await asyncio.to_thread(self._refresh)
 
@@ -242,7 +251,7 @@ class Router:
         """Not ready at once; after a moment for load balancers to notice, nothing new is taken but what comes on open
         HTTP connections. Returns when all has finished, or the drain limit is over."""
         self.front.leave()
-        await self._health.enter_graceful_shutdown()
+        self._health.leave()
         await asyncio.sleep(self._config.drain_delay_seconds)
         self.front.refuse_new(but=self._http_connections())
         deadline = time.monotonic() + self._config.drain_seconds

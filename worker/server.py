@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.addresses import join
 from cluster.errors import ConfigError
+from cluster.grpc_health import Health
 from cluster.tls import Peers
 from worker.parse import ParseInside
 
 # A part travels whole in one message on the gRPC transport; prompts travel as 4 bytes a token.
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_HEALTH_WATCHERS = 256
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -31,8 +32,8 @@ class WorkerServer:
     def __init__(self, host: str, port: int, peers: Peers, advertised_host: str):
         self._server = grpc.aio.server(options=OPTIONS, interceptors=[*peers.interceptors, ParseInside()])
         self._peers = peers
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health = Health(MAX_HEALTH_WATCHERS)
+        self._server.add_generic_rpc_handlers((self._health.handler(),))
         self._host = host
         self._advertised_host = advertised_host
         self._port = port
@@ -59,11 +60,8 @@ class WorkerServer:
         await self.set_serving(True)
 
     async def set_serving(self, serving: bool) -> None:
-        status = (
-            health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        await self._health.set("", status)
+        self._health.set({"": serving})
 
     async def stop(self, grace_seconds: float) -> None:
-        await self._health.enter_graceful_shutdown()
+        self._health.leave()
         await self._server.stop(grace_seconds)

@@ -1,12 +1,15 @@
 """uvicorn's HTTP/1.1 with what it does not bound: heads, connections, and the time a client may take.
 
-    connected ──head──► asked ──body──► answered          each arrow has a deadline
+    connected ──head──► asked ──body──► answered ──► asked …, or idle: closed          each arrow has a deadline
                  │ too large, too many, too late
                  ▼
               an OpenAI error, and the connection ends
 
 An answer nobody reads stops the request at the socket first: uvicorn stops sending, tokens queue up to a bound,
-and the decode worker pauses. After `write_seconds` of that the connection is cut, which cancels the request.
+and the decode worker pauses. After `write_seconds` of that the connection is cut, which cancels the request; so is one
+that was closed and whose last bytes nobody reads.
+
+Where there are too many connections, the one that has waited longest for a request makes room.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.config import RouterConfig
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
@@ -30,6 +33,8 @@ log = logging.getLogger(__name__)
 # Closing at once, with bytes of the client's still unread, would reset the connection under our answer.
 LINGER_SECONDS = 0.5
 RETRY_SECONDS = 1
+# Above the limit, where each has a request: so many are told so, more are closed at once.
+TOLD = 64
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class HttpLimits:
     header_seconds: float
     body_seconds: float
     write_seconds: float
+    idle_seconds: int
 
     @classmethod
     def of(cls, config: RouterConfig) -> HttpLimits:
@@ -50,16 +56,21 @@ class HttpLimits:
             header_seconds=config.header_seconds,
             body_seconds=config.body_seconds,
             write_seconds=config.write_seconds,
+            idle_seconds=config.http_idle_seconds,
         )
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. `limits` is set by `limited`, for uvicorn makes protocols itself."""
+    """One connection. `limits` and `waiting` are set by `limited`, for uvicorn makes protocols itself."""
 
     limits: HttpLimits
+    waiting: dict[
+        LimitedProtocol, None
+    ]  # connections on which no request runs, in the order in which that began
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
+        self.timeout_keep_alive = self.limits.idle_seconds
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0
@@ -69,22 +80,28 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal: tuple[int, BatonError] | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
         self._write_timer: asyncio.TimerHandle | None = None
+        # The request that runs or ran last; uvicorn's `cycle` is the one that came last.
+        self._running: RequestResponseCycle | None = None
 
     # --- asyncio's side --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         limit = self.limits.connections
-        if len(self.connections) > limit:
+        if len(self.connections) > limit and self.waiting:
+            next(iter(self.waiting))._cut()
+        if len(self.connections) > limit + TOLD:
+            self._cut()
+        elif len(self.connections) > limit:
             self._refuse(429, OverloadedError(f"this router has {limit} connections", limit=str(limit)))
         else:
+            self.waiting[self] = None
             self._expect(self.limits.header_seconds)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
         self._body_came = False
-        self._unset_keepalive_if_required()
         self._parse(data)
         if self._refused or self.transport.is_closing():
             return
@@ -121,22 +138,28 @@ class LimitedProtocol(HttpToolsProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.waiting.pop(self, None)
+        self._unset_keepalive_if_required()
         self._stop_timer()
         self._stop_write_timer()
+        self._disconnect()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.limits.write_seconds, self._unread)
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         self._stop_write_timer()
+        if self.transport.is_closing():
+            self._expect_reading()
         super().resume_writing()
 
     # --- httptools' side -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        # Here and not where bytes come: line ends, and what is left of an answered request's body, begin no request.
+        self._unset_keepalive_if_required()
         self._in_head, self._head_bytes = True, 0
         super().on_message_begin()
 
@@ -154,6 +177,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if size > self.limits.header_bytes:
             self._give_up(431, _too_large(self.limits.header_bytes))
         self._stop_timer()
+        self.waiting.pop(self, None)
         self._in_head, self._in_body, self._body_came = False, True, True
         super().on_headers_complete()
 
@@ -166,6 +190,37 @@ class LimitedProtocol(HttpToolsProtocol):
             return  # so says the parser that reads no further than the head
         self._in_body = False
         super().on_message_complete()
+        if self.cycle.response_complete:
+            self._await_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._expect_reading()
+        if self._running is None or self._running.response_complete:
+            self.waiting[self] = None
+            self._await_request()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _disconnect(self) -> None:
+        """The application must neither wait for more nor answer."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _await_request(self) -> None:
+        """No request runs. What is on its way has a deadline of its own."""
+        self._unset_keepalive_if_required()
+        if not self._in_head and not self._in_body:
+            seconds = self.limits.idle_seconds
+            self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._expect_reading()
 
     # --- the ends --------------------------------------------------------------------------------------------
 
@@ -182,14 +237,19 @@ class LimitedProtocol(HttpToolsProtocol):
         """Says so, if no answer is on its way, and lets the connection end."""
         self._refused = True
         self._stop_timer()
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or not cycle.response_started:
+        running = self._running
+        if running is None or running.response_complete or not running.response_started:
             self.transport.write(_answer(status, error))
-        if cycle is not None and not cycle.response_complete:
-            # The application must neither wait for more nor answer over ours.
-            cycle.disconnected = True
-            cycle.message_event.set()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._disconnect()
+        self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
+
+    def _cut(self) -> None:
+        """At once, so that the number of connections is bounded however fast they come."""
+        self._refused = True
+        self.connections.discard(self)
+        self.waiting.pop(self, None)
+        self._stop_timer()
+        self.transport.abort()
 
     def _expect(self, seconds: float) -> None:
         self._stop_timer()
@@ -205,6 +265,10 @@ class LimitedProtocol(HttpToolsProtocol):
         log.info("a client read nothing for %g s: its connection is cut", self.limits.write_seconds)
         self.transport.abort()
 
+    def _expect_reading(self) -> None:
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.limits.write_seconds, self._unread)
+
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -218,7 +282,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def limited(limits: HttpLimits) -> type[asyncio.Protocol]:
     """A protocol class with these limits."""
-    return type("Limited", (LimitedProtocol,), {"limits": limits})
+    return type("Limited", (LimitedProtocol,), {"limits": limits, "waiting": {}})
 
 
 def _too_large(limit: int) -> InvalidRequestError:

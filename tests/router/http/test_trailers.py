@@ -17,7 +17,13 @@ from router.http.protocol import HttpLimits, limited
 from tests.waiting import until
 
 LIMITS = HttpLimits(
-    header_bytes=4096, headers=20, connections=10, header_seconds=30, body_seconds=30, write_seconds=30
+    header_bytes=4096,
+    headers=20,
+    connections=10,
+    header_seconds=30,
+    body_seconds=30,
+    write_seconds=30,
+    idle_seconds=5,
 )
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nx-own: 1\r\n\r\n"
 

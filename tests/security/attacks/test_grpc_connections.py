@@ -1,0 +1,177 @@
+"""gRPC connections and calls, held without a key, are bounded in number and time, and take nothing from the HTTP port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.client import Client
+from bench import router_setup
+from cluster import rpc
+from cluster.config import RouterConfig
+from cluster.errors import BatonError
+from cluster.grpc_health import Health
+from router.descriptors import fitted
+from tests.security.routers import KeyFile
+from tests.waiting import wait_for
+
+LIMIT = 8
+WATCHERS = 3
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+ALONE = [("grpc.use_local_subchannel_pool", 1)]
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    return {
+        "max_grpc_connections": LIMIT,
+        "grpc_idle_seconds": 2.0,
+        "max_health_watchers": WATCHERS,
+        "header_seconds": 2.0,
+        "body_seconds": 1.5,
+        "request_seconds": 20.0,
+    }
+
+
+def address(router: Any) -> tuple[str, int]:
+    return "127.0.0.1", int(router.grpc.rsplit(":", 1)[1])
+
+
+def connected(router: Any) -> int:
+    open_ones = psutil.Process(router.pid).net_connections("tcp")
+    port = address(router)[1]
+    return sum(one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in open_ones)
+
+
+def hold(stack: contextlib.ExitStack, where: tuple[str, int], number: int) -> None:
+    """Connections that have greeted, and do nothing more."""
+    for _ in range(number):
+        with contextlib.suppress(OSError):
+            sock = stack.enter_context(socket.create_connection(where, timeout=10))
+            sock.sendall(GREETING)
+
+
+def test_idle_connections_have_a_number_and_end(router: Any, keys: KeyFile) -> None:
+    key = keys.add("acme")
+    with contextlib.ExitStack() as stack:
+        hold(stack, address(router), 5 * LIMIT)
+        time.sleep(0.5)
+        assert 0 < connected(router) <= LIMIT
+        assert httpx.get(f"{router.http}/health").status_code == 200
+
+        def served() -> bool:
+            with Client(router.grpc, api_key=key) as client, contextlib.suppress(BatonError):
+                return len(client.generate("abc", max_tokens=2).choices[0].token_ids) == 2
+            return False
+
+        wait_for(served, 20, "those who were first have left")
+
+
+def test_a_call_whose_message_does_not_come_ends(router: Any) -> None:
+    """Health needs no key; a call that waits would keep its connection from being idle."""
+    silent = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        silent.wait(30)
+        yield b""
+
+    with grpc.insecure_channel(router.grpc, options=ALONE) as channel:
+        for method in ("Check", "Watch"):
+            call = channel.stream_unary(f"/grpc.health.v1.Health/{method}")
+            with pytest.raises(grpc.RpcError) as caught:
+                call(nothing(), timeout=20)
+            error = rpc.error_from_rpc(caught.value)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert (error.field, error.limit) == ("message", "1 s")
+    silent.set()
+
+
+def test_watchers_of_health_have_a_number(router: Any) -> None:
+    request = health_pb2.HealthCheckRequest()
+    with grpc.insecure_channel(router.grpc, options=ALONE) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch
+        calls = []
+        for _ in range(WATCHERS + 1):
+            calls.append(watch(request, timeout=20))
+            next(calls[-1])
+        with pytest.raises(grpc.RpcError) as caught:
+            next(calls[0])
+        error = rpc.error_from_rpc(caught.value)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (error.field, error.limit) == ("Watch", str(WATCHERS))
+        assert calls[-1].is_active()
+        for call in calls:
+            call.cancel()
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+def test_names_of_services_have_a_length(method: str, router: Any) -> None:
+    with grpc.insecure_channel(router.grpc, options=ALONE) as channel:
+        request = health_pb2.HealthCheckRequest(service="x" * 257)
+        call = channel.unary_stream(
+            f"/grpc.health.v1.Health/{method}",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(request, timeout=20))
+    error = rpc.error_from_rpc(caught.value)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.field, error.limit) == ("service", "256")
+
+
+async def test_a_watcher_that_does_not_read_stops_no_change() -> None:
+    class Unread:
+        async def write(self, message: Any) -> None:
+            await asyncio.Event().wait()
+
+    health = Health(4)
+    watching = asyncio.create_task(health.Watch(b"", Unread()))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    health.set({"": False})
+    answer = await health.Check(b"", None)  # type: ignore[arg-type]
+    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+def test_connection_limits_fit_the_descriptors() -> None:
+    config = RouterConfig(model=Path("/none"), max_http_connections=4096, max_grpc_connections=1024)
+    assert fitted(config, 20_000) is config
+    few = fitted(config, 260)
+    assert (few.max_http_connections, few.max_grpc_connections) == (104, 26)
+    assert fitted(config, 2).max_grpc_connections == 1
+
+
+def test_with_few_descriptors_no_port_takes_them_from_the_other(
+    checkpoint: Any, redis_server: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -n 300\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    config = {
+        "model": str(checkpoint("llama")),
+        "redis_url": redis_server.url,
+        "namespace": "few-descriptors",
+    }
+    monkeypatch.setattr(sys, "executable", str(python))
+    with router_setup.run_router(tmp_path / "router", config) as router, contextlib.ExitStack() as stack:
+        hold(stack, address(router), 320)
+        hold(stack, router.address, 320)
+        time.sleep(1)
+        assert psutil.Process(router.pid).num_fds() < 300
+        assert httpx.get(f"{router.http}/health", timeout=10).status_code == 200
+        said = router.log.read_text()
+        assert "too few for the connection limits" in said and "Too many open files" not in said

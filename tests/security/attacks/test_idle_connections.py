@@ -1,0 +1,187 @@
+"""Connections on which no request runs, held without a key, end, and keep nobody else from being served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from baton.client import ClientTls
+from router.http.listener import MAX_HANDSHAKES
+from router.http.protocol import HttpLimits, limited
+from tests.security.routers import run_router
+from tests.waiting import until, wait_for
+
+LIMIT = 30
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+EARLY = b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    return {
+        "api_keys_file": None,
+        "max_http_connections": LIMIT,
+        "header_seconds": 1.5,
+        "body_seconds": 1.5,
+        "write_seconds": 2.0,
+        "http_idle_seconds": 1,
+    }
+
+
+def connected(router: Any) -> int:
+    """Connections that the router's process holds at its HTTP port."""
+    port = router.address[1]
+    open_ones = psutil.Process(router.pid).net_connections("tcp")
+    return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in open_ones)
+
+
+def answered(sock: socket.socket) -> bytes:
+    """One answer, to the end of its JSON."""
+    said = b""
+    while not said.endswith(b"}"):
+        said += sock.recv(65536)
+    return said
+
+
+def ends(sock: socket.socket, seconds: float, sent: bytes = b"") -> None:
+    """The other side ends it in time, also if `sent` keeps coming."""
+    sock.settimeout(0.2)
+    began = time.monotonic()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            try:
+                if sent:
+                    sock.sendall(sent)
+                if not sock.recv(65536):
+                    return
+            except ConnectionError:
+                return
+        assert time.monotonic() - began < seconds, "it is still open"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_line_ends_after_an_answer_keep_no_connection(again: bool, router: Any) -> None:
+    with socket.create_connection(router.address, timeout=30) as sock:
+        sock.sendall(GET)
+        answered(sock)
+        sock.sendall(b"\r\n")
+        ends(sock, 5, b"\r\n" if again else b"")
+
+
+def test_a_body_that_ends_after_its_answer_keeps_no_connection(router: Any) -> None:
+    with socket.create_connection(router.address, timeout=30) as sock:
+        sock.sendall(EARLY)
+        answered(sock)
+        sock.sendall(b"{}")
+        ends(sock, 5)
+
+
+def test_a_body_that_never_ends_after_its_answer_keeps_no_connection(router: Any) -> None:
+    with socket.create_connection(router.address, timeout=30) as sock:
+        sock.sendall(EARLY)
+        answered(sock)
+        ends(sock, 6)
+
+
+def test_a_request_after_line_ends_is_served(router: Any) -> None:
+    with socket.create_connection(router.address, timeout=30) as sock:
+        for _ in range(3):
+            sock.sendall(GET)
+            answered(sock)
+            sock.sendall(b"\r\n")
+            time.sleep(0.5)
+
+
+def test_answers_that_nobody_reads_keep_no_connection(router: Any) -> None:
+    """They fill the sockets' buffers and end below the size at which writing pauses."""
+    before = connected(router)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(1)
+        sock.connect(router.address)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            for _ in range(4000):
+                sock.sendall(GET)
+        wait_for(lambda: connected(router) <= before, 15, "the connection is cut")
+
+
+def test_as_many_as_the_limit_keep_nobody_out(router: Any) -> None:
+    """The one that has waited longest for a request makes room."""
+    stop = threading.Event()
+    held: list[socket.socket] = []
+
+    def hold() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                sock = socket.create_connection(router.address, timeout=5)
+                held.append(sock)
+                if len(held) % 2:
+                    sock.sendall(GET)
+
+    attacker = threading.Thread(target=hold)
+    attacker.start()
+    try:
+        wait_for(lambda: len(held) > 2 * LIMIT, 30, "there are too many")
+        statuses = []
+        for _ in range(10):
+            body = {"prompt": "abc", "max_tokens": 2}
+            statuses.append(httpx.post(f"{router.http}/v1/completions", json=body, timeout=30).status_code)
+            assert connected(router) <= LIMIT + 5
+    finally:
+        stop.set()
+        attacker.join()
+        for sock in held:
+            sock.close()
+    assert statuses == [200] * 10
+
+
+def test_handshakes_that_do_not_end_have_a_number_and_a_time(
+    certs: Path, checkpoint: Any, redis_server: Any, tmp_path: Path
+) -> None:
+    """With TLS, silent connections are no connections to the HTTP protocol yet."""
+    config = {
+        "model": str(checkpoint("llama")),
+        "redis_url": redis_server.url,
+        "namespace": "handshakes",
+        "tls_cert": str(certs / "ours" / "router.pem"),
+        "tls_key": str(certs / "ours" / "router.key"),
+        "header_seconds": 3.0,
+    }
+    context = ClientTls(certs / "ours" / "ca.pem").context()
+    with run_router(tmp_path / "router", config) as router, contextlib.ExitStack() as stack:
+        for _ in range(2 * MAX_HANDSHAKES):
+            stack.enter_context(socket.create_connection(router.address, timeout=10))
+        assert httpx.get(f"{router.http}/health", verify=context, timeout=10).status_code == 200
+        assert 0 < connected(router) <= MAX_HANDSHAKES + 1
+        wait_for(lambda: connected(router) <= 1, 20, "the others are late")
+        assert httpx.get(f"{router.http}/health", verify=context, timeout=10).status_code == 200
+
+
+async def test_the_end_of_an_answer_that_nobody_reads_keeps_no_connection() -> None:
+    """A transport that was closed waits for its buffer for ever, also below the size at which writing pauses."""
+    loop = asyncio.get_running_loop()
+    limits = HttpLimits(4096, 20, LIMIT, 1, 1, write_seconds=0.2, idle_seconds=1)
+    state = ServerState()
+    made = limited(limits)(config=Config(None, lifespan="off"), server_state=state, app_state={})  # type: ignore[call-arg, arg-type]
+    ours, theirs = socket.socketpair()
+    for end, option in ((ours, socket.SO_SNDBUF), (theirs, socket.SO_RCVBUF)):
+        end.setsockopt(socket.SOL_SOCKET, option, 4096)
+        end.setblocking(False)
+    transport, _ = await loop.create_connection(lambda: made, sock=ours)
+    with theirs:
+        transport.write(b"x" * 32768)
+        assert 0 < transport.get_write_buffer_size() < 65536
+        made.timeout_keep_alive_handler()  # type: ignore[attr-defined]
+        assert state.connections, "its bytes are on their way"
+        await until(lambda: not state.connections, "the connection is cut", 5)
