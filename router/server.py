@@ -33,6 +33,7 @@ from router.front import Front
 from router.grpc.gate import KeyInterceptor
 from router.grpc.other_calls import OtherCalls
 from router.grpc.service import SERVICE, InferenceService
+from router.heap import return_long_blocks
 from router.http.app import build_app
 from router.http.cors import with_cors
 from router.http.gate import Gate
@@ -205,6 +206,7 @@ class Router:
         ]
         # What is there by now stays as long as the process: about 100,000 objects, and a full collection that looked
         # at them all would hold every stream for 50 ms.
+        return_long_blocks()
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -39,25 +39,22 @@ class InferenceService:
         serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
         methods = {
             # Streams to the server: the one message is read once there is a place for it. Clients see no difference.
-            "Generate": grpc.stream_stream_rpc_method_handler(self.Generate, None, serialize),
-            "Tokenize": grpc.stream_stream_rpc_method_handler(self.Tokenize, None, serialize),
-            "ListModels": grpc.stream_stream_rpc_method_handler(self.ListModels, None, serialize),
+            "Generate": grpc.stream_stream_rpc_method_handler(_refusing(self.Generate), None, serialize),
+            "Tokenize": grpc.stream_stream_rpc_method_handler(_refusing(self.Tokenize), None, serialize),
+            "ListModels": grpc.stream_stream_rpc_method_handler(_refusing(self.ListModels), None, serialize),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def Generate(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        try:
-            caller = caller_of(self._front, context)
-            with self._front.place(caller, context.peer()) as held:
-                raw = await read_message(context, self._front.config, held)
-                arrival = Arrival(lambda name: _values(context, name))
-                completion = await self._completion(await parse(pb.GenerateRequest(), raw), context, caller)
-                del raw
-                held.release()
-                with self._front.request(completion, caller, arrival=arrival) as life:
-                    await self._write(_responses(life, completion, caller), context)
-        except BatonError as error:
-            await rpc.abort(context, error)
+        caller = caller_of(self._front, context)
+        with self._front.place(caller, context.peer()) as held:
+            raw = await read_message(context, self._front.config, held)
+            arrival = Arrival(lambda name: _values(context, name))
+            completion = await self._completion(await parse(pb.GenerateRequest(), raw), context, caller)
+            del raw
+            held.release()
+            with self._front.request(completion, caller, arrival=arrival) as life:
+                await self._write(_responses(life, completion, caller), context)
 
     async def _write(self, responses: AsyncGenerator[pb.GenerateResponse, None], context: Context) -> None:
         deadline = WriteDeadline(self._front.config.write_seconds)
@@ -90,26 +87,20 @@ class InferenceService:
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """As costly as a prompt's way to its dispatch, so it takes the same places and turns, and counts as a request."""
-        try:
-            caller = caller_of(self._front, context)
-            with self._front.place(caller, context.peer()) as held:
-                raw = await read_message(context, self._front.config, held)
-                async with self._front.counted(caller):
-                    request = await parse(pb.TokenizeRequest(), raw)
-                    del raw
-                    self._check_model(request.model)
-                    ids = await self._encode(request, caller)
-                await context.write(pb.TokenizeResponse(token_ids=ids))
-        except BatonError as error:
-            await rpc.abort(context, error)
+        caller = caller_of(self._front, context)
+        with self._front.place(caller, context.peer()) as held:
+            raw = await read_message(context, self._front.config, held)
+            async with self._front.counted(caller):
+                request = await parse(pb.TokenizeRequest(), raw)
+                del raw
+                self._check_model(request.model)
+                ids = await self._encode(request, caller)
+            await context.write(pb.TokenizeResponse(token_ids=ids))
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
         validator = self._front.validator
-        try:
-            with self._front.place(caller_of(self._front, context), context.peer()) as held:
-                await read_message(context, self._front.config, held)
-        except BatonError as error:
-            await rpc.abort(context, error)
+        with self._front.place(caller_of(self._front, context), context.peer()) as held:
+            await read_message(context, self._front.config, held)
         model = pb.Model(
             id=validator.served_name,
             max_model_len=validator.max_model_len,
@@ -128,6 +119,25 @@ class InferenceService:
         served = self._front.validator.served_name
         if model and model != served:
             raise UnknownModelError(f"model: {model!r} is not served here; {served!r} is", field="model")
+
+
+def _refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) -> Any:
+    """End a call that raises a BatonError with its status.
+
+    grpc.aio keeps what `abort` raises in the call's state, a cycle that lives until Python's collector runs. The exception
+    therefore leaves from a frame that holds nothing of the request: the error's frames hold its message, of megabytes.
+    """
+
+    async def answered(messages: AsyncIterator[bytes], context: Context) -> None:
+        try:
+            await call(messages, context)
+            return
+        except BatonError as error:
+            refusal = error.with_traceback(None)
+            refusal.__context__ = refusal.__cause__ = None
+        await rpc.abort(context, refusal)
+
+    return answered
 
 
 def _values(context: Context, name: str) -> list[str]:

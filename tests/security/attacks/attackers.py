@@ -15,7 +15,7 @@ import resource
 import ssl
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -56,12 +56,21 @@ class Attackers:
         self.ends = time.monotonic() + seconds
         self.seen: Counter[str] = Counter()
 
-    async def run(self) -> Counter[str]:
-        attacks = [self._large_body(shape) for shape in _shapes()[:LARGE_BODIES]]
-        attacks += [self._held_body() for _ in range(HELD_BODIES)]
-        attacks += [self._silent(crlf=True) for _ in range(SILENT)]
-        attacks += [self._idle_http2() for _ in range(IDLE_STREAMS)]
-        attacks += [self._watches(), self._tokenize(), self._large_answer()]
+    async def run(self, only: Collection[str] = ()) -> Counter[str]:
+        attacks = [
+            attack
+            for name, begin in {
+                "large-body": lambda: [self._large_body(shape) for shape in _shapes()[:LARGE_BODIES]],
+                "held-body": lambda: [self._held_body() for _ in range(HELD_BODIES)],
+                "silent": lambda: [self._silent() for _ in range(SILENT)],
+                "http2": lambda: [self._idle_http2() for _ in range(IDLE_STREAMS)],
+                "watch": lambda: [self._watches()],
+                "tokenize": lambda: [self._tokenize()],
+                "large-answer": lambda: [self._large_answer()],
+            }.items()
+            if not only or name in only
+            for attack in begin()
+        ]
         tasks = [asyncio.create_task(one) for one in attacks]
         await asyncio.sleep(self.ends - time.monotonic())
         for task in tasks:
@@ -122,7 +131,7 @@ class Attackers:
 
         await self._again("held body", attack, 1.0)
 
-    async def _silent(self, *, crlf: bool) -> None:
+    async def _silent(self) -> None:
         async def attack() -> str:
             async with self._connected(self.port, known=False) as (reader, writer):
                 if self.tls is None:
@@ -216,6 +225,7 @@ def main() -> None:
         "--certs", type=Path, help="directory with ca.pem, client.pem, client.key: mutual TLS"
     )
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--only", nargs="*", default=(), help="names of attacks, e.g. silent tokenize")
     given = parser.parse_args()
     os.nice(19)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -223,7 +233,7 @@ def main() -> None:
     attackers = Attackers(given.http, given.grpc, given.keys, given.certs, given.seconds)
 
     async def run() -> Counter[str]:
-        return await attackers.run()
+        return await attackers.run(given.only)
 
     print(json.dumps(dict(sorted(asyncio.run(run()).items()))))
 

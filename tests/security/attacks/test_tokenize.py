@@ -6,6 +6,7 @@ import time
 
 import grpc
 import httpx
+import psutil
 import pytest
 
 from baton.client import Client
@@ -36,6 +37,21 @@ def test_a_text_beyond_the_context_is_refused_by_its_length(router: Router, keys
             with pytest.raises(ContextLengthError):
                 client.tokenize(prompt)
             assert time.monotonic() - began < 5
+
+
+def test_texts_that_were_refused_leave_no_memory_behind(router: Router, keys: KeyFile) -> None:
+    """Their calls' errors held them until Python's collector ran, and glibc kept the blocks even then."""
+    process = psutil.Process(router.pid)
+    with Client(router.grpc, api_key=known(router, keys.add("acme"))) as client:
+
+        def refused(times: int) -> int:
+            for _ in range(times):
+                with pytest.raises(ContextLengthError):
+                    client.tokenize("a" * (4 << 20))
+            return int(process.memory_info().rss)
+
+        before = refused(10)
+        assert refused(60) - before < 64 << 20
 
 
 def test_it_counts_against_the_quota(router: Router, keys: KeyFile) -> None:
