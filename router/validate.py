@@ -19,6 +19,9 @@ MAX_PRIORITY = 2**15
 MAX_REQUEST_ID = 256  # characters: it goes into logs, headers and errors
 # The least normal float of 32 bits: smaller values arrive over gRPC as 0, which there means "not set"
 LEAST_POSITIVE = 2.0**-126
+# Of a message: a token id in a packed list, prompt and resumed ones; and everything that is neither text nor token ids.
+TOKEN_ID_BYTES = 2 * 5
+OTHER_BYTES = 1 << 20
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 200
@@ -135,16 +138,37 @@ class Validator:
 
     def check_text(self, text: str) -> None:
         """Refuse a text that cannot fit the context, before it is tokenised. Raises ContextLengthError."""
-        longest = self._text.most_bytes
-        if longest is None or 4 * len(text) <= longest * (self.max_model_len - 1):
+        most = self._most_text_bytes
+        if most is None or 4 * len(text) <= most:
             return
-        size = len(text.encode(errors="surrogatepass"))
-        if size > longest * (self.max_model_len - 1):
-            raise ContextLengthError(
-                f"prompt: {size} bytes exceed a context of {self.max_model_len} tokens of at most {longest} bytes each",
-                field="prompt",
-                limit=str(self.max_model_len),
-            )
+        size = len(text)  # each character is a byte at least: no copy is made of a text that is far too long
+        if size <= most:
+            size = len(text.encode(errors="surrogatepass"))
+        if size > most:
+            raise self._too_long("prompt", size)
+
+    def check_message(self, size: int) -> None:
+        """Refuse a message of so many bytes, before it is parsed, if no request that fits the context is as long.
+
+        Raises ContextLengthError.
+        """
+        most = self._most_text_bytes
+        if most is not None and size > max(most, TOKEN_ID_BYTES * self.max_model_len) + OTHER_BYTES:
+            raise self._too_long("message", size)
+
+    @property
+    def _most_text_bytes(self) -> int | None:
+        """Of a text that fits the context; None = no bound."""
+        longest = self._text.most_bytes
+        return None if longest is None else longest * (self.max_model_len - 1)
+
+    def _too_long(self, what: str, size: int) -> ContextLengthError:
+        return ContextLengthError(
+            f"{what}: {size} bytes exceed a context of {self.max_model_len} tokens of at most "
+            f"{self._text.most_bytes} bytes each",
+            field="prompt",
+            limit=str(self.max_model_len),
+        )
 
     def check_messages(self, count: int) -> None:
         """Refuse more messages than the context has tokens, before they are rendered: each takes at least one token.

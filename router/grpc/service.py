@@ -49,6 +49,7 @@ class InferenceService:
         caller = caller_of(self._front, context)
         with self._front.place(caller, context.peer()) as held:
             raw = await read_message(context, self._front.config, held)
+            self._front.validator.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
             completion = await self._completion(await parse(pb.GenerateRequest(), raw), context, caller)
             del raw
@@ -90,6 +91,7 @@ class InferenceService:
         caller = caller_of(self._front, context)
         with self._front.place(caller, context.peer()) as held:
             raw = await read_message(context, self._front.config, held)
+            self._front.validator.check_message(len(raw))
             async with self._front.counted(caller):
                 request = await parse(pb.TokenizeRequest(), raw)
                 del raw

@@ -1,4 +1,5 @@
-"""uvicorn with TLS handshakes bounded in number and time: a protocol, and so its limits, begins only after one."""
+"""uvicorn on connections that are accepted one in a turn of the event loop, with TLS handshakes bounded in number and time:
+a protocol, and so its limits, begins only after one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ RETRY_SECONDS = 0.05
 
 
 class HttpServer(uvicorn.Server):
-    """Accepts TLS connections itself; without TLS it is uvicorn's server."""
+    """Accepts connections itself: uvloop accepts all that wait in one turn, and thousands would hold up every stream."""
 
     def __init__(self, config: uvicorn.Config, handshake_seconds: float):
         super().__init__(config)
@@ -24,12 +25,9 @@ class HttpServer(uvicorn.Server):
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if not self.config.ssl or sockets is None:
-            await super().startup(sockets)
-            return
         await super().startup([])
         loop = asyncio.get_running_loop()
-        self._accepting = [loop.create_task(self._accept(listener)) for listener in sockets]
+        self._accepting = [loop.create_task(self._accept(listener)) for listener in sockets or ()]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         tasks = [*self._accepting, *self._handshakes]
@@ -57,12 +55,11 @@ class HttpServer(uvicorn.Server):
 
     async def _open(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(
-            OSError
-        ):  # a handshake that failed; ssl.SSLError and TimeoutError are OSErrors
-            await loop.connect_accepted_socket(
-                self._protocol, connection, ssl=self.config.ssl, ssl_handshake_timeout=self._seconds
-            )
+        handshake: dict[str, Any] = {}
+        if self.config.ssl:
+            handshake = {"ssl": self.config.ssl, "ssl_handshake_timeout": self._seconds}
+        with contextlib.suppress(OSError):  # a failed handshake: ssl.SSLError and TimeoutError are OSErrors
+            await loop.connect_accepted_socket(self._protocol, connection, **handshake)
 
     def _protocol(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class

@@ -30,7 +30,7 @@ from router.http.lengths import chat_size
 from router.limits import ByteBudget
 from router.tokens.bound import most_bytes
 from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, LONG_CHARACTERS, MESSAGE_CHARACTERS, ModelText
-from router.validate import Validator
+from router.validate import OTHER_BYTES, TOKEN_ID_BYTES, Validator
 from wire import inference_pb2 as pb
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -470,3 +470,22 @@ async def test_the_refusal_of_a_router_that_leaves_comes_after_the_body(front):
     with pytest.raises(DrainingError):
         await generate.Generate(front).completion(Request({"type": "http", "headers": []}, receive))
     assert not left
+
+
+def test_a_message_longer_than_any_that_fits_is_refused_unparsed(front):
+    most = max(3 * (CONTEXT - 1), TOKEN_ID_BYTES * CONTEXT) + OTHER_BYTES
+    front.validator.check_message(most)
+    with pytest.raises(ContextLengthError) as caught:
+        front.validator.check_message(most + 1)
+    assert caught.value.field == "prompt"
+    front.text.most_bytes = None
+    front.validator.check_message(most + 1)
+
+
+async def test_a_text_that_is_far_too_long_is_not_copied(front):
+    class Text_(str):
+        def encode(self, *arguments: Any, **more: Any) -> bytes:
+            raise AssertionError("a copy")
+
+    with pytest.raises(ContextLengthError):
+        await front.encode(Text_("a" * 10**6))

@@ -33,7 +33,8 @@ SILENT = 4100
 IDLE_STREAMS = 260
 WATCHES = 64
 TOKENIZES = 6
-PAUSE_SECONDS = 0.1
+PAUSE_SECONDS = 0.5  # of a key's client between two requests
+AGAIN_SECONDS = 5.0  # until what was closed is opened again
 # Few bytes, many tokens: 64 prompts of 16 choices with 20 alternatives a token.
 LARGE_ANSWER = {
     "prompt": [[1]] * 64,
@@ -121,15 +122,19 @@ class Attackers:
                 head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self.first}\r\n"
                 writer.write(f"{head}content-length: {BODY}\r\n\r\n".encode())
                 answered = asyncio.create_task(_status(reader))
-                for _ in range(BODY // len(piece) - 1):
-                    if answered.done():
-                        break
-                    writer.write(piece)
-                    await writer.drain()
-                    await asyncio.sleep(0.005)
-                return await answered
+                try:
+                    for _ in range(BODY // len(piece) - 1):
+                        if answered.done():
+                            break
+                        writer.write(piece)
+                        await writer.drain()
+                        await asyncio.sleep(0.005)
+                    return await answered
+                finally:
+                    answered.cancel()
+                    await asyncio.gather(answered, return_exceptions=True)
 
-        await self._again("held body", attack, 1.0)
+        await self._again("held body", attack, AGAIN_SECONDS)
 
     async def _silent(self) -> None:
         async def attack() -> str:
@@ -142,7 +147,7 @@ class Attackers:
                     pass
             return "closed"
 
-        await self._again("silent connection", attack, 1.0)
+        await self._again("silent connection", attack, AGAIN_SECONDS)
 
     async def _idle_http2(self) -> None:
         port = int(self.grpc.rpartition(":")[2])
@@ -154,7 +159,7 @@ class Attackers:
                     pass
             return "closed"
 
-        await self._again("idle gRPC connection", attack, 1.0)
+        await self._again("idle gRPC connection", attack, AGAIN_SECONDS)
 
     def _channel(self) -> grpc.aio.Channel:
         if self.tls is None:
