@@ -116,7 +116,8 @@ def test_a_request_that_forbids_every_token_is_told_so_and_is_no_defect(caplog):
 def test_logits_that_are_not_finite_are_logged_as_an_error(caplog):
     runner = SickRunner(math.nan, 2)
     engine = Engine(runner, runner.config, secret=SECRET)
-    with_good(engine, EngineRequest("bad", BAD, greedy(min_tokens=4), salt=SALT))
+    forbids_one = greedy(ignore_eos=False, min_tokens=4, stop_token_ids=(VOCAB - 1,))
+    with_good(engine, EngineRequest("bad", BAD, forbids_one, salt=SALT))
     run(engine)
     assert [record.levelname for record in caplog.records if "bad" in record.message] == ["ERROR"]
 

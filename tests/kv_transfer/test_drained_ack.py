@@ -60,6 +60,18 @@ async def test_a_message_read_but_not_acted_upon_is_repeated_on_the_next_stream(
         await until(lambda: not prefill.sender.mail.waits_for("decode"), "acknowledged")
 
 
+async def test_a_stream_that_the_next_hand_off_opens_carries_it_at_once(monkeypatch):
+    monkeypatch.setattr(drained_mail, "TRY_SECONDS", 60.0)
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        transfer = await given_up(prefill, decode)
+        await until(lambda: transfer in set(decode.drained()), "it has read it")
+        decode.streams[0].end()
+        await until(lambda: all(link.lost for link in prefill.sender._links.values()), "the stream is lost")
+        await given_up(prefill, decode)
+        await until(lambda: bool(decode.streams[1].of("drained")), "said on the next stream")
+        assert decode.streams[1].of("drained")[0].transfer_id == transfer
+
+
 async def test_every_hand_off_sends_drained_until_none_waits():
     async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
         transfers = [await given_up(prefill, decode) for _ in range(20)]
