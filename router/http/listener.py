@@ -1,5 +1,5 @@
-"""uvicorn on connections that are accepted one in a turn of the event loop, with TLS handshakes bounded in number and time:
-a protocol, and so its limits, begins only after one."""
+"""uvicorn on connections that are accepted one in a turn of the event loop, with TLS handshakes bounded in number and
+time: a protocol, and so its limits, begins only after one."""
 
 from __future__ import annotations
 
