@@ -9,21 +9,27 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
+from baton import safe_files
+from cluster.addresses import is_loopback
 from cluster.errors import ConfigError, DeadlineError, ModelError, UnavailableError
 
 # What an engine and a tokenizer read; repositories hold other formats of the same weights beside it.
 WANTED = (".safetensors", ".json", ".jinja", ".txt", ".model")
 WEIGHTS = (".safetensors",)
 CHUNK_BYTES = 1 << 20
+SHARED = 0o644  # pods under other users read the same volume
+MAX_DESCRIPTION_BYTES = 32 << 20
 TRIES = 4
 PAUSE_SECONDS = 1.0
 CONNECT_SECONDS = 10.0
@@ -54,7 +60,8 @@ class HubFile:
     git_sha1: str
 
     def matches(self, file: Path) -> bool:
-        if not file.is_file() or file.stat().st_size != self.size:
+        """Whether it has this size and hash. A link does not match: what it leads to may be another's, and change."""
+        if file.is_symlink() or not file.is_file() or file.stat().st_size != self.size:
             return False
         digest = hashlib.sha256() if self.sha256 else hashlib.sha1(f"blob {self.size}\0".encode())
         with file.open("rb") as opened:
@@ -70,13 +77,20 @@ def manifest_digest(files: list[HubFile]) -> str:
 
 
 class Hub:
-    """Reads one repository until a deadline. Raises UnavailableError, DeadlineError, ModelError."""
+    """Reads one repository until a deadline. Raises ConfigError, UnavailableError, DeadlineError, ModelError."""
 
     def __init__(self, endpoint: str, repository: Repository, token: str, seconds: float):
         self._endpoint = endpoint.rstrip("/")
+        if token and not _is_private(self._endpoint):
+            raise ConfigError(
+                f"--endpoint {endpoint}: HF_TOKEN is sent over https only; name an https endpoint or unset HF_TOKEN",
+                field="endpoint",
+            )
         self._repository = repository
         self._deadline = time.monotonic() + seconds
-        headers = {"authorization": f"Bearer {token}"} if token else {}
+        # Not compressed: a few bytes must not become more than the announced size.
+        headers = {"accept-encoding": "identity"}
+        headers |= {"authorization": f"Bearer {token}"} if token else {}
         # The token is the Hub's: httpx drops it where a download is redirected to another host.
         timeout = httpx.Timeout(60.0, connect=CONNECT_SECONDS)
         self._http = httpx.Client(headers=headers, follow_redirects=True, timeout=timeout)
@@ -88,12 +102,30 @@ class Hub:
         """The commit that the revision stands for, and its files."""
         name, revision = self._repository.name, self._repository.revision
         url = f"{self._endpoint}/api/models/{name}/revision/{revision}?blobs=true"
-        answer = self._retry(lambda: self._checked(self._http.get(url)))
-        described: dict[str, Any] = answer.json()
-        files = [_described(one) for one in described["siblings"]]
-        return str(described["sha"]), [
-            one for one in files if one.path.endswith(WANTED) and "/" not in one.path
-        ]
+        raw = self._retry(lambda: self._read(url))
+        try:
+            described = json.loads(raw)
+            files = [_described(one) for one in described["siblings"]]
+            commit = str(described["sha"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UnavailableError(
+                f"{self._endpoint} does not describe {name} as the Hub does: {error!r}", field="endpoint"
+            ) from error
+        return commit, [one for one in files if one.path.endswith(WANTED) and "/" not in one.path]
+
+    def _read(self, url: str) -> bytes:
+        """A description, of MAX_DESCRIPTION_BYTES at most."""
+        raw = bytearray()
+        with self._http.stream("GET", url) as answer:
+            self._checked(answer)
+            for chunk in answer.iter_raw(CHUNK_BYTES):
+                raw += chunk
+                self.check_time()
+                if len(raw) > MAX_DESCRIPTION_BYTES:
+                    raise UnavailableError(
+                        f"{url} sends more than {MAX_DESCRIPTION_BYTES} bytes", field="endpoint"
+                    )
+        return bytes(raw)
 
     def download(self, file: HubFile, commit: str, into: Path) -> None:
         """Goes on where an earlier attempt stopped. Raises ModelError when the hash is not the Hub's."""
@@ -108,17 +140,26 @@ class Hub:
         part.replace(into / file.path)
 
     def _stream(self, url: str, part: Path, size: int) -> None:
-        have = part.stat().st_size if part.exists() else 0
-        if have > size:
+        """Raises ModelError when more comes than the Hub has announced."""
+        if part.is_symlink() or (part.exists() and (not part.is_file() or part.stat().st_size > size)):
             part.unlink()
-            have = 0
+        have = part.stat().st_size if part.exists() else 0
         if have == size and have:
             return
         headers = {"range": f"bytes={have}-"} if have else {}
         with self._http.stream("GET", url, headers=headers) as answer:
             self._checked(answer)
-            with part.open("ab" if answer.status_code == httpx.codes.PARTIAL_CONTENT else "wb") as out:
-                for chunk in answer.iter_bytes(CHUNK_BYTES):
+            goes_on = answer.status_code == httpx.codes.PARTIAL_CONTENT
+            written = have if goes_on else 0
+            with safe_files.append(part, truncate=not goes_on, mode=SHARED) as out:
+                for chunk in answer.iter_raw(CHUNK_BYTES):
+                    written += len(chunk)
+                    if written > size:
+                        part.unlink(missing_ok=True)
+                        raise ModelError(
+                            f"{part.name}: more than the {size} bytes that the Hub has announced come",
+                            field="source",
+                        )
                     out.write(chunk)
                     self.check_time()
 
@@ -149,6 +190,12 @@ class Hub:
             raise DeadlineError("the download takes longer than --seconds allows", field="seconds")
 
 
+def _is_private(endpoint: str) -> bool:
+    """Whether what is sent there stays unread on the way: https, or this machine."""
+    parts = urlsplit(endpoint)
+    return parts.scheme == "https" or is_loopback(parts.hostname or "")
+
+
 def _described(one: dict[str, Any]) -> HubFile:
     large = one.get("lfs") or {}
     path, size = str(one["rfilename"]), int(large.get("size", one.get("size", 0)))
@@ -158,7 +205,7 @@ def _described(one: dict[str, Any]) -> HubFile:
 @contextlib.contextmanager
 def _alone(directory: Path, hub: Hub) -> Iterator[None]:
     """Pods that share a volume take turns: the first one downloads, the others find it done."""
-    with (directory / ".lock").open("w") as lock:
+    with safe_files.append(directory / ".lock", mode=SHARED) as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

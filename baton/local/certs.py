@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from baton import safe_files
 from cluster.errors import ConfigError
 from cluster.tls import ROUTER_NAME, WORKER_NAME
 
@@ -131,7 +131,4 @@ def _write(stem: Path, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) 
         (stem.with_suffix(".key"), private, 0o600),
         (stem.with_suffix(".pem"), public, 0o644),
     ):
-        part = file.with_name(f"{file.name}.{os.getpid()}")
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as output:
-            output.write(content)
-        part.replace(file)
+        safe_files.replace(file, content, mode)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from baton import safe_files
 from cluster.errors import ConfigError
 
 
@@ -46,15 +47,9 @@ class ClusterState:
     logs: str
 
     def write(self, path: Path) -> None:
-        """Replace the file atomically: a reader never sees half of it. Raises OSError."""
+        """Replace the file, for its owner only: it names every port of the cluster. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = _beside(path)
-        scratch.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        scratch.replace(path)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_suffix(path.suffix + f".{os.getpid()}")
+        safe_files.replace(path, (json.dumps(asdict(self), indent=2) + "\n").encode())
 
 
 def check_writable(path: Path, flag: str, field: str) -> None:
@@ -66,8 +61,9 @@ def check_writable(path: Path, flag: str, field: str) -> None:
         if path.exists() and not path.is_file():
             raise OSError(errno.EINVAL, "it is no regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        _beside(path).touch()
-        _beside(path).unlink()
+        scratch = safe_files.beside(path)
+        safe_files.create(scratch).close()
+        scratch.unlink()
     except OSError as error:
         raise ConfigError(
             f"{flag} {path} cannot be written ({error.strerror}): name a file in a folder that you may write to",

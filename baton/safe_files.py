@@ -1,0 +1,42 @@
+"""Files in folders that others may write to: no link that somebody has laid there is followed, no half file is seen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import BinaryIO
+
+PRIVATE = 0o600
+
+
+def beside(path: Path) -> Path:
+    """A name in the same folder that nobody can foresee."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+
+def create(path: Path, mode: int = PRIVATE) -> BinaryIO:
+    """A new file. Raises FileExistsError if there is anything of this name, also a link that leads nowhere."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, mode), "wb")
+
+
+def append(path: Path, *, truncate: bool = False, mode: int = PRIVATE) -> BinaryIO:
+    """A file that may be there already. Raises OSError (ELOOP) if it is a link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags | (os.O_TRUNC if truncate else 0), mode), "ab")
+
+
+def replace(path: Path, content: bytes, mode: int = PRIVATE) -> None:
+    """Write the file whole or not at all; a link of its name is replaced, not followed. Raises OSError."""
+    part = beside(path)
+    output = create(part, mode)
+    try:
+        with output:
+            output.write(content)
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise

@@ -1,0 +1,115 @@
+"""Links, modes and sizes of files: the state file, certificates, and a model cache that others can write to."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from baton import model_source, safe_files
+from baton.local import state
+from baton.local.certs import make_certs
+from baton.local.state import ClusterState, RedisState, check_writable
+from baton.model_source import fetch
+from cluster.errors import ConfigError, ModelError, UnavailableError
+from tests.baton.test_model_source import FILES, SmallHub, hub
+
+__all__ = ["hub"]  # a fixture
+STATE = ClusterState("http://h", "g", RedisState("redis://***@r", 1), [], [], [], 1, "logs")
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file of somebody else's wishes, to which links lead."""
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    return victim
+
+
+def test_the_state_file_is_its_owners_and_follows_no_link(tmp_path: Path, victim: Path) -> None:
+    path = tmp_path / "state.json"
+    path.symlink_to(victim)
+    os.umask(os.umask(0))  # whatever the mask is
+    STATE.write(path)
+    assert victim.read_text() == "untouched"
+    assert not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [one.name for one in tmp_path.iterdir() if one not in (path, victim)] == []
+
+
+def test_no_link_is_followed_that_was_laid_in_advance(
+    tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the name beside the file could be foreseen."""
+    known = tmp_path / ".known"
+    known.symlink_to(victim)
+    monkeypatch.setattr(safe_files, "beside", lambda path: known)
+    for write in (lambda: STATE.write(tmp_path / "s"), lambda: make_certs(tmp_path / "certs", [], 2)):
+        with pytest.raises((FileExistsError, ConfigError), match="File exists"):
+            write()
+        assert known.is_symlink()
+    with pytest.raises(ConfigError):
+        check_writable(tmp_path / "s", "--state-file", "state_file")
+    assert victim.read_text() == "untouched"
+
+
+def test_names_beside_a_file_cannot_be_foreseen(tmp_path: Path) -> None:
+    names = {safe_files.beside(tmp_path / "state.json").name for _ in range(10)}
+    assert len(names) == 10 and not any(str(os.getpid()) == name.rpartition(".")[2] for name in names)
+    assert state.safe_files is safe_files
+
+
+@pytest.mark.parametrize("name", [".lock", ".config.json.part", "config.json"])
+def test_a_cache_with_links_in_it_changes_nothing_elsewhere(
+    name: str, hub: SmallHub, tmp_path: Path, victim: Path
+) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / name).symlink_to(victim)
+    if name == ".lock":
+        with pytest.raises(OSError, match="symbolic links"):
+            fetch("hf://org/name", cache, endpoint=hub.url, seconds=30)
+    else:
+        fetch("hf://org/name", cache, endpoint=hub.url, seconds=30)
+        assert not (cache / "config.json").is_symlink()
+        assert (cache / "config.json").read_bytes() == FILES["config.json"]
+    assert victim.read_text() == "untouched"
+
+
+def test_a_link_to_the_right_file_is_replaced_by_the_file(hub: SmallHub, tmp_path: Path) -> None:
+    """What it leads to may change after its hash was checked."""
+    cache, other = tmp_path / "cache", tmp_path / "other.json"
+    cache.mkdir()
+    other.write_bytes(FILES["config.json"])
+    (cache / "config.json").symlink_to(other)
+    fetch("hf://org/name", cache, endpoint=hub.url, seconds=30)
+    assert not (cache / "config.json").is_symlink()
+
+
+def test_a_download_ends_at_the_announced_size(hub: SmallHub, tmp_path: Path) -> None:
+    hub.files["model.safetensors"] = FILES["model.safetensors"] + bytes(64 << 20)
+    with pytest.raises(ModelError, match="announced"):
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert sum(one.stat().st_size for one in tmp_path.iterdir()) < 2 * len(FILES["model.safetensors"])
+
+
+def test_a_compressed_answer_is_not_unpacked(hub: SmallHub, tmp_path: Path) -> None:
+    hub.files["model.safetensors"] = gzip.compress(bytes(64 << 20))
+    with pytest.raises(ModelError):
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+
+
+def test_a_description_has_a_size(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_source, "MAX_DESCRIPTION_BYTES", 100)
+    with pytest.raises(UnavailableError, match="more than 100 bytes"):
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+
+
+def test_a_token_is_sent_over_https_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    for endpoint in ("http://mirror.example", "http://10.0.0.1:8080", "ftp://hub"):
+        with pytest.raises(ConfigError) as caught:
+            fetch("hf://org/name", tmp_path, endpoint=endpoint, seconds=30)
+        assert caught.value.field == "endpoint" and "hf_secret" not in caught.value.message
