@@ -28,6 +28,8 @@ from baton.local.options import UpOptions
 from cluster.config import LocalPrefill, MetricsAliases
 
 WATCH_SECONDS = 0.2
+# Ctrl-C, kill, a closed terminal
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 
 # Typer reads annotations: a Literal it would not understand in older versions is spelled as a choice here.
@@ -116,13 +118,16 @@ def up(
 def run(options: UpOptions) -> None:
     """Starts, says so, waits for a signal, stops."""
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # so do nohup and a shell's background jobs
+            signal.signal(number, _interrupt)
     try:
         with console.status("starting") as status:
             cluster = LocalCluster(options, progress=status.update)
             try:
                 state = cluster.start()
             except BaseException as error:
+                _ignore_endings()
                 cluster.stop(keep_logs=isinstance(error, Exception))  # Ctrl-C is no failure to look into
                 raise
         say(f"ready  http {state.http}  grpc {state.grpc}")
@@ -131,6 +136,7 @@ def run(options: UpOptions) -> None:
                 for line in cluster.watch():
                     say(line)
         finally:
+            _ignore_endings()
             with console.status("stopping"):
                 cluster.stop()
     except KeyboardInterrupt:
@@ -138,6 +144,12 @@ def run(options: UpOptions) -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """SIGTERM stops as Ctrl-C does, also in the middle of a start; a second one changes nothing."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Each of ENDINGS stops the cluster, also in the middle of a start; a second one changes nothing."""
+    _ignore_endings()
     raise KeyboardInterrupt
+
+
+def _ignore_endings() -> None:
+    """A stop that is interrupted leaves processes, and files that hold secrets."""
+    for number in ENDINGS:
+        signal.signal(number, signal.SIG_IGN)
