@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -49,8 +50,17 @@ class ClusterState:
         """Replace the file atomically: a reader never sees half of it. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = _beside(path)
-        scratch.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        scratch.write_text(self._text())
         scratch.replace(path)
+
+    def remove(self, path: Path) -> None:
+        """Remove the file if it is still ours: another cluster may have replaced it."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if path.read_text() == self._text():
+                path.unlink()
+
+    def _text(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def _beside(path: Path) -> Path:
