@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -122,25 +124,44 @@ def run(options: UpOptions) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # so do nohup and a shell's background jobs
             signal.signal(number, _interrupt)
     try:
-        with console.status("starting") as status:
-            cluster = LocalCluster(options, progress=status.update)
+        with _shown("starting") as update:
+            cluster = LocalCluster(options, progress=update)
             try:
                 state = cluster.start()
             except BaseException as error:
                 _ignore_endings()
                 cluster.stop(keep_logs=isinstance(error, Exception))  # Ctrl-C is no failure to look into
                 raise
-        say(f"ready  http {state.http}  grpc {state.grpc}")
+        _tell(f"ready  http {state.http}  grpc {state.grpc}")
         try:
             while not stop.wait(WATCH_SECONDS):
                 for line in cluster.watch():
-                    say(line)
+                    _tell(line)
         finally:
             _ignore_endings()
-            with console.status("stopping"):
+            with _shown("stopping"):
                 cluster.stop()
     except KeyboardInterrupt:
-        say("stopped")
+        _tell("stopped")
+
+
+@contextlib.contextmanager
+def _shown(text: str) -> Iterator[Callable[[str], None]]:
+    """A status line. Like `_tell`, it does without an output that takes nothing."""
+    status = console.status(text)
+    with contextlib.suppress(OSError):
+        status.start()
+    try:
+        yield status.update
+    finally:
+        with contextlib.suppress(OSError):
+            status.stop()
+
+
+def _tell(line: str) -> None:
+    """Output to a file on a full disk must not end the cluster."""
+    with contextlib.suppress(OSError):
+        say(line)
 
 
 def _interrupt(*_: object) -> None:

@@ -45,9 +45,12 @@ up.run(None)
 """
 
 
-def start(tmp_path: Path, ignored: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def start(
+    tmp_path: Path, ignored: Sequence[int] = (), output: Path = Path(os.devnull)
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", UP, str(tmp_path), *map(str, map(int, ignored))]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file)
     wait_for((tmp_path / "watched").exists, 60.0, "it serves")
     return process
 
@@ -70,3 +73,13 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path):
     wait_for((tmp_path / "watched").exists, 30.0, "it still serves")
     process.terminate()
     assert process.wait(30.0) == 0
+
+
+def test_output_to_a_full_disk_does_not_end_the_cluster(tmp_path):
+    process = start(tmp_path, output=Path("/dev/full"))
+    for _ in range(2):
+        (tmp_path / "watched").unlink()
+        wait_for((tmp_path / "watched").exists, 30.0, "it still serves")
+    process.terminate()
+    process.wait(30.0)
+    assert (tmp_path / "stopped").exists()
