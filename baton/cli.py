@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -50,12 +53,21 @@ app.add_typer(keys, name="keys", rich_help_panel="Security")
 
 
 def main() -> None:
-    """Runs a command; an error of ours is one sentence on stderr and exit code 1."""
+    """Runs a command; an error of ours, or a full disk, is one sentence on stderr and exit code 1."""
     try:
         app()
     except BatonError as error:
-        where = f" [{error.field}]" if error.field else ""
-        Console(stderr=True, highlight=False, markup=False, emoji=False).print(
-            f"baton: {error.message}{where}", soft_wrap=True
-        )
-        sys.exit(1)
+        _fail(error.message + (f" [{error.field}]" if error.field else ""))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # Python writes what is left of the output when it exits, and would fail there once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+
+
+def _fail(sentence: str) -> NoReturn:
+    Console(stderr=True, highlight=False, markup=False, emoji=False).print(
+        f"baton: {sentence}", soft_wrap=True
+    )
+    sys.exit(1)

@@ -222,11 +222,17 @@ def write_files(report: Report, json_file: Path | None, html_file: Path | None) 
     from loadgen.html import page
 
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_bytes(orjson.dumps(report.to_json(), option=orjson.OPT_INDENT_2) + b"\n")
+        _save(json_file, orjson.dumps(report.to_json(), option=orjson.OPT_INDENT_2) + b"\n")
     if html_file is not None:
-        html_file.parent.mkdir(parents=True, exist_ok=True)
-        html_file.write_text(page(report))
+        _save(html_file, page(report).encode())
+
+
+def _save(file: Path, content: bytes) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    except OSError as error:  # a disk that filled up meanwhile names no file
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _shares(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +30,8 @@ from baton.local.options import UpOptions
 from cluster.config import LocalPrefill, MetricsAliases
 
 WATCH_SECONDS = 0.2
+# Ctrl-C, kill, a closed terminal
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 
 # Typer reads annotations: a Literal it would not understand in older versions is spelled as a choice here.
@@ -116,28 +120,57 @@ def up(
 def run(options: UpOptions) -> None:
     """Starts, says so, waits for a signal, stops."""
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # so do nohup and a shell's background jobs
+            signal.signal(number, _interrupt)
     try:
-        with console.status("starting") as status:
-            cluster = LocalCluster(options, progress=status.update)
+        with _shown("starting") as update:
+            cluster = LocalCluster(options, progress=update)
             try:
                 state = cluster.start()
             except BaseException as error:
+                _ignore_endings()
                 cluster.stop(keep_logs=isinstance(error, Exception))  # Ctrl-C is no failure to look into
                 raise
-        say(f"ready  http {state.http}  grpc {state.grpc}")
+        _tell(f"ready  http {state.http}  grpc {state.grpc}")
         try:
             while not stop.wait(WATCH_SECONDS):
                 for line in cluster.watch():
-                    say(line)
+                    _tell(line)
         finally:
-            with console.status("stopping"):
+            _ignore_endings()
+            with _shown("stopping"):
                 cluster.stop()
     except KeyboardInterrupt:
-        say("stopped")
+        _tell("stopped")
+
+
+@contextlib.contextmanager
+def _shown(text: str) -> Iterator[Callable[[str], None]]:
+    """A status line. Like `_tell`, it does without an output that takes nothing."""
+    status = console.status(text)
+    with contextlib.suppress(OSError):
+        status.start()
+    try:
+        yield status.update
+    finally:
+        with contextlib.suppress(OSError):
+            status.stop()
+
+
+def _tell(line: str) -> None:
+    """Output to a file on a full disk must not end the cluster."""
+    with contextlib.suppress(OSError):
+        say(line)
 
 
 def _interrupt(*_: object) -> None:
-    """SIGTERM stops as Ctrl-C does, also in the middle of a start; a second one changes nothing."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Each of ENDINGS stops the cluster, also in the middle of a start; a second one changes nothing."""
+    _ignore_endings()
     raise KeyboardInterrupt
+
+
+def _ignore_endings() -> None:
+    """A stop that is interrupted leaves processes, and files that hold secrets."""
+    for number in ENDINGS:
+        signal.signal(number, signal.SIG_IGN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,14 +14,9 @@ from pathlib import Path
 
 from baton.keeping import sessions
 from cluster.errors import SetupError
+from cluster.parent_death import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 REAP_SECONDS = 5.0
-
-
-def _die_with_parent() -> None:
-    """Linux sends us SIGTERM when the parent dies, however it dies: no orphans after a SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass
@@ -77,7 +71,7 @@ def start(name: str, command: Sequence[str], logs: Path, env: dict[str, str] | N
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
             env={**os.environ, **(env or {})},
         )
     return Child(name, process, log)

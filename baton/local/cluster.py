@@ -179,8 +179,8 @@ class LocalCluster:
             self._ray.stop(STOP_SECONDS)
         if self._redis is not None:
             self._redis.stop()
-        if self._options.state_file is not None:
-            self._options.state_file.unlink(missing_ok=True)
+        if self._options.state_file is not None and self._written is not None:
+            self._written.remove(self._options.state_file)
         if keep_logs and self._where_logs_are():
             self._remove_all_but_logs()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -49,7 +50,16 @@ class ClusterState:
     def write(self, path: Path) -> None:
         """Replace the file, for its owner only: it names every port of the cluster. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        safe_files.replace(path, (json.dumps(asdict(self), indent=2) + "\n").encode())
+        safe_files.replace(path, self._text().encode())
+
+    def remove(self, path: Path) -> None:
+        """Remove the file if it is still ours: another cluster may have replaced it."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if path.read_text() == self._text():
+                path.unlink()
+
+    def _text(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def check_writable(path: Path, flag: str, field: str) -> None:

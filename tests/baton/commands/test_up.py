@@ -1,0 +1,85 @@
+"""How `baton up` ends: the cluster is replaced, the process and its signals are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import wait_for
+
+ENDINGS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+UP = """
+import signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if number not in map(int, sys.argv[2:]):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    else:
+        signal.signal(number, signal.SIG_IGN)
+
+from baton.commands import up
+
+class Cluster:
+    def __init__(self, options, progress):
+        pass
+    def start(self):
+        return SimpleNamespace(http="http", grpc="grpc")
+    def watch(self):
+        Path(sys.argv[1], "watched").touch()
+        return ["a worker exited"]
+    def stop(self, *, keep_logs=False):
+        Path(sys.argv[1], "stopping").touch()
+        time.sleep(1.0)
+        Path(sys.argv[1], "stopped").touch()
+
+up.LocalCluster = Cluster
+up.run(None)
+"""
+
+
+def start(
+    tmp_path: Path, ignored: Sequence[int] = (), output: Path = Path(os.devnull)
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", UP, str(tmp_path), *map(str, map(int, ignored))]
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file)
+    wait_for((tmp_path / "watched").exists, 60.0, "it serves")
+    return process
+
+
+@pytest.mark.parametrize("first", ENDINGS)
+@pytest.mark.parametrize("second", ENDINGS)
+def test_a_second_signal_does_not_interrupt_the_stop(first, second, tmp_path):
+    process = start(tmp_path)
+    os.kill(process.pid, first)
+    wait_for((tmp_path / "stopping").exists, 30.0, "it stops")
+    os.kill(process.pid, second)
+    assert process.wait(30.0) == 0
+    assert (tmp_path / "stopped").exists()
+
+
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path):
+    process = start(tmp_path, ignored=[signal.SIGHUP])
+    os.kill(process.pid, signal.SIGHUP)
+    (tmp_path / "watched").unlink()
+    wait_for((tmp_path / "watched").exists, 30.0, "it still serves")
+    process.terminate()
+    assert process.wait(30.0) == 0
+
+
+def test_output_to_a_full_disk_does_not_end_the_cluster(tmp_path):
+    process = start(tmp_path, output=Path("/dev/full"))
+    for _ in range(2):
+        (tmp_path / "watched").unlink()
+        wait_for((tmp_path / "watched").exists, 30.0, "it still serves")
+    process.terminate()
+    process.wait(30.0)
+    assert (tmp_path / "stopped").exists()

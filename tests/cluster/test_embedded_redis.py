@@ -1,0 +1,31 @@
+"""The Redis server that comes with the package is nobody's orphan."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from tests.end_to_end.conftest import gone
+from tests.waiting import wait_for
+
+STARTS = """
+import sys
+from pathlib import Path
+from cluster.redis.embedded import EmbeddedRedis
+print(EmbeddedRedis.start(Path(sys.argv[1])).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_server_ends_with_the_process_that_started_it(tmp_path):
+    command = [sys.executable, "-c", STARTS, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
+        server = int(starter.stdout.readline())
+        starter.kill()
+    try:
+        wait_for(lambda: gone(server), 10.0, "the server has ended")
+    except AssertionError:
+        os.kill(server, signal.SIGKILL)
+        raise
