@@ -14,7 +14,7 @@ VERSION = "1"
 _REFUSALS = {
     400: "The request is wrong, or is no HTTP; `param` names the field.",
     401: "No API key, or not a valid one.",
-    403: "The key is not an administrator's.",
+    403: "The key does not allow it: an administrator's is needed, or one with a higher max_priority.",
     404: "There is no such model.",
     405: "This path knows another method.",
     408: "The head or the body of the request did not come in time.",
@@ -138,7 +138,7 @@ def _generate(name: str, schema: str, keys: bool) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": ref(f"{schema}Request")}},
         },
-        "responses": {"200": whole, **_refusals(*_ALWAYS, *_GENERATE, *((401,) if keys else ()))},
+        "responses": {"200": whole, **_refusals(*_ALWAYS, *_GENERATE, *((401, 403) if keys else ()))},
     }
 
 
