@@ -117,6 +117,6 @@ def router(start_router: Any) -> Router:
 def guarded(start_router: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Router, str]:
     """Asks for keys; an administrator's comes with it."""
     keys = KeyFile(tmp_path_factory.mktemp("keys") / "keys.yaml")
-    key = keys.add("ops", admin=True)
+    key = keys.add("ops", admin=True, max_priority="high")
     headers = {"authorization": f"Bearer {key}"}
     return start_router(headers, api_keys_file=str(keys.path)), key
