@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.request import StepOutput
 
 T = TypeVar("T")
-Command = Callable[[], None]
+Command = Callable[..., None]  # with a DrainingError it is refused
 log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.005
 JOIN_LOOK_SECONDS = 0.1
@@ -108,8 +108,10 @@ class EngineHost:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def command() -> None:
+        def command(refusal: DrainingError | None = None) -> None:
             try:
+                if refusal is not None:
+                    raise refusal
                 result = function(self._engine)
             except BaseException as error:  # handed to whoever asked, whatever it is
                 loop.call_soon_threadsafe(_set_exception, future, error)
@@ -117,7 +119,7 @@ class EngineHost:
                 loop.call_soon_threadsafe(_set_result, future, result)
 
         if self._stopping or self._failed is not None:
-            raise DrainingError("the engine of this worker has stopped")
+            raise _stopped()
         self._commands.put(command)
         if self._stopping:  # since the look above: the thread may have gone through what waits already
             self._refuse_the_rest()
@@ -180,8 +182,12 @@ class EngineHost:
                     command = self._commands.get_nowait()
                 except queue.Empty:
                     return
-                if command is not None:
-                    command()
+                if command is not None:  # run now, a commit would succeed on an engine that never steps again
+                    command(_stopped())
+
+
+def _stopped() -> DrainingError:
+    return DrainingError("the engine of this worker has stopped")
 
 
 def _set_result(future: asyncio.Future[T], result: T) -> None:

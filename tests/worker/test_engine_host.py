@@ -118,15 +118,17 @@ async def test_a_step_without_end_is_not_waited_for():
     await stops(host, engine)
 
 
-async def test_what_waits_when_the_engine_fails_is_answered():
+async def test_what_waits_when_the_engine_fails_is_refused_and_not_run():
+    ran = []
     engine = HangingEngine()
     host = make(engine)
     host.start()
     await until(lambda: host.busy_seconds() > 0, "it steps")
-    asked = [asyncio.create_task(host.call(lambda e: e.steps)) for _ in range(3)]
+    asked = [asyncio.create_task(host.call(ran.append)) for _ in range(3)]
     await until(lambda: host._commands.qsize() == 3, "they wait for the step")
     engine.came.set()
-    await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+    answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+    assert [type(one) for one in answers] == 3 * [DrainingError] and not ran
     await host.stop()
 
 
