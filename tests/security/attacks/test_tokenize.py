@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
 
 import grpc
 import httpx
@@ -70,8 +72,11 @@ def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
     with grpc.insecure_channel(router.grpc) as channel:
         method = "/baton.v1.Inference/Tokenize"
 
-        def never():
-            yield from iter(lambda: time.sleep(0.1), 0)
+        ended = threading.Event()
+
+        def never() -> Iterator[bytes]:
+            ended.wait(60)
+            yield b""
 
         open_calls = [
             channel.stream_unary(method, lambda _: b"").future(never(), metadata=metadata, timeout=60)
@@ -91,4 +96,5 @@ def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
         assert stub.Tokenize(request, metadata=(("authorization", f"Bearer {other}"),), timeout=30).token_ids
         for call in open_calls:
             call.cancel()
+        ended.set()
         wait_for(lambda: not refused(), 30, "the places are given back")
