@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.helm.rendering import Pod, Renderer, pods_of
+from tests.system.helm.rendering import Pod, Renderer, ValueSet, pods_of
 from tests.system.helm.value_sets import VALUE_SETS
 
 pytestmark = pytest.mark.system
@@ -37,3 +37,52 @@ def test_helm_test_has_no_key_of_the_router(
     for pod in pods:
         (container,) = pod.containers
         assert _secrets(pod, container) == expected
+
+
+RAY_NODES = ("defaults", "rdma-mtls", "multi-node", "own certificates", "redis by url", "own secrets")
+ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+@pytest.mark.parametrize("name", RAY_NODES)
+def test_a_ray_node_has_rays_token_and_nothing_else(name: str, renderer: Renderer) -> None:
+    """Who submits a job to Ray runs in this container: beside a worker, or below its ranks."""
+    rendered = renderer.render(VALUE_SETS[name])
+    nodes = [
+        (pod, one)
+        for pod in pods_of(rendered)
+        if pod.owner.startswith("StatefulSet")
+        for one in pod.spec["containers"]
+        if one["name"] == "ray"
+    ]
+    assert len(nodes) >= 2
+    for pod, node in nodes:
+        told = {one["name"] for one in node["env"] if "secretKeyRef" in one.get("valueFrom", {})}
+        assert told == {"RAY_AUTH_TOKEN"}
+        assert "envFrom" not in node
+        assert not any("$(REDIS" in one.get("value", "") for one in node["env"])
+        assert _secrets(pod, node) == {}
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert ACCOUNT not in {one["mountPath"] for one in node["volumeMounts"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "asking"),
+    [
+        ({}, {"prefill", "decode"}),
+        ({"topology": {"enabled": False}}, {"decode"}),
+        ({"topology": {"enabled": False}, "peerExits": {"enabled": False}}, set()),
+    ],
+)
+def test_workers_that_ask_the_api_alone_hold_its_token(
+    values: dict[str, Any], asking: set[str], renderer: Renderer
+) -> None:
+    holding = set()
+    for pod in pods_of(renderer.render(ValueSet(values=values))):
+        for container in pod.containers:
+            if any(one["mountPath"] == ACCOUNT for one in container.get("volumeMounts", [])):
+                assert container["name"] == "worker"
+                holding.add(pod.component)
+                (volume,) = [one for one in pod.spec["volumes"] if one["name"] == "account"]
+                sources = [next(iter(one)) for one in volume["projected"]["sources"]]
+                assert sources == ["serviceAccountToken", "configMap", "downwardAPI"]
+    assert holding == asking

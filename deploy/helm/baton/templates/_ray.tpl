@@ -66,9 +66,11 @@
     - {{ printf "--resources={\"%s\": 1}" .resource | squote }}
     {{- include "baton.rayPortFlags" .root | nindent 4 }}
   env:
-    {{- include "baton.workerEnv" . | nindent 4 }}
+    {{- include "baton.podEnv" .root | nindent 4 }}
+    {{- include "baton.scratchEnv" .root | nindent 4 }}
     {{- include "baton.rayEnv" .root | nindent 4 }}
     {{- if hasSuffix "-ranks" .resource }}
+    {{- include "baton.rankEnv" . | nindent 4 }}
     - {name: BATON_LEAVING_FILE, value: /tmp/baton-leaving}
     {{- end }}
   {{- with include "baton.rayContainerPorts" .root | trim }}
