@@ -54,6 +54,12 @@ BESIDE: dict[str, dict[str, Any]] = {
     "autoscaling": {"autoscaling": {"enabled": True}},
     "rbac.workerServiceAccount": {"rbac": {"create": False}},
     "rbac.autoscalerServiceAccount": {"rbac": {"create": False}, "autoscaling": {"enabled": True}},
+    "networkPolicy.hub": {"model": {"source": "hf://org/name@main"}},
+    "networkPolicy.collector": {
+        "networkPolicy": {"collector": [{"ipBlock": {"cidr": "192.0.2.9/32"}}]},
+        "observability": {"otlpEndpoint": "http://collector:4318"},
+    },
+    "observability.otlpEndpoint": {"networkPolicy": {"collector": [{"ipBlock": {"cidr": "192.0.2.9/32"}}]}},
     "observability.monitors": {"observability": {"monitors": {"enabled": True}}},
     "observability.rules": {"observability": {"rules": {"enabled": True}}},
     "observability.dashboards": {"observability": {"dashboards": {"enabled": True}}},
