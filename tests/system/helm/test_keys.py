@@ -146,7 +146,11 @@ def _changed(beside: dict[str, Any], leaf: Any) -> dict[str, Any]:
 
 def _comparable(rendered: Rendered) -> str:
     """Without what is drawn anew for every rendering, and what does not say what a cluster does."""
-    return re.sub(r"(?m)^  (secret|ray-token|redis-password|mutated|hash-key): \S+$", "", rendered.text)
+    return re.sub(
+        r"(?m)^  (secret|ray-token|redis-password|ray-redis-password|mutated|hash-key): \S+$",
+        "",
+        rendered.text,
+    )
 
 
 def _waits_for_files(name: str) -> bool:

@@ -108,9 +108,13 @@ def test_no_command_line_holds_a_secret(name: str, renderer: Renderer) -> None:
             assert told <= ({"RAY_REDIS_SECRET"} if pod.component == "ray-head" else set()), pod.owner
 
 
+def _as(port: int, password: str | None, user: str | None = None) -> redis.Redis:
+    return redis.Redis(port=port, password=password, username=user)
+
+
 def _answers(port: int, password: str | None) -> bool:
     try:
-        return bool(redis.Redis(port=port, password=password).ping())
+        return bool(_as(port, password).ping())
     except redis.exceptions.ConnectionError as error:
         if isinstance(error, redis.exceptions.AuthenticationError):
             raise
@@ -132,7 +136,9 @@ def test_redis_starts_with_its_password_on_no_command_line(renderer: Renderer, t
     words = [*container["command"], *container["args"]]
     words = [{"$(POD_IP)": "127.0.0.1", "/data": str(tmp_path)}.get(word, word) for word in words]
     with subprocess.Popen(
-        words, env={**os.environ, "REDIS_PASSWORD": password}, stdout=subprocess.DEVNULL
+        words,
+        env={**os.environ, "REDIS_PASSWORD": password, "RAY_REDIS_PASSWORD": "r4yS3cr3t"},
+        stdout=subprocess.DEVNULL,
     ) as server:
         try:
             wait_for(lambda: _answers(port, password), 30, "redis answers")
@@ -141,6 +147,15 @@ def test_redis_starts_with_its_password_on_no_command_line(renderer: Renderer, t
             assert password.encode() not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
             with pytest.raises(redis.exceptions.AuthenticationError):
                 _answers(port, None)
+            users = {"{serving-t}:key": _as(port, password), "RAYserving-t@KV": _as(port, "r4yS3cr3t", "ray")}
+            for own, user in users.items():
+                assert user.hset(own, "a", "b") == 1
+                for other in [key for key in (*users, "elsewhere") if key != own]:
+                    with pytest.raises(redis.exceptions.NoPermissionError):
+                        user.hgetall(other)
+                for command in (("FLUSHALL",), ("CONFIG", "GET", "*"), ("KEYS", "*"), ("ACL", "LIST")):
+                    with pytest.raises(redis.exceptions.NoPermissionError):
+                        user.execute_command(*command)
         finally:
             server.terminate()
             assert server.wait(timeout=30) == 0

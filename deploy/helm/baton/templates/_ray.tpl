@@ -17,12 +17,18 @@
 {{- .Values.ray.gcsFaultTolerance.address | default (printf "redis://%s:%d" (include "baton.redisHost" .) (int .Values.redis.port)) -}}
 {{- end -}}
 
+{{- /* Whether that is the chart's Redis, where Ray has a user of its own. */ -}}
+{{- define "baton.rayKeepsHere" -}}
+{{- $fault := .Values.ray.gcsFaultTolerance -}}
+{{- if and .Values.redis.enabled (ne .Values.ray.mode "external") $fault.enabled (not $fault.address) }}true{{ end -}}
+{{- end -}}
+
 {{- define "baton.rayRedisPassword" -}}
 {{- $fault := .Values.ray.gcsFaultTolerance -}}
 {{- if $fault.passwordSecret.name -}}
 {{- include "baton.secretKey" (dict "root" . "reference" $fault.passwordSecret) -}}
-{{- else if and .Values.redis.enabled (not $fault.address) -}}
-{{- include "baton.secretKey" (dict "root" . "reference" .Values.redis.passwordSecret) -}}
+{{- else if include "baton.rayKeepsHere" . -}}
+{{- include "baton.secretKey" (dict "root" . "reference" (dict "name" "" "key" "ray-redis-password")) -}}
 {{- end -}}
 {{- end -}}
 
