@@ -13,6 +13,7 @@ from tests.kubernetes.kubelet.environment import MissingObject, contents, pod_fi
 
 MEMORY = Path("/dev/shm")
 Tokens = Callable[[str, str], Mapping[str, bytes]]
+AUTHORITY = "kube-root-ca.crt"  # a ConfigMap that a real cluster puts into every namespace
 ACCOUNT_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
@@ -101,7 +102,11 @@ class Volumes:
 
     def _picked(self, kind: str, name: str, source: Object) -> dict[str, bytes]:
         optional = source.get("optional", False)
-        found = contents(self._client, kind, self._namespace, name, optional=optional)
+        if (kind, name) == ("ConfigMap", AUTHORITY):
+            account = self._pod["spec"].get("serviceAccountName", "default")
+            found = {"ca.crt": self._tokens(self._namespace, account)["ca.crt"]}
+        else:
+            found = contents(self._client, kind, self._namespace, name, optional=optional)
         if not source.get("items"):
             return found
         missing = [item["key"] for item in source["items"] if item["key"] not in found]

@@ -54,6 +54,12 @@ BESIDE: dict[str, dict[str, Any]] = {
     "autoscaling": {"autoscaling": {"enabled": True}},
     "rbac.workerServiceAccount": {"rbac": {"create": False}},
     "rbac.autoscalerServiceAccount": {"rbac": {"create": False}, "autoscaling": {"enabled": True}},
+    "networkPolicy.hub": {"model": {"source": "hf://org/name@main"}},
+    "networkPolicy.collector": {
+        "networkPolicy": {"collector": [{"ipBlock": {"cidr": "192.0.2.9/32"}}]},
+        "observability": {"otlpEndpoint": "http://collector:4318"},
+    },
+    "observability.otlpEndpoint": {"networkPolicy": {"collector": [{"ipBlock": {"cidr": "192.0.2.9/32"}}]}},
     "observability.monitors": {"observability": {"monitors": {"enabled": True}}},
     "observability.rules": {"observability": {"rules": {"enabled": True}}},
     "observability.dashboards": {"observability": {"dashboards": {"enabled": True}}},
@@ -140,7 +146,11 @@ def _changed(beside: dict[str, Any], leaf: Any) -> dict[str, Any]:
 
 def _comparable(rendered: Rendered) -> str:
     """Without what is drawn anew for every rendering, and what does not say what a cluster does."""
-    return re.sub(r"(?m)^  (secret|ray-token|redis-password|mutated|hash-key): \S+$", "", rendered.text)
+    return re.sub(
+        r"(?m)^  (secret|ray-token|redis-password|ray-redis-password|mutated|hash-key): \S+$",
+        "",
+        rendered.text,
+    )
 
 
 def _waits_for_files(name: str) -> bool:

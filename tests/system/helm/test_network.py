@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.system.helm.rendering import Manifest, Pod, Rendered, Renderer, pods_of, selects
+from tests.system.helm.rendering import Manifest, Pod, Rendered, Renderer, ValueSet, pods_of, selects
 from tests.system.helm.value_sets import VALUE_SETS
 
 pytestmark = pytest.mark.system
@@ -199,3 +199,32 @@ def test_clients_reach_the_doors_and_nothing_else(renderer: Renderer) -> None:
         ("decode", 6386),
         ("ray-head", 6386),
     }
+
+
+def test_hub_and_collector_are_no_way_out_to_every_address(renderer: Renderer) -> None:
+    collector = [{"ipBlock": {"cidr": "192.0.2.9/32"}}]
+    values = {
+        "model": {"source": "hf://org/name@main"},
+        "observability": {"otlpEndpoint": "http://collector.observability:4318"},
+        "networkPolicy": {"collector": collector, "apiServer": [{"ipBlock": {"cidr": "192.0.2.1/32"}}]},
+    }
+    rendered = renderer.render(ValueSet(values=values))
+    to_hub = []
+    for pod in pods_of(rendered):
+        for rule in _egress(rendered, pod):
+            assert rule["to"], pod.owner
+            ports = {one["port"] for one in rule["ports"]}
+            if ports == {4318}:
+                assert rule["to"] == collector
+            elif ports == {443}:
+                to_hub.append(pod.component)
+                blocks = [one["ipBlock"] for one in rule["to"]]
+                assert {one["cidr"] for one in blocks} == {"0.0.0.0/0", "::/0"}
+                assert {"10.0.0.0/8", "169.254.0.0/16", "fc00::/7"} <= {
+                    hidden for one in blocks for hidden in one["except"]
+                }
+    assert set(to_hub) == {"router", "prefill", "decode"}
+    mirror = {"networkPolicy": {**values["networkPolicy"], "hub": collector}}
+    rendered = renderer.render(ValueSet(values={**values, **mirror}))
+    rules = rendered.named("NetworkPolicy", "t-baton-router")["spec"]["egress"]
+    assert [one["to"] for one in rules if {port["port"] for port in one["ports"]} == {443}] == [collector]

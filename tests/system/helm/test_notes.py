@@ -77,6 +77,24 @@ def test_what_an_install_lacks_is_said(renderer: Renderer, tmp_path: Path) -> No
     assert "https://127.0.0.1:8000/v1" in secure
 
 
+def test_what_leaves_an_install_open_is_warned_of(renderer: Renderer, tmp_path: Path) -> None:
+    def warned(values: dict[str, Any]) -> list[str]:
+        notes, _ = _told(renderer, tmp_path, values)
+        return re.findall(r"(?m)^WARNING: (No API keys|TLS is off|networkPolicy is off)", notes)
+
+    keys = dict(VALUE_SETS["own secrets"].values)
+    tls = dict(VALUE_SETS["own certificates"].values)
+    assert warned({}) == ["No API keys", "TLS is off"]
+    assert warned(keys) == ["TLS is off"]
+    assert "API keys and KV go" in _told(renderer, tmp_path, keys)[0]
+    assert warned(tls) == ["No API keys"]
+    tests = {**keys["tests"], **tls["tests"]}
+    assert warned({**keys, **tls, "tests": tests}) == []
+    assert warned({**keys, **tls, "tests": tests, "networkPolicy": {"enabled": False}}) == [
+        "networkPolicy is off"
+    ]
+
+
 def test_nodes_of_somebody_elses_ray_are_told_what_to_mount(renderer: Renderer, tmp_path: Path) -> None:
     values = {
         "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},

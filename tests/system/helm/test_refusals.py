@@ -14,6 +14,11 @@ pytestmark = pytest.mark.system
 
 # values → what the message says is wrong, and what to change
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "traces that no policy lets out": (
+        {"observability": {"otlpEndpoint": "http://collector:4318"}},
+        "no NetworkPolicy lets traces out",
+        "set networkPolicy.collector to where the collector is",
+    ),
     "gpus are not the ranks": (
         {"prefill": {"gpus": 2}},
         "prefill: 2 GPUs × 1 nodes are not prefill.tensorParallel = 1",

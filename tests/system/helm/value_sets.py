@@ -120,6 +120,7 @@ MORE: dict[str, ValueSet] = {
                 "dashboards": {"enabled": True, "annotations": {"grafana_folder": "Baton"}},
                 "otlpEndpoint": "http://collector.observability:4318",
             },
+            "networkPolicy": {"collector": [{"ipBlock": {"cidr": "192.0.2.9/32"}}]},
             "commonLabels": {"team": "inference"},
             "commonAnnotations": {"owner": "inference"},
         }

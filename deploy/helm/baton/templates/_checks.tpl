@@ -11,6 +11,7 @@
 {{- include "baton.checkScaling" . }}
 {{- include "baton.checkTls" . }}
 {{- include "baton.checkRouter" . }}
+{{- include "baton.checkNetwork" . }}
 {{- end -}}
 
 {{- define "baton.checkPool" -}}
@@ -132,6 +133,12 @@
 {{- end }}
 {{- if and $tls.enabled $tls.clientCaSecret .Values.tests.enabled (not .Values.tests.tlsSecret) }}
 {{- fail "tls.clientCaSecret makes clients show a certificate and helm test has none: set tests.tlsSecret, or turn tests.enabled off" }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.checkNetwork" -}}
+{{- if and .Values.networkPolicy.enabled .Values.observability.otlpEndpoint (not .Values.networkPolicy.collector) }}
+{{- fail "observability.otlpEndpoint is set, and no NetworkPolicy lets traces out: set networkPolicy.collector to where the collector is, e.g. [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: observability}}}]" }}
 {{- end }}
 {{- end -}}
 

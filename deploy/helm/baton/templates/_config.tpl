@@ -126,11 +126,16 @@ tls_ca: /etc/baton/tls/ca.crt
   valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
 - {name: POD_CONTAINER, value: worker}
 {{- end }}
+- {name: BATON_CONFIG, value: /etc/baton/config/worker.yaml}
+- {name: BATON_READY_FILE, value: /tmp/baton-ready.json}
+{{ include "baton.rankEnv" . }}
+{{- end -}}
+
+{{- /* Environment of whatever computes. Takes pool. */ -}}
+{{- define "baton.rankEnv" -}}
 - {name: OMP_NUM_THREADS, value: {{ .pool.threads | quote }}}
 - {name: OMP_WAIT_POLICY, value: PASSIVE}
 - {name: TOKENIZERS_PARALLELISM, value: "false"}
-- {name: BATON_CONFIG, value: /etc/baton/config/worker.yaml}
-- {name: BATON_READY_FILE, value: /tmp/baton-ready.json}
 {{- range $name, $value := .pool.ucx }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}

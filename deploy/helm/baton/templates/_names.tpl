@@ -69,6 +69,11 @@ imagePullSecrets:
 {{- if and .root.Values.peerExits.enabled (eq .role "decode") (ne .root.Values.ray.mode "external") }}true{{ end -}}
 {{- end -}}
 
+{{- /* Whether the workers of a role ask the API at all. Takes root, role. */ -}}
+{{- define "baton.asksApi" -}}
+{{- if or .root.Values.topology.enabled (include "baton.asksExits" .) }}true{{ end -}}
+{{- end -}}
+
 {{- /* Takes root, role. */ -}}
 {{- define "baton.roleAccount" -}}
 {{- if and .root.Values.rbac.create (include "baton.asksExits" .) -}}

@@ -17,12 +17,18 @@
 {{- .Values.ray.gcsFaultTolerance.address | default (printf "redis://%s:%d" (include "baton.redisHost" .) (int .Values.redis.port)) -}}
 {{- end -}}
 
+{{- /* Whether that is the chart's Redis, where Ray has a user of its own. */ -}}
+{{- define "baton.rayKeepsHere" -}}
+{{- $fault := .Values.ray.gcsFaultTolerance -}}
+{{- if and .Values.redis.enabled (ne .Values.ray.mode "external") $fault.enabled (not $fault.address) }}true{{ end -}}
+{{- end -}}
+
 {{- define "baton.rayRedisPassword" -}}
 {{- $fault := .Values.ray.gcsFaultTolerance -}}
 {{- if $fault.passwordSecret.name -}}
 {{- include "baton.secretKey" (dict "root" . "reference" $fault.passwordSecret) -}}
-{{- else if and .Values.redis.enabled (not $fault.address) -}}
-{{- include "baton.secretKey" (dict "root" . "reference" .Values.redis.passwordSecret) -}}
+{{- else if include "baton.rayKeepsHere" . -}}
+{{- include "baton.secretKey" (dict "root" . "reference" (dict "name" "" "key" "ray-redis-password")) -}}
 {{- end -}}
 {{- end -}}
 
@@ -66,9 +72,11 @@
     - {{ printf "--resources={\"%s\": 1}" .resource | squote }}
     {{- include "baton.rayPortFlags" .root | nindent 4 }}
   env:
-    {{- include "baton.workerEnv" . | nindent 4 }}
+    {{- include "baton.podEnv" .root | nindent 4 }}
+    {{- include "baton.scratchEnv" .root | nindent 4 }}
     {{- include "baton.rayEnv" .root | nindent 4 }}
     {{- if hasSuffix "-ranks" .resource }}
+    {{- include "baton.rankEnv" . | nindent 4 }}
     - {name: BATON_LEAVING_FILE, value: /tmp/baton-leaving}
     {{- end }}
   {{- with include "baton.rayContainerPorts" .root | trim }}

@@ -15,24 +15,51 @@
 
 {{- define "baton.workerMounts" -}}
 - {name: config, mountPath: /etc/baton/config, readOnly: true}
-- {name: tmp, mountPath: /tmp}
-- {name: shm, mountPath: /dev/shm}
-{{- include "baton.modelMount" .root }}
+{{ include "baton.rankMounts" . }}
 {{- include "baton.secretMounts" . }}
-{{- with .pool.pod.extraVolumeMounts }}
-{{ toYaml . }}
+{{- if include "baton.asksApi" (dict "root" .root "role" .component) }}
+- {name: account, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
 {{- end }}
 {{- end -}}
 
 {{- define "baton.workerVolumes" -}}
 - {name: config, configMap: {name: {{ .configName }}}}
+{{ include "baton.rankVolumes" . }}
+{{- include "baton.secretVolumes" . }}
+{{- if include "baton.asksApi" (dict "root" .root "role" .component) }}
+{{- /* The account's token as Kubernetes would mount it, but into the worker's container only. */}}
+- name: account
+  projected:
+    defaultMode: 0440
+    sources:
+      - serviceAccountToken: {path: token, expirationSeconds: 3607}
+      - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+      - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+{{- end }}
+{{- end -}}
+
+{{- /* Of a rank: it computes, and its worker alone holds secrets (worker/far_ranks.py). */ -}}
+{{- define "baton.rankMounts" -}}
+{{ include "baton.rayNodeMounts" . }}
+{{- include "baton.modelMount" .root }}
+{{- with .pool.pod.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.rankVolumes" -}}
 - {name: tmp, emptyDir: {}}
 - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .pool.shmSize }}}}
 {{- include "baton.modelVolume" .root }}
-{{- include "baton.secretVolumes" . }}
 {{- with .pool.pod.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{- /* Of a Ray node beside a worker: where that finds its sockets and objects. */ -}}
+{{- define "baton.rayNodeMounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: shm, mountPath: /dev/shm}
 {{- end -}}
 
 {{- /* Start-up waits as long as the model needs; readiness: registered and not draining; liveness: the engine ticks. That it

@@ -86,6 +86,7 @@
 {{- $values := .root.Values -}}
 {{- if .hub }}
 - ports: {{- include "baton.ports" (list (include "baton.urlPort" (dict "url" $values.model.huggingFace.endpoint "port" 443))) | trim | nindent 4 }}
+  {{- include "baton.anyPeer" (dict "direction" "to" "peers" $values.networkPolicy.hub) | nindent 2 }}
 {{- end }}
 {{- if .api }}
 - ports: {{- include "baton.ports" $values.networkPolicy.apiServerPorts | trim | nindent 4 }}
@@ -93,5 +94,6 @@
 {{- end }}
 {{- with $values.observability.otlpEndpoint }}
 - ports: {{- include "baton.ports" (list (include "baton.urlPort" (dict "url" . "port" 4318))) | trim | nindent 4 }}
+  to: {{- toYaml $values.networkPolicy.collector | nindent 4 }}
 {{- end }}
 {{- end -}}
