@@ -197,7 +197,9 @@ class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     )
     max_queued_requests: int = Field(1024, ge=1)
     batch_aging_seconds: float = Field(
-        30.0, gt=0, description="a batch request that has queued for a prefill this long counts as normal"
+        30.0,
+        gt=0,
+        description="a request that has queued for a prefill this long in its class counts as of the next higher one",
     )
     step_stall_seconds: float = Field(
         30.0, gt=0, description="an engine with work that stands still this long is dead"

@@ -171,11 +171,11 @@ class Router:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         try:
             sock.bind((self._config.host, self._config.http_port))
+            sock.listen(1024)
         except OSError as error:
             raise ConfigError(
                 f"--http-port {self._config.http_port} on {self._config.host}: {error}", field="http_port"
             ) from error
-        sock.listen(1024)
         return sock
 
     async def start(self) -> None:

@@ -166,7 +166,7 @@ class Validator:
         return ContextLengthError(
             f"{what}: {size} bytes exceed a context of {self.max_model_len} tokens of at most "
             f"{self._text.most_bytes} bytes each",
-            field="prompt",
+            field=what,
             limit=str(self.max_model_len),
         )
 

@@ -51,7 +51,8 @@ TokensPerMinute = Annotated[
     _option("The same for tokens of prompts and answers: tokens_per_minute in the keys file.", "0"),
 ]
 BatchAging = Annotated[
-    float | None, _option("A batch request that has queued for so long counts as normal.", "30")
+    float | None,
+    _option("A request that has queued for so long in its class counts as of the next higher one.", "30"),
 ]
 
 ROUTER_SETTINGS = (

@@ -49,10 +49,13 @@ class KeyEntry(BaseModel):
         None, ge=1, description="of the tenant; default: the router's"
     )
     requests_per_minute: int | None = Field(
-        None, ge=1, le=10**9, description="of the tenant, over all routers; none = no limit"
+        None, ge=1, le=10**9, description="of the tenant, over all routers; default: the routers'"
     )
     tokens_per_minute: int | None = Field(
-        None, ge=1, le=10**12, description="prompt and output tokens of the tenant, over all routers"
+        None,
+        ge=1,
+        le=10**12,
+        description="prompt and output tokens of the tenant, over all routers; default: the routers'",
     )
 
     @field_validator("expires_at")

@@ -1,10 +1,11 @@
-"""uvicorn on connections that are accepted one in a turn of the event loop, with TLS handshakes bounded in number and
+"""uvicorn on connections that are accepted a few in a turn of the event loop, with TLS handshakes bounded in number and
 time: a protocol, and so its limits, begins only after one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 from typing import Any
 
@@ -13,6 +14,7 @@ import uvicorn
 # At a time; the oldest makes room.
 MAX_HANDSHAKES = 256
 RETRY_SECONDS = 0.05
+ACCEPTS_PER_TURN = 16
 
 
 class HttpServer(uvicorn.Server):
@@ -39,7 +41,11 @@ class HttpServer(uvicorn.Server):
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
-        while True:
+        for count in itertools.count(1):
+            if count % ACCEPTS_PER_TURN == 0:
+                await asyncio.sleep(
+                    0
+                )  # while connections wait, `sock_accept` returns without giving up the turn
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError:  # of the client, or no descriptor is free: then this must not spin

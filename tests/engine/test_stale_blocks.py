@@ -89,7 +89,9 @@ def test_attention_reads_nothing_beyond_the_length(backend, heads, kv, dim, dtyp
     clean = outputs(cache)
     assert bool(clean.isfinite().all())
     for value in LEFT:
-        assert torch.equal(outputs(poisoned(cache, items, value)), clean), value
+        # Not bit for bit: the same step computed twice, also over the same cache, can differ in the last bits.
+        close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+        torch.testing.assert_close(outputs(poisoned(cache, items, value)), clean, **close)
     # One backend, two steps: buffers that are used again hold nothing of the first.
     attention = make(backend, threads, shape, poisoned(cache, items, math.nan))
     for some in (items, items[::-1][:1], items[:3]):

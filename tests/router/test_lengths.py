@@ -478,7 +478,7 @@ def test_a_message_longer_than_any_that_fits_is_refused_unparsed(front):
     front.validator.check_message(most)
     with pytest.raises(ContextLengthError) as caught:
         front.validator.check_message(most + 1)
-    assert caught.value.field == "prompt"
+    assert caught.value.field == "message"
     front.text.most_bytes = None
     front.validator.check_message(most + 1)
 
