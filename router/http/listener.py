@@ -14,7 +14,7 @@ import uvicorn
 # At a time; the oldest makes room.
 MAX_HANDSHAKES = 256
 RETRY_SECONDS = 0.05
-ACCEPTS_PER_TURN = 16
+ACCEPTS_PER_TURN = 128  # fewer leave newcomers behind a flood in the backlog, more hold up streams
 
 
 class HttpServer(uvicorn.Server):
