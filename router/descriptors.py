@@ -20,14 +20,20 @@ def within_descriptors(config: RouterConfig) -> RouterConfig:
 def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
     free = descriptors - min(RESERVED, descriptors // 2)
     http, grpc = config.max_http_connections, config.max_grpc_connections
-    if http + grpc <= free:
+    wanted = http + max_silent(http) + grpc
+    if wanted <= free:
         return config
-    share = free / (http + grpc)
+    share = free / wanted
     fewer = {"max_http_connections": int(http * share), "max_grpc_connections": int(grpc * share)}
     log.warning(
         "%d file descriptors (ulimit -n) are too few for the connection limits: %s", descriptors, fewer
     )
     return config.model_copy(update={name: max(1, number) for name, number in fewer.items()})
+
+
+def max_silent(max_http_connections: int) -> int:
+    """How many connections to the HTTP port may wait for their first bytes, beside those that the limit counts."""
+    return max(1, max_http_connections // 2)
 
 
 def _raised() -> int:

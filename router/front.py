@@ -17,6 +17,7 @@ from router.dispatch.services import Services
 from router.limits import ByteBudget, HeldBytes, Places, check_priority
 from router.live.live import Live, OwnState
 from router.live.report import RouterState
+from router.low_priority import LowPriority
 from router.metrics import RouterMetrics
 from router.prefix_scope import prefix_scope
 from router.quota.quota import Use
@@ -37,6 +38,7 @@ class Front:
         self.keys = keys
         self._tenants = Places("tenant")
         self._connections = Places("connection")
+        self.low_priority = LowPriority()
         self._bodies = ByteBudget.of(services.config, metrics.overloaded)
         self.in_flight = 0
         self.leaving = False  # not ready: load balancers should send no new requests

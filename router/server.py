@@ -26,7 +26,7 @@ from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing
 from cluster.tls import DoorContext, Peers, listen, make_identity
-from router.descriptors import within_descriptors
+from router.descriptors import max_silent, within_descriptors
 from router.dispatch.channels import Channels
 from router.dispatch.services import Services
 from router.front import Front
@@ -52,6 +52,8 @@ LOOK_SECONDS = 0.02
 QUIET_SECONDS = 0.5
 log = logging.getLogger(__name__)
 STALL_SECONDS = 30.0  # without a turn of the loop for so long, a router is dead
+# Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
+BACKLOG = 4096
 SEND_BUFFER_BYTES = 256 << 10
 # Python's default scans the objects of every stream after each 700 new ones, and as few objects are left after the freeze,
 # it makes full collections often. Few objects here are in cycles: collecting them this late costs some MiB.
@@ -138,6 +140,7 @@ class Router:
                 ssl_context_factory=self._ssl_context if self._door_context is not None else None,
             ),
             config.header_seconds,
+            max_silent(config.max_http_connections),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc_port = 0
@@ -171,7 +174,7 @@ class Router:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         try:
             sock.bind((self._config.host, self._config.http_port))
-            sock.listen(1024)
+            sock.listen(BACKLOG)
         except OSError as error:
             raise ConfigError(
                 f"--http-port {self._config.http_port} on {self._config.host}: {error}", field="http_port"

@@ -108,6 +108,10 @@ class Door:
                 continue
             peer.settimeout(None)
             with self._lock:
+                if self._closed:
+                    peer.close()
+                    connection.close()
+                    return
                 self._handshakes[peer] = time.monotonic() + HANDSHAKE_SECONDS
             threading.Thread(
                 target=self._admit, args=(peer, connection), name="far-rank-door", daemon=True
@@ -120,8 +124,7 @@ class Door:
             excess = len(self._handshakes) - MAX_HANDSHAKES
             for number, (peer, until) in enumerate(self._handshakes.items()):
                 if number < excess or until <= now:
-                    with contextlib.suppress(OSError):  # it has hung up
-                        peer.shutdown(socket.SHUT_RDWR)
+                    _shut_down(peer)
 
     def _admit(self, peer: socket.socket, connection: Any) -> None:
         """Authenticate one peer, on a thread of its own, because a silent peer would hold up the ranks."""
@@ -133,7 +136,11 @@ class Door:
             log.warning("a connection to the port for ranks was refused: %r", error)
             connection.close()
         else:
-            self._come.put((rank, connection))
+            with self._lock:
+                if not self._closed:
+                    self._come.put((rank, connection))
+                    return
+            connection.close()
         finally:
             with self._lock:
                 del self._handshakes[peer]
@@ -146,14 +153,27 @@ class Door:
             try:
                 rank, connection = self._come.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
+                for connection in connections.values():
+                    connection.close()
                 missing = sorted(set(ranks) - set(connections))
                 raise SetupError(f"ranks {missing} did not come within {START_SECONDS:.0f} s") from None
             connections[rank] = connection
         return connections
 
     def close(self) -> None:
-        self._closed = True
+        """End what is open: the port, handshakes, and connections that `wait` has not returned."""
+        with self._lock:
+            self._closed = True
+            for peer in self._handshakes:
+                _shut_down(peer)
         self._listener.close()
+        while not self._come.empty():
+            self._come.get()[1].close()
+
+
+def _shut_down(peer: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has hung up
+        peer.shutdown(socket.SHUT_RDWR)
 
 
 def place_ranks(config: WorkerConfig, epoch: int, group: str, ranks: range) -> list[RemoteRank]:

@@ -142,7 +142,9 @@ class Client:
                     raise error_from_rpc(error) from error
                 self._failed(address)
                 time.sleep(pause_seconds(attempt + 1, len(self._routers.addresses)))
-            except ValueError:  # since `_stub`, in another thread
+            except ValueError:
+                if not self._closed:  # since `_stub`, in another thread
+                    raise
                 raise CancelledError("this client was closed") from None
         raise AssertionError("the last attempt returns or raises")
 
@@ -258,7 +260,9 @@ class Stream(Iterator[Chunk]):
             self._call = stub.Generate(
                 self._progress.request(), timeout=left, metadata=self._client._metadata
             )
-        except ValueError:  # since the line before, in another thread
+        except ValueError:
+            if not self._client._closed:  # since the line before, in another thread
+                raise
             raise CancelledError("this client was closed") from None
         if self._closed:  # `close` in another thread has cancelled the call before this one
             self._call.cancel()  # type: ignore[no-untyped-call]

@@ -50,6 +50,8 @@ class Routers:
 
 def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
     """What goes with every call."""
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("api_key: has characters that no header may have", field="api_key")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 

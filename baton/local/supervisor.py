@@ -85,7 +85,7 @@ class Supervisor:
             if ward.restart is None:
                 return line
             why = f"{MAX_SHORT_LIVES} exits in a row within {SHORT_LIFE_SECONDS:.0f} s or before it was ready"
-            return f"{line}; given up: {why}"
+            return f"{line}; given up: {why}; its log: {child.log}"
         pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** max(0, ward.short_lives - 1))
         ward.due = now + pause
         return f"{line}; starting again in {pause:.1f} s"

@@ -12,12 +12,13 @@ from google.protobuf.message import DecodeError, Message
 from cluster.config import RouterConfig
 from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
 from router.limits import HeldBytes
+from router.low_priority import LowPriority
 
 # gRPC tells how long a message is once all of it has arrived. One that takes longer than this is counted as the longest.
 QUICK_SECONDS = 0.1
 # Of one message, at any depth; a packed list is one field. An empty field takes two bytes, and 40 of memory once parsed.
 MAX_FIELDS = 1 << 16
-FIELDS_AT_ONCE = 1 << 10  # between two turns of the event loop: about 1 ms
+FIELDS_AT_ONCE = 1 << 10  # in a step: about 1 ms
 MAX_VARINT_BYTES = 10
 M = TypeVar("M", bound=Message)
 
@@ -57,10 +58,10 @@ async def read_message(
     return raw
 
 
-async def parse(message: M, raw: bytes) -> M:
+async def parse(message: M, raw: bytes, low_priority: LowPriority) -> M:
     """`message`, filled from its bytes. Raises InvalidRequestError."""
     if len(raw) > 2 * MAX_FIELDS:
-        await _check_fields(raw, message.DESCRIPTOR)
+        await _check_fields(raw, message.DESCRIPTOR, low_priority)
     try:
         message.ParseFromString(raw)
     except DecodeError as error:
@@ -68,13 +69,13 @@ async def parse(message: M, raw: bytes) -> M:
     return message
 
 
-async def _check_fields(raw: bytes, kind: Any) -> None:
+async def _check_fields(raw: bytes, kind: Any, low_priority: LowPriority) -> None:
     for count, _ in enumerate(_fields(memoryview(raw), kind), 1):
         if count > MAX_FIELDS:
             text = f"message: it has more than {MAX_FIELDS} fields"
             raise InvalidRequestError(text, field="message", limit=str(MAX_FIELDS))
         if count % FIELDS_AT_ONCE == 0:
-            await asyncio.sleep(0)
+            await low_priority.step()
 
 
 def _fields(raw: memoryview, kind: Any) -> Iterator[None]:

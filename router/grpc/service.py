@@ -51,7 +51,9 @@ class InferenceService:
             raw = await read_message(context, self._front.config, held)
             self._front.validator.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
-            completion = await self._completion(await parse(pb.GenerateRequest(), raw), context, caller)
+            request = await parse(pb.GenerateRequest(), raw, self._front.low_priority)
+            completion = await self._completion(request, context, caller)
+            del request
             del raw
             held.release()
             with self._front.request(completion, caller, arrival=arrival) as life:
@@ -93,7 +95,7 @@ class InferenceService:
             raw = await read_message(context, self._front.config, held)
             self._front.validator.check_message(len(raw))
             async with self._front.counted(caller):
-                request = await parse(pb.TokenizeRequest(), raw)
+                request = await parse(pb.TokenizeRequest(), raw, self._front.low_priority)
                 del raw
                 self._check_model(request.model)
                 ids = await self._encode(request, caller)

@@ -13,6 +13,7 @@ from cluster.config import RouterConfig
 from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
 from router.http.json_scan import MAX_COST_PER_BYTE, JsonScan
 from router.limits import HeldBytes
+from router.low_priority import LowPriority
 
 SCAN_BYTES = 1 << 16
 
@@ -28,7 +29,9 @@ class BodyLimits:
         return cls(config.max_body_bytes, config.max_json_depth, config.max_json_elements)
 
 
-async def read_json(request: Request, limits: BodyLimits, held: HeldBytes) -> dict[str, Any]:
+async def read_json(
+    request: Request, limits: BodyLimits, held: HeldBytes, low_priority: LowPriority
+) -> dict[str, Any]:
     """The body as an object. It is scanned while it arrives and parsed within its limits only: the parser holds the
     interpreter, on any thread, for as long as it makes objects.
 
@@ -45,6 +48,7 @@ async def read_json(request: Request, limits: BodyLimits, held: HeldBytes) -> di
                 )
             held.grow_to(len(raw))
             if len(raw) - scan.seen > SCAN_BYTES:
+                await low_priority.step()
                 _scan(scan, raw, limits)
     except ClientDisconnect:
         raise CancelledError("the client has gone") from None
@@ -59,11 +63,11 @@ async def read_json(request: Request, limits: BodyLimits, held: HeldBytes) -> di
     return body
 
 
-async def discard_body(request: Request) -> None:
+async def discard_body(request: Request, low_priority: LowPriority) -> None:
     """Read the body without holding it: an answer that closes the connection would be lost by a client still sending."""
     with contextlib.suppress(ClientDisconnect):
         async for _ in request.stream():
-            pass
+            await low_priority.step()
 
 
 def _may_exceed(raw: bytearray, limits: BodyLimits) -> bool:

@@ -32,16 +32,20 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._front.leaving:
             send = _goodbye(send)
-        if scope["type"] == "http" and self._front.keys.on and scope["path"] not in self._open:
+        if scope["type"] == "http" and self._front.keys.on:
             try:
-                scope[_CALLER] = self._check(scope)
+                caller = ANYONE if scope["path"] in self._open else self._check(scope)
             except BatonError as error:
+                await self._front.low_priority.step()
                 response = error_response(error)
                 # The body is still on its way, and nobody will read it.
                 response.headers["connection"] = "close"
                 self._front.metrics.requests.labels("refused").inc()
                 await response(scope, receive, send)
                 return
+            if caller is ANYONE:
+                await self._front.low_priority.step()
+            scope[_CALLER] = caller
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> Caller:

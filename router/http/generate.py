@@ -69,7 +69,7 @@ class Generate:
             try:
                 body_bytes = held.enter_context(self._front.place(caller, connection))
             except DrainingError:
-                await discard_body(request)
+                await discard_body(request, self._front.low_priority)
                 raise
             wanted = await self._read(request, read, body_bytes)
             body_bytes.release()
@@ -79,7 +79,7 @@ class Generate:
 
     async def _read(self, request: Request, read: Reader, held: HeldBytes) -> Wanted:
         """Nothing of the body outlives this but what is returned."""
-        body = await read_json(request, self._limits, held)
+        body = await read_json(request, self._limits, held, self._front.low_priority)
         arrival = Arrival(request.headers.getlist)
         return Wanted(
             await read(request, body),

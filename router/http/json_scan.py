@@ -11,10 +11,10 @@ _COSTS = np.zeros(256, np.int64)
 _COSTS[ord(",")] = 1
 _COSTS[list(b"[{:")] = 16
 MAX_COST_PER_BYTE = 16
-_STEPS = np.zeros(256, np.int64)
+_STEPS = np.zeros(256, np.int8)
 _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
-_MARKS = (_COSTS != 0) | (_STEPS != 0)
+_UNMARKED = bytes(code for code in range(256) if code != _QUOTE and not _COSTS[code] and not _STEPS[code])
 
 
 class JsonScan:
@@ -32,18 +32,18 @@ class JsonScan:
 
     def read(self, piece: bytes | bytearray) -> None:
         self.seen += len(piece)
-        plain = self._unescaped(piece)
-        codes = np.frombuffer(plain, np.uint8)
-        quotes = np.flatnonzero(codes == _QUOTE)
-        marks = np.flatnonzero(_MARKS[codes])
-        quotes_before = self._quotes + np.searchsorted(quotes, marks)
-        self._quotes += len(quotes)
-        outside = codes[marks[quotes_before % 2 == 0]]
+        # Deleting is five times as fast as looking for the few bytes that matter, and most bytes are text or digits.
+        marks = np.frombuffer(self._unescaped(piece).translate(None, _UNMARKED), np.uint8)
+        is_quote = marks == _QUOTE
+        quotes = self._quotes + np.cumsum(is_quote, dtype=np.int32)
+        outside = marks[~(is_quote | (quotes & 1).astype(bool))]
+        if len(quotes):
+            self._quotes = int(quotes[-1]) % 2
         if len(outside):
-            levels = self._level + np.cumsum(_STEPS[outside])
+            levels = self._level + np.cumsum(_STEPS.take(outside), dtype=np.int32)
             self.depth = max(self.depth, int(levels.max()))
             self._level = int(levels[-1])
-            self.elements += int(_COSTS[outside].sum())
+            self.elements += int(np.bincount(outside, minlength=256) @ _COSTS)
 
     def _unescaped(self, piece: bytes | bytearray) -> bytes:
         """The piece without backslashes and the quotes behind them."""

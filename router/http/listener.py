@@ -1,5 +1,12 @@
-"""uvicorn on connections that are accepted a few in a turn of the event loop, with TLS handshakes bounded in number and
-time: a protocol, and so its limits, begins only after one."""
+"""uvicorn on connections that are accepted a few per turn of the event loop.
+
+    accepted ──first bytes──► TLS handshake ──► protocol, whose limits hold from there on
+        │ silent for too long     │ too slow
+        ▼                         ▼
+    closed                     closed           where there are too many of either, the oldest makes room
+
+A connection that sends nothing costs a descriptor only: no TLS state, no protocol.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +18,8 @@ from typing import Any
 
 import uvicorn
 
-# At a time; the oldest makes room.
-MAX_HANDSHAKES = 256
+MAX_HANDSHAKES = 256  # at a time; the oldest makes room
+LOOK_SECONDS = 0.5  # between two looks for connections that were silent for too long
 RETRY_SECONDS = 0.05
 ACCEPTS_PER_TURN = 128  # fewer leave newcomers behind a flood in the backlog, more hold up streams
 
@@ -20,22 +27,29 @@ ACCEPTS_PER_TURN = 128  # fewer leave newcomers behind a flood in the backlog, m
 class HttpServer(uvicorn.Server):
     """Accepts connections itself: uvloop accepts all that wait in one turn, and thousands would hold up every stream."""
 
-    def __init__(self, config: uvicorn.Config, handshake_seconds: float):
+    def __init__(self, config: uvicorn.Config, seconds: float, max_silent: int):
+        """`seconds`: for a client's first bytes, and for the handshake. `max_silent`: connections at a time whose client
+        has sent nothing yet; the oldest makes room."""
         super().__init__(config)
-        self._seconds = handshake_seconds
+        self._seconds = seconds
+        self._max_silent = max_silent
         self._accepting: list[asyncio.Task[None]] = []
+        self._silent: dict[socket.socket, float] = {}  # until when; oldest first
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         loop = asyncio.get_running_loop()
         self._accepting = [loop.create_task(self._accept(listener)) for listener in sockets or ()]
+        self._accepting.append(loop.create_task(self._close_silent()))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         tasks = [*self._accepting, *self._handshakes]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in list(self._silent):
+            self._close(connection)
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -43,21 +57,43 @@ class HttpServer(uvicorn.Server):
         listener.setblocking(False)
         for count in itertools.count(1):
             if count % ACCEPTS_PER_TURN == 0:
-                await asyncio.sleep(
-                    0
-                )  # while connections wait, `sock_accept` returns without giving up the turn
+                # While connections wait, `sock_accept` returns without giving up the turn.
+                await asyncio.sleep(0)
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError:  # of the client, or no descriptor is free: then this must not spin
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            task = loop.create_task(self._open(connection))
-            self._handshakes[task] = None
-            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
-            if len(self._handshakes) > MAX_HANDSHAKES:
-                oldest = next(iter(self._handshakes))
-                del self._handshakes[oldest]
-                oldest.cancel()
+            self._silent[connection] = loop.time() + self._seconds
+            loop.add_reader(connection.fileno(), self._begin, connection)
+            if len(self._silent) > self._max_silent:
+                self._close(next(iter(self._silent)))
+
+    async def _close_silent(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(LOOK_SECONDS, self._seconds))
+            overdue = itertools.takewhile(lambda one: one[1] <= loop.time(), self._silent.items())
+            for connection, _ in list(overdue):
+                self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        del self._silent[connection]
+        asyncio.get_running_loop().remove_reader(connection.fileno())
+        connection.close()
+
+    def _begin(self, connection: socket.socket) -> None:
+        """Its first bytes are there, or its end."""
+        del self._silent[connection]
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(connection.fileno())
+        task = loop.create_task(self._open(connection))
+        self._handshakes[task] = None
+        task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+        if len(self._handshakes) > MAX_HANDSHAKES:
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.cancel()
 
     async def _open(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -41,6 +41,14 @@ def test_both_clients_shuffle_by_default_and_as_configured(kind: type[baton.Clie
     assert kind(many, shuffle=as_given)._routers.addresses == tuple(many)
 
 
+@pytest.mark.parametrize("kind", [baton.Client, baton.AsyncClient])
+@pytest.mark.parametrize("key", ["sk-\n", "sk-ü", "\0"])
+def test_a_key_that_no_header_may_have_is_refused_at_once(kind: type[baton.Client], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind("127.0.0.1:1", api_key=key)
+    assert caught.value.field == "api_key" and key not in caught.value.message
+
+
 def test_only_the_first_report_about_a_router_moves_on() -> None:
     routers = Routers(ADDRESSES, as_given)
     for _ in range(5):  # each of its streams reports the failure

@@ -28,6 +28,7 @@ from router.http.body import BodyLimits, read_json
 from router.http.json_scan import JsonScan
 from router.http.lengths import chat_size
 from router.limits import ByteBudget
+from router.low_priority import LowPriority
 from router.tokens.bound import most_bytes
 from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, LONG_CHARACTERS, MESSAGE_CHARACTERS, ModelText
 from router.validate import OTHER_BYTES, TOKEN_ID_BYTES, Validator
@@ -358,7 +359,9 @@ def read(left: list[bytes], depth: int = ANY, elements: int = ANY) -> dict[str, 
 
     held = ByteBudget(ANY, ANY, lambda tenant: None).hold("")
     limits = BodyLimits(1 << 24, depth, elements)
-    return asyncio.run(read_json(Request({"type": "http", "headers": []}, receive), limits, held))
+    return asyncio.run(
+        read_json(Request({"type": "http", "headers": []}, receive), limits, held, LowPriority())
+    )
 
 
 def pieces_of(raw: bytes, size: int) -> list[bytes]:
@@ -468,6 +471,7 @@ async def test_the_refusal_of_a_router_that_leaves_comes_after_the_body(front):
         yield
 
     front.place = place
+    front.low_priority = LowPriority()
     with pytest.raises(DrainingError):
         await generate.Generate(front).completion(Request({"type": "http", "headers": []}, receive))
     assert not left

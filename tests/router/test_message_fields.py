@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cluster.errors import InvalidRequestError
 from router.grpc import message as reading
 from router.grpc.message import MAX_FIELDS, parse
+from router.low_priority import LowPriority
 from wire import inference_pb2 as pb
 
 
@@ -71,10 +72,12 @@ async def test_as_many_fields_as_it_may_have_and_no_more():
         messages = pb.ChatMessages(messages=[pb.ChatMessage()] * count)
         return pb.GenerateRequest(chat=messages, request_id="x" * 2 * MAX_FIELDS).SerializeToString()
 
-    within = await parse(pb.GenerateRequest(), chat(MAX_FIELDS - 2))  # beside the id and the chat
+    within = await parse(
+        pb.GenerateRequest(), chat(MAX_FIELDS - 2), LowPriority()
+    )  # beside the id and the chat
     assert len(within.chat.messages) == MAX_FIELDS - 2
     with pytest.raises(InvalidRequestError) as caught:
-        await parse(pb.GenerateRequest(), chat(MAX_FIELDS - 1))
+        await parse(pb.GenerateRequest(), chat(MAX_FIELDS - 1), LowPriority())
     assert (caught.value.field, caught.value.limit) == ("message", str(MAX_FIELDS))
 
 
@@ -83,9 +86,9 @@ async def test_as_many_fields_as_it_may_have_and_no_more():
 )
 async def test_fields_of_any_kind_count(raw):
     with pytest.raises(InvalidRequestError, match="fields"):
-        await parse(pb.GenerateRequest(), raw)
+        await parse(pb.GenerateRequest(), raw, LowPriority())
 
 
 async def test_a_number_without_an_end_is_read_once():
     with pytest.raises(InvalidRequestError, match="not valid protobuf"):
-        await parse(pb.GenerateRequest(), b"\xff" * (8 << 20))
+        await parse(pb.GenerateRequest(), b"\xff" * (8 << 20), LowPriority())

@@ -173,10 +173,16 @@ def test_bodies_have_a_size_also_without_a_length(router):
 
 
 def test_heads_and_bodies_must_come_in_time(router):
-    for pieces in ((), (b"GET /hea",), (HEAD + b"content-length: 10\r\n\r\n{",)):
+    for pieces in ((b"GET /hea",), (HEAD + b"content-length: 10\r\n\r\n{",)):
         began = time.monotonic()
         assert "did not come within 1 s" in str(error_of(talk(router, *pieces), 408)["message"])
         assert 0.9 < time.monotonic() - began < 4
+
+
+def test_a_connection_that_sends_nothing_is_closed_in_time(router):
+    began = time.monotonic()
+    assert talk(router) == b""
+    assert 0.9 < time.monotonic() - began < 4
 
 
 def test_a_head_that_trickles_is_late_all_the_same(router):
@@ -221,7 +227,7 @@ def test_connections_have_a_number(router):
             one.sendall(HEAD + b"content-length: 10\r\n\r\n{")  # one without a request would make room
 
         def refused() -> bool:
-            said = talk(router)
+            said = talk(router, b"GET")
             return said.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in said
 
         wait_for(refused, 60, "a connection too many is refused")

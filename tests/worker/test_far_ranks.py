@@ -203,6 +203,21 @@ def test_one_peer_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> N
         door.close()
 
 
+def test_a_closed_door_keeps_no_peer() -> None:
+    """Neither one in its handshake nor a rank that nobody waited for."""
+    door = Door("127.0.0.1")
+    with socket.create_connection(door.address) as silent:
+        pipe = connect(door.address, authkey=door.key)
+        pipe.send_bytes(rank_bytes(3))
+        wait_for(lambda: not door._come.empty() and len(door._handshakes) == 1, 10.0, "both are there")
+        door.close()
+        assert ended(silent)
+        with pytest.raises((EOFError, ConnectionError)):
+            pipe.recv_bytes()
+        wait_for(lambda: not door._handshakes, 10.0, "nothing of them is kept")
+        pipe.close()
+
+
 class Runs:
     """A pickle that runs code in its reader."""
 

@@ -56,7 +56,7 @@ def test_pauses_grow_and_restarts_end(tmp_path):
     gaps = [after - before for before, after in itertools.pairwise(started)]
     assert gaps == sorted(gaps)
     assert gaps[-1] < MAX_PAUSE_SECONDS + 1
-    assert "given up" in said[-1]
+    assert "given up" in said[-1] and said[-1].endswith(f"its log: {tmp_path / 'log'}")
 
 
 def test_one_that_never_serves_is_given_up_however_long_it_takes_to_die(tmp_path):

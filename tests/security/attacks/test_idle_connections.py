@@ -17,6 +17,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from baton.client import ClientTls
+from router.descriptors import max_silent
 from router.http.listener import MAX_HANDSHAKES
 from router.http.protocol import HttpLimits, limited
 from tests.security.routers import run_router
@@ -24,6 +25,7 @@ from tests.waiting import until, wait_for
 
 LIMIT = 30
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+HALF_HELLO = b"\x16\x03\x01"  # how a TLS handshake begins
 EARLY = b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n"
 
 
@@ -137,7 +139,7 @@ def test_as_many_as_the_limit_keep_nobody_out(router: Any) -> None:
         for _ in range(10):
             body = {"prompt": "abc", "max_tokens": 2}
             statuses.append(httpx.post(f"{router.http}/v1/completions", json=body, timeout=30).status_code)
-            assert connected(router) <= LIMIT + 5
+            assert connected(router) <= LIMIT + max_silent(LIMIT) + 5
     finally:
         stop.set()
         attacker.join()
@@ -146,10 +148,23 @@ def test_as_many_as_the_limit_keep_nobody_out(router: Any) -> None:
     assert statuses == [200] * 10
 
 
+def test_connections_that_send_nothing_have_a_number_and_a_time(router: Any) -> None:
+    most = max_silent(LIMIT)
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(router.address, timeout=10)) for _ in range(3 * most)
+        ]
+        wait_for(lambda: connected(router) <= most, 5, "the oldest make room")
+        assert silent[0].recv(1) == b""
+        silent[-1].sendall(GET)
+        assert answered(silent[-1]).startswith(b"HTTP/1.1 200"), "the newest are served"
+        wait_for(lambda: connected(router) <= 1, 5, "the others are late")
+
+
 def test_handshakes_that_do_not_end_have_a_number_and_a_time(
     certs: Path, checkpoint: Any, redis_server: Any, tmp_path: Path
 ) -> None:
-    """With TLS, silent connections are no connections to the HTTP protocol yet."""
+    """Until its handshake has ended, a connection is none to the HTTP protocol."""
     config = {
         "model": str(checkpoint("llama")),
         "redis_url": redis_server.url,
@@ -161,7 +176,8 @@ def test_handshakes_that_do_not_end_have_a_number_and_a_time(
     context = ClientTls(certs / "ours" / "ca.pem").context()
     with run_router(tmp_path / "router", config) as router, contextlib.ExitStack() as stack:
         for _ in range(2 * MAX_HANDSHAKES):
-            stack.enter_context(socket.create_connection(router.address, timeout=10))
+            one = stack.enter_context(socket.create_connection(router.address, timeout=10))
+            one.sendall(HALF_HELLO)
         assert httpx.get(f"{router.http}/health", verify=context, timeout=10).status_code == 200
         assert 0 < connected(router) <= MAX_HANDSHAKES + 1
         wait_for(lambda: connected(router) <= 1, 20, "the others are late")

@@ -1,0 +1,138 @@
+"""Work that may wait takes one step per turn of the event loop, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from prometheus_client import Counter
+from starlette.requests import Request
+
+from cluster.auth.keys import Caller
+from cluster.errors import UnauthenticatedError
+from router.http.body import SCAN_BYTES, BodyLimits, read_json
+from router.http.gate import Gate
+from router.limits import ByteBudget
+from router.low_priority import LowPriority
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_others_run_between_two_steps():
+    order, said = LowPriority(), []
+
+    async def long(name: str) -> None:
+        for number in range(3):
+            await order.step()
+            said.append(f"{name}{number}")
+
+    async def short() -> None:
+        for number in range(8):
+            said.append(number)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(long("a"), long("b"), short())
+    steps = [one for one in said if isinstance(one, str)]
+    assert steps == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    between = [one for one in said[said.index("a0") : said.index("b2")] if isinstance(one, int)]
+    assert len(between) >= 4, "about one turn for each step"
+
+
+async def test_a_waiter_that_is_cancelled_takes_no_step_from_others():
+    order, done = LowPriority(), []
+
+    async def one(name: str) -> None:
+        await order.step()
+        done.append(name)
+
+    tasks = [asyncio.create_task(one(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    tasks[1].cancel()
+    await turns(3)
+    assert done == ["c"]
+    for task in tasks[:2]:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not order.waiting
+
+
+async def test_steps_go_on_after_a_pause():
+    order = LowPriority()
+    for _ in range(3):
+        await asyncio.wait_for(order.step(), 5)
+        await turns(3)
+        assert not order.waiting
+
+
+class Counting(LowPriority):
+    """Counts steps."""
+
+    steps = 0
+
+    async def step(self) -> None:
+        self.steps += 1
+        await super().step()
+
+
+async def test_a_long_body_takes_a_step_for_each_piece_and_a_short_one_none():
+    def steps_for(pieces: list[bytes]) -> int:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+        order, limits = Counting(), BodyLimits(1 << 24, 10, 1 << 20)
+        held = ByteBudget(1 << 30, 1 << 30, lambda tenant: None).hold("")
+        request = Request({"type": "http", "headers": []}, receive)
+        asyncio.run(read_json(request, limits, held, order))
+        return order.steps
+
+    def body(size: int) -> bytes:
+        return orjson.dumps({"prompt": "x" * size})
+
+    assert await asyncio.to_thread(steps_for, [body(1000)]) == 0
+    long = body(20 * SCAN_BYTES)
+    pieces = [long[at : at + SCAN_BYTES + 1] for at in range(0, len(long), SCAN_BYTES + 1)]
+    assert await asyncio.to_thread(steps_for, pieces) >= 19
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "steps"),
+    [
+        ("/v1/completions", "right", 0),
+        ("/v1/completions", "wrong", 1),
+        ("/live", "", 1),
+        ("/live", "right", 1),
+    ],
+)
+async def test_requests_with_a_key_go_before_those_without(path: str, key: str, steps: int):
+    order, caller = Counting(), Caller(tenant="one")
+
+    def check(given: str) -> Caller:
+        if given != "right":
+            raise UnauthenticatedError("no such key", field="authorization")
+        return caller
+
+    served = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        served.append(scope["path"])
+
+    async def send(message: Any) -> None:
+        pass
+
+    front: Any = SimpleNamespace(
+        config=SimpleNamespace(ui=False),
+        leaving=False,
+        keys=SimpleNamespace(on=True, check=check),
+        low_priority=order,
+        metrics=SimpleNamespace(requests=Counter("refused", "", ["outcome"], registry=None)),
+    )
+    headers = [(b"authorization", key.encode())]
+    await Gate(app, front)({"type": "http", "path": path, "headers": headers}, None, send)  # type: ignore[arg-type]
+    assert (order.steps, bool(served)) == (steps, key != "wrong")
