@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import resource
 
 from cluster.config import RouterConfig
+from cluster.descriptors import free_for_connections, raised
 
-# For Redis, channels to workers, metrics, files and listeners; half of what there is where that is less.
-RESERVED = 512
 log = logging.getLogger(__name__)
 
 
 def within_descriptors(config: RouterConfig) -> RouterConfig:
     """The connection limits, lowered in proportion where this process may not open so many files."""
-    return fitted(config, _raised())
+    return fitted(config, raised())
 
 
 def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
-    free = descriptors - min(RESERVED, descriptors // 2)
+    free = free_for_connections(descriptors)
     http, grpc = config.max_http_connections, config.max_grpc_connections
     if http + grpc <= free:
         return config
@@ -28,11 +26,3 @@ def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
         "%d file descriptors (ulimit -n) are too few for the connection limits: %s", descriptors, fewer
     )
     return config.model_copy(update={name: max(1, number) for name, number in fewer.items()})
-
-
-def _raised() -> int:
-    """How many files this process may open, after asking for as many as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else 1 << 30
