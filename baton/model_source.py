@@ -7,16 +7,19 @@ hash is not downloaded again. `manifest_digest` is one hash over all of them, fo
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote
 
 import httpx
 
@@ -30,6 +33,7 @@ WEIGHTS = (".safetensors",)
 CHUNK_BYTES = 1 << 20
 SHARED = 0o644  # pods under other users read the same volume
 MAX_DESCRIPTION_BYTES = 32 << 20
+MAX_NAME_BYTES = 200  # a file system takes 255, and a part has a longer name
 TRIES = 4
 PAUSE_SECONDS = 1.0
 CONNECT_SECONDS = 10.0
@@ -81,7 +85,9 @@ class Hub:
 
     def __init__(self, endpoint: str, repository: Repository, token: str, seconds: float):
         self._endpoint = endpoint.rstrip("/")
-        if token and not _is_private(self._endpoint):
+        url = _parsed(endpoint)
+        # What is sent to this machine stays unread on the way.
+        if token and url.scheme != "https" and not is_loopback(url.host):
             raise ConfigError(
                 f"--endpoint {endpoint}: HF_TOKEN is sent over https only; name an https endpoint or unset HF_TOKEN",
                 field="endpoint",
@@ -94,29 +100,50 @@ class Hub:
         # The token is the Hub's: httpx drops it where a download is redirected to another host.
         timeout = httpx.Timeout(60.0, connect=CONNECT_SECONDS)
         self._http = httpx.Client(headers=headers, follow_redirects=True, timeout=timeout)
+        # httpx limits the time of one read: a byte now and then would never end.
+        self._sockets: list[socket.socket] = []
+        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._hang_up)
+        self._timer.daemon = True
+        self._timer.start()
 
     def close(self) -> None:
+        self._timer.cancel()
         self._http.close()
+
+    def _hang_up(self) -> None:
+        for one in self._sockets:
+            with contextlib.suppress(OSError):  # closed already
+                socket.socket.shutdown(one, socket.SHUT_RDWR)
+
+    def _get(self, url: str, **headers: str) -> contextlib.AbstractContextManager[httpx.Response]:
+        return self._http.stream("GET", url, headers=headers, extensions={"trace": self._connected})
+
+    def _connected(self, event: str, info: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            self._sockets = [one for one in self._sockets if one.fileno() >= 0]
+            self._sockets.append(info["return_value"].get_extra_info("socket"))
+            self.check_time()  # or nobody would end it
 
     def list_files(self) -> tuple[str, list[HubFile]]:
         """The commit that the revision stands for, and its files."""
         name, revision = self._repository.name, self._repository.revision
-        url = f"{self._endpoint}/api/models/{name}/revision/{revision}?blobs=true"
+        url = f"{self._endpoint}/api/models/{quote(name)}/revision/{quote(revision)}?blobs=true"
         raw = self._retry(lambda: self._read(url))
         try:
             described = json.loads(raw)
-            files = [_described(one) for one in described["siblings"]]
+            wanted = [one for one in described["siblings"] if _is_wanted(str(one["rfilename"]))]
+            files = [_described(one) for one in wanted]
             commit = str(described["sha"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise UnavailableError(
                 f"{self._endpoint} does not describe {name} as the Hub does: {error!r}", field="endpoint"
             ) from error
-        return commit, [one for one in files if one.path.endswith(WANTED) and "/" not in one.path]
+        return commit, files
 
     def _read(self, url: str) -> bytes:
         """A description, of MAX_DESCRIPTION_BYTES at most."""
         raw = bytearray()
-        with self._http.stream("GET", url) as answer:
+        with self._get(url) as answer:
             self._checked(answer)
             for chunk in answer.iter_raw(CHUNK_BYTES):
                 raw += chunk
@@ -130,7 +157,7 @@ class Hub:
     def download(self, file: HubFile, commit: str, into: Path) -> None:
         """Goes on where an earlier attempt stopped. Raises ModelError when the hash is not the Hub's."""
         part = into / f".{file.path}.part"
-        url = f"{self._endpoint}/{self._repository.name}/resolve/{commit}/{file.path}"
+        url = f"{self._endpoint}/{quote(self._repository.name)}/resolve/{quote(commit)}/{quote(file.path)}"
         self._retry(lambda: self._stream(url, part, file.size))
         if not file.matches(part):
             part.unlink(missing_ok=True)
@@ -147,7 +174,7 @@ class Hub:
         if have == size and have:
             return
         headers = {"range": f"bytes={have}-"} if have else {}
-        with self._http.stream("GET", url, headers=headers) as answer:
+        with self._get(url, **headers) as answer:
             self._checked(answer)
             goes_on = answer.status_code == httpx.codes.PARTIAL_CONTENT
             written = have if goes_on else 0
@@ -177,11 +204,15 @@ class Hub:
         for attempt in range(1, TRIES + 1):
             self.check_time()
             try:
-                return call()
-            except httpx.HTTPError as error:
+                result = call()
+            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+                self.check_time()
                 if attempt == TRIES:
                     raise UnavailableError(f"{self._endpoint}: {error!r}", field="endpoint") from error
                 time.sleep(PAUSE_SECONDS * attempt)
+            else:
+                self.check_time()  # what was cut off may look whole
+                return result
         raise AssertionError("the last attempt returns or raises")
 
     def check_time(self) -> None:
@@ -190,15 +221,24 @@ class Hub:
             raise DeadlineError("the download takes longer than --seconds allows", field="seconds")
 
 
-def _is_private(endpoint: str) -> bool:
-    """Whether what is sent there stays unread on the way: https, or this machine."""
-    parts = urlsplit(endpoint)
-    return parts.scheme == "https" or is_loopback(parts.hostname or "")
+def _parsed(endpoint: str) -> httpx.URL:
+    """Raises ConfigError."""
+    with contextlib.suppress(httpx.InvalidURL, UnicodeError):
+        url = httpx.URL(endpoint)
+        if url.scheme in ("http", "https") and url.host.strip("[%5B]") and 0 < (url.port or 80) < 1 << 16:
+            return url
+    raise ConfigError(f"--endpoint {endpoint!r} is not http://HOST or https://HOST", field="endpoint")
+
+
+def _is_wanted(path: str) -> bool:
+    return path.endswith(WANTED) and "/" not in path
 
 
 def _described(one: dict[str, Any]) -> HubFile:
     large = one.get("lfs") or {}
     path, size = str(one["rfilename"]), int(large.get("size", one.get("size", 0)))
+    if not path.isprintable() or len(path.encode()) > MAX_NAME_BYTES:
+        raise ValueError(f"a file has the name {path[:MAX_NAME_BYTES]!r}")
     return HubFile(path, size, str(large.get("sha256", "")), str(one.get("blobId", "")))
 
 
@@ -235,6 +275,10 @@ def fetch(
             for file in files:
                 if (weights or not file.path.endswith(WEIGHTS)) and not file.matches(into / file.path):
                     hub.download(file, commit, into)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"--out {into}: {error}", field="out") from error
     finally:
         hub.close()
     return files

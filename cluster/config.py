@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Role = Literal["prefill", "decode"]
 LocalPrefill = Literal["never", "fallback", "auto"]
 MetricsAliases = Literal["none", "vllm"]
+# gRPC counts in 32 bits: bytes, streams, milliseconds.
+MAX_COUNT = 2**30
+Seconds = Annotated[float, Field(le=1e6)]
+Count = Annotated[int, Field(le=MAX_COUNT)]
 
 
 class Frozen(BaseModel):
@@ -45,7 +49,7 @@ class EngineConfig(Frozen):
         ge=1,
         description="that its ranks are spread over; beyond 1, Ray places those that are not on the worker's own",
     )
-    threads: int = Field(1, ge=1, description="CPU threads of one rank")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of one rank")
     recompute_limit_tokens: int = Field(
         0,
         ge=0,
@@ -192,22 +196,22 @@ class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
         description="where a decode worker asks whether a prefill worker has exited that leaves landing slots in doubt; "
         "none: only the parent of that process (`baton up`, Ray) can report it",
     )
-    load_seconds: float = Field(
+    load_seconds: Seconds = Field(
         600.0, gt=0, description="how long Ray waits for a replica whose worker loads its model"
     )
-    max_queued_requests: int = Field(1024, ge=1)
-    batch_aging_seconds: float = Field(
+    max_queued_requests: Count = Field(1024, ge=1)
+    batch_aging_seconds: Seconds = Field(
         30.0,
         gt=0,
         description="a request that has queued for a prefill this long in its class counts as of the next higher one",
     )
-    step_stall_seconds: float = Field(
+    step_stall_seconds: Seconds = Field(
         30.0, gt=0, description="an engine with work that stands still this long is dead"
     )
-    drain_seconds: float = Field(
+    drain_seconds: Seconds = Field(
         30.0, ge=0, description="what a worker that leaves may take to finish its requests"
     )
-    drain_migrate_seconds: float = Field(
+    drain_migrate_seconds: Seconds = Field(
         10.0,
         ge=0,
         description="and after this long it gives them back if another worker can go on with them; routers resume "
@@ -234,16 +238,16 @@ class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
 class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     """One router."""
 
-    drain_seconds: float = Field(
+    drain_seconds: Seconds = Field(
         30.0, ge=0, description="what a router that leaves may take to finish its streams"
     )
-    drain_delay_seconds: float = Field(
+    drain_delay_seconds: Seconds = Field(
         0.0,
         ge=0,
         description="how long after SIGTERM it still takes requests, already not ready: load balancers need a moment "
         "to notice, and clients to come by another connection (max_connection_seconds)",
     )
-    max_connection_seconds: float = Field(
+    max_connection_seconds: Seconds = Field(
         3600.0,
         ge=0,
         description="gRPC connections so old (a tenth more or less) are told to come anew; requests on them finish. "
@@ -262,35 +266,37 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     )
     model: Path = Field(description="model directory: tokenizer, chat template, generation config")
     served_model_name: str = Field("", description="name clients use; default: the directory's name")
-    max_model_len: int = Field(0, ge=0)
+    max_model_len: Count = Field(0, ge=0)
     page_size: int = Field(16, ge=1)
     local_prefill: LocalPrefill = "auto"
     aggregated: bool = Field(False, description="decode workers prefill everything themselves")
     index_feeds: Literal["hybrid", "reported", "predicted"] = "hybrid"
-    admission_seconds: float = Field(30.0, gt=0, description="how long a request may wait for a place")
-    ttft_target_seconds_high: float = Field(
+    admission_seconds: Seconds = Field(30.0, gt=0, description="how long a request may wait for a place")
+    ttft_target_seconds_high: Seconds = Field(
         10.0,
         ge=0,
         description="requests whose first token would come later are refused at once; 0 = none are",
     )
-    ttft_target_seconds_normal: float = Field(30.0, ge=0)
-    ttft_target_seconds_batch: float = Field(120.0, ge=0)
-    request_seconds: float = Field(
+    ttft_target_seconds_normal: Seconds = Field(30.0, ge=0)
+    ttft_target_seconds_batch: Seconds = Field(120.0, ge=0)
+    request_seconds: Seconds = Field(
         600.0, gt=0, description="longest life of a request without a client deadline"
     )
-    max_attempts: int = Field(8, ge=1)
+    max_attempts: Count = Field(8, ge=1)
     door_tls_cert: Path | None = Field(None, description="what clients are shown; default: tls_cert")
     door_tls_key: Path | None = None
     tls_client_ca: Path | None = Field(
         None, description="clients must bring a certificate of this authority; none = they need not"
     )
-    max_concurrent_requests: int = Field(1024, ge=1)
-    max_concurrent_requests_per_tenant: int = Field(0, ge=0, description="0 = no limit of its own")
-    requests_per_minute_per_tenant: int = Field(
+    max_concurrent_requests: Count = Field(1024, ge=1)
+    max_concurrent_requests_per_tenant: Count = Field(0, ge=0, description="0 = no limit of its own")
+    requests_per_minute_per_tenant: Count = Field(
         0, ge=0, description="over all routers; a key's own requests_per_minute goes before it; 0 = no limit"
     )
-    tokens_per_minute_per_tenant: int = Field(0, ge=0, description="of prompts and answers; as above")
-    max_concurrent_requests_per_connection: int = Field(512, ge=0, description="0 = no limit of its own")
+    tokens_per_minute_per_tenant: int = Field(
+        0, ge=0, le=10**12, description="of prompts and answers; as above"
+    )
+    max_concurrent_requests_per_connection: Count = Field(512, ge=0, description="0 = no limit of its own")
     api_keys_file: Path | None = Field(None, description="YAML or JSON list of API keys; none = no keys")
     unknown_fields: Literal["refuse", "ignore"] = Field(
         "refuse",
@@ -309,7 +315,7 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     share_prefixes_across_tenants: bool = Field(
         False, description="let tenants hit each other's cached prefixes; timing then shows who sent what"
     )
-    max_body_bytes: int = Field(8 << 20, ge=1)
+    max_body_bytes: Count = Field(8 << 20, ge=1)
     max_body_bytes_in_flight: int = Field(
         256 << 20,
         ge=0,
@@ -317,38 +323,38 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
         "gRPC message that takes long to arrive counts as max_body_bytes",
     )
     max_body_bytes_in_flight_per_tenant: int = Field(64 << 20, ge=0, description="as above")
-    max_choices: int = Field(16, ge=1, description="n")
-    max_prompts: int = Field(64, ge=1, description="prompts of one completion request")
-    max_stop_strings: int = Field(16, ge=1)
-    max_stop_string_characters: int = Field(1024, ge=1)
-    max_stop_token_ids: int = Field(64, ge=0)
-    max_logit_bias: int = Field(1024, ge=0)
-    max_logprobs: int = Field(20, ge=0)
-    max_answer_entries: int = Field(
+    max_choices: Count = Field(16, ge=1, description="n")
+    max_prompts: Count = Field(64, ge=1, description="prompts of one completion request")
+    max_stop_strings: Count = Field(16, ge=1)
+    max_stop_string_characters: Count = Field(1024, ge=1)
+    max_stop_token_ids: Count = Field(64, ge=0)
+    max_logit_bias: Count = Field(1024, ge=0)
+    max_logprobs: Count = Field(20, ge=0)
+    max_answer_entries: Count = Field(
         1 << 18,
         ge=1,
         description="prompts x n x max_tokens x (1 + logprobs) of one request; without max_tokens, answers end there",
     )
-    max_json_depth: int = Field(32, ge=2)
-    max_json_elements: int = Field(
+    max_json_depth: Count = Field(32, ge=2)
+    max_json_elements: Count = Field(
         1 << 20, ge=1, description="of a body; lists, objects and members of objects count as 16"
     )
-    max_header_bytes: int = Field(32 << 10, ge=1 << 10, description="head of a request, or gRPC metadata")
-    max_headers: int = Field(100, ge=8)
-    max_http_connections: int = Field(4096, ge=1)
-    http_idle_seconds: int = Field(
+    max_header_bytes: Count = Field(32 << 10, ge=1 << 10, description="head of a request, or gRPC metadata")
+    max_headers: Count = Field(100, ge=8)
+    max_http_connections: Count = Field(4096, ge=1)
+    http_idle_seconds: Count = Field(
         5, ge=1, description="an HTTP connection on which no request comes for so long ends"
     )
-    max_grpc_connections: int = Field(1024, ge=1, description="more are closed at once")
-    grpc_idle_seconds: float = Field(
+    max_grpc_connections: Count = Field(1024, ge=1, description="more are closed at once")
+    grpc_idle_seconds: Seconds = Field(
         60.0, gt=0, description="a gRPC connection without a call for so long ends"
     )
-    max_health_watchers: int = Field(
+    max_health_watchers: Count = Field(
         256, ge=1, description="calls of gRPC's Health.Watch; the oldest makes room"
     )
-    header_seconds: float = Field(10.0, gt=0, description="a request's head must come within this")
-    body_seconds: float = Field(60.0, gt=0, description="and its body within this")
-    write_seconds: float = Field(
+    header_seconds: Seconds = Field(10.0, gt=0, description="a request's head must come within this")
+    body_seconds: Seconds = Field(60.0, gt=0, description="and its body within this")
+    write_seconds: Seconds = Field(
         30.0, gt=0, description="a client that takes nothing for so long is cut off, its request cancelled"
     )
     fault_orders: Path | None = Field(

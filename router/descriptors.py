@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import resource
 
 from cluster.config import RouterConfig
+from cluster.descriptors import free_for_connections, raised
 
-# For Redis, channels to workers, metrics, files and listeners; half of what there is where that is less.
-RESERVED = 512
 log = logging.getLogger(__name__)
 
 
 def within_descriptors(config: RouterConfig) -> RouterConfig:
     """The connection limits, lowered in proportion where this process may not open so many files."""
-    return fitted(config, _raised())
+    return fitted(config, raised())
 
 
 def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
-    free = descriptors - min(RESERVED, descriptors // 2)
+    free = free_for_connections(descriptors)
     http, grpc = config.max_http_connections, config.max_grpc_connections
     wanted = http + max_silent(http) + grpc
     if wanted <= free:
@@ -34,11 +32,3 @@ def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
 def max_silent(max_http_connections: int) -> int:
     """How many connections to the HTTP port may wait for their first bytes, beside those that the limit counts."""
     return max(1, max_http_connections // 2)
-
-
-def _raised() -> int:
-    """How many files this process may open, after asking for as many as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else 1 << 30

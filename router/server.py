@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import socket
 import ssl
 import time
@@ -66,11 +67,11 @@ def _grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.max_body_bytes),
         ("grpc.max_metadata_size", config.max_header_bytes),
         ("grpc.absolute_max_metadata_size", config.max_header_bytes),
-        ("grpc.server_handshake_timeout_ms", int(config.header_seconds * 1000)),
+        ("grpc.server_handshake_timeout_ms", math.ceil(config.header_seconds * 1000)),
         # Refusing takes a stream too: a few more than may be served.
         ("grpc.max_concurrent_streams", streams + EXTRA_STREAMS),
         ("grpc.max_allowed_incoming_connections", config.max_grpc_connections),
-        ("grpc.max_connection_idle_ms", int(config.grpc_idle_seconds * 1000)),
+        ("grpc.max_connection_idle_ms", math.ceil(config.grpc_idle_seconds * 1000)),
         ("grpc.so_reuseport", 0),
         # Clients ping through silent streams to notice a router that is gone; without these two the server would
         # answer "too many pings" and hang up.
@@ -80,7 +81,7 @@ def _grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
     if config.max_connection_seconds:
         # The one way to send a client elsewhere without a request lost: GOAWAY first, and the connection ends once
         # its streams have. A server that stops says GOAWAY too, but ends what crosses with it.
-        options.append(("grpc.max_connection_age_ms", int(config.max_connection_seconds * 1000)))
+        options.append(("grpc.max_connection_age_ms", math.ceil(config.max_connection_seconds * 1000)))
         # No request lives longer; watches of health and calls that nobody reads do.
         grace = config.request_seconds + config.write_seconds
         options.append(("grpc.max_connection_age_grace_ms", int(grace * 1000)))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import grpc
 
 from cluster.addresses import join
+from cluster.descriptors import free_for_connections, raised
 from cluster.errors import ConfigError
 from cluster.grpc_health import Health
 from cluster.tls import Peers
@@ -15,6 +16,9 @@ from worker.parse import ParseInside
 # A part travels whole in one message on the gRPC transport; prompts travel as 4 bytes a token.
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_HEALTH_WATCHERS = 256
+# Of routers and prefill workers, which keep one each. With TLS, a stranger's ends with its handshake.
+MAX_CONNECTIONS = 1024
+HANDSHAKE_SECONDS = 10
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -30,7 +34,15 @@ class WorkerServer:
     """Serves a role's services and gRPC health on one port. Others reach it at `advertised_host`."""
 
     def __init__(self, host: str, port: int, peers: Peers, advertised_host: str):
-        self._server = grpc.aio.server(options=OPTIONS, interceptors=[*peers.interceptors, ParseInside()])
+        most = min(MAX_CONNECTIONS, free_for_connections(raised()))
+        self._server = grpc.aio.server(
+            options=[
+                *OPTIONS,
+                ("grpc.max_allowed_incoming_connections", most),
+                ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
+            ],
+            interceptors=[*peers.interceptors, ParseInside()],
+        )
         self._peers = peers
         self._health = Health(MAX_HEALTH_WATCHERS)
         self._server.add_generic_rpc_handlers((self._health.handler(),))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cluster.addresses import interface_of, source_address
 from cluster.errors import InternalError, SetupError
+from engine.parallel.listeners import listening_meanwhile
 from engine.plan import StepPlan
 
 # A rank waits for its leader's next step as long as nobody asks anything; a dead leader is noticed by the pipe
@@ -126,13 +127,14 @@ class DistributedGroup:
                 f"rank {rank} of {size} did not meet the others at {address} within {join_seconds:.0f} s: {reason}",
                 field="tensor_parallel",
             ) from error
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=IDLE_SECONDS),
-        )
+        with listening_meanwhile():
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=datetime.timedelta(seconds=IDLE_SECONDS),
+            )
         self.rank = rank
         self.size = size
         self.arrivals = Arrivals()

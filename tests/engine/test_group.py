@@ -59,3 +59,37 @@ def test_plans_reach_the_other_rank_and_every_port_is_on_the_leaders_interface(m
         rank.join(60)
         assert rank.exitcode == 0
     assert all(found) and {host for hosts in found for host in hosts} == {"127.0.0.1"}
+
+
+def hold_group(rank: int, address: str, listener: socket.socket | None, ports: Any, tried: Any) -> None:
+    group = DistributedGroup(rank, 2, address, torch.device("cpu"), listener)
+    found = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    ports.put([tuple(one) for one in found if f"{one.ip}:{one.port}" != address])
+    assert tried.wait(60)
+    plan = StepPlan([PlanItem("a", [1], 1, [1], True)], [])
+    assert group.share(plan if rank == 0 else None) == plan
+    group.share(None)
+    group.close()
+
+
+def test_nobody_else_gets_into_a_group_that_is_complete():
+    """gloo keeps descriptors of strangers that hang up, and aborts when there are no more."""
+    address, listener = listen_at("127.0.0.1")
+    context = multiprocessing.get_context("spawn")
+    ports, tried = context.Queue(), context.Event()
+    ranks = [
+        context.Process(
+            target=hold_group, args=(rank, address, listener if rank == 0 else None, ports, tried)
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    listener.close()
+    for (port,) in [ports.get(timeout=60) for _ in ranks]:
+        with pytest.raises(TimeoutError):
+            socket.create_connection(port, timeout=0.5)
+    tried.set()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0

@@ -69,7 +69,7 @@ def test_a_cache_with_links_in_it_changes_nothing_elsewhere(
     cache.mkdir()
     (cache / name).symlink_to(victim)
     if name == ".lock":
-        with pytest.raises(OSError, match="symbolic links"):
+        with pytest.raises(ConfigError, match="symbolic links"):
             fetch("hf://org/name", cache, endpoint=hub.url, seconds=30)
     else:
         fetch("hf://org/name", cache, endpoint=hub.url, seconds=30)

@@ -1,0 +1,61 @@
+"""A worker's gRPC port and strangers, who have no certificate: they cost it a few descriptors for a few seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.descriptors import free_for_connections
+from cluster.tls import Peers, make_identity
+from tests.security.attacks.test_grpc_connections import ALONE
+from worker import server
+from worker.server import WorkerServer
+
+LIMIT = 8
+
+
+def peers(certs: Path, name: str) -> Peers:
+    return Peers(make_identity(certs / f"{name}.pem", certs / f"{name}.key", certs / "ca.pem"))
+
+
+async def test_silent_strangers_have_a_number_and_a_time(
+    certs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", LIMIT)
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 2)
+    worker = WorkerServer("127.0.0.1", 0, peers(certs / "ours", "worker"), "127.0.0.1")
+    worker.bind()
+    await worker.start()
+    port = int(worker.address.rpartition(":")[2])
+
+    async def served(seconds: float) -> int:
+        async with peers(certs / "ours", "router").channel(worker.address, ALONE) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            asked = stub.Check(health_pb2.HealthCheckRequest(), timeout=seconds, wait_for_ready=True)
+            return int((await asked).status)
+
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(4 * LIMIT):
+                with contextlib.suppress(OSError):
+                    stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            await asyncio.sleep(0.5)
+            held = [
+                one
+                for one in psutil.Process().net_connections("tcp")
+                if one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED
+            ]
+            assert 0 < len(held) <= LIMIT
+            assert await served(20) == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await worker.stop(0)
+
+
+def test_a_low_limit_of_files_leaves_some_for_redis_and_peers() -> None:
+    assert [free_for_connections(files) for files in (256, 1024, 20_000)] == [128, 512, 19_488]
