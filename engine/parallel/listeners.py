@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,9 +37,12 @@ def listening_meanwhile() -> Iterator[None]:
 def _listening() -> set[int]:
     found = set()
     for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else []:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(int(name))
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(int(name))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from cluster.errors import SetupError
+from engine.parallel import listeners
 from engine.parallel.group import DistributedGroup, listen_at
 from engine.plan import BlockCopy, PlanItem, StepPlan
 
@@ -93,3 +95,12 @@ def test_nobody_else_gets_into_a_group_that_is_complete():
     for rank in ranks:
         rank.join(60)
         assert rank.exitcode == 0
+
+
+def test_looking_for_listening_sockets_keeps_no_descriptor(tmp_path):
+    with (tmp_path / "file").open("w"), socket.create_server(("127.0.0.1", 0)) as listener:
+        before = set(os.listdir("/proc/self/fd"))
+        with listeners.listening_meanwhile(), socket.create_server(("127.0.0.1", 0)) as other:
+            assert listener.fileno() in listeners._listening()
+            assert other.fileno() in listeners._listening()
+        assert set(os.listdir("/proc/self/fd")) == before
