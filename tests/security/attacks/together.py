@@ -33,9 +33,9 @@ from tests.security.routers import KeyFile
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 FLAGS = ("--pool", "process", "--kv-memory", "256MiB")
-CALM_SECONDS = 25.0
-ATTACKED_SECONDS = 35.0
-CONTROL_SECONDS = 25.0
+CALM_SECONDS = 20.0
+ATTACKED_SECONDS = 30.0
+CONTROL_SECONDS = 20.0
 BETWEEN_SECONDS = 0.25  # requests of the other tenant
 PROMPT_TOKENS = 600
 REQUEST_SECONDS = 30.0
