@@ -212,6 +212,7 @@ def test_a_closed_door_keeps_no_peer() -> None:
         wait_for(lambda: not door._come.empty() and len(door._handshakes) == 1, 10.0, "both are there")
         door.close()
         assert ended(silent)
+        assert pipe.poll(10.0)
         with pytest.raises((EOFError, ConnectionError)):
             pipe.recv_bytes()
         wait_for(lambda: not door._handshakes, 10.0, "nothing of them is kept")

@@ -50,7 +50,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "apiKeys.key": {"apiKeys": {"existingSecret": "keys"}, "tests": {"enabled": False}},
     "tls": {"tls": {"enabled": True}},
     "tls.certManager.issuer.kind": {"tls": {"enabled": True, "certManager": {"issuer": {"name": "x"}}}},
-    "tls.secrets": {"tls": {"enabled": True, "source": "secrets", "secrets": {"router": "a", "worker": "b"}}},
+    "tls.secrets": {
+        "tls": {"enabled": True, "source": "secrets", "secrets": {"router": "a", "worker": "b", "redis": "c"}}
+    },
     "autoscaling": {"autoscaling": {"enabled": True}},
     "rbac.workerServiceAccount": {"rbac": {"create": False}},
     "rbac.autoscalerServiceAccount": {"rbac": {"create": False}, "autoscaling": {"enabled": True}},

@@ -30,7 +30,7 @@ def _needed(file: Path | None) -> list[str]:
         return []
     values = yaml.safe_load(file.read_text())
     if values.get("tls", {}).get("enabled"):
-        return ["--set", "tls.source=secrets,tls.secrets.router=a,tls.secrets.worker=b"]
+        return ["--set", "tls.source=secrets,tls.secrets.router=a,tls.secrets.worker=b,tls.secrets.redis=c"]
     return ["--set", "ray.mode=embedded"] if values.get("ray", {}).get("mode") == "kuberay" else []
 
 

@@ -157,6 +157,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "tls.source is secrets",
         "set tls.secrets.router and tls.secrets.worker",
     ),
+    "no certificate for the chart's Redis": (
+        {"tls": {"enabled": True, "source": "secrets", "secrets": {"router": "a", "worker": "b"}}},
+        "tls.enabled makes the chart's Redis speak TLS",
+        "set tls.secrets.redis to an existing Secret (tls.crt for t-baton-redis, tls.key, ca.crt), or use externalRedis",
+    ),
     "clients' certificates without TLS": (
         {"tls": {"clientCaSecret": "ca"}},
         "tls.clientCaSecret and tls.doorSecret need tls.enabled",

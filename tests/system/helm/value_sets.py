@@ -38,7 +38,7 @@ MORE: dict[str, ValueSet] = {
             "tls": {
                 "enabled": True,
                 "source": "secrets",
-                "secrets": {"router": "router-tls", "worker": "worker-tls"},
+                "secrets": {"router": "router-tls", "worker": "worker-tls", "redis": "redis-tls"},
                 "doorSecret": "door-tls",
                 "clientCaSecret": "client-ca",
             },

@@ -125,6 +125,9 @@
 {{- if and $tls.enabled (eq $tls.source "secrets") (not (and $tls.secrets.router $tls.secrets.worker)) }}
 {{- fail "tls.source is secrets: set tls.secrets.router and tls.secrets.worker to existing Secrets, or tls.source to certManager" }}
 {{- end }}
+{{- if and $tls.enabled (eq $tls.source "secrets") .Values.redis.enabled (not $tls.secrets.redis) }}
+{{- fail (printf "tls.enabled makes the chart's Redis speak TLS: set tls.secrets.redis to an existing Secret (tls.crt for %s, tls.key, ca.crt), or use externalRedis" (include "baton.redisAddress" .)) }}
+{{- end }}
 {{- if and $tls.enabled (eq $tls.source "certManager") (not (.Capabilities.APIVersions.Has "cert-manager.io/v1")) }}
 {{- fail "tls.source is certManager, but this cluster has no cert-manager.io/v1: install cert-manager, or set tls.source to secrets" }}
 {{- end }}

@@ -70,7 +70,7 @@ tls_ca: /etc/baton/tls/ca.crt
 - name: REDIS_PASSWORD
   valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" .Values.redis.passwordSecret) | nindent 4 }}
 - name: BATON_REDIS_URL
-  value: redis://:$(REDIS_PASSWORD)@{{ include "baton.redisAddress" . }}:{{ .Values.redis.port }}/0
+  value: {{ include "baton.redisScheme" . }}://:$(REDIS_PASSWORD)@{{ include "baton.redisAddress" . }}:{{ .Values.redis.port }}/0{{ if .Values.tls.enabled }}?ssl_ca_certs=/etc/baton/tls/ca.crt{{ end }}
 {{- else if $external.urlSecret.name }}
 - name: BATON_REDIS_URL
   valueFrom: {{- include "baton.secretKey" (dict "root" . "reference" $external.urlSecret) | nindent 4 }}

@@ -98,6 +98,7 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- define "baton.redisAddress" -}}
 {{- include "baton.redisHost" . }}{{ if eq .Values.ray.mode "external" }}.{{ .Release.Namespace }}.svc{{ end }}
 {{- end -}}
+{{- define "baton.redisScheme" -}}{{ ternary "rediss" "redis" .Values.tls.enabled }}{{- end -}}
 {{- define "baton.rayHead" -}}{{ include "baton.base" . }}-ray-head{{- end -}}
 
 {{- /* "pvc", "hf" or "file". */ -}}

@@ -14,13 +14,36 @@
 
 {{- /* Where Ray keeps its cluster's state. */ -}}
 {{- define "baton.rayRedisAddress" -}}
-{{- .Values.ray.gcsFaultTolerance.address | default (printf "redis://%s:%d" (include "baton.redisHost" .) (int .Values.redis.port)) -}}
+{{- .Values.ray.gcsFaultTolerance.address | default (printf "%s://%s:%d" (include "baton.redisScheme" .) (include "baton.redisHost" .) (int .Values.redis.port)) -}}
 {{- end -}}
 
 {{- /* Whether that is the chart's Redis, where Ray has a user of its own. */ -}}
 {{- define "baton.rayKeepsHere" -}}
 {{- $fault := .Values.ray.gcsFaultTolerance -}}
 {{- if and .Values.redis.enabled (ne .Values.ray.mode "external") $fault.enabled (not $fault.address) }}true{{ end -}}
+{{- end -}}
+
+{{- /* The authority of the chart's Redis, for Ray's head: without a key. */ -}}
+{{- define "baton.rayRedisTls" -}}
+{{- if and .Values.tls.enabled (include "baton.rayKeepsHere" .) }}true{{ end -}}
+{{- end -}}
+
+{{- define "baton.rayRedisCaEnv" -}}
+{{- if include "baton.rayRedisTls" . }}
+- {name: RAY_REDIS_CA_CERT, value: /etc/baton/redis-ca/ca.crt}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.rayRedisCaMount" -}}
+{{- if include "baton.rayRedisTls" . }}
+- {name: redis-ca, mountPath: /etc/baton/redis-ca, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.rayRedisCaVolume" -}}
+{{- if include "baton.rayRedisTls" . }}
+- {name: redis-ca, secret: {secretName: {{ include "baton.tlsSecret" (dict "root" . "role" "redis") }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}}
+{{- end }}
 {{- end -}}
 
 {{- define "baton.rayRedisPassword" -}}
