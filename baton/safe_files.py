@@ -1,4 +1,4 @@
-"""Files in folders that others may write to: no link that somebody has laid there is followed, no half file is seen."""
+"""Files in folders that others may write to: no link there is followed, no partial file is seen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRIVATE = 0o600
 
 
 def beside(path: Path) -> Path:
-    """A name in the same folder that nobody can foresee."""
+    """A name in the same folder that cannot be predicted."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 

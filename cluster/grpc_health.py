@@ -23,7 +23,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health:
-    """Statuses by service name, and those who watch them."""
+    """Statuses by service name, and the streams that watch them."""
 
     def __init__(self, max_watchers: int):
         self._max_watchers = max_watchers

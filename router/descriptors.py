@@ -1,4 +1,4 @@
-"""File descriptors for both doors: neither may take those that the other, Redis and the workers need."""
+"""File descriptors for the HTTP and gRPC ports: neither may take those that the other, Redis and the workers need."""
 
 from __future__ import annotations
 

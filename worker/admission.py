@@ -126,7 +126,7 @@ class Admission:
                 higher.push(waiting)
 
     def check_integrity(self) -> None:
-        """Of every queue; and nobody waits where there is room."""
+        """Of every queue; no request waits where there is room."""
         for queue in self._queues:
             queue.check_integrity()
         assert self._inside_tokens >= 0

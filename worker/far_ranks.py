@@ -99,7 +99,7 @@ class Door:
             try:
                 peer, _ = self._listener.accept()
                 connection: Any = Connection(os.dup(peer.fileno()))
-            except (TimeoutError, ConnectionError):  # nobody came, or was gone before it was accepted
+            except (TimeoutError, ConnectionError):  # none connected, or it closed before accept
                 continue
             except OSError as error:
                 if not self._closed:  # no descriptor is free, for example

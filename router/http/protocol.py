@@ -5,9 +5,9 @@
                  ▼
               an OpenAI error, and the connection ends
 
-An answer nobody reads stops the request at the socket first: uvicorn stops sending, tokens queue up to a bound,
+An answer that is not read stops the request at the socket first: uvicorn stops sending, tokens queue up to a bound,
 and the decode worker pauses. After `write_seconds` of that the connection is cut, which cancels the request; so is one
-that was closed and whose last bytes nobody reads.
+that was closed and whose last bytes are not read.
 
 Where there are too many connections, the one that has waited longest for a request makes room.
 """
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # Closing at once, with bytes of the client's still unread, would reset the connection under our answer.
 LINGER_SECONDS = 0.5
 RETRY_SECONDS = 1
-# Above the limit, where each has a request: so many are told so, more are closed at once.
+# Above the limit, where each connection has a request: up to this many get 429, more are closed at once.
 TOLD = 64
 
 

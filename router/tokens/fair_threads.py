@@ -26,7 +26,7 @@ class FairThreads:
         await self._turn(tenant)
         running = self._executor.submit(function, *arguments)
         loop = asyncio.get_running_loop()
-        # Not before the function has ended, also if nobody waits for it any more: a thread is busy until then.
+        # Not before the function has ended, even if its caller was cancelled: a thread is busy until then.
         running.add_done_callback(lambda _: _on(loop, self._give_back))
         return await asyncio.wrap_future(running)
 
