@@ -266,7 +266,7 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     )
     model: Path = Field(description="model directory: tokenizer, chat template, generation config")
     served_model_name: str = Field("", description="name clients use; default: the directory's name")
-    max_model_len: Count = Field(0, ge=0)
+    max_model_len: Count = Field(0, ge=0, description="tokens of prompt and answer; 0 = the model's own")
     page_size: int = Field(16, ge=1)
     local_prefill: LocalPrefill = "auto"
     aggregated: bool = Field(False, description="decode workers prefill everything themselves")
@@ -282,19 +282,22 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     request_seconds: Seconds = Field(
         600.0, gt=0, description="longest life of a request without a client deadline"
     )
-    max_attempts: Count = Field(8, ge=1)
+    max_attempts: Count = Field(8, ge=1, description="dispatches of one request to workers")
     door_tls_cert: Path | None = Field(None, description="what clients are shown; default: tls_cert")
     door_tls_key: Path | None = None
     tls_client_ca: Path | None = Field(
         None, description="clients must bring a certificate of this authority; none = they need not"
     )
-    max_concurrent_requests: Count = Field(1024, ge=1)
+    max_concurrent_requests: Count = Field(1024, ge=1, description="requests in flight at this router")
     max_concurrent_requests_per_tenant: Count = Field(0, ge=0, description="0 = no limit of its own")
     requests_per_minute_per_tenant: Count = Field(
         0, ge=0, description="over all routers; a key's own requests_per_minute goes before it; 0 = no limit"
     )
     tokens_per_minute_per_tenant: int = Field(
-        0, ge=0, le=10**12, description="of prompts and answers; as above"
+        0,
+        ge=0,
+        le=10**12,
+        description="of prompts and answers, over all routers; a key's own goes first; 0 = no limit",
     )
     max_concurrent_requests_per_connection: Count = Field(512, ge=0, description="0 = no limit of its own")
     api_keys_file: Path | None = Field(None, description="YAML or JSON list of API keys; none = no keys")
@@ -315,33 +318,37 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     share_prefixes_across_tenants: bool = Field(
         False, description="let tenants hit each other's cached prefixes; timing then shows who sent what"
     )
-    max_body_bytes: Count = Field(8 << 20, ge=1)
+    max_body_bytes: Count = Field(8 << 20, ge=1, description="of one HTTP body or gRPC message")
     max_body_bytes_in_flight: int = Field(
         256 << 20,
         ge=0,
         description="of requests not yet dispatched, over HTTP and gRPC; the first 64 KiB of each don't count, and a "
         "gRPC message that takes long to arrive counts as max_body_bytes",
     )
-    max_body_bytes_in_flight_per_tenant: int = Field(64 << 20, ge=0, description="as above")
+    max_body_bytes_in_flight_per_tenant: int = Field(
+        64 << 20, ge=0, description="the same for one tenant; 0 = one body of max_body_bytes"
+    )
     max_choices: Count = Field(16, ge=1, description="n")
     max_prompts: Count = Field(64, ge=1, description="prompts of one completion request")
-    max_stop_strings: Count = Field(16, ge=1)
-    max_stop_string_characters: Count = Field(1024, ge=1)
-    max_stop_token_ids: Count = Field(64, ge=0)
-    max_logit_bias: Count = Field(1024, ge=0)
-    max_logprobs: Count = Field(20, ge=0)
+    max_stop_strings: Count = Field(16, ge=1, description="in stop")
+    max_stop_string_characters: Count = Field(1024, ge=1, description="of one string in stop")
+    max_stop_token_ids: Count = Field(64, ge=0, description="in stop_token_ids")
+    max_logit_bias: Count = Field(1024, ge=0, description="entries of logit_bias")
+    max_logprobs: Count = Field(20, ge=0, description="alternatives for each token")
     max_answer_entries: Count = Field(
         1 << 18,
         ge=1,
         description="prompts x n x max_tokens x (1 + logprobs) of one request; without max_tokens, answers end there",
     )
-    max_json_depth: Count = Field(32, ge=2)
+    max_json_depth: Count = Field(32, ge=2, description="nested lists and objects of a body")
     max_json_elements: Count = Field(
         1 << 20, ge=1, description="of a body; lists, objects and members of objects count as 16"
     )
     max_header_bytes: Count = Field(32 << 10, ge=1 << 10, description="head of a request, or gRPC metadata")
-    max_headers: Count = Field(100, ge=8)
-    max_http_connections: Count = Field(4096, ge=1)
+    max_headers: Count = Field(100, ge=8, description="header lines of a request")
+    max_http_connections: Count = Field(
+        4096, ge=1, description="above it the longest idle one is closed, or the new one refused"
+    )
     http_idle_seconds: Count = Field(
         5, ge=1, description="an HTTP connection on which no request comes for so long ends"
     )
@@ -352,8 +359,8 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     max_health_watchers: Count = Field(
         256, ge=1, description="calls of gRPC's Health.Watch; the oldest makes room"
     )
-    header_seconds: Seconds = Field(10.0, gt=0, description="a request's head must come within this")
-    body_seconds: Seconds = Field(60.0, gt=0, description="and its body within this")
+    header_seconds: Seconds = Field(10.0, gt=0, description="for the head of a request to arrive")
+    body_seconds: Seconds = Field(60.0, gt=0, description="for the body of a request to arrive")
     write_seconds: Seconds = Field(
         30.0, gt=0, description="a client that takes nothing for so long is cut off, its request cancelled"
     )

@@ -56,7 +56,7 @@ class Admission:
 
     def oldest_seconds(self) -> float:
         """How long the request that came first has waited."""
-        arrived = [queue.oldest.arrived for queue in self._queues if len(queue)]
+        arrived = [queue.earliest for queue in self._queues if len(queue)]
         return self._clock() - min(arrived) if arrived else 0.0
 
     async def enter(

@@ -55,7 +55,13 @@ class FairQueue:
         return self._heap[0]
 
     @property
+    def earliest(self) -> float:
+        """When the first of them arrived, here or in a lower class. Costs a step for each."""
+        return min(one.arrived for one in self._heap)
+
+    @property
     def oldest(self) -> Waiting:
+        """Who has been in this queue longest."""
         return next(iter(self._by_arrival.values()))
 
     def push(self, waiting: Waiting) -> None:

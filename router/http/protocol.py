@@ -93,7 +93,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.connections) > limit + TOLD:
             self._cut()
         elif len(self.connections) > limit:
-            self._refuse(429, OverloadedError(f"this router has {limit} connections", limit=str(limit)))
+            self._refuse(429, _too_many(limit))
         else:
             self.waiting[self] = None
             self._expect(self.limits.header_seconds)
@@ -283,6 +283,13 @@ class LimitedProtocol(HttpToolsProtocol):
 def limited(limits: HttpLimits) -> type[asyncio.Protocol]:
     """A protocol class with these limits."""
     return type("Limited", (LimitedProtocol,), {"limits": limits, "waiting": {}})
+
+
+def _too_many(limit: int) -> OverloadedError:
+    message = (
+        f"this router has {limit} connections with a request each; try again, or raise max_http_connections"
+    )
+    return OverloadedError(message, limit=str(limit))
 
 
 def _too_large(limit: int) -> InvalidRequestError:

@@ -95,6 +95,17 @@ def test_what_a_mark_cannot_prevent_is_refused():
         assert caught.value.field == "messages[1].content"
 
 
+def test_contents_that_leave_no_mark_are_refused():
+    contents = Contents(byte_level(AddedToken("<|im_end|>", special=True)))
+    every = "".join(map(chr, range(0xF0000, 0xF0100)))
+    plain = [{"role": "user", "content": every}]
+    assert contents.marked(plain) == (plain, "")
+    one_left = [{"role": "user", "content": every[:-1]}, {"role": "user", "content": "<|im_end|>"}]
+    assert contents.marked(one_left)[1] == every[-1]
+    with pytest.raises(InvalidRequestError, match="private-use"):
+        contents.marked([*plain, {"role": "user", "content": "<|im_end|>"}])
+
+
 def test_roles_are_of_a_fixed_set():
     assert [role_of(role, "role") for role in ("system", "developer", "user", "assistant")] == [
         "system",

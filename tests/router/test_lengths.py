@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from cluster.auth.keys import ANYONE
 from cluster.config import RouterConfig
-from cluster.errors import ContextLengthError, DrainingError, InvalidRequestError
+from cluster.errors import ContextLengthError, DrainingError, InvalidRequestError, RequestTooLargeError
 from router.front import Front
 from router.grpc.service import InferenceService
 from router.http import generate
@@ -351,14 +351,14 @@ def test_what_a_conversation_costs(front):
 ANY = 1 << 30
 
 
-def read(left: list[bytes], depth: int = ANY, elements: int = ANY) -> dict[str, Any]:
+def read(left: list[bytes], depth: int = ANY, elements: int = ANY, size: int = 1 << 24) -> dict[str, Any]:
     """A body that arrives in these pieces; those that were not read stay in the list."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
     held = ByteBudget(ANY, ANY, lambda tenant: None).hold("")
-    limits = BodyLimits(1 << 24, depth, elements)
+    limits = BodyLimits(size, depth, elements)
     return asyncio.run(
         read_json(Request({"type": "http", "headers": []}, receive), limits, held, LowPriority())
     )
@@ -456,6 +456,15 @@ def test_too_much_is_refused_before_all_of_it_has_come():
 def test_large_bodies_within_the_limits_are_read():
     value = {"a": 200_000 * [1], "b": '["\\' * 200_000, "c": {str(i): [i] for i in range(10_000)}}
     assert read(pieces_of(orjson.dumps(value), 70_001), 3, 1 << 20) == value
+
+
+def test_a_body_has_as_many_bytes_as_it_may_and_no_more():
+    raw = orjson.dumps({"a": "b" * 100})
+    assert read(pieces_of(raw, 10), size=len(raw)) == {"a": "b" * 100}
+    left = pieces_of(raw + 100 * b" ", 10)
+    with pytest.raises(RequestTooLargeError):
+        read(left, size=len(raw) - 1)
+    assert len(left) > 5, "nor is the rest read"
 
 
 async def test_the_refusal_of_a_router_that_leaves_comes_after_the_body(front):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -79,6 +80,23 @@ async def test_as_many_fields_as_it_may_have_and_no_more():
     with pytest.raises(InvalidRequestError) as caught:
         await parse(pb.GenerateRequest(), chat(MAX_FIELDS - 1), LowPriority())
     assert (caught.value.field, caught.value.limit) == ("message", str(MAX_FIELDS))
+
+
+async def test_others_have_turns_while_fields_are_counted():
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    chat = pb.ChatMessages(messages=[pb.ChatMessage()] * (MAX_FIELDS - 10))
+    raw = pb.GenerateRequest(chat=chat, request_id="x" * 2 * MAX_FIELDS).SerializeToString()
+    await parse(pb.GenerateRequest(), raw)
+    task.cancel()
+    assert turns > 20
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.errors import DeadlineError
 from tests.virtual_time import VirtualLoop
-from worker.admission import AGING_SECONDS, Admission
+from worker.admission import AGED_TOGETHER, AGING_SECONDS, Admission
 
 
 async def enter(admission: Admission, tokens: int, priority: int = 0) -> asyncio.Task[None]:
@@ -136,3 +136,42 @@ def test_a_flood_of_a_higher_class_starves_nobody(priority, seconds):
     waited = loop.run(flood())
     assert seconds <= waited <= seconds + 5, waited
     loop.close()
+
+
+async def test_a_request_without_tokens_leaves_nothing_inside():
+    admission = Admission(100)
+    await admission.enter(0, 0, 30.0)
+    admission.leave(0)
+    assert admission.inside_tokens == 0
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0])
+async def test_a_tenant_without_weight_has_the_usual_one(weight):
+    admission = Admission(10)
+    await enter(admission, 10)
+    other = await enter(admission, 4)
+    async with asyncio.timeout(5):
+        entering = asyncio.create_task(admission.enter(6, 0, 30.0, "odd", weight))
+        await settle()
+        admission.leave(10)
+        await asyncio.gather(other, entering)
+    assert admission.inside_tokens == 10
+
+
+async def test_few_requests_age_at_a_time_and_the_oldest_of_all_is_known():
+    """Each that ages costs a step for each that waits; hundreds at once would hold up what runs."""
+    now = 0.0
+    admission = Admission(10, clock=lambda: now)
+    await enter(admission, 10)
+    waiting = [await enter(admission, 10) for _ in range(100)]
+    now = AGING_SECONDS
+    waiting.append(await enter(admission, 10, priority=1))
+    assert admission.waiting_by_class()["high"] == 1 + AGED_TOGETHER
+    for _ in range(10):
+        waiting.append(await enter(admission, 10, priority=1))
+    assert admission.waiting_by_class() == {"high": 111, "normal": 0, "batch": 0}
+    assert admission.oldest_seconds() == AGING_SECONDS
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert admission.waiting == 0

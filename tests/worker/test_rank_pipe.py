@@ -72,8 +72,11 @@ def test_what_is_no_message_is_an_error_of_the_pipe(frame: bytes) -> None:
 
 
 def test_a_message_too_long_is_an_error_of_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that could be read."""
     monkeypatch.setattr(rank_pipe, "MAX_MESSAGE_BYTES", 16)
-    ours, theirs = Pipe()
-    theirs.send_bytes(bytes(17))
+    ours, theirs = map(RankPipe, Pipe())
+    theirs.send(rank_pipe.Failed("short"))
+    assert ours.recv() == rank_pipe.Failed("short")
+    theirs.send(rank_pipe.Failed("x" * 17))
     with pytest.raises(OSError):
-        RankPipe(ours).recv()
+        ours.recv()
