@@ -23,6 +23,7 @@ from cluster.errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant")
 _MARKS = range(0xF0000, 0xF0100)  # of a private-use plane: no template and hardly any text has them
+_SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Contents:
         special = [one for one in tokenizer.get_added_tokens_decoder().values() if one.special]
         texts = sorted({one.content for one in special if len(one.content) > 1}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
+        self._lstrip = {one.content for one in special if one.lstrip}
+        self._rstrip = {one.content for one in special if one.rstrip}
         # A mark breaks no single character, and what the normalizer makes of a text is not known beforehand.
         normalizes = tokenizer.normalizer is not None
         self._unmarkable = any(len(one.content) == 1 or (normalizes and one.normalized) for one in special)
@@ -97,27 +100,31 @@ class Contents:
     def encode(self, rendered: Rendered) -> list[int]:
         """Token ids of a rendered conversation that holds marks."""
         ids: list[int] = []
-        for piece, is_marked in self._pieces(rendered):
-            tokenizer = self._plain if is_marked else self._tokenizer
+        for piece, tokenizer in self._pieces(rendered):
             ids += tokenizer.encode(piece.replace(rendered.mark, ""), add_special_tokens=False).ids
         return ids
 
-    def _pieces(self, rendered: Rendered) -> Iterator[tuple[str, bool]]:
-        """Split at the template's special tokens, as the tokenizer itself does before anything else; what has no marks
-        stays together."""
+    def _pieces(self, rendered: Rendered) -> Iterator[tuple[str, Tokenizer]]:
+        """Split at the template's special tokens, as the tokenizer itself does before anything else, with the white space
+        that these take; what has no marks stays together."""
         assert self._special is not None
         text, mark = rendered.text, rendered.mark
         begin = end = 0
         for found in (*self._special.finditer(text), None):
             until = found.start() if found is not None else len(text)
-            if mark in text[end:until]:
+            between = text[end:until]
+            if mark in between:
+                if found is not None and found[0] in self._lstrip:
+                    until = end + len(between.rstrip())
                 if end > begin:
-                    yield text[begin:end], False
-                yield text[end:until], True
+                    yield text[begin:end], self._tokenizer
+                yield text[end:until], self._inside if end else self._plain
                 begin = until
             end = found.end() if found is not None else until
+            if found is not None and found[0] in self._rstrip:
+                end = next(_SPACE.finditer(text, end)).end()
         if end > begin:
-            yield text[begin:end], False
+            yield text[begin:end], self._tokenizer
 
     @cached_property
     def _plain(self) -> Tokenizer:
@@ -125,3 +132,15 @@ class Contents:
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain
+
+    @cached_property
+    def _inside(self) -> Tokenizer:
+        """As `_plain`, for what does not begin the conversation: sentencepiece's `first` puts a space before the beginning
+        only."""
+        settings = self._tokenizer.to_str()
+        inner = settings.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
+        if inner == settings:
+            return self._plain
+        inside = Tokenizer.from_str(inner)
+        inside.encode_special_tokens = True
+        return inside

@@ -75,6 +75,26 @@ async def test_what_stands_around_a_marked_content_is_encoded_as_before(text):
     assert forged[-3:] == around[-3:]
 
 
+@pytest.mark.parametrize("prefix", ["always", "first", "never"])
+@pytest.mark.parametrize("takes", [{}, {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}])
+@pytest.mark.parametrize("around", ["<|u|>\n{}\n<|u|> ab", "{} <|u|>", " <|u|> ab<|u|> {}"])
+def test_marked_contents_are_encoded_as_if_their_texts_were_of_no_special_token(prefix, takes, around):
+    """Phi's turns take the white space behind them; Llama's and Mistral's tokenizers begin a conversation with a space."""
+    pieces = [chr(code) for code in range(32, 127)] + ["\n", "▁", "ab", "▁ab"]
+
+    def tokenizer(*special):
+        made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("a", "b"), ("▁", "ab")]))
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix)
+        made.add_special_tokens([AddedToken(one, normalized=False, **takes) for one in special])
+        return made
+
+    contents = Contents(tokenizer("<|u|>", "<|e|>"))
+    (message,), mark = contents.marked([{"role": "user", "content": "ab <|e|> ab"}])
+    rendered = Rendered(around.format(message["content"]), mark)
+    expected = tokenizer("<|u|>").encode(around.format("ab <|e|> ab"), add_special_tokens=False).ids
+    assert contents.encode(rendered) == expected
+
+
 def test_overlapping_texts_of_special_tokens_are_all_marked():
     contents = Contents(byte_level(*(AddedToken(name, special=True) for name in ("<a>", "><", "<a><b>"))))
     (message,), mark = contents.marked([{"role": "user", "content": "<a><a><b><a>"}])
