@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.server
 import json
@@ -38,6 +39,8 @@ class SmallHub(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
+    """Compresses whatever a client lets it, as servers of large files do."""
+
     server: SmallHub
 
     def log_message(self, *_: object) -> None:
@@ -59,18 +62,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _send_file(self, name: str) -> None:
         first = int((self.headers["range"] or "bytes=0-").partition("=")[2].rstrip("-"))
         self.server.asked.append(f"{name}@{first}")
-        body = self.server.files[name][first:]
+        body, encoding = self._encoded(self.server.files[name][first:])
         cut = self.server.break_after
         self.server.break_after = None
         self.send_response(206 if first else 200)
+        self.send_header("content-encoding", encoding)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body if cut is None else body[:cut])
         if cut is not None:
             self.close_connection = True
 
+    def _encoded(self, body: bytes) -> tuple[bytes, str]:
+        accepted = "gzip" in self.headers.get("accept-encoding", "")
+        return (gzip.compress(body), "gzip") if accepted else (body, "identity")
+
     def _answer(self, status: int, body: bytes) -> None:
+        body, encoding = self._encoded(body)
         self.send_response(status)
+        self.send_header("content-encoding", encoding)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -131,6 +141,23 @@ def test_bytes_that_are_not_the_promised_ones_are_refused(hub: SmallHub, tmp_pat
     with pytest.raises(ModelError, match=r"model\.safetensors of org/name is not what the Hub's hash says"):
         fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
     assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_bytes_that_were_refused_are_not_kept(hub: SmallHub, tmp_path: Path) -> None:
+    """A part of the whole size would be taken for the file by every later attempt."""
+    hub.files["config.json"] = bytes(len(FILES["config.json"]))
+    with pytest.raises(ModelError):
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    hub.files["config.json"] = FILES["config.json"]
+    fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert (tmp_path / "config.json").read_bytes() == FILES["config.json"]
+
+
+def test_a_part_one_byte_too_long_is_begun_again(hub: SmallHub, tmp_path: Path) -> None:
+    (tmp_path / ".config.json.part").write_bytes(FILES["config.json"] + b"x")
+    fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert "config.json@0" in hub.asked
+    assert (tmp_path / "config.json").read_bytes() == FILES["config.json"]
 
 
 def test_what_was_pinned_is_what_is_served(hub: SmallHub, tmp_path: Path) -> None:

@@ -61,6 +61,14 @@ def test_names_beside_a_file_cannot_be_foreseen(tmp_path: Path) -> None:
     assert state.safe_files is safe_files
 
 
+def test_a_file_that_could_not_be_written_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    """Its parts would fill the folder, and hold what the file holds."""
+    (tmp_path / "state.json").mkdir()
+    with pytest.raises(OSError):
+        safe_files.replace(tmp_path / "state.json", b"secret")
+    assert [one.name for one in tmp_path.iterdir()] == ["state.json"]
+
+
 @pytest.mark.parametrize("name", [".lock", ".config.json.part", "config.json"])
 def test_a_cache_with_links_in_it_changes_nothing_elsewhere(
     name: str, hub: SmallHub, tmp_path: Path, victim: Path
