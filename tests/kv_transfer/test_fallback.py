@@ -113,6 +113,14 @@ async def test_the_decode_worker_alone_may_require_nixl(unreachable):
         assert not decode.caches[0].any(), "it came over gRPC"
 
 
+@pytest.mark.parametrize("wanted", ["nixl", "rdma"])
+async def test_a_prefill_worker_without_what_is_required_is_refused_at_once(wanted):
+    async with decode_side(config("nixl")) as decode, prefill_side(config("grpc")) as prefill:
+        decode.receiver.config = config("auto", require_transport=wanted)
+        with pytest.raises(BatonError, match="no common transport"):
+            await prefill.open(decode.ref, TOKENS)
+
+
 @pytest.mark.parametrize(("transport", "required"), [("grpc", "nixl"), ("grpc", "rdma"), ("nixl", "grpc")])
 def test_what_could_never_be_met_is_refused_at_start(transport, required):
     with pytest.raises(ValidationError, match="make them equal, or transport auto"):
