@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from cluster import rpc
 from cluster.auth.keys import Caller
@@ -59,7 +60,7 @@ class InferenceService:
             with self._front.request(completion, caller, arrival=arrival) as life:
                 await self._write(_responses(life, completion, caller), context)
 
-    async def _write(self, responses: AsyncGenerator[pb.GenerateResponse, None], context: Context) -> None:
+    async def _write(self, responses: AsyncGenerator[Message, None], context: Context) -> None:
         deadline = WriteDeadline(self._front.config.write_seconds)
         try:
             # Closed here whatever happens: that cancels the request at its workers.
@@ -99,7 +100,9 @@ class InferenceService:
                 del raw
                 self._check_model(request.model)
                 ids = await self._encode(request, caller)
-            await context.write(pb.TokenizeResponse(token_ids=ids))
+            # Sent with a message that is never read, it would be sent again with the status, which gRPC refuses.
+            await context.send_initial_metadata(())
+            await self._write(_only(pb.TokenizeResponse(token_ids=ids)), context)
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
         validator = self._front.validator
@@ -139,7 +142,11 @@ def _refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) 
         except BatonError as error:
             refusal = error.with_traceback(None)
             refusal.__context__ = refusal.__cause__ = None
-        await rpc.abort(context, refusal)
+        try:
+            await rpc.abort(context, refusal)
+        except grpc.aio.InternalError:
+            # The status waited behind an answer that was not read, until the client had gone.
+            raise asyncio.CancelledError from None
 
     return answered
 
@@ -198,6 +205,10 @@ def _asked(request: pb.GenerateRequest, context: Context) -> Asked:
         explain=request.explain,
         deadline_seconds=context.time_remaining(),
     )
+
+
+async def _only(response: Message) -> AsyncGenerator[Message, None]:
+    yield response
 
 
 async def _responses(

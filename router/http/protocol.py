@@ -118,8 +118,10 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
         if not self._in_head and not self._in_body:
             self._stop_timer()
-        elif self._timer is None:
-            self._expect(self.limits.header_seconds if self._in_head else self.limits.body_seconds)
+        elif self._timer is None and self._in_head:
+            self._expect(self.limits.header_seconds)
+        else:
+            self._expect_body()
 
     def _parse(self, data: bytes) -> None:
         left = memoryview(data)
@@ -197,6 +199,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._expect_reading()
+        self._expect_body()
         if self._running is None or self._running.response_complete:
             self.waiting[self] = None
             self._await_request()
@@ -254,6 +257,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def _expect(self, seconds: float) -> None:
         self._stop_timer()
         self._timer = self.loop.call_later(seconds, self._late, seconds)
+
+    def _expect_body(self) -> None:
+        """Of the request that runs: while one is answered, the body of the next is not read."""
+        if self._in_body and self._timer is None and self.cycle is self._running:
+            self._expect(self.limits.body_seconds)
 
     def _late(self, seconds: float) -> None:
         self._timer = None

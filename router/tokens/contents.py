@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from tokenizers import Tokenizer
 
@@ -57,6 +56,8 @@ class Contents:
         # A mark breaks no single character, and what the normalizer makes of a text is not known beforehand.
         normalizes = tokenizer.normalizer is not None
         self._unmarkable = any(len(one.content) == 1 or (normalizes and one.normalized) for one in special)
+        # Made now: for a large vocabulary it takes the interpreter some tenths of a second.
+        self._plain, self._inside = _without_special(tokenizer)
         self._ids = frozenset(
             token_id for token_id, one in tokenizer.get_added_tokens_decoder().items() if one.special
         )
@@ -126,21 +127,16 @@ class Contents:
         if end > begin:
             yield text[begin:end], self._tokenizer
 
-    @cached_property
-    def _plain(self) -> Tokenizer:
-        """The same tokenizer, which reads special tokens' texts as any other."""
-        plain = Tokenizer.from_str(self._tokenizer.to_str())
-        plain.encode_special_tokens = True
-        return plain
 
-    @cached_property
-    def _inside(self) -> Tokenizer:
-        """As `_plain`, for what does not begin the conversation: sentencepiece's `first` puts a space before the beginning
-        only."""
-        settings = self._tokenizer.to_str()
-        inner = settings.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
-        if inner == settings:
-            return self._plain
-        inside = Tokenizer.from_str(inner)
-        inside.encode_special_tokens = True
-        return inside
+def _without_special(tokenizer: Tokenizer) -> tuple[Tokenizer, Tokenizer]:
+    """The same tokenizer, which reads special tokens' texts as any other: for what begins a conversation, and for the rest,
+    before which sentencepiece's `first` puts no space."""
+    settings = tokenizer.to_str()
+    plain = Tokenizer.from_str(settings)
+    plain.encode_special_tokens = True
+    inner = settings.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
+    if inner == settings:
+        return plain, plain
+    inside = Tokenizer.from_str(inner)
+    inside.encode_special_tokens = True
+    return plain, inside

@@ -94,7 +94,7 @@ async def test_others_have_turns_while_fields_are_counted():
     task = asyncio.create_task(other())
     chat = pb.ChatMessages(messages=[pb.ChatMessage()] * (MAX_FIELDS - 10))
     raw = pb.GenerateRequest(chat=chat, request_id="x" * 2 * MAX_FIELDS).SerializeToString()
-    await parse(pb.GenerateRequest(), raw)
+    await parse(pb.GenerateRequest(), raw, LowPriority())
     task.cancel()
     assert turns > 20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,14 +26,14 @@ SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class Server:
-    def __init__(self) -> None:
+    def __init__(self, limits: HttpLimits = LIMITS) -> None:
         self.go_on = asyncio.Event()
         self.running = 0
         self._seen = 0
         self._made: list[Connection] = []
         server = self
 
-        class Seen(limited(LIMITS)):  # type: ignore[misc]
+        class Seen(limited(limits)):  # type: ignore[misc]
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
                 super().connection_made(transport)
                 server._seen += 1
@@ -182,3 +183,16 @@ async def test_each_head_of_a_connection_has_the_whole_size(server: Server) -> N
         one.send(raw[:100])
         await asyncio.sleep(0.01)
         assert await one.ask(raw[100:]) == 200
+
+
+async def test_a_request_behind_another_has_its_time_for_the_body_once_it_runs() -> None:
+    """Its body is not read before: the answer that runs must not end for it."""
+    async for server in Server(dataclasses.replace(LIMITS, body_seconds=0.4)).run():
+        connection = await server.connect()
+        connection.send(SLOW)
+        await until(lambda one=server: one.running == 1, "it runs", 5)
+        connection.send(b"POST /at-once HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nab")
+        await asyncio.sleep(1.0)
+        server.go_on.set()
+        assert await connection.status() == 200
+        assert await connection.status() == 408, "now it is late"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ LONG = "word " * 12_000  # as many bytes as fit the context
 
 @pytest.fixture(scope="module")
 def settings() -> dict[str, object]:
-    return {"model": str(MODEL), "max_concurrent_requests_per_tenant": 4}
+    return {"model": str(MODEL), "max_concurrent_requests_per_tenant": 4, "write_seconds": 2.0}
 
 
 def known(router: Router, key: str) -> str:
@@ -98,3 +99,51 @@ def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
             call.cancel()
         ended.set()
         wait_for(lambda: not refused(), 30, "the places are given back")
+
+
+def test_an_answer_that_nobody_reads_gives_its_place_back(router: Router, keys: KeyFile) -> None:
+    key = known(router, keys.add("unread", max_concurrent_requests=1))
+    message = inference_pb2.TokenizeRequest(text="\u017b#" * 20_000).SerializeToString()
+    assert len(message) < 1 << 16, "within the server's first window"
+    host, port = router.grpc.split(":")
+    with socket.create_connection((host, int(port))) as sock, Client(router.grpc, api_key=key) as client:
+        sock.sendall(_unread_call(key, message))
+
+        def refused() -> bool:
+            try:
+                client.tokenize("abc")
+            except OverloadedError:
+                return True
+            return False
+
+        wait_for(refused, 5, "the place is taken")
+        wait_for(lambda: not refused(), 10, "the place is free")
+
+
+def _unread_call(key: str, message: bytes) -> bytes:
+    """HTTP/2 of a client whose window for answers is 0."""
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
+
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/baton.v1.Inference/Tokenize",
+        ":authority": "x",
+        "te": "trailers",
+        "content-type": "application/grpc",
+        "authorization": f"Bearer {key}",
+    }
+    block = b"".join(
+        b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
+        for name, value in headers.items()
+    )
+    body = b"\0" + len(message).to_bytes(4) + message
+    pieces = [body[at : at + 16_384] for at in range(0, len(body), 16_384)]
+    return (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        + frame(4, 0, 0, b"\0\4" + bytes(4))  # SETTINGS_INITIAL_WINDOW_SIZE = 0
+        + frame(1, 4, 1, block)
+        + b"".join(frame(0, piece is pieces[-1], 1, piece) for piece in pieces)
+    )
