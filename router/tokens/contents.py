@@ -129,8 +129,8 @@ class Contents:
 
 
 def _without_special(tokenizer: Tokenizer) -> tuple[Tokenizer, Tokenizer]:
-    """The same tokenizer, which reads special tokens' texts as any other: for what begins a conversation, and for the rest,
-    before which sentencepiece's `first` puts no space."""
+    """The same tokenizer, which reads special tokens' texts as any other: for the beginning of a conversation, and for the
+    rest, before which sentencepiece's `first` puts no space."""
     settings = tokenizer.to_str()
     plain = Tokenizer.from_str(settings)
     plain.encode_special_tokens = True

@@ -30,6 +30,7 @@ from tests.waiting import wait_for
 
 LIMIT = 8
 WATCHERS = 3
+BODY_SECONDS = 1.5
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 ALONE = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -41,7 +42,7 @@ def settings() -> dict[str, Any]:
         "grpc_idle_seconds": 2.0,
         "max_health_watchers": WATCHERS,
         "header_seconds": 2.0,
-        "body_seconds": 1.5,
+        "body_seconds": BODY_SECONDS,
         "request_seconds": 20.0,
     }
 
@@ -96,6 +97,24 @@ def test_a_call_whose_message_does_not_come_ends(router: Any) -> None:
             error = rpc.error_from_rpc(caught.value)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert (error.field, error.limit) == ("message", "1 s")
+    silent.set()
+
+
+def test_a_reflection_stream_on_which_nothing_comes_ends(router: Any, keys: KeyFile) -> None:
+    silent, key = threading.Event(), f"Bearer {keys.add('curious')}"
+    models = f"{router.http}/v1/models"
+    wait_for(lambda: httpx.get(models, headers={"authorization": key}).status_code == 200, 30, "known")
+
+    def once() -> Iterator[bytes]:
+        yield b"\x3a\x00"  # list_services
+        silent.wait(30)
+
+    with grpc.insecure_channel(router.grpc, options=ALONE) as channel:
+        call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        began = time.monotonic()
+        answers = list(call(once(), timeout=20, metadata=(("authorization", key),)))
+        assert len(answers) == 1
+        assert BODY_SECONDS * 0.9 < time.monotonic() - began < BODY_SECONDS + 10
     silent.set()
 
 
