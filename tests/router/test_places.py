@@ -20,6 +20,7 @@ from router.grpc import message
 from router.grpc.service import InferenceService
 from router.http.generate import Generate
 from router.limits import FREE_BYTES, ByteBudget, Places
+from router.low_priority import LowPriority
 from router.validate import OTHER_BYTES, Validator
 from wire import inference_pb2 as pb
 
@@ -101,6 +102,7 @@ def front() -> Front:
     )
     made.metrics = SimpleNamespace(overloaded=lambda tenant: None)  # type: ignore[assignment]
     made._tenants, made._connections = Places("tenant"), Places("connection")
+    made.low_priority = LowPriority()
     made._bodies = budget(8 * MIB, 8 * MIB)
     made.in_flight, made.closed = 0, False
     return made
