@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
@@ -127,9 +128,11 @@ class DistributedGroup:
                 f"rank {rank} of {size} did not meet the others at {address} within {join_seconds:.0f} s: {reason}",
                 field="tensor_parallel",
             ) from error
-        with listening_meanwhile():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        # NCCL connects when ranks first need it, which may be later.
+        with listening_meanwhile() if backend == "gloo" else contextlib.nullcontext():
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
+                backend,
                 store=store,
                 rank=rank,
                 world_size=size,
