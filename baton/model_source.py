@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -168,8 +169,8 @@ class Hub:
 
     def _stream(self, url: str, part: Path, size: int) -> None:
         """Raises ModelError when more comes than the Hub has announced."""
-        if part.is_symlink() or (part.exists() and (not part.is_file() or part.stat().st_size > size)):
-            part.unlink()
+        if not _may_go_on(part, size):
+            part.unlink(missing_ok=True)
         have = part.stat().st_size if part.exists() else 0
         if have == size and have:
             return
@@ -242,10 +243,24 @@ def _described(one: dict[str, Any]) -> HubFile:
     return HubFile(path, size, str(large.get("sha256", "")), str(one.get("blobId", "")))
 
 
+def _may_go_on(part: Path, size: int) -> bool:
+    """Whether an attempt of this user has left it: another user could change a file of his after its hash was checked."""
+    try:
+        found = part.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size <= size and found.st_uid == os.geteuid()
+
+
 @contextlib.contextmanager
 def _alone(directory: Path, hub: Hub) -> Iterator[None]:
     """Pods that share a volume take turns: the first one downloads, the others find it done."""
-    with safe_files.append(directory / ".lock", mode=SHARED) as lock:
+    # Other users' pods lock it as well, so it is opened to be read only; a pipe of this name must not hold this one up.
+    flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    path = directory / ".lock"
+    with os.fdopen(os.open(path, flags, SHARED), "rb") as lock:
+        if not stat.S_ISREG(os.fstat(lock.fileno()).st_mode):
+            raise ConfigError(f"--out: {path} is no regular file; remove it", field="out")
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

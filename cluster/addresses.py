@@ -65,5 +65,5 @@ def interface_of(host: str) -> str:
 def _interface_with(addresses: set[str]) -> str:
     for name, own in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] in addresses for one in own):
-            return name
+            return name.partition(":")[0]  # behind the colon is the label of a further address, no interface
     return ""

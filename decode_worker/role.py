@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from cluster.errors import (
     BatonError,
@@ -239,9 +240,10 @@ class DecodeRole:
         """Cancelled by `end`. Until the first token the prompt counts against what may be inside at a time."""
         try:
             tokens = len(request.prompt_tokens) + len(request.output_tokens)
-            await self.admission.enter(
+            priority = await self.admission.enter(
                 tokens, request.priority, patience_seconds, request.tenant, request.weight
             )
+            request = replace(request, priority=priority)
             attempt.inside_tokens, attempt.entered, attempt.is_entered = tokens, time.monotonic(), True
             await self._enter(attempt, request)
         except BatonError as error:

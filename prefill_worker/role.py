@@ -191,7 +191,7 @@ class PrefillRole:
         tokens = attempt.token_count
         remaining = attempt.deadline - time.monotonic()
         spec = attempt.request.spec
-        await self.admission.enter(tokens, spec.priority, remaining, spec.tenant, spec.weight)
+        priority = await self.admission.enter(tokens, spec.priority, remaining, spec.tenant, spec.weight)
         inside = True
         attempt.freed.clear()
         handoff: OutgoingHandoff | None = None
@@ -203,7 +203,7 @@ class PrefillRole:
                 handoff = await self._reserve(attempt)
                 self._at_reserved(attempt.transfer_id)
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
-            prefilled = await self._compute(attempt, handoff)
+            prefilled = await self._compute(attempt, handoff, priority)
             self.admission.leave(tokens)
             inside = False
             if handoff is not None:
@@ -229,14 +229,15 @@ class PrefillRole:
         remaining = max(0.05, attempt.deadline - time.monotonic())
         return await self._sender.reserve(request.decode, spec, remaining)
 
-    async def _compute(self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None) -> Prefilled:
+    async def _compute(
+        self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None, priority: int
+    ) -> Prefilled:
         attempt.machine.to(PrefillState.COMPUTING)
         started = time.monotonic()
         self._by_engine_id[attempt.engine_id] = attempt
         request = request_from_wire(attempt.engine_id, attempt.request.spec, prefill_only=True)
-        if handoff is None:
-            request = replace(request, export=False)
-        else:
+        request = replace(request, priority=priority, export=handoff is not None)
+        if handoff is not None:
             if attempt.trace is not None:
                 handoff.parts = attempt.parts = PartTimes()
             await handoff.start(attempt.engine_id)

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 
 from cluster.errors import DeadlineError
+from engine.scheduler.scheduler import AGING_SECONDS
 from worker.fair_queue import FairQueue, Waiting
 
-AGING_SECONDS = 30.0  # in one class
 AGED_TOGETHER = 16  # taking one out of a queue costs a step for each that waits in it
 CLASSES = ("high", "normal", "batch")
 
@@ -61,12 +61,17 @@ class Admission:
 
     async def enter(
         self, tokens: int, priority: int, timeout_seconds: float, tenant: str = "", weight: float = 1.0
-    ) -> None:
-        """Waits for a turn. `priority`: above 0 is high, 0 normal, below batch. Raises DeadlineError; then nothing
-        was taken."""
+    ) -> int:
+        """Wait for a turn. `priority`: above 0 is high, 0 normal, below batch.
+
+        Returns the priority to compute it with: that of its class, which is a higher one if it has waited long. Raises
+        DeadlineError; then nothing was taken.
+        """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         now, weight = self._clock(), weight if weight > 0 else 1.0
-        waiting = Waiting(max(1, tokens), tenant, weight, now, next(self._order), turn, queued=now)
+        waiting = Waiting(
+            max(1, tokens), tenant, weight, now, next(self._order), turn, queued=now, priority=priority
+        )
         self._queue_of(priority).push(waiting)
         self._admit()
         try:
@@ -84,6 +89,7 @@ class Admission:
         finally:
             turn.cancel()
             self._remove(waiting)
+        return waiting.priority
 
     def leave(self, tokens: int) -> None:
         self._inside_tokens -= max(1, tokens)
@@ -122,7 +128,7 @@ class Admission:
                     break
                 waiting = queue.oldest
                 queue.remove(waiting)
-                waiting.queued = now
+                waiting.queued, waiting.priority = now, 0 if queue is self._batch else 1
                 higher.push(waiting)
 
     def check_integrity(self) -> None:

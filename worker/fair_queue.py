@@ -27,6 +27,7 @@ class Waiting:
     turn: asyncio.Future[None]
     tag: float = 0.0
     queued: float = 0.0  # when it came into the queue where it is
+    priority: int = 0  # of that queue
 
     def __lt__(self, other: Waiting) -> bool:
         return (self.tag, self.order) < (other.tag, other.order)

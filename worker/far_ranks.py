@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 import torch
@@ -44,10 +44,20 @@ class RankHost:
     ) -> None:
         from worker.ranks import rank_main
 
-        connection: Any = Client(leader, authkey=key)
+        connection = _connect_to(leader, key)
         connection.send_bytes(rank.to_bytes(RANK_BYTES, "big"))
         settings = WorkerConfig.model_validate({**config, "advertise_host": source_address(leader[0])})
         rank_main(rank, connection, settings, epoch, group)
+
+
+def _connect_to(leader: tuple[str, int], key: bytes) -> Any:
+    """The other end of `Door`. multiprocessing's own client knows no IPv6, and waits without end."""
+    with socket.create_connection(leader, HANDSHAKE_SECONDS) as sock:
+        sock.settimeout(None)
+        connection: Any = Connection(os.dup(sock.fileno()))
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    return connection
 
 
 class RankActor:

@@ -92,7 +92,7 @@ class RankPipe:
         frame = memoryview(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
         try:
             return self._decoders[frame[0]].decode(frame[1:])
-        except (IndexError, msgspec.MsgspecError) as error:
+        except (IndexError, ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise OSError(f"what came through the pipe is no message: {error}") from error
 
     def poll(self, seconds: float) -> bool:

@@ -183,7 +183,12 @@ class RemoteRank:
             elif isinstance(event, Raised):
                 self._fail(f"rank {self.rank} has failed in a step: {event.name}", event.name)
             else:
-                self.on_event(event)
+                try:
+                    self.on_event(event)
+                except Exception:
+                    log.exception("a message of rank %d could not be handled", self.rank)
+                    self._fail(f"a message of rank {self.rank} could not be handled: {type(event).__name__}")
+                    return
 
 
 def serve_pipe(

@@ -3,6 +3,7 @@ chunks; then waiting ones are admitted while the token budget, the batch and the
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from operator import attrgetter
 from typing import Protocol
@@ -12,9 +13,12 @@ from engine.cache.block_pool import BlockPool
 from engine.plan import BlockCopy
 from engine.request import StepOutput
 from engine.scheduler.growth import SetAside
-from engine.scheduler.sequence import Sequence
+from engine.scheduler.sequence import HIGHEST, Sequence
 from engine.scheduler.states import SequenceState as S
 from engine.scheduler.victim import choose_victim
+
+# After so long in one class a waiting sequence counts as of the next higher one, so that no class starves another.
+AGING_SECONDS = 30.0
 
 
 class Owner(Protocol):
@@ -42,6 +46,7 @@ class Scheduler:
         self._set_aside = SetAside(config.page_size, config.max_model_len)
 
     def enqueue(self, sequence: Sequence) -> None:
+        sequence.waits_since = time.monotonic()
         self.waiting.append(sequence)
         self.waiting.sort(key=lambda s: s.order)
 
@@ -87,6 +92,8 @@ class Scheduler:
             busy.add(sequence)
             budget -= count
         scheduled = [(s, n) for s, n in scheduled if s.state is S.RUNNING]
+        if self.waiting:
+            self._age()
         while self.waiting and budget > 0 and len(self.running) < self._config.max_batch_requests:
             sequence = self.waiting[0]
             count = self._admit(sequence, budget, bool(scheduled))
@@ -95,6 +102,16 @@ class Scheduler:
             scheduled.append((sequence, count))
             budget -= count
         return scheduled
+
+    def _age(self) -> None:
+        now = time.monotonic()
+        aged = [s for s in self.waiting if s.rank > HIGHEST and now - s.waits_since >= AGING_SECONDS]
+        for sequence in aged:
+            sequence.rank -= 1
+            sequence.order = (sequence.rank, sequence.arrival)
+            sequence.waits_since = now
+        if aged:
+            self.waiting.sort(key=lambda s: s.order)
 
     def _admit(self, sequence: Sequence, budget: int, others: bool) -> int:
         held: list[int] = []

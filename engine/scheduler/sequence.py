@@ -8,6 +8,8 @@ from cluster.state_machine import StateMachine
 from engine.request import EngineRequest, PromptChunk
 from engine.scheduler.states import TRANSITIONS, SequenceState
 
+HIGHEST = -1  # rank of the class high
+
 
 def rank_of(request: EngineRequest) -> int:
     """Rank of the request's class: high before normal before batch. Priority numbers within a class are equal."""
@@ -34,6 +36,7 @@ class Sequence:
     prompt_compute_seconds: float = 0.0  # its share of the steps that computed its prompt
     chunks: list[PromptChunk] = field(default_factory=list)
     paused: bool = False
+    waits_since: float = 0.0  # monotonic seconds: in the queue, and in its class
     rank: int = field(init=False)
     order: tuple[int, int] = field(init=False)  # sort key: class, then arrival
     machine: StateMachine[SequenceState] = field(init=False)

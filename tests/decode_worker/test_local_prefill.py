@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from cluster.faults.points import NO_FAULTS
 from cluster.follow_ups import FollowUps
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
+from engine.scheduler import scheduler
 from kv_transfer.base import HandoffState
 from tests.engine.fake_model import VOCAB, FakeRunner
 from wire import common_pb2, decode_pb2
@@ -76,12 +78,18 @@ class Local:
         self._readers: list[asyncio.Task[None]] = []
 
     def ask(
-        self, name: str, tenant: str = "", weight: float = 1.0, priority: int = 0, deadline_ms: int = 60_000
+        self,
+        name: str,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
+        deadline_ms: int = 60_000,
+        new: int = 2,
     ) -> bytes:
         number = len(self._readers)
         spec = common_pb2.GenerateSpec(
-            prompt_tokens=pack_tokens([3 + number] * PROMPT),
-            sampling=common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
+            prompt_tokens=pack_tokens([3 + number % 90, 3 + number // 90] * (PROMPT // 2)),
+            sampling=common_pb2.SamplingParams(max_tokens=new, ignore_eos=True),
             salt=bytes(16),
             tenant=tenant,
             weight=weight,
@@ -187,3 +195,27 @@ async def test_what_the_engine_refuses_gives_its_place_back(local):
     await local.run()
     assert local.outcomes["long"].error.code == "ContextLengthError"
     assert local.first == ["r"]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("priority", [0, -1])
+async def test_one_that_has_waited_long_is_computed_before_those_who_come_later(
+    inside, priority, local, monkeypatch
+):
+    """In the engine too it counts as of the higher class: there all of a class go by their arrival."""
+    monkeypatch.setattr(scheduler, "AGING_SECONDS", 0.05 if inside else 1e6)
+    local.role.admission._aging_seconds = 1e6 if inside else 0.05
+    local.ask("high", priority=1, new=1)  # so a step has room for one prompt, and nothing beside it
+    if not inside:
+        local.ask("another", priority=1, new=1)
+    local.ask("other", priority=priority, new=1)
+    asked = 0
+    began = time.monotonic()
+    while "other" not in local.first and time.monotonic() - began < 2:
+        while local.role.admission.waiting < 4:
+            asked += 1
+            local.ask(f"high{asked}", priority=1, new=1)
+            await local.settle()
+        await local.step()
+    assert "other" in local.first, f"{len(local.first)} others went before it"
+    await local.run()

@@ -177,3 +177,20 @@ async def test_a_cancel_says_that_blocks_are_free_when_they_are():
         assert answer.known
         assert world.engine.stats().blocks_held == 0
         call.cancel()
+
+
+async def test_the_engine_computes_with_the_priority_that_admission_gave(monkeypatch):
+    async with serving() as (world, stub):
+        enter, add, priorities = world.role.admission.enter, world.engine.add, []
+
+        async def aged(*arguments):
+            await enter(*arguments)
+            return 1
+
+        monkeypatch.setattr(world.role.admission, "enter", aged)
+        monkeypatch.setattr(world.engine, "add", lambda one: (priorities.append(one.priority), add(one)))
+        call = stub.Run(run(new=1))
+        await until(lambda: world.engine.has_work, "the engine has it")
+        await world.steps()
+        assert [event async for event in call][-1].HasField("end")
+        assert priorities == [1]

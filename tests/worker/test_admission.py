@@ -115,7 +115,8 @@ def test_a_flood_of_a_higher_class_starves_nobody(priority, seconds):
     served: list[str] = []
 
     async def ask(tenant: str, priority: int) -> None:
-        await admission.enter(10, priority, 1e6, tenant)
+        entered = await admission.enter(10, priority, 1e6, tenant)
+        assert entered == 1, "what is computed is of the class that its turn came in"
         served.append(tenant)
         await asyncio.sleep(1.0)
         admission.leave(10)

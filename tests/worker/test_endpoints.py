@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -80,6 +81,15 @@ def test_a_worker_opens_ports_on_its_own_interface_only() -> None:
     interface = interface_of(own)
     allowed = {one.address.partition("%")[0] for one in psutil.net_if_addrs()[interface]}
     assert {address for address, _ in sockets} <= allowed
+
+
+def test_a_further_address_of_an_interface_has_its_name_without_the_label(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Linux lists `ip addr add … label eth0:1` under the label, which UCX, gloo and NCCL do not know."""
+    address = SimpleNamespace(address="10.9.9.9")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [], "eth0:1": [address]})
+    assert interface_of("10.9.9.9") == "eth0"
 
 
 def test_what_the_operator_tells_ucx_is_kept() -> None:

@@ -141,6 +141,21 @@ def test_only_who_has_the_key_comes_in() -> None:
         door.close()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_rank_reaches_its_leader_over_both_families(host: str) -> None:
+    door = Door(host)
+    try:
+        pipe = far_ranks._connect_to(door.address, door.key)
+        pipe.send_bytes(rank_bytes(3))
+        with door.wait([3])[3] as there, pipe:
+            there.send_bytes(b"go")
+            assert pipe.recv_bytes() == b"go"
+        with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
+            far_ranks._connect_to(door.address, b"guessed")
+    finally:
+        door.close()
+
+
 def test_a_silent_connection_keeps_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port scan, for example."""
     monkeypatch.setattr("worker.far_ranks.START_SECONDS", 10.0)

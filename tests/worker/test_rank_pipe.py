@@ -60,8 +60,13 @@ def test_every_kind_is_sent_by_its_own_number() -> None:
     assert {kind.__name__ for kind in kinds} >= {"Ready", "Beat", "Land", "PartBytes", "Granted", "Wake"}
 
 
+DEEP = b"\x04\x81\xa1x" + b"\x91" * 100_000
+NO_TEXT = b"\x04\x81\xa1\xff\x01"
+
+
 @pytest.mark.parametrize(
-    "frame", [b"", b"\xff\x80", b"\x04", b"\x04\xc1", b"\x04\x80", b"\x04\x81\xa7arrived\xa1x"]
+    "frame",
+    [b"", b"\xff\x80", b"\x04", b"\x04\xc1", b"\x04\x80", b"\x04\x81\xa7arrived\xa1x", NO_TEXT, DEEP],
 )
 def test_what_is_no_message_is_an_error_of_the_pipe(frame: bytes) -> None:
     ours, theirs = Pipe()

@@ -311,6 +311,19 @@ def test_a_rank_that_can_handle_no_more_messages_has_failed():
         assert failures == ["rank 1 has died"]
 
 
+def test_a_message_that_the_leader_cannot_handle_ends_the_rank():
+    """Its later messages would not be read."""
+    with spawned() as (remote, _, failures):
+
+        def refuse(event: Any) -> None:
+            raise KeyError("not what was expected")
+
+        remote.on_event = refuse
+        remote.handle(small(1))
+        wait_for(lambda: failures, 30.0, "it is noticed")
+        assert failures == ["a message of rank 1 could not be handled: Confirmed"]
+
+
 def test_a_rank_that_was_told_to_close_has_not_failed():
     with spawned() as (remote, _, failures):
         remote.start_closing()

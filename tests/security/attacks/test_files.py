@@ -6,6 +6,7 @@ import gzip
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,44 @@ def test_a_cache_with_links_in_it_changes_nothing_elsewhere(
         assert not (cache / "config.json").is_symlink()
         assert (cache / "config.json").read_bytes() == FILES["config.json"]
     assert victim.read_text() == "untouched"
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_a_part_of_another_user_is_not_gone_on_with(
+    theirs: bool, hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could change it after its hash was checked."""
+    part = tmp_path / ".config.json.part"
+    part.write_bytes(FILES["config.json"])
+    me = os.geteuid() + theirs
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    with part.open("rb") as kept:
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+        assert os.fstat(kept.fileno()).st_nlink == (0 if theirs else 1)
+
+
+def test_a_pipe_for_a_lock_is_refused_at_once(hub: SmallHub, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(ConfigError, match="no regular file") as caught:
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert caught.value.field == "out"
+
+
+def test_a_lock_that_may_only_be_read_is_enough(hub: SmallHub, tmp_path: Path) -> None:
+    """Another user's pod has made it."""
+    (tmp_path / ".lock").touch(0o444)
+    opened: list[int] = []
+    real = os.open
+
+    def watched(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if str(path).endswith(".lock"):
+            opened.append(flags & os.O_ACCMODE)
+        return real(path, flags, *more, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", watched)
+        fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30)
+    assert opened == [os.O_RDONLY]
 
 
 def test_a_link_to_the_right_file_is_replaced_by_the_file(hub: SmallHub, tmp_path: Path) -> None:
