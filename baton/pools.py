@@ -82,13 +82,16 @@ class Pool:
     """Equal workers, and what Ray has to find for each."""
 
     config: WorkerConfig
+    given: Mapping[
+        str, Any
+    ]  # the same as its deployer was given it: secrets are in files, or in the nodes' environment
     replicas: int
     gpus: int = 0
     resources: Mapping[str, float] = field(default_factory=dict)  # of Ray's own naming
 
 
 def deploy(
-    pools: Mapping[Role, list[WorkerConfig]],
+    pools: Mapping[Role, Pool],
     environment: Mapping[str, str],
     autoscaling: ServeAutoscalingConfig | None = None,
 ) -> None:
@@ -100,11 +103,10 @@ def deploy(
     from ray import serve
 
     serve.start(proxy_location="Disabled")
-    wanted = {role: Pool(configs[0], len(configs)) for role, configs in pools.items() if configs}
     if autoscaling is None:
-        serve.run(application(wanted, environment), name=APPLICATION, route_prefix=None)
+        serve.run(application(pools, environment), name=APPLICATION, route_prefix=None)
     else:
-        scaled_pools.deploy(APPLICATION, wanted, environment, autoscaling)
+        scaled_pools.deploy(APPLICATION, pools, environment, autoscaling)
 
 
 def application(
@@ -113,11 +115,13 @@ def application(
     autoscaling: ServeAutoscalingConfig | None = None,
 ) -> Any:
     """One Serve application, so that one policy can scale both pools. Serve wants one deployment at its root: the
-    later pool is bound to the earlier one, which only keeps its handle."""
+    later pool is bound to the earlier one, which only keeps its handle.
+
+    Ray keeps what is bound, and shows it to whoever reads its state: so no secret is in it.
+    """
     bound: Any = None
     for role, pool in pools.items():
-        config = pool.config.model_dump(mode="json", exclude={"worker_id"})
-        bound = _deployment(role, pool, autoscaling).bind(config, dict(environment), bound)
+        bound = _deployment(role, pool, autoscaling).bind(dict(pool.given), dict(environment), bound)
     return bound
 
 

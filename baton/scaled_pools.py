@@ -1,8 +1,7 @@
 """The pools' Serve application with a policy for all of it.
 
 Serve takes such a policy only with a declared application, which it builds in a task of its own from an import path.
-What the builder needs holds secrets, and Serve writes a builder's arguments into its log: it travels in the
-environment of that task instead.
+Serve writes a builder's arguments into its log, so what the builder needs travels in the environment of that task instead.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from baton.autoscaling.config import ServeAutoscalingConfig
+from cluster import settings
 from cluster.config import Role, WorkerConfig
 from cluster.errors import SetupError
 
@@ -38,7 +38,7 @@ def deploy(
     described = {
         "pools": {
             role: {
-                "config": pool.config.model_dump(mode="json", exclude={"worker_id"}),
+                "given": dict(pool.given),
                 "replicas": pool.replicas,
                 "gpus": pool.gpus,
                 "resources": dict(pool.resources),
@@ -80,7 +80,7 @@ def build(arguments: dict[str, str]) -> Any:
 
     described = json.loads(os.environ[VARIABLE])
     pools: dict[Role, Pool] = {
-        role: Pool(**{**one, "config": WorkerConfig.model_validate(one["config"])})
+        role: Pool(config=settings.load(WorkerConfig, {}, values=one["given"]), **one)
         for role, one in described["pools"].items()
     }
     return application(

@@ -52,4 +52,4 @@ def build(arguments: dict[str, Any]) -> Any:
 
 def _pool(described: PoolDescription) -> Pool:
     config = settings.load(WorkerConfig, {}, values=described.config)
-    return Pool(config, described.replicas, described.gpus, described.resources)
+    return Pool(config, described.config, described.replicas, described.gpus, described.resources)

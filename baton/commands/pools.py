@@ -34,9 +34,11 @@ def run_pools(config: Path, address: str, ready_file: Path | None, deployed: boo
     from baton import pools
 
     described = _read(config)
+    given = {role: described.get(role, []) for role in ROLES}
     workers = {
-        role: [settings.load(WorkerConfig, {}, values=one) for one in described.get(role, [])]
-        for role in ROLES
+        role: pools.Pool(settings.load(WorkerConfig, {}, values=alike[0]), alike[0], len(alike))
+        for role, alike in given.items()
+        if alike
     }
     _connect(address, stop)
     try:

@@ -29,6 +29,7 @@ from baton.local.children import Child
 from baton.local.exit_notices import ExitNotices
 from baton.local.options import UpOptions
 from baton.local.ray_pools import RayPools
+from baton.local.secret_files import without_secrets
 from baton.local.state import ClusterState, RedisState, RouterState, WorkerState, check_writable
 from baton.local.supervisor import Supervisor
 from cluster.config import Role, RouterConfig
@@ -235,22 +236,21 @@ class LocalCluster:
         command = children.baton_command("router", "--config", str(path), "--ready-file", str(ready))
         return children.start(name, command, self._logs)
 
-    def _worker_configs(self) -> dict[Role, list[dict[str, Any]]]:
-        counts: dict[Role, int] = {"decode": self._options.decode, "prefill": self._options.prefill_workers}
-        return {
-            role: [
-                self._options.worker_config(role, self._redis_url, self._namespace, self._secret).model_dump(
-                    mode="json"
-                )
-                for _ in range(count)
-            ]
-            for role, count in counts.items()
-        }
+    def _counts(self) -> dict[Role, int]:
+        return {"decode": self._options.decode, "prefill": self._options.prefill_workers}
+
+    def _worker_configs(self) -> dict[str, list[dict[str, Any]]]:
+        """As Ray may keep them."""
+        configs = {}
+        for role, count in self._counts().items():
+            config = self._options.worker_config(role, self._redis_url, self._namespace, self._secret)
+            configs[str(role)] = [without_secrets(config, self._dir)] * count
+        return configs
 
     def _start_worker_processes(self) -> None:
         self._progress("starting workers")
-        for role, configs in self._worker_configs().items():
-            for _ in configs:
+        for role, count in self._counts().items():
+            for _ in range(count):
                 start = partial(self._start_worker, role)
                 on_gone = self._prefill_gone if role == "prefill" else _ignore
                 self._workers.add(start(), start, on_gone, served=self._has_served)
@@ -272,7 +272,7 @@ class LocalCluster:
         options, policy = self._options, self._options.policy
         kept = self._dir / "workers"
         described: dict[str, Any] = {
-            **{str(role): configs for role, configs in self._worker_configs().items()},
+            **self._worker_configs(),
             "environment": {**options.worker_environment(), places.DIRECTORY_VARIABLE: str(kept)},
         }
         if policy is not None:
