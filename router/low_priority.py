@@ -7,17 +7,27 @@ the work on everything that hundreds of other clients sent meanwhile.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
+
+# A step takes at most about a third of this: steps then take at most a third of a turn, however long turns are.
+SECONDS_PER_STEP = 0.001
 
 
 class LowPriority:
-    """One step per turn of the event loop, in the order of arrival: 64 KiB of a long body, or a request without a key.
+    """Steps in the order of arrival: 64 KiB of a long body, 256 fields of a long message, or a request without a key.
+
+    One per turn of the event loop, and further ones for each millisecond that the turn before took: on a busy loop, whose
+    turns are long, one alone would let bodies come in at a few MiB per second.
 
     What waits is bounded by the requests in flight and the connections, each of which waits for one step at a time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._turned = 0.0  # when steps were last released
 
     @property
     def waiting(self) -> int:
@@ -27,16 +37,20 @@ class LowPriority:
         """Wait until the caller may go on; its step ends where it awaits something."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
+            self._turned = self._clock()
             loop.call_soon(self._release)
         turn = loop.create_future()
         self._waiting.append(turn)
         await turn
 
     def _release(self) -> None:
-        while self._waiting:
+        now = self._clock()
+        steps = max(1, int((now - self._turned) / SECONDS_PER_STEP))
+        self._turned = now
+        while self._waiting and steps:
             turn = self._waiting.popleft()
             if not turn.done():  # its task was not cancelled
                 turn.set_result(None)
-                break
+                steps -= 1
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._release)

@@ -25,7 +25,7 @@ async def turns(count: int) -> None:
 
 
 async def test_others_run_between_two_steps():
-    order, said = LowPriority(), []
+    order, said = LowPriority(lambda: 0.0), []
 
     async def long(name: str) -> None:
         for number in range(3):
@@ -45,7 +45,7 @@ async def test_others_run_between_two_steps():
 
 
 async def test_a_waiter_that_is_cancelled_takes_no_step_from_others():
-    order, done = LowPriority(), []
+    order, done = LowPriority(lambda: 0.0), []
 
     async def one(name: str) -> None:
         await order.step()
@@ -61,6 +61,29 @@ async def test_a_waiter_that_is_cancelled_takes_no_step_from_others():
         with pytest.raises(asyncio.CancelledError):
             await task
     assert not order.waiting
+
+
+@pytest.mark.parametrize(("turn", "most"), [(0.0, 1), (0.0105, 10)])
+async def test_long_turns_have_more_steps(turn: float, most: int):
+    """Else the bytes that come in per second would fall with everything else that the loop does."""
+    now, released = 0.0, []
+    order = LowPriority(lambda: now)
+
+    async def one() -> None:
+        await order.step()
+        released.append(1)
+
+    tasks = [asyncio.create_task(one()) for _ in range(300)]
+    await asyncio.sleep(0)
+    gained = []
+    for _ in range(10):
+        before = len(released)
+        now += turn
+        await asyncio.sleep(0)
+        gained.append(len(released) - before)
+    assert max(gained) == most
+    for task in tasks:
+        task.cancel()
 
 
 async def test_steps_go_on_after_a_pause():
