@@ -35,6 +35,7 @@ LINGER_SECONDS = 0.5
 RETRY_SECONDS = 1
 # Above the limit, where each connection has a request: up to this many get 429, more are closed at once.
 TOLD = 64
+MAX_PIPELINED = 64  # requests sent before the answer to the one that runs
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0
+        self._ended_in_read = False  # a request's last bytes were in the bytes received last
         self._body_came = False  # bytes of the body arrived since this was last reset
         self._between_bytes = 0  # bytes of chunk framing and trailers since the last bytes of the body itself
         self._refused = False
@@ -101,15 +103,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._body_came = False
+        self._body_came = self._ended_in_read = False
         self._parse(data)
         if self._refused or self.transport.is_closing():
             return
-        if self._in_head and self._head_bytes + len(data) > self.limits.header_bytes:
-            self._refuse(431, _too_large(self.limits.header_bytes))
-            return
-        if self._in_head:
+        if self._in_head and not self._ended_in_read:  # else most of it may be of the request before
             self._head_bytes += len(data)
+            if self._head_bytes > self.limits.header_bytes:
+                self._refuse(431, _too_large(self.limits.header_bytes))
+                return
         if self._in_body:
             # The parser buffers a trailer or a chunk extension until it is complete, so both need a bound.
             self._between_bytes = 0 if self._body_came else self._between_bytes + len(data)
@@ -178,6 +180,9 @@ class LimitedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.header_bytes:
             self._give_up(431, _too_large(self.limits.header_bytes))
+        if len(self.pipeline) >= MAX_PIPELINED:
+            text, limit = f"at most {MAX_PIPELINED} requests before their answers", str(MAX_PIPELINED)
+            self._give_up(429, OverloadedError(text, field="pipeline", limit=limit))
         self._stop_timer()
         self.waiting.pop(self, None)
         self._in_head, self._in_body, self._body_came = False, True, True
@@ -190,7 +195,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # so says the parser that reads no further than the head
-        self._in_body = False
+        self._in_body, self._ended_in_read = False, True
         super().on_message_complete()
         if self.cycle.response_complete:
             self._await_request()
@@ -239,6 +244,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, error: BatonError) -> None:
         """Says so, if no answer is on its way, and lets the connection end."""
         self._refused = True
+        self.pipeline.clear()
         self._stop_timer()
         running = self._running
         if running is None or running.response_complete or not running.response_started:

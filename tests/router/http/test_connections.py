@@ -196,3 +196,32 @@ async def test_a_request_behind_another_has_its_time_for_the_body_once_it_runs()
         server.go_on.set()
         assert await connection.status() == 200
         assert await connection.status() == 408, "now it is late"
+
+
+async def test_requests_before_an_answer_have_a_number(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take no place, and each costs memory."""
+    monkeypatch.setattr(protocol, "MAX_PIPELINED", 3)
+    connection = await server.connect()
+    connection.send(SLOW + 3 * GET)
+    await until(lambda: server.running == 1, "it runs", 5)
+    server.go_on.set()
+    assert [await connection.status() for _ in range(4)] == [200] * 4
+    server.go_on.clear()
+    connection.send(SLOW)
+    await until(lambda: server.running == 1, "it runs", 5)
+    connection.send(4 * GET)
+    assert [await connection.status() for _ in range(2)] == [429, 0]
+    await until(lambda: not server.connections, "it is closed", 5)
+
+
+async def test_a_head_is_as_long_as_itself_whatever_came_before_it(server: Server) -> None:
+    """All of it came in one read with the end of the request before."""
+    connection = await server.connect()
+    body = bytes(2 * HEAD_BYTES)
+    first = b"POST /at-once HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    connection.send(first + body + GET[:-4])
+    assert await connection.status() == 200
+    connection.send(GET[-4:])
+    assert await connection.status() == 200
