@@ -328,6 +328,11 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
     max_body_bytes_in_flight_per_tenant: int = Field(
         64 << 20, ge=0, description="the same for one tenant; 0 = one body of max_body_bytes"
     )
+    max_text_bytes: Count = Field(
+        2 << 20,
+        ge=1,
+        description="of one prompt that is text: tokenising takes about 200 bytes of memory for each",
+    )
     max_choices: Count = Field(16, ge=1, description="n")
     max_prompts: Count = Field(64, ge=1, description="prompts of one completion request")
     max_stop_strings: Count = Field(16, ge=1, description="in stop")
@@ -350,7 +355,7 @@ class RouterConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
         4096, ge=1, description="above it the longest idle one is closed, or the new one refused"
     )
     http_idle_seconds: Count = Field(
-        5, ge=1, description="an HTTP connection on which no request comes for so long ends"
+        75, ge=1, description="an HTTP connection on which no request comes for so long ends"
     )
     max_grpc_connections: Count = Field(1024, ge=1, description="more are closed at once")
     grpc_idle_seconds: Seconds = Field(

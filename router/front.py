@@ -48,9 +48,12 @@ class Front:
         self.requests = 0
         self.live = Live(services, metrics, self._own_state)
 
-    async def encode(self, given: str | Rendered, *, special: bool = True, tenant: str = "") -> list[int]:
-        """Tokenise a prompt. Raises ContextLengthError before tokenising a text that cannot fit."""
-        self.validator.check_text(given if isinstance(given, str) else given.text)
+    async def encode(
+        self, given: str | Rendered, *, special: bool = True, truncated: bool = False, tenant: str = ""
+    ) -> list[int]:
+        """Tokenise a prompt. Raises ContextLengthError or InvalidRequestError before tokenising a text that is too long;
+        one that will be `truncated` may exceed the context."""
+        self.validator.check_text(given if isinstance(given, str) else given.text, truncated=truncated)
         return await self.text.encode(given, special=special, tenant=tenant)
 
     @contextlib.contextmanager

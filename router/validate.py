@@ -136,16 +136,22 @@ class Validator:
                     limit=str(self.max_model_len),
                 )
 
-    def check_text(self, text: str) -> None:
-        """Refuse a text that cannot fit the context, before it is tokenised. Raises ContextLengthError."""
-        most = self._most_text_bytes
-        if most is None or 4 * len(text) <= most:
+    def check_text(self, text: str, *, truncated: bool = False) -> None:
+        """Refuse a text before it is tokenised: one that cannot fit the context, unless it is to be `truncated`, and one
+        above `max_text_bytes`. Raises ContextLengthError, InvalidRequestError."""
+        fits = None if truncated else self._most_text_bytes
+        allowed = self._config.max_text_bytes
+        most = allowed if fits is None else min(fits, allowed)
+        if 4 * len(text) <= most:
             return
         size = len(text)  # each character is a byte at least: no copy is made of a text that is far too long
         if size <= most:
             size = len(text.encode(errors="surrogatepass"))
-        if size > most:
+        if fits is not None and size > fits:
             raise self._too_long("prompt", size)
+        if size > allowed:
+            message = f"prompt: {size} bytes of text; max_text_bytes is {allowed}"
+            raise InvalidRequestError(message, field="prompt", limit=str(allowed))
 
     def check_message(self, size: int) -> None:
         """Refuse a message of so many bytes, before it is parsed, if no request that fits the context is as long.

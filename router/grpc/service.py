@@ -60,6 +60,11 @@ class InferenceService:
             with self._front.request(completion, caller, arrival=arrival) as life:
                 await self._write(_responses(life, completion, caller), context)
 
+    async def _answer(self, response: Message, context: Context) -> None:
+        # Sent with a message that is never read, it would be sent again with the status, which gRPC refuses.
+        await context.send_initial_metadata(())
+        await self._write(_only(response), context)
+
     async def _write(self, responses: AsyncGenerator[Message, None], context: Context) -> None:
         deadline = WriteDeadline(self._front.config.write_seconds)
         try:
@@ -100,20 +105,18 @@ class InferenceService:
                 del raw
                 self._check_model(request.model)
                 ids = await self._encode(request, caller)
-            # Sent with a message that is never read, it would be sent again with the status, which gRPC refuses.
-            await context.send_initial_metadata(())
-            await self._write(_only(pb.TokenizeResponse(token_ids=ids)), context)
+            await self._answer(pb.TokenizeResponse(token_ids=ids), context)
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
         validator = self._front.validator
         with self._front.place(caller_of(self._front, context), context.peer()) as held:
             await read_message(context, self._front.config, held)
-        model = pb.Model(
-            id=validator.served_name,
-            max_model_len=validator.max_model_len,
-            created_unix_seconds=self._front.created_unix_seconds,
-        )
-        await context.write(pb.ListModelsResponse(models=[model]))
+            model = pb.Model(
+                id=validator.served_name,
+                max_model_len=validator.max_model_len,
+                created_unix_seconds=self._front.created_unix_seconds,
+            )
+            await self._answer(pb.ListModelsResponse(models=[model]), context)
 
     async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller) -> list[int]:
         """Of a text or a conversation."""

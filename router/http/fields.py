@@ -193,13 +193,18 @@ def truncates(body: Mapping[str, Any]) -> bool:
     return body.get("truncate_prompt_tokens") is not None
 
 
+def check_truncation(body: Mapping[str, Any], context: int) -> None:
+    """Before the prompt is tokenised, which may take seconds."""
+    value = body.get("truncate_prompt_tokens")
+    if value is not None and (type(value) is not int or not (value == -1 or 1 <= value <= context)):
+        raise _bad("truncate_prompt_tokens", f"must be -1 or 1 … {context}")
+
+
 def truncated(body: Mapping[str, Any], prompt: list[int], context: int, max_tokens: Any) -> list[int]:
     """The prompt's last `truncate_prompt_tokens` tokens; -1 keeps as many as leave room for max_tokens."""
     value = body.get("truncate_prompt_tokens")
     if value is None:
         return prompt
-    if type(value) is not int or not (value == -1 or 1 <= value <= context):
-        raise _bad("truncate_prompt_tokens", f"must be -1 or 1 … {context}")
     if value == -1:
         answer = max_tokens if type(max_tokens) is int else 1
         value = max(1, context - max(1, answer))

@@ -91,6 +91,7 @@ class Generate:
 
     async def _read_chat(self, request: Request, body: Mapping[str, Any]) -> list[Completion]:
         fields.check(body, fields.CHAT, ignore_unknown=self._ignore_unknown)
+        fields.check_truncation(body, self._front.validator.max_model_len)
         size = chat_size(body.get("messages"), self._front.validator)
         effort = fields.reasoning_effort(body)
         tenant = caller_of(request).tenant
@@ -101,6 +102,7 @@ class Generate:
 
     async def _read_completion(self, request: Request, body: Mapping[str, Any]) -> list[Completion]:
         fields.check(body, fields.COMPLETION, ignore_unknown=self._ignore_unknown)
+        fields.check_truncation(body, self._front.validator.max_model_len)
         prompts = await self._prompts(body, caller_of(request).tenant)
         # OpenAI's default of 16 for this old endpoint, where a chat takes what the context leaves.
         given = fields.max_tokens(body)
@@ -123,9 +125,9 @@ class Generate:
     async def _encode(
         self, body: Mapping[str, Any], text: str | Rendered, tenant: str, *, special: bool = True
     ) -> list[int]:
-        """Tokenise a prompt. One that will be truncated may be longer than the context."""
-        encode = self._front.text.encode if fields.truncates(body) else self._front.encode
-        return await encode(text, special=special, tenant=tenant)
+        return await self._front.encode(
+            text, special=special, truncated=fields.truncates(body), tenant=tenant
+        )
 
     def _check_length(self, body: Mapping[str, Any], tokens: int) -> None:
         if not fields.truncates(body):

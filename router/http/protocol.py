@@ -211,6 +211,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _unframed(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def _disconnect(self) -> None:
@@ -292,6 +294,24 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+def _unframed(cycle: RequestResponseCycle, app: Any) -> Any:
+    """HTTP/1.0 has no chunks: the end of the connection ends a body of unknown length.
+
+    uvicorn sends any body without a length in chunks unless `chunked_encoding` is set before. It then expects a body of
+    the announced length, so each piece is announced.
+    """
+    cycle.chunked_encoding = False
+
+    async def answered(scope: Any, receive: Any, send: Any) -> None:
+        async def unframed(message: Any) -> None:
+            cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, unframed)
+
+    return answered
 
 
 def limited(limits: HttpLimits) -> type[asyncio.Protocol]:

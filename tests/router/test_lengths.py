@@ -30,6 +30,7 @@ from router.http.lengths import chat_size
 from router.limits import ByteBudget
 from router.low_priority import LowPriority
 from router.tokens.bound import most_bytes
+from router.tokens.contents import Rendered
 from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, LONG_CHARACTERS, MESSAGE_CHARACTERS, ModelText
 from router.validate import OTHER_BYTES, TOKEN_ID_BYTES, Validator
 from wire import inference_pb2 as pb
@@ -186,6 +187,41 @@ async def test_a_text_that_cannot_fit_is_not_tokenised(front):
     assert not front.text.encoded
     front.text.most_bytes = None
     assert await front.encode("a" * 10**6) == [1]
+
+
+@pytest.mark.parametrize("most_bytes", [None, 3, 1000])
+async def test_a_text_has_a_limit_of_its_own(front, most_bytes):
+    """Where the context's is higher, or unknown, or does not count because the prompt is truncated."""
+    front.text.most_bytes = most_bytes
+    front.validator = Validator(RouterConfig(model=Path("/models/m"), max_text_bytes=100), front.text)
+    for text in ("a" * 100, "é" * 50):
+        assert await front.encode(text) == [1]
+    front.text.encoded.clear()
+    for text in ("a" * 101, "é" * 51, Rendered("a" * 101, "")):
+        for truncated in (False, True):
+            with pytest.raises(InvalidRequestError, match="max_text_bytes is 100") as caught:
+                await front.encode(text, truncated=truncated)
+            assert (caught.value.field, caught.value.limit) == ("prompt", "100")
+    assert not front.text.encoded
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+async def test_a_truncation_is_checked_before_its_text_is_tokenised(front, kind):
+    body = {"truncate_prompt_tokens": CONTEXT + 1, "prompt": "a"}
+    if kind == "chat":
+        body = {"truncate_prompt_tokens": 0, "messages": [{"role": "user", "content": "a"}]}
+    request: Any = SimpleNamespace(scope={}, headers={})
+    with pytest.raises(InvalidRequestError) as caught:
+        await getattr(generate.Generate(front), f"_read_{kind}")(request, body)
+    assert caught.value.field == "truncate_prompt_tokens"
+    assert not front.text.encoded and not front.text.rendered
+
+
+async def test_what_is_truncated_may_exceed_the_context(front):
+    asked = {"prompt": "a" * (3 * CONTEXT + 1)}
+    assert await generate.Generate(front)._prompts({**asked, "truncate_prompt_tokens": 4}, "") == [[1]]
+    with pytest.raises(ContextLengthError):
+        await generate.Generate(front)._prompts(asked, "")
 
 
 def many(count: int, content: Any = "") -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from starlette.requests import Request
 
-from cluster.auth.keys import Caller
+from cluster.auth.keys import Caller, RateLimits
 from cluster.config import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
 from router.front import Front
@@ -21,6 +21,7 @@ from router.grpc.service import InferenceService
 from router.http.generate import Generate
 from router.limits import FREE_BYTES, ByteBudget, Places
 from router.low_priority import LowPriority
+from router.quota.quota import Use
 from router.validate import OTHER_BYTES, Validator
 from wire import inference_pb2 as pb
 
@@ -276,3 +277,26 @@ async def test_a_message_that_is_slow_or_late_gives_its_bytes_back(monkeypatch: 
         await read(Call(b"", 60.0), bodies.hold("b"))
     held.release()
     assert held_by(bodies) == (0, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_request_that_no_worker_sees_is_charged_once_and_settled_without_tokens(fails: bool) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Quota:
+        async def charge(self, tenant: str, limits: RateLimits, tokens: int) -> str:
+            calls.append(("charge", tenant, limits, tokens))
+            return "charge 1"
+
+        async def settle(self, charge: str, use: Use) -> None:
+            calls.append(("settle", charge, use))
+
+    front = object.__new__(Front)
+    front.services = SimpleNamespace(quota=Quota())  # type: ignore[assignment]
+    front.config = RouterConfig(model=Path("m"), tokens_per_minute_per_tenant=7)
+    with contextlib.suppress(ContextLengthError):
+        async with front.counted(Caller("acme", rate_limits=RateLimits(3, 5))):
+            assert len(calls) == 1
+            if fails:
+                raise ContextLengthError("too long")
+    assert calls == [("charge", "acme", RateLimits(3, None), 0), ("settle", "charge 1", Use(0, 0))]

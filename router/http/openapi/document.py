@@ -69,6 +69,7 @@ def _limits(front: Front) -> dict[str, float | int]:
         "max_body_bytes": config.max_body_bytes,
         "max_body_bytes_in_flight": config.max_body_bytes_in_flight,
         "max_body_bytes_in_flight_per_tenant": config.max_body_bytes_in_flight_per_tenant,
+        "max_text_bytes": config.max_text_bytes,
         "max_json_depth": config.max_json_depth,
         "max_json_elements": config.max_json_elements,
         "max_answer_entries": config.max_answer_entries,

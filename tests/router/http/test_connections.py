@@ -17,12 +17,18 @@ from starlette.types import Receive, Scope, Send
 
 from router.http import protocol
 from router.http.protocol import HttpLimits, limited
+from router.http.reading import EventStream
 from tests.waiting import until
 
 LIMIT, HEADERS, HEAD_BYTES = 2, 5, 400
 LIMITS = HttpLimits(HEAD_BYTES, HEADERS, LIMIT, 30, 30, 30, 30)
 GET = b"GET /at-once HTTP/1.1\r\nhost: x\r\n\r\n"
 SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def _pieces() -> AsyncIterator[bytes]:
+    for piece in (b"one", b"two"):
+        yield piece
 
 
 class Server:
@@ -48,7 +54,11 @@ class Server:
         if scope["path"] == "/slow":
             await self.go_on.wait()
         self.running -= 1
-        await PlainTextResponse("answered")(scope, receive, send)
+        if scope["path"] == "/pieces":
+            pieces = EventStream(_pieces(), {}, lambda: None)
+            await pieces(scope, receive, send)
+        else:
+            await PlainTextResponse("answered")(scope, receive, send)
 
     @property
     def connections(self) -> int:
@@ -96,6 +106,11 @@ class Connection:
             return 0
         return int(head.split()[1])
 
+    async def rest(self) -> bytes:
+        """What comes until the connection ends."""
+        async with asyncio.timeout(10):
+            return await self._reader.read()
+
     async def ask(self, raw: bytes = GET) -> int:
         self.send(raw)
         return await self.status()
@@ -105,6 +120,29 @@ class Connection:
 async def server() -> AsyncIterator[Server]:
     async for one in Server().run():
         yield one
+
+
+async def test_an_http_1_0_stream_has_no_chunks_and_ends_with_the_connection(server: Server) -> None:
+    for method, body in ((b"GET", b"onetwo"), (b"HEAD", b"")):
+        connection = await server.connect()
+        connection.send(method + b" /pieces HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+        head, _, came = (await connection.rest()).partition(b"\r\n\r\n")
+        assert came == body
+        assert b"transfer-encoding" not in head and b"connection: close" in head
+
+
+async def test_an_http_1_0_answer_of_known_length_says_it(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(b"GET /at-once HTTP/1.0\r\n\r\n")
+    head, _, came = (await connection.rest()).partition(b"\r\n\r\n")
+    assert came == b"answered" and b"content-length: 8" in head
+
+
+async def test_an_http_1_1_stream_is_chunked(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(b"GET /pieces HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    head, _, came = (await connection.rest()).partition(b"\r\n\r\n")
+    assert came == b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n" and b"transfer-encoding: chunked" in head
 
 
 async def busy(server: Server) -> list[Connection]:

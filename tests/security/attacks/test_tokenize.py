@@ -101,13 +101,20 @@ def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
         wait_for(lambda: not refused(), 30, "the places are given back")
 
 
-def test_an_answer_that_nobody_reads_gives_its_place_back(router: Router, keys: KeyFile) -> None:
-    key = known(router, keys.add("unread", max_concurrent_requests=1))
-    message = inference_pb2.TokenizeRequest(text="\u017b#" * 20_000).SerializeToString()
+UNREAD = {
+    "Tokenize": inference_pb2.TokenizeRequest(text="\u017b#" * 20_000).SerializeToString(),
+    "ListModels": b"",
+}
+
+
+@pytest.mark.parametrize("method", UNREAD)
+def test_an_answer_that_nobody_reads_gives_its_place_back(method: str, router: Router, keys: KeyFile) -> None:
+    key = known(router, keys.add(f"unread {method}", max_concurrent_requests=1))
+    message = UNREAD[method]
     assert len(message) < 1 << 16, "within the server's first window"
     host, port = router.grpc.split(":")
     with socket.create_connection((host, int(port))) as sock, Client(router.grpc, api_key=key) as client:
-        sock.sendall(_unread_call(key, message))
+        sock.sendall(_unread_call(method, key, message))
 
         def refused() -> bool:
             try:
@@ -120,7 +127,7 @@ def test_an_answer_that_nobody_reads_gives_its_place_back(router: Router, keys: 
         wait_for(lambda: not refused(), 10, "the place is free")
 
 
-def _unread_call(key: str, message: bytes) -> bytes:
+def _unread_call(method: str, key: str, message: bytes) -> bytes:
     """HTTP/2 of a client whose window for answers is 0."""
 
     def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -129,7 +136,7 @@ def _unread_call(key: str, message: bytes) -> bytes:
     headers = {
         ":method": "POST",
         ":scheme": "http",
-        ":path": "/baton.v1.Inference/Tokenize",
+        ":path": f"/baton.v1.Inference/{method}",
         ":authority": "x",
         "te": "trailers",
         "content-type": "application/grpc",
