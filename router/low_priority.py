@@ -11,15 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-# A step takes at most about a third of this: steps then take at most a third of a turn, however long turns are.
-SECONDS_PER_STEP = 0.001
+# A step takes up to about 1 ms, so steps lengthen a turn by at most a third, however long turns are.
+SECONDS_PER_STEP = 0.004
 
 
 class LowPriority:
     """Steps in the order of arrival: 64 KiB of a long body, 256 fields of a long message, or a request without a key.
 
-    One per turn of the event loop, and further ones for each millisecond that the turn before took: on a busy loop, whose
-    turns are long, one alone would let bodies come in at a few MiB per second.
+    One per turn of the event loop, and a further one for each 4 ms that the turn before took: on a busy loop, whose turns
+    are long, one alone would let bodies come in at a few MiB per second.
 
     What waits is bounded by the requests in flight and the connections, each of which waits for one step at a time.
     """

@@ -63,7 +63,7 @@ async def test_a_waiter_that_is_cancelled_takes_no_step_from_others():
     assert not order.waiting
 
 
-@pytest.mark.parametrize(("turn", "most"), [(0.0, 1), (0.0105, 10)])
+@pytest.mark.parametrize(("turn", "most"), [(0.0, 1), (0.0425, 10)])
 async def test_long_turns_have_more_steps(turn: float, most: int):
     """Else the bytes that come in per second would fall with everything else that the loop does."""
     now, released = 0.0, []
