@@ -7,7 +7,7 @@ from types import TracebackType
 import httpx
 
 from cluster.errors import UnauthenticatedError, UnavailableError
-from cluster.tls import ClientTls
+from cluster.security.tls import ClientTls
 
 TIMEOUT_SECONDS = 5.0
 

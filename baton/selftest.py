@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import httpx
 
+from baton.cli.output import console
 from baton.client import Client
 from baton.client.types import Completion
-from baton.commands.output import console
 from cluster.errors import BatonError, InternalError, UnavailableError
-from cluster.tls import ClientTls
+from cluster.security.tls import ClientTls
 from loadgen.config import LoadConfig
 
 PROBE_SECONDS = 5.0
@@ -31,7 +31,7 @@ TOGETHER = 4
 
 
 @dataclass(frozen=True)
-class Doors:
+class RouterEndpoints:
     """How to reach the routers."""
 
     url: str
@@ -43,7 +43,7 @@ class Doors:
         return Client(self.targets, api_key=self.api_key, tls=self.tls, timeout_seconds=REQUEST_SECONDS)
 
 
-def check_health(doors: Doors, seconds: float) -> str:
+def check_health(doors: RouterEndpoints, seconds: float) -> str:
     """Both doors answer, and somebody can prefill and decode. Raises UnavailableError after `seconds`."""
     address = doors.url.rstrip("/")
     verify = doors.tls.context() if doors.tls is not None else True
@@ -63,7 +63,7 @@ def check_health(doors: Doors, seconds: float) -> str:
     raise UnavailableError(f"{address} was not ready within {seconds:.0f} s: {why}", field="url")
 
 
-def check_generation(doors: Doors) -> str:
+def check_generation(doors: RouterEndpoints) -> str:
     """One prompt is continued, token by token."""
     with doors.client() as client:
         answer = _generate(client, _prompt(client, PROMPT_TOKENS // 8))
@@ -72,7 +72,7 @@ def check_generation(doors: Doors) -> str:
     return f"{len(answer.token_ids)} tokens in {answer.timings.total_seconds:.3f} s"
 
 
-def check_prefix_hit(doors: Doors, seconds: float) -> str:
+def check_prefix_hit(doors: RouterEndpoints, seconds: float) -> str:
     """A prompt that was sent before is not computed again. Raises InternalError when it is, for `seconds`."""
     with doors.client() as client:
         prompt = _prompt(client, PROMPT_TOKENS)
@@ -84,7 +84,7 @@ def check_prefix_hit(doors: Doors, seconds: float) -> str:
     raise InternalError(f"no prefix hit within {seconds:.0f} s")
 
 
-def check_handoff(doors: Doors, seconds: float, transport: str) -> str:
+def check_handoff(doors: RouterEndpoints, seconds: float, transport: str) -> str:
     """KV moves from a prefill to a decode worker, over `transport` if it is named.
 
     The router may let a decode worker prefill by itself when that is quicker, so prompts are sent together until one
@@ -108,7 +108,7 @@ def check_handoff(doors: Doors, seconds: float, transport: str) -> str:
     raise InternalError(f"no hand-off{wanted} within {seconds:.0f} s: {seen}")
 
 
-def check_load(doors: Doors, seconds: float, rate: float) -> str:
+def check_load(doors: RouterEndpoints, seconds: float, rate: float) -> str:
     """An open loop of `rate` requests a second in which none fails. Raises InternalError otherwise."""
     from loadgen.load import run_all
     from loadgen.table import print_report

@@ -20,10 +20,10 @@ import uvloop
 
 from bench.checkpoint import SHAPE
 from bench.handoff_common import BLOCKS, CONFIG, PAGE_SIZE, RAW_BYTES, kv_cache, layout
-from kv_transfer.base import HandoffSpec, Reservation
+from kv_transfer.contract import HandoffSpec, Reservation
+from kv_transfer.decode_side.receiver import HandoffReceiver
+from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.memory import aligned_bytes
-from kv_transfer.receiver import HandoffReceiver
-from kv_transfer.receiver_rank import ReceiverRank
 from kv_transfer.transports.nixl import NixlEndpoint
 from wire import common_pb2, handoff_pb2
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import grpc
 
-from cluster.config import Role
+from cluster.config.models import Role
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
-from cluster.wire_version import WIRE_VERSION
+from cluster.protocol.wire_version import WIRE_VERSION
 from wire import common_pb2, decode_pb2, prefill_pb2
 
 MODEL_ID = "bench-stub"

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cluster.config import WorkerConfig
+from cluster.config.models import WorkerConfig
 from cluster.errors import SetupError
+from cluster.kubernetes.pod import Pod
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
-from cluster.pod import Pod
-from kv_transfer.receiver import HandoffReceiver
-from kv_transfer.ring import SlotState
+from kv_transfer.decode_side.receiver import HandoffReceiver
+from kv_transfer.decode_side.ring import SlotState
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 2.0  # before the first query: most doubts end with the peer'
 ASK_SECONDS = 5.0  # between two queries about the same peer
 
 
-class PeerExits(Protocol):
+class PeerExitSource(Protocol):
     """A source of proofs that a peer's process has exited."""
 
     def has_exited(self, pod: Pod) -> bool:
@@ -46,7 +46,7 @@ class DoubtWatch:
     def __init__(
         self,
         receiver: HandoffReceiver,
-        exits: PeerExits,
+        exits: PeerExitSource,
         registered: Callable[[], Sequence[WorkerInfo]],
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -121,8 +121,8 @@ def open_doubt_watch(config: WorkerConfig, receiver: HandoffReceiver) -> DoubtWa
         return None
     from kubernetes import config as kubernetes_config
 
-    from cluster.kubernetes_api import open_api
-    from cluster.pod_exits import PodExits
+    from cluster.kubernetes.api import open_api
+    from cluster.kubernetes.pod_exits import PodExits
 
     try:
         api = open_api(config.topology.kubeconfig)

@@ -20,8 +20,8 @@ from cluster.telemetry.arrivals import Arrivals
 from decode_worker import attempt_trace
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from engine.request import EngineRequest, RequestDone, StepOutput, TokenOutput
-from kv_transfer.base import HandoffState
-from kv_transfer.receiver import HandoffReceiver
+from kv_transfer.contract import HandoffState
+from kv_transfer.decode_side.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2
 from worker.admission import Admission
 from worker.attempt_log import MAX_UNREAD_TOKENS, AttemptLog

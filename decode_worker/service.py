@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 
-from cluster import rpc
 from cluster.errors import BatonError
-from cluster.wire_version import check_wire_version
-from decode_worker.exited_peers import ExitedPeers
+from cluster.protocol.wire_version import check_wire_version
+from cluster.rpc import errors
+from decode_worker.peer_exits import ReportedPeerExits
 from decode_worker.role import DecodeRole
-from kv_transfer.base import HandoffState
-from kv_transfer.receiver import HandoffReceiver
+from kv_transfer.contract import HandoffState
+from kv_transfer.decode_side.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
 from worker.core import WorkerCore
 from worker.validate import check_name, check_transfer_id
@@ -27,7 +27,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._core = core
         self._role = role
         self._receiver = receiver
-        self._exited = ExitedPeers(receiver)
+        self._exited = ReportedPeerExits(receiver)
 
     async def Attach(
         self, request: decode_pb2.AttachRequest, context: Context
@@ -38,7 +38,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             check_name("request_id", request.request_id)
             attempt = self._role.attach(request)
         except BatonError as error:
-            await rpc.abort(context, error)
+            await errors.abort(context, error)
         reading = self._role.attempts.read(attempt, request.from_position, lambda: self._role.resume(attempt))
         async with contextlib.aclosing(reading) as events:
             async for event in events:
@@ -53,7 +53,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             check_name("request_id", request.request_id)
             attempt = self._role.run(request)
         except BatonError as error:
-            await rpc.abort(context, error)
+            await errors.abort(context, error)
         reading = self._role.attempts.read(attempt, 0, lambda: self._role.resume(attempt))
         async with contextlib.aclosing(reading) as events:
             async for event in events:
@@ -64,7 +64,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         try:
             self._role.check_abort(request)
         except BatonError as error:
-            await rpc.abort(context, error)
+            await errors.abort(context, error)
         # A router that hangs up while it waits must not leave half of it done.
         state = await self._core.follow_ups.complete(self._role.abort(request.transfer_id))
         committed = state is HandoffState.COMMITTED
@@ -92,11 +92,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             async for reply in self._receiver.serve(request_iterator):
                 yield reply
         except BatonError as error:
-            await rpc.abort(context, error)
+            await errors.abort(context, error)
 
 
 async def _checked(transfer_id: bytes, context: Context) -> None:
     try:
         check_transfer_id(transfer_id)
     except BatonError as error:
-        await rpc.abort(context, error)
+        await errors.abort(context, error)

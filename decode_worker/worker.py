@@ -6,15 +6,15 @@ import asyncio
 import logging
 from typing import Any
 
-from cluster.config import WorkerConfig
+from cluster.config.models import WorkerConfig
 from cluster.errors import InternalError
-from decode_worker import readings
+from decode_worker import metrics
 from decode_worker.doubt_watch import open_doubt_watch
+from decode_worker.engine_adapter import HandoffEngineAdapter
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
-from decode_worker.takeover import Takeover
-from kv_transfer.receiver import HandoffReceiver
-from kv_transfer.ring import SlotState
+from kv_transfer.decode_side.receiver import HandoffReceiver
+from kv_transfer.decode_side.ring import SlotState
 from wire import decode_pb2_grpc
 from worker.core import WorkerCore
 from worker.role_worker import RoleWorker
@@ -31,7 +31,7 @@ class DecodeWorker(RoleWorker):
             layout=core.layout,
             ranks=core.ranks.endpoints,
             addresses=core.ranks.addresses,
-            engine=Takeover(core, self._role),
+            engine=HandoffEngineAdapter(core, self._role),
             config=config.transfer,
             is_ended=self._role.attempts.is_ended,
             faults=core.faults,
@@ -44,7 +44,7 @@ class DecodeWorker(RoleWorker):
         core.on_output = self._role.on_output
         core.status = self._status
         core.books = [self._role.admission.check_integrity, self._receiver.check_integrity]
-        core.collectors = readings.collectors(self._role, self._receiver)
+        core.collectors = metrics.collectors(self._role, self._receiver)
         service = DecodeService(core, self._role, self._receiver)
         core.server.add(lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server))
 

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.block_hash import hash_block, hash_blocks, pack_tokens
-from cluster.config import EngineConfig
+from cluster.config.models import EngineConfig
 from cluster.errors import (
     BlocksExhaustedError,
     ContextLengthError,
@@ -22,6 +21,7 @@ from cluster.errors import (
     InvalidRequestError,
     engine_request_error,
 )
+from cluster.protocol.block_hash import hash_block, hash_blocks, pack_tokens
 from cluster.state_machine import StateMachine
 from engine.cache.block_pool import BlockPool
 from engine.model.config import ModelConfig
@@ -257,7 +257,7 @@ class Engine:
         self._count["evicted"] += 1
         return True
 
-    def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
+    def return_to_router(self, victim: Sequence, output: StepOutput) -> bool:
         if not (limit := self._config.recompute_limit_tokens) or len(victim.tokens) <= limit:
             return False
         family = self._requests.pop(victim.request.request_id)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cluster import huge_pages
-from cluster.config import EngineConfig
+from cluster.config.models import EngineConfig
 from cluster.errors import ConfigError
-from cluster.memory import available_bytes
+from cluster.process import huge_pages
+from cluster.process.memory import available_bytes
 from engine.parallel.group import TpGroup
 
 # Shares for an unset kv_memory. CPU: share of the free memory, which other processes use too. CUDA: share of the card's

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster import huge_pages
-from cluster.huge_pages import PAGE
+from cluster.process import huge_pages
+from cluster.process.huge_pages import PAGE
 
 
 def aligned_bytes(size: int, device: torch.device) -> Tensor:

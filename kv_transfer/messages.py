@@ -1,5 +1,5 @@
 """What a leader tells its ranks' hand-off endpoints, and what they tell it: plain data, of types that msgpack has
-(worker/rank_pipe.py).
+(worker/ranks/pipe.py).
 
 A rank may live in its leader's process or in another one; neither side can tell.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.geometry import Flow
+from kv_transfer.layout.geometry import Flow
 
 DRAM, VRAM = "DRAM", "VRAM"  # NIXL's names
 PROBE_PREFIX = b"probe:"  # of the notification that finds out whether NIXL reaches a rank; a nonce follows

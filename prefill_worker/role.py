@@ -7,6 +7,7 @@ import logging
 import time
 from dataclasses import replace
 
+from cluster.background_tasks import FollowUps
 from cluster.errors import (
     BatonError,
     BlocksExhaustedError,
@@ -18,13 +19,12 @@ from cluster.errors import (
     engine_request_error,
 )
 from cluster.faults.points import Point
-from cluster.first_token import ends_with_first_token
-from cluster.follow_ups import FollowUps
+from cluster.protocol.first_token import ends_with_first_token
 from cluster.telemetry.arrivals import Arrivals
 from engine.request import EngineRequest, StepOutput
-from kv_transfer.base import HandoffSpec
-from kv_transfer.part_times import PartTimes
-from kv_transfer.sender import HandoffSender, OutgoingHandoff
+from kv_transfer.contract import HandoffSpec
+from kv_transfer.prefill_side.part_times import PartTimes
+from kv_transfer.prefill_side.sender import HandoffSender, OutgoingHandoff
 from prefill_worker import attempt_trace
 from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
 from wire import common_pb2, prefill_pb2

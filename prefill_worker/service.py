@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from cluster import rpc
 from cluster.errors import BatonError
-from cluster.wire_version import check_wire_version
+from cluster.protocol.wire_version import check_wire_version
+from cluster.rpc import errors
 from prefill_worker.role import PrefillRole
 from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
 from worker.validate import check_name, check_transfer_id
@@ -31,7 +31,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             check_name("request_id", request.request_id)
             attempt = self._role.open(request)
         except BatonError as error:
-            await rpc.abort(context, error)
+            await errors.abort(context, error)
         async with contextlib.aclosing(self._role.attempts.read(attempt)) as events:
             async for event in events:
                 yield event
@@ -42,7 +42,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         try:
             check_transfer_id(request.transfer_id)
         except BatonError as error:
-            await rpc.abort(context, error)
+            await errors.abort(context, error)
         attempt = self._role.attempts.get(request.transfer_id)
         if attempt is None:
             self._role.attempts.remember_ended(request.transfer_id)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.config import WorkerConfig
+from cluster.config.models import WorkerConfig
 from cluster.errors import InternalError
-from kv_transfer.sender import HandoffSender
-from prefill_worker import readings
+from kv_transfer.prefill_side.sender import HandoffSender
+from prefill_worker import metrics
 from prefill_worker.role import PrefillRole
 from prefill_worker.service import PrefillService
 from wire import prefill_pb2_grpc
@@ -32,7 +32,7 @@ class PrefillWorker(RoleWorker):
         core.on_output = self._role.on_output
         core.status = self._status
         core.books = [self._role.admission.check_integrity]
-        core.collectors = readings.collectors(self._role, self._sender)
+        core.collectors = metrics.collectors(self._role, self._sender)
         service = PrefillService(self._role)
         core.server.add(lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server))
 

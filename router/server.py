@@ -16,35 +16,35 @@ import grpc
 import uvicorn
 from grpc_reflection.v1alpha import reflection
 
-from cluster import grpc_health
-from cluster.auth.key_file import ApiKeys
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.errors import ConfigError
-from cluster.grpc_health import Health
 from cluster.membership.reader import Members
+from cluster.rpc import health
+from cluster.rpc.health import Health
+from cluster.security.key_file import ApiKeys
+from cluster.security.tls import ListenerContext, Peers, listen, make_identity
 from cluster.telemetry.exporter import MetricsServer
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing
-from cluster.tls import DoorContext, Peers, listen, make_identity
-from router.descriptors import max_silent, within_descriptors
+from router.admission.descriptors import max_silent, within_descriptors
 from router.dispatch.channels import Channels
 from router.dispatch.services import Services
-from router.front import Front
-from router.grpc.gate import KeyInterceptor
-from router.grpc.other_calls import OtherCalls
-from router.grpc.service import SERVICE, InferenceService
+from router.frontends.grpc.gate import KeyInterceptor
+from router.frontends.grpc.other_calls import OtherCalls
+from router.frontends.grpc.service import SERVICE, InferenceService
+from router.frontends.http.app import build_app
+from router.frontends.http.cors import with_cors
+from router.frontends.http.gate import Gate
+from router.frontends.http.listener import HttpServer
+from router.frontends.http.protocol import HttpLimits, limited
+from router.gateway import RequestGateway
 from router.heap import return_long_blocks
-from router.http.app import build_app
-from router.http.cors import with_cors
-from router.http.gate import Gate
-from router.http.listener import HttpServer
-from router.http.protocol import HttpLimits, limited
-from router.metrics import RouterMetrics
+from router.observe import cluster
+from router.observe.requests import RouterMetrics
 from router.placement.placement import Placement
 from router.quota.quota import Quota
-from router.telemetry import state
-from router.tokens.tokenizer import ModelText
+from router.text.tokenizer import ModelText
 from wire import inference_pb2
 
 GRACE_SECONDS = 5.0
@@ -104,7 +104,7 @@ class Router:
         )
         self._ask_clients = config.tls_client_ca is not None
         self._door_context = (
-            DoorContext(self._door, ask_clients=self._ask_clients) if self._door is not None else None
+            ListenerContext(self._door, ask_clients=self._ask_clients) if self._door is not None else None
         )
         self._channels = Channels(Peers(inside if config.tls_ca else None))
         self._registry = registry = Registry(
@@ -116,12 +116,12 @@ class Router:
             config, self._text, self._members, self._placement, self._channels, self._quota
         )
         self._services.tracing = open_tracing(config, "baton-router", config.router_id)
-        registry.add(state.collectors(self._services, self._loop_lag.seconds))
+        registry.add(cluster.collectors(self._services, self._loop_lag.seconds))
         self._keys = ApiKeys(config.api_keys_file)
-        self.front = Front(self._services, RouterMetrics(registry), self._keys)
+        self.gateway = RequestGateway(self._services, RouterMetrics(registry), self._keys)
         self._grpc = grpc.aio.server(
             interceptors=[
-                *([KeyInterceptor(self.front)] if self._keys.on else ()),
+                *([KeyInterceptor(self.gateway)] if self._keys.on else ()),
                 OtherCalls(SERVICE, config.body_seconds),
             ],
             options=_grpc_options(config),
@@ -130,7 +130,7 @@ class Router:
         self._socket = self._listen()
         self._http = HttpServer(
             uvicorn.Config(
-                with_cors(Gate(build_app(self.front), self.front), config.cors_origins),
+                with_cors(Gate(build_app(self.gateway), self.gateway), config.cors_origins),
                 http=limited(HttpLimits.of(config)),
                 ws="none",
                 log_config=None,
@@ -185,11 +185,13 @@ class Router:
     async def start(self) -> None:
         await self._members.start()
         await self._placement.start()
-        self.front.live.start()
-        self._grpc.add_generic_rpc_handlers((InferenceService(self.front).handler(), self._health.handler()))
+        self.gateway.live.start()
+        self._grpc.add_generic_rpc_handlers(
+            (InferenceService(self.gateway).handler(), self._health.handler())
+        )
         services = (
             inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
-            grpc_health.SERVICE,
+            health.SERVICE,
             reflection.SERVICE_NAME,
         )
         reflection.enable_server_reflection(services, self._grpc)
@@ -218,7 +220,7 @@ class Router:
     def _open_metrics(self) -> None:
         config = self._config
         if config.metrics_port is not None:
-            probes = {"ready": self.front.why_not_ready, "live": self._why_not_live}
+            probes = {"ready": self.gateway.why_not_ready, "live": self._why_not_live}
             facts = {"router": config.router_id}
             self._metrics = MetricsServer(config.host, config.metrics_port, self._registry, probes, facts)
 
@@ -243,7 +245,7 @@ class Router:
             await asyncio.sleep(0.5)
 
     async def _look_after_all(self) -> None:
-        self._health.set(dict.fromkeys(("", SERVICE), self.front.ready()))
+        self._health.set(dict.fromkeys(("", SERVICE), self.gateway.ready()))
         self._channels.keep_only({worker.address for worker in self._members.all})
         await asyncio.to_thread(self._refresh)
 
@@ -256,15 +258,15 @@ class Router:
     async def drain(self) -> None:
         """Not ready at once; after a moment for load balancers to notice, nothing new is taken but what comes on open
         HTTP connections. Returns when all has finished, or the drain limit is over."""
-        self.front.leave()
+        self.gateway.leave()
         self._health.leave()
         await asyncio.sleep(self._config.drain_delay_seconds)
-        self.front.refuse_new(but=self._http_connections())
+        self.gateway.refuse_new(but=self._http_connections())
         deadline = time.monotonic() + self._config.drain_seconds
         stopping = asyncio.create_task(self._grpc.stop(self._config.drain_seconds))
         quiet = 0.0
-        while (self.front.in_flight or quiet < self._quiet_seconds()) and time.monotonic() < deadline:
-            quiet = 0.0 if self.front.in_flight else quiet + LOOK_SECONDS
+        while (self.gateway.in_flight or quiet < self._quiet_seconds()) and time.monotonic() < deadline:
+            quiet = 0.0 if self.gateway.in_flight else quiet + LOOK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
         stopping.cancel()
         await asyncio.gather(stopping, return_exceptions=True)
@@ -286,7 +288,7 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._services.finish(GRACE_SECONDS)
-        await self.front.live.close()
+        await self.gateway.live.close()
         await self._channels.close()
         await self._placement.close()
         await self._quota.close()

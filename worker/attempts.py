@@ -16,11 +16,11 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
+from cluster.background_tasks import FollowUps
 from cluster.errors import OverloadedError, StaleTransferError
-from cluster.follow_ups import FollowUps
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
-from worker.ended import EndedAttempts
+from worker.ended_attempts import EndedAttempts
 
 log = logging.getLogger(__name__)
 DETACH_SECONDS = 1.5

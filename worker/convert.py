@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from cluster.block_hash import unpack_tokens
+from cluster.protocol.block_hash import unpack_tokens
 from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from wire import common_pb2
 

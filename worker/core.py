@@ -16,32 +16,32 @@ import redis
 from prometheus_client.registry import Collector
 
 from cluster.addresses import advertised, join
-from cluster.config import WorkerConfig
+from cluster.background_tasks import FollowUps
+from cluster.config.models import WorkerConfig
 from cluster.errors import BatonError, DrainingError, EngineFailedError, StaleEpochError
 from cluster.faults.orders import open_faults
-from cluster.follow_ups import FollowUps
 from cluster.index.reporter import ChainReporter
+from cluster.kubernetes.pod import Pod, own_pod
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
+from cluster.membership.topology import Locating
 from cluster.membership.types import Then, WorkerInfo
-from cluster.pod import Pod, own_pod
+from cluster.protocol.wire_version import WIRE_VERSION
+from cluster.security.tls import worker_peers
 from cluster.telemetry.exporter import MetricsServer, StatusCollector
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing
-from cluster.tls import worker_peers
-from cluster.topology import Locating
-from cluster.wire_version import WIRE_VERSION
 from engine.engine import Engine
 from engine.request import ChainReport, StepOutput
 from wire import common_pb2
-from worker import readings
-from worker.build import make_model_id
+from worker import metrics
 from worker.engine_host import EngineHost
 from worker.health import Health, Phase
-from worker.rank_process import RankRaised
-from worker.rank_watch import LOST_SECONDS
-from worker.ranks import Ranks, open_ranks
+from worker.model_id import make_model_id
+from worker.ranks.process import RankRaised
+from worker.ranks.ranks import Ranks, open_ranks
+from worker.ranks.watch import LOST_SECONDS
 from worker.self_check import SelfCheck
 from worker.server import WorkerServer
 from worker.validate import SpecLimits
@@ -201,7 +201,7 @@ class WorkerCore:
         if self.config.fault_orders is not None:
             self._self_check = SelfCheck(self.host, self.books)
             self._checking = self._loop.create_task(self._self_check.run())
-        self._registry.add([*readings.collectors(self), *self.collectors])
+        self._registry.add([*metrics.collectors(self), *self.collectors])
         if self.config.redis_url:
             self._register()
         self.health.to(Phase.SERVING)

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from cluster import rpc
 from cluster.errors import BatonError, InvalidRequestError
+from cluster.rpc import errors
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Parse = Callable[[bytes], Any]
@@ -73,7 +73,7 @@ async def _parsed(parse: Parse, raw: bytes, context: Context) -> Any:
     try:
         return _parse(parse, raw)
     except BatonError as error:
-        await rpc.abort(context, error)
+        await errors.abort(context, error)
 
 
 def _parse(parse: Parse, raw: bytes) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import grpc
 
 from cluster.addresses import join
-from cluster.descriptors import free_for_connections, raised
 from cluster.errors import ConfigError
-from cluster.grpc_health import Health
-from cluster.tls import Peers
+from cluster.process.descriptors import free_for_connections, raised
+from cluster.rpc.health import Health
+from cluster.security.tls import Peers
 from worker.parse import ParseInside
 
 # A part travels whole in one message on the gRPC transport; prompts travel as 4 bytes a token.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.block_hash import HASH_BYTES
 from cluster.errors import InvalidRequestError
+from cluster.protocol.block_hash import HASH_BYTES
 from wire import common_pb2
 
 TRANSFER_ID_BYTES = 16

@@ -24,7 +24,7 @@ from baton.client.types import (
     TokenLogprob,
     Usage,
 )
-from cluster.tls import ClientTls
+from cluster.security.tls import ClientTls
 
 __all__ = [
     "AsyncClient",

@@ -22,8 +22,8 @@ from baton.client.routers import (
 )
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
 from cluster.errors import CancelledError, DeadlineError, InternalError
-from cluster.rpc import error_from_rpc
-from cluster.tls import ClientTls, door_channel_async
+from cluster.rpc.errors import error_from_rpc
+from cluster.security.tls import ClientTls, door_channel_async
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc as rpc
 

@@ -15,7 +15,7 @@ import grpc
 
 from baton.client.types import Choice, Chunk, Completion, Timings, TokenLogprob, Usage
 from cluster.errors import BatonError, InternalError, UnavailableError
-from cluster.rpc import ERROR_KEY, error_from_rpc
+from cluster.rpc.errors import ERROR_KEY, error_from_rpc
 from wire import common_pb2
 from wire import inference_pb2 as pb
 

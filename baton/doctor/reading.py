@@ -14,7 +14,7 @@ from kubernetes import config as kubernetes_config
 from baton.doctor.facts import Facts, Node, Permission, StorageClass, Taint
 from baton.doctor.rights import RIGHTS, Right
 from cluster.errors import ConfigError, UnavailableError
-from cluster.kubernetes_api import open_api
+from cluster.kubernetes.api import open_api
 
 T = TypeVar("T")
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.keeping import sessions
+from baton.processes import sessions
 from cluster.errors import SetupError
-from cluster.parent_death import die_with_parent
+from cluster.process.parent_death import die_with_parent
 
 REAP_SECONDS = 5.0
 

@@ -23,16 +23,16 @@ from typing import Any, TypeVar
 
 import redis
 
-from baton.keeping import places
 from baton.local import children, ray_head
 from baton.local.children import Child
-from baton.local.exit_notices import ExitNotices
 from baton.local.options import UpOptions
 from baton.local.ray_pools import RayPools
 from baton.local.secret_files import without_secrets
 from baton.local.state import ClusterState, RedisState, RouterState, WorkerState, check_writable
 from baton.local.supervisor import Supervisor
-from cluster.config import Role, RouterConfig
+from baton.processes.exit_notices import ExitNotices
+from baton.ray_pools.supervision import worker_sockets
+from cluster.config.models import Role, RouterConfig
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
@@ -273,7 +273,7 @@ class LocalCluster:
         kept = self._dir / "workers"
         described: dict[str, Any] = {
             **self._worker_configs(),
-            "environment": {**options.worker_environment(), places.DIRECTORY_VARIABLE: str(kept)},
+            "environment": {**options.worker_environment(), worker_sockets.DIRECTORY_VARIABLE: str(kept)},
         }
         if policy is not None:
             described["autoscaling"] = policy.model_dump(mode="json")

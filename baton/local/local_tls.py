@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.tls import ClientTls, Peers, make_identity
+from cluster.security.tls import ClientTls, Peers, make_identity
 
 
 class LocalTls:

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from baton.autoscaling.config import ServeAutoscalingConfig
+from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.local.local_tls import LocalTls
-from cluster import settings
-from cluster.config import (
+from cluster.config import sources
+from cluster.config.models import (
     EngineConfig,
     LocalPrefill,
     MetricsAliases,
@@ -23,7 +23,7 @@ from cluster.config import (
     WorkerConfig,
 )
 from cluster.errors import ConfigError
-from cluster.memory import available_bytes
+from cluster.process.memory import available_bytes
 from cluster.redis.first_contact import check_url
 
 # Of the memory that is free at the start, the share all KV pools together may take when none is named, and the
@@ -155,7 +155,7 @@ class UpOptions:
     def policy(self) -> ServeAutoscalingConfig | None:
         """Raises ConfigError."""
         return (
-            None if self.autoscaling is None else settings.load(ServeAutoscalingConfig, {}, self.autoscaling)
+            None if self.autoscaling is None else sources.load(ServeAutoscalingConfig, {}, self.autoscaling)
         )
 
     @property

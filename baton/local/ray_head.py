@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from baton.local import children
-from baton.local.ports import free_ports
+from baton.processes.ports import free_ports
 from cluster.errors import SetupError
 
 START_SECONDS = 120.0

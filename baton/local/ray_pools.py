@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from baton.keeping import places
 from baton.local import children, ray_head
 from baton.local.children import Child
 from baton.local.ray_head import RayHead
 from baton.local.supervisor import Supervisor
+from baton.ray_pools.supervision import worker_sockets
 from cluster.errors import SetupError
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class RayPools:
         self._head: RayHead | None = None
         self._ray = Supervisor()
         self._pools = Supervisor()
-        places.write_owner(workers)
+        worker_sockets.write_owner(workers)
 
     def start(self) -> None:
         """Returns when Ray accepts connections; the workers come later. Raises SetupError."""
@@ -70,7 +70,7 @@ class RayPools:
         children.stop_all(self._pools.children, seconds if ray_lives else KILL_SECONDS)
         if self._head is not None:
             self._head.stop()
-        places.end_all(self._workers, seconds)
+        worker_sockets.end_all(self._workers, seconds)
 
     def _ray_exited(self, child: Child) -> None:
         """Perhaps only when the next Ray runs already, whose pools these are then."""

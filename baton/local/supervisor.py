@@ -20,7 +20,7 @@ MAX_SHORT_LIVES = 8
 
 
 @dataclass
-class Ward:
+class SupervisedProcess:
     """One process that has to be there. `restart` None: its end is reported and that is all."""
 
     child: Child
@@ -45,7 +45,7 @@ class Supervisor:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._wards: list[Ward] = []
+        self._wards: list[SupervisedProcess] = []
 
     def add(
         self,
@@ -55,7 +55,7 @@ class Supervisor:
         on_exit: Callable[[Child], None] = lambda child: None,
         served: Callable[[Child], bool] = lambda child: True,
     ) -> None:
-        self._wards.append(Ward(child, restart, on_gone, on_exit, served, self._clock()))
+        self._wards.append(SupervisedProcess(child, restart, on_gone, on_exit, served, self._clock()))
 
     @property
     def children(self) -> list[Child]:
@@ -72,7 +72,7 @@ class Supervisor:
                 said.append(self._start_again(ward))
         return said
 
-    def _exited(self, ward: Ward) -> str:
+    def _exited(self, ward: SupervisedProcess) -> str:
         child, now = ward.child, self._clock()
         if not self._reaped(ward, child, REAP_SECONDS):
             ward.lingering.append(child)
@@ -90,13 +90,13 @@ class Supervisor:
         ward.due = now + pause
         return f"{line}; starting again in {pause:.1f} s"
 
-    def _reaped(self, ward: Ward, child: Child, seconds: float) -> bool:
+    def _reaped(self, ward: SupervisedProcess, child: Child, seconds: float) -> bool:
         gone = child.reap(seconds)
         if gone:  # a worker's ranks are in its session: until they are gone, their writes may still land
             ward.on_gone(child)
         return gone
 
-    def _start_again(self, ward: Ward) -> str:
+    def _start_again(self, ward: SupervisedProcess) -> str:
         assert ward.restart is not None, "due says so"
         ward.started = self._clock()
         try:

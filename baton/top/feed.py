@@ -17,7 +17,7 @@ PATH = "/v1/cluster/live"
 
 
 @dataclass(frozen=True)
-class Look:
+class FeedSnapshot:
     """What was seen last, and what is wrong since."""
 
     address: str
@@ -48,11 +48,11 @@ class Feed:
         self._interval = interval_seconds
         self._clock = clock
         self._stopping = threading.Event()
-        self._look = Look(router.address)
+        self._look = FeedSnapshot(router.address)
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
 
     @property
-    def look(self) -> Look:
+    def look(self) -> FeedSnapshot:
         return self._look
 
     def start(self) -> None:
@@ -65,7 +65,7 @@ class Feed:
     def refresh(self) -> None:
         """Looks once. A router that does not answer leaves what was seen last, and says so."""
         try:
-            self._look = Look(self._router.address, ask(self._router))
+            self._look = FeedSnapshot(self._router.address, ask(self._router))
         except BatonError as error:
             since = self._look.lost_since if self._look.problem else self._clock()
             self._look = replace(self._look, problem=error.message, lost_since=since)

@@ -13,8 +13,8 @@ from rich.styled import Styled
 from rich.table import Table
 from rich.text import Text
 
-from baton.figures import count, rate, seconds, share, shown, size_rate
-from baton.top.feed import Look
+from baton.formatting import count, rate, seconds, share, shown, size_rate
+from baton.top.feed import FeedSnapshot
 from baton.top.sparkline import sparkline
 from baton.top.tables import Detail, routers_table, workers_table
 
@@ -32,7 +32,9 @@ _TRAFFIC = (
 )
 
 
-def frame(look: Look, *, width: int, height: int | None = None, lost_seconds: float = 0.0) -> RenderableType:
+def frame(
+    look: FeedSnapshot, *, width: int, height: int | None = None, lost_seconds: float = 0.0
+) -> RenderableType:
     """`height` bounds the number of workers shown; None shows all. What is missing in the view shows as a dash."""
     wide = width >= WIDE_COLUMNS
     headline = _headline(look, lost_seconds)
@@ -49,7 +51,7 @@ def _room(view: Mapping[str, Any], wide: bool, height: int | None) -> int | None
     return max(3, height - beside - len(view.get("routers") or ()))
 
 
-def _headline(look: Look, lost_seconds: float) -> RenderableType:
+def _headline(look: FeedSnapshot, lost_seconds: float) -> RenderableType:
     line = Text()
     line.append("baton", style="bold")
     line.append(f"  {look.address}", style="dim")

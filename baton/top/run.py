@@ -9,11 +9,11 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from baton.router_http import RouterHttp
-from baton.top.feed import Feed, Look, ask
+from baton.top.feed import Feed, FeedSnapshot, ask
 from baton.top.frame import frame
 from baton.top.keyboard import Keyboard
 from cluster.errors import ConfigError, UnavailableError
-from cluster.tls import ClientTls
+from cluster.security.tls import ClientTls
 
 KEY_WAIT_SECONDS = 0.1
 _QUIT = ("q", "Q")
@@ -22,7 +22,7 @@ _QUIT = ("q", "Q")
 def once(url: str, console: Console, *, api_key: str = "", tls: ClientTls | None = None) -> None:
     """Prints one frame. Raises UnavailableError or UnauthenticatedError."""
     with RouterHttp(url, api_key, tls) as router:
-        look = Look(router.address, ask(router))
+        look = FeedSnapshot(router.address, ask(router))
     console.print(frame(look, width=console.width))
 
 

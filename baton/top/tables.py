@@ -8,17 +8,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from baton.figures import (
-    MISSING,
-    STATE_STYLES,
-    bar,
-    count,
-    duration,
-    rate,
-    share,
-    shown,
-    size_rate,
-)
+from baton.formatting import MISSING, STATE_STYLES, bar, count, duration, rate, share, shown, size_rate
 
 Detail = Literal["wide", "narrow", "tight"]
 _KV_CELLS: dict[Detail, int] = {"wide": 16, "narrow": 6, "tight": 0}

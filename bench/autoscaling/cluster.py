@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from baton.autoscaling.observation import PoolObservation, WorkerSample, sample
+from baton.autoscaler.observation import PoolObservation, WorkerSample, sample
 from bench.autoscaling import kernel
 from bench.autoscaling.day import Requests
 from bench.autoscaling.kernel import ABSENT, DRAINING, READY, SLOTS, STARTING
 from bench.autoscaling.service_times import ServiceTimes
-from cluster.config import Role
+from cluster.config.models import Role
 from cluster.telemetry.arrivals import BOUNDS_SECONDS
 
 SLICE_SECONDS = 0.25

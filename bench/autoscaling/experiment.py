@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.autoscaling.config import ROLES, AutoscalingConfig, PoolLimits
-from baton.autoscaling.decision import PoolDecision
-from baton.autoscaling.observation import Observation, WorkerSample
-from baton.autoscaling.policy import decide
-from baton.autoscaling.state import PolicyState
+from baton.autoscaler.config import ROLES, AutoscalingConfig, PoolLimits
+from baton.autoscaler.decision import PoolDecision
+from baton.autoscaler.observation import Observation, WorkerSample
+from baton.autoscaler.policy import decide
+from baton.autoscaler.state import PolicyState
 from bench.autoscaling.cluster import Outcome, SimulatedCluster
 from bench.autoscaling.day import HOUR, Requests
 from bench.autoscaling.service_times import ServiceTimes

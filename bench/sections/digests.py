@@ -12,8 +12,8 @@ from bench.context import Context
 from bench.figures import Figure, Section
 from bench.handoff_common import BLOCKS, PAGE_SIZE, kv_cache
 from bench.limits import COPY_BYTES, COPY_PART_BYTES, peer_memory, timed, write_to
-from kv_transfer.digest import XXH3_128, digest
-from kv_transfer.geometry import scatter
+from kv_transfer.layout.digest import XXH3_128, digest
+from kv_transfer.layout.geometry import scatter
 from kv_transfer.memory import aligned_bytes
 
 BOUND = "≤ 0.15"

@@ -24,10 +24,10 @@ from bench.figures import Figure, Section, median_of
 from bench.handoff_common import BLOCKS, CONFIG, RAW_BYTES, TOKENS, kv_cache, layout
 from bench.limits import COPY_BYTES, write_to
 from bench.load import run_now, tokens_config
-from kv_transfer.base import HandoffSpec
+from kv_transfer.contract import HandoffSpec
 from kv_transfer.memory import aligned_bytes
-from kv_transfer.sender import HandoffSender
-from kv_transfer.sender_rank import SenderRank
+from kv_transfer.prefill_side.sender import HandoffSender
+from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.transports.nixl import NixlEndpoint
 from wire import common_pb2
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.faults.points import NO_FAULTS, Act, FaultPoint, Faults, MessagePoint, Point, Strike
+from cluster.faults.points import NO_FAULTS, Act, FaultAction, FaultPoint, Faults, MessagePoint, Point
 
 log = logging.getLogger(__name__)
 _IN_PLACE = (Act.KILL, Act.STOP)
@@ -37,7 +37,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Struck:
+class InjectedFault:
     """One order carried out. `monotonic` is CLOCK_MONOTONIC, which all processes of a machine share."""
 
     id: str
@@ -56,11 +56,11 @@ def give_orders(directory: Path, orders: list[Order]) -> None:
     scratch.replace(directory / "orders.json")
 
 
-def read_struck(directory: Path) -> list[Struck]:
+def read_injected(directory: Path) -> list[InjectedFault]:
     path = directory / "struck.jsonl"
     if not path.exists():
         return []
-    return [Struck(**json.loads(line)) for line in path.read_text().splitlines()]
+    return [InjectedFault(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def open_faults(directory: Path | None, process: str) -> Faults:
@@ -88,7 +88,7 @@ class OrderedFaults:
     def messages(self) -> MessagePoint:
         return lambda kind, whose: self._pass(f"message.{kind}", whose, message=True)
 
-    def _pass(self, point: str, whose: object, *, message: bool = False) -> Strike | None:
+    def _pass(self, point: str, whose: object, *, message: bool = False) -> FaultAction | None:
         with self._lock:
             order = self._due(point)
         if order is None:
@@ -99,7 +99,7 @@ class OrderedFaults:
             os.kill(os.getpid(), signal.SIGKILL if act is Act.KILL else signal.SIGSTOP)
         elif act is Act.DELAY and not message:
             time.sleep(order.seconds)  # it hangs here, as a slow disk or a page fault would make it
-        return Strike(act, order.seconds)
+        return FaultAction(act, order.seconds)
 
     def _due(self, point: str) -> Order | None:
         self._refresh()
@@ -133,7 +133,7 @@ class OrderedFaults:
     def _tell(self, order: Order, whose: object) -> None:
         name = whose.hex() if isinstance(whose, bytes) else str(whose)
         now = time.monotonic()
-        struck = Struck(order.id, order.point, order.act, self._process, os.getpid(), name, now)
+        struck = InjectedFault(order.id, order.point, order.act, self._process, os.getpid(), name, now)
         line = json.dumps(asdict(struck)) + "\n"
         file = os.open(self._directory / "struck.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:

@@ -48,15 +48,15 @@ class Act(Enum):
 
 
 @dataclass(frozen=True)
-class Strike:
+class FaultAction:
     """What is left for the code at the point to do."""
 
     act: Act
     seconds: float = 0.0
 
 
-FaultPoint = Callable[[object], "Strike | None"]  # told whose request is at the point
-MessagePoint = Callable[[str, object], "Strike | None"]  # a message's kind, and whose it is
+FaultPoint = Callable[[object], "FaultAction | None"]  # told whose request is at the point
+MessagePoint = Callable[[str, object], "FaultAction | None"]  # a message's kind, and whose it is
 
 
 class Faults(Protocol):
@@ -88,8 +88,8 @@ class NoFaults:
 NO_FAULTS = NoFaults()
 
 
-def meddle(
-    strike: Strike, put: Callable[[], None], later: Callable[[float, Callable[[], None]], object]
+def inject(
+    strike: FaultAction, put: Callable[[], None], later: Callable[[float, Callable[[], None]], object]
 ) -> None:
     """Puts a message on its way as often, and as late, as was ordered. `later(seconds, call)` is the loop's."""
     if strike.act is Act.DELAY:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 
 import redis
 
-from cluster.block_hash import index_keys
 from cluster.index import scripts
 from cluster.membership import keys
 from cluster.membership.registration import Registration
+from cluster.protocol.block_hash import index_keys
 from cluster.redis.connect import connect
 from cluster.redis.elsewhere import leave
 from cluster.redis.memory import RedisMemory

@@ -15,13 +15,13 @@ from typing import Any, get_args
 import redis
 from google.protobuf.message import DecodeError
 
-from cluster.config import Role
+from cluster.config.models import Role
+from cluster.kubernetes.pod import Pod
 from cluster.membership import keys, scripts
+from cluster.membership.topology import Location
 from cluster.membership.types import LEASE_DEAD_SECONDS, WorkerInfo, lease_of
-from cluster.pod import Pod
 from cluster.redis.connect import connect, connect_async
 from cluster.redis.elsewhere import leave_async
-from cluster.topology import Location
 from wire import common_pb2
 
 _FIELDS = frozenset(field.name for field in fields(WorkerInfo))

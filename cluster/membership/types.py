@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cluster.config import Role
-from cluster.pod import Pod
-from cluster.topology import Location
+from cluster.config.models import Role
+from cluster.kubernetes.pod import Pod
+from cluster.membership.topology import Location
 
 LEASE_SUSPECT_SECONDS = 2.0
 LEASE_DEAD_SECONDS = 5.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import redis
 
 from cluster.errors import SetupError
-from cluster.parent_death import die_with_parent
+from cluster.process.parent_death import die_with_parent
 
 START_SECONDS = 20.0
 MAX_MEMORY = "512mb"

@@ -21,7 +21,7 @@ from engine.parallel.listeners import listening_meanwhile
 from engine.plan import StepPlan
 
 # A rank waits for its leader's next step as long as nobody asks anything; a dead leader is noticed by the pipe
-# between the two (worker/rank_process.py), a rank that hangs by its beats and arrivals (worker/rank_watch.py), not by
+# between the two (worker/ranks/process.py), a rank that hangs by its beats and arrivals (worker/ranks/watch.py), not by
 # a time-out of the collective.
 IDLE_SECONDS = 10 * 365 * 86400
 JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they come; one that died on the way never does

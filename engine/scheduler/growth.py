@@ -24,7 +24,7 @@ def reservation_for(wanting_rank: int, everyone: Seq[Sequence]) -> Sequence | No
     return choose_victim(reserved, everyone) if reserved else None
 
 
-class SetAside:
+class PreemptionReserve:
     """Blocks that new requests must leave free for sequences whose growth has evicted a reservation."""
 
     def __init__(self, page_size: int, max_model_len: int):

@@ -8,11 +8,11 @@ from collections import Counter
 from operator import attrgetter
 from typing import Protocol
 
-from cluster.config import EngineConfig
+from cluster.config.models import EngineConfig
 from engine.cache.block_pool import BlockPool
 from engine.plan import BlockCopy
 from engine.request import StepOutput
-from engine.scheduler.growth import SetAside
+from engine.scheduler.growth import PreemptionReserve
 from engine.scheduler.sequence import HIGHEST, Sequence
 from engine.scheduler.states import SequenceState as S
 from engine.scheduler.victim import choose_victim
@@ -28,7 +28,7 @@ class Owner(Protocol):
         """Asks the owner of the least important and youngest reservation for its blocks, unless one was asked
         before and has not answered. False: there is none of `rank` or a lower class."""
 
-    def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
+    def return_to_router(self, victim: Sequence, output: StepOutput) -> bool:
         """A preempted sequence that is too long to be computed again here leaves. False: it stays and waits."""
 
 
@@ -43,7 +43,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.copies: list[BlockCopy] = []
         self._short: list[tuple[Sequence, int]] = []  # who was left out of the last step for so many blocks
-        self._set_aside = SetAside(config.page_size, config.max_model_len)
+        self._set_aside = PreemptionReserve(config.page_size, config.max_model_len)
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.waits_since = time.monotonic()
@@ -177,5 +177,5 @@ class Scheduler:
         victim.blocks = []
         victim.num_computed = victim.registered_blocks = 0
         victim.machine.to(S.WAITING)
-        if not self._owner.gave_back(victim, output):
+        if not self._owner.return_to_router(victim, output):
             self.enqueue(victim)

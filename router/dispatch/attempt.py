@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from cluster import errors, rpc
-from cluster.first_token import ends_with_first_token
+from cluster import errors
 from cluster.membership.types import WorkerInfo
-from cluster.wire_version import WIRE_VERSION
+from cluster.protocol.first_token import ends_with_first_token
+from cluster.protocol.wire_version import WIRE_VERSION
+from cluster.rpc import errors as rpc
+from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import LOST_SECONDS, Liveness, Watch
-from router.dispatch.mailbox import Mailbox
 from router.placement.types import Placed
 from wire import common_pb2, decode_pb2, prefill_pb2
 
@@ -78,7 +79,7 @@ class Attempt:
     span: OpenSpan | None = None  # where the request is traced
 
     def __post_init__(self) -> None:
-        self.events: Mailbox[Event] = Mailbox(MAX_EVENTS)
+        self.events: BoundedQueue[Event] = BoundedQueue(MAX_EVENTS)
         self._decode_lost = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._first_call: Any = None
@@ -211,7 +212,7 @@ class Attempt:
             self._decode_lost.set()
         self.events.add(Ended(source, None, error))
 
-    async def ask_arbiter(self) -> bool:
+    async def abort_unless_committed(self) -> bool:
         """Has D committed? Raises BatonError when D does not answer, or is found to be lost meanwhile: P often
         notices first that D is gone, and D's silence must not be waited for twice."""
         asking = asyncio.create_task(self._ask_arbiter())

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 
-from cluster.tls import Peers
+from cluster.security.tls import Peers
 from wire import decode_pb2_grpc, prefill_pb2_grpc
 
 RETIRE_SECONDS = 600.0

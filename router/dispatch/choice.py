@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from router.completion import Completion, Delta, FinishReason
-from router.tokens.detokenize import Detokenizer
-from router.tokens.stop import StopMatcher
-from router.tokens.tokenizer import ModelText
+from router.request.completion import Completion, Delta, FinishReason
+from router.text.detokenize import Detokenizer
+from router.text.stop import StopMatcher
+from router.text.tokenizer import ModelText
 from wire import common_pb2
 
 RESUMED_AT_ONCE = 256  # tokens between two turns of the event loop: 1 to 5 ms

@@ -3,7 +3,7 @@
 Every stream carries a beat each 0.5 s. A worker from which no stream has brought anything for 2 s is suspect: it
 gets no new work. After 5 s it is lost, for every stream at once: one that was opened later need not wait 5 s of its
 own. A stream that alone is silent for 5 s is lost by itself. Who was lost gets nothing new for a while
-(router/dispatch/probation.py): while a partition lasts, no request after the first should wait for it.
+(router/dispatch/backoff.py): while a partition lasts, no request after the first should wait for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from router.dispatch.probation import Probation
+from router.dispatch.backoff import Backoff
 
 SUSPECT_SECONDS = 2.0
 LOST_SECONDS = 5.0
@@ -63,7 +63,7 @@ class Liveness:
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
-        self._lost: Probation[str] = Probation(time.monotonic)
+        self._lost: Backoff[str] = Backoff(time.monotonic)
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager

@@ -7,27 +7,27 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cluster.block_hash import make_salt
-from cluster.config import RouterConfig
+from cluster.background_tasks import FollowUps
+from cluster.config.models import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.faults.orders import open_faults
 from cluster.faults.points import Point
-from cluster.follow_ups import FollowUps
 from cluster.membership.reader import Members
+from cluster.protocol.block_hash import make_salt
 from cluster.telemetry.histogram import TOKEN_SECONDS, Histogram
-from router.completion import Completion
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
-from router.dispatch.pairs import Pairs
-from router.live.recorder import Recorder
+from router.dispatch.unreachable_pairs import UnreachablePairs
+from router.observe.live.recorder import Recorder
+from router.observe.traces.arrival import Arrival
+from router.observe.traces.request_trace import RequestTrace
 from router.placement.generations import usable
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest
 from router.quota.quota import Quota
-from router.resume import Tickets
-from router.telemetry.arrival import Arrival
-from router.telemetry.request_trace import RequestTrace
-from router.tokens.tokenizer import ModelText
+from router.request.completion import Completion
+from router.request.resume_tickets import Tickets
+from router.text.tokenizer import ModelText
 
 if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import Tracing
@@ -54,7 +54,7 @@ class Services:
         self.tickets = Tickets(config.secret, config.request_seconds)
         self._salts: dict[tuple[str, str], bytes] = {}
         self.liveness = Liveness()
-        self.pairs = Pairs()
+        self.pairs = UnreachablePairs()
         self.recorder = Recorder()
         faults = open_faults(config.fault_orders, config.router_id)
         self.at_placed = faults.point(Point.ROUTER_PLACED)
@@ -80,7 +80,7 @@ class Services:
 
     def without_parted(self, request: PlacementRequest) -> PlacementRequest:
         """Of workers that do not reach each other, the request leaves one of each two out."""
-        if not self.pairs.any_apart:
+        if not self.pairs.any_unreachable:
             return request
         prefill, decode = usable(self.members.prefill, request), usable(self.members.decode, request)
         return replace(request, excluded=request.excluded | self.pairs.left_out(prefill, decode))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from cluster.membership.topology import LEVELS
 from cluster.membership.types import WorkerInfo
-from cluster.topology import LEVELS
 from router.placement.types import Mode
 
 _CLIQUE, _HOST, _RACK, _ZONE, _FAR = range(1, len(LEVELS) + 1)  # as the script counts them

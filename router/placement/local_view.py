@@ -6,8 +6,8 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 
-from cluster.block_hash import INDEX_KEY_BYTES
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.block_hash import INDEX_KEY_BYTES
 
 MAX_REMEMBERED = 50_000
 

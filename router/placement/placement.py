@@ -12,23 +12,23 @@ from importlib import resources
 
 import redis
 
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.index import scripts
 from cluster.membership import keys
 from cluster.membership.reader import Members
+from cluster.membership.topology import LEVELS
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect_async
 from cluster.redis.memory import RedisMemory
 from cluster.telemetry.histogram import CALL_SECONDS, STAGE_SECONDS, Histogram
-from cluster.topology import LEVELS
 from router.placement.calibration import Calibration
 from router.placement.calls import Calls
 from router.placement.candidates import Candidates
 from router.placement.generations import Generations, usable
 from router.placement.local_view import LocalView
 from router.placement.memory_watch import MemoryWatch
-from router.placement.rest import Rest
+from router.placement.redis_backoff import RedisBackoff
 from router.placement.script_call import Argument, ScriptCall
 from router.placement.types import Charge, Generation, Mode, Placed, PlacementRequest
 
@@ -92,7 +92,7 @@ class Placement:
         self._generations = Generations([], [], self.mode)
         self._seen: list[WorkerInfo] | None = None  # the membership they were made of
         self._settlings = 0  # begun and ended: while it is odd, one is on its way
-        self._rest = Rest(RETRY_SECONDS, self._rng)
+        self._rest = RedisBackoff(RETRY_SECONDS, self._rng)
         self._closed = False
         self._task: asyncio.Task[None] | None = None
         self.calls = 0
@@ -261,7 +261,7 @@ class Placement:
             int(self.memory.shortened(scripts.NODE_TTL_SECONDS) * 1000),
             int(PREDICT_SECONDS * 1000),
             c.rate,
-            request.urgency,
+            request.priority_class,
             *limits,
         ]
 
@@ -289,7 +289,7 @@ class Placement:
             d.name,
             uncached,
             request.token_count + request.output_tokens,
-            request.urgency,
+            request.priority_class,
         )
 
     def _own_load(self) -> Counter[str]:
@@ -347,8 +347,8 @@ class Placement:
         table: Counter[str] = Counter()
         for charge in self._charges.values():
             table["p:" + charge.prefill] += charge.prefill_tokens
-            if charge.urgency != "normal":
-                table[f"{charge.urgency}:p:{charge.prefill}"] += charge.prefill_tokens
+            if charge.priority_class != "normal":
+                table[f"{charge.priority_class}:p:{charge.prefill}"] += charge.prefill_tokens
             table["d:" + charge.decode] += charge.decode_tokens
         return [part for field, amount in table.items() if amount for part in (field, amount)]
 
@@ -380,7 +380,7 @@ def _too_late(request: PlacementRequest, first_token_seconds: float) -> Overload
     limits = [limit for limit in (request.target_seconds, request.deadline_seconds) if limit > 0]
     limit = min(limits, default=0.0)  # only who has one is refused
     return OverloadedError(
-        f"the first token would take about {first_token_seconds:.1f} s; a {request.urgency} request here "
+        f"the first token would take about {first_token_seconds:.1f} s; a {request.priority_class} request here "
         f"waits at most {limit:.1f} s",
         field="ttft",
         limit=f"{limit:g}",

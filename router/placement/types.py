@@ -8,10 +8,10 @@ from typing import Literal
 from cluster.membership.types import WorkerInfo
 
 Mode = Literal["never", "fallback", "auto", "always"]
-Urgency = Literal["high", "normal", "batch"]
+PriorityClass = Literal["high", "normal", "batch"]
 
 
-def urgency_of(priority: int) -> Urgency:
+def priority_class_of(priority: int) -> PriorityClass:
     """The class of a request: what is above 0 is high, what is below is batch."""
     return "high" if priority > 0 else "batch" if priority < 0 else "normal"
 
@@ -34,7 +34,7 @@ class PlacementRequest:
     excluded: frozenset[str] = frozenset()  # ids of workers that failed this request, names of suspects
     generation: Generation | None = None  # among these workers only; the chain is hashed for it
     explain: bool = False
-    urgency: Urgency = "normal"
+    priority_class: PriorityClass = "normal"
     target_seconds: float = 0.0  # the first token is wanted within this; 0 = whenever
     deadline_seconds: float = 0.0  # and is worth nothing after this
 
@@ -60,4 +60,4 @@ class Charge:
     decode: str
     prefill_tokens: int
     decode_tokens: int
-    urgency: Urgency = "normal"
+    priority_class: PriorityClass = "normal"

@@ -30,12 +30,12 @@ from importlib import resources
 import redis
 from prometheus_client import CollectorRegistry, Counter
 
-from cluster.auth.keys import RateLimits
+from cluster.background_tasks import FollowUps
 from cluster.errors import OverloadedError
-from cluster.follow_ups import FollowUps
+from cluster.security.keys import RateLimits
 from cluster.telemetry.histogram import CALL_SECONDS as LATENCIES
 from cluster.telemetry.histogram import Histogram
-from router.placement.rest import Rest
+from router.placement.redis_backoff import RedisBackoff
 from router.placement.script_call import Argument, ScriptCall
 from router.quota.unsettled import Unsettled
 
@@ -101,7 +101,7 @@ class Quota:
         self._shared_keys = [f"{{{namespace}}}:quota-{name}" for name in ("expiry", "applied")]
         self._prefix = f"{{{namespace}}}:quota:"
         self._records = f"{{{namespace}}}:quota-request:"
-        self._rest = Rest(RETRY_SECONDS)
+        self._rest = RedisBackoff(RETRY_SECONDS)
         self._unsettled: Unsettled[_Settlement] = Unsettled()
         self._repeating = False
         self._closed = asyncio.Event()

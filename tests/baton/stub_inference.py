@@ -14,7 +14,7 @@ from concurrent import futures
 import grpc
 
 from cluster.errors import BatonError
-from cluster.rpc import ERROR_KEY
+from cluster.rpc.errors import ERROR_KEY
 from wire import common_pb2, inference_pb2_grpc
 from wire import inference_pb2 as pb
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from baton.cli import app
+from baton.cli.main import app
 from baton.draining import Process
 from cluster.errors import ConfigError, UnavailableError
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from baton.commands import serve, worker
-from baton.commands.sizes import parse_bytes
+from baton.cli import serve, worker
+from baton.cli.sizes import parse_bytes
 from baton.local import children
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState, check_writable
-from cluster import settings
-from cluster.config import ClusterFields, RouterConfig, WorkerConfig
+from cluster.config import sources
+from cluster.config.models import ClusterFields, RouterConfig, WorkerConfig
 from cluster.errors import ConfigError, SetupError
-from cluster.memory import available_bytes
+from cluster.process.memory import available_bytes
 from cluster.redis.first_contact import why_silent
 from engine import kv_cache
 
@@ -100,7 +100,7 @@ def test_a_device_or_a_pipe_is_no_file_to_replace(tmp_path):
 )
 def test_an_invalid_redis_url_is_refused_when_settings_are_read(url, checkpoint):
     with pytest.raises(ConfigError) as caught:
-        settings.load(RouterConfig, {"model": checkpoint("llama"), "redis_url": url})
+        sources.load(RouterConfig, {"model": checkpoint("llama"), "redis_url": url})
     assert caught.value.field == "redis_url" and "p4ssw0rd" not in caught.value.message
 
 
@@ -318,7 +318,7 @@ def test_no_process_starts_without_a_secret(command, checkpoint, monkeypatch):
 def test_a_worker_of_a_pool_wants_one_too(checkpoint, tmp_path):
     config = WorkerConfig(role="decode", engine={"model": checkpoint("llama")}, redis_url=NOBODY)
     process = subprocess.run(
-        [sys.executable, "-m", "baton.keeping.worker_process", str(tmp_path / "door")],
+        [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(tmp_path / "door")],
         input=config.model_dump_json(),
         check=False,
         capture_output=True,
@@ -333,9 +333,9 @@ def test_a_cluster_here_draws_one_for_all_its_processes(sleepers, checkpoint):
     for _ in range(2):
         cluster, _ = failed_start(checkpoint("llama"), routers=2)
         files = list(cluster.logs.parent.glob("*.json"))
-        configs = [settings.load(RouterConfig, {}, file) for file in files if file.stem.startswith("router")]
+        configs = [sources.load(RouterConfig, {}, file) for file in files if file.stem.startswith("router")]
         configs += [
-            settings.load(WorkerConfig, {}, file) for file in files if not file.stem.startswith("router")
+            sources.load(WorkerConfig, {}, file) for file in files if not file.stem.startswith("router")
         ]
         assert len(configs) == 4
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
@@ -346,6 +346,6 @@ def test_a_cluster_here_draws_one_for_all_its_processes(sleepers, checkpoint):
 
 
 def test_a_registry_alone_needs_no_secret():
-    settings.require_redis(ClusterFields(redis_url=NOBODY))
+    sources.require_redis(ClusterFields(redis_url=NOBODY))
     with pytest.raises(ConfigError):
-        settings.require_redis(ClusterFields())
+        sources.require_redis(ClusterFields())

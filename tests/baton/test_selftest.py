@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.cli import app
-from baton.selftest import Doors, check_generation, check_handoff, check_health, check_load
+from baton.cli.main import app
+from baton.selftest import RouterEndpoints, check_generation, check_handoff, check_health, check_load
 from cluster.errors import InternalError, UnavailableError
 from tests.security.routers import run_router, stub_workers
 
@@ -21,7 +21,7 @@ def test_checks_say_what_is_there_and_what_is_not(
     namespace = f"test-{secrets.token_hex(4)}"
     config = {"model": str(checkpoint("llama")), "redis_url": redis_url, "namespace": namespace}
     with run_router(tmp_path, config) as router:
-        doors = Doors(router.http, (router.grpc,))
+        doors = RouterEndpoints(router.http, (router.grpc,))
         with pytest.raises(UnavailableError, match="no decode worker is there"):
             check_health(doors, 0.5)
         with stub_workers(redis_url, namespace):
@@ -38,4 +38,4 @@ def test_checks_say_what_is_there_and_what_is_not(
 
 def test_nobody_at_the_door_is_said_in_time() -> None:
     with pytest.raises(UnavailableError, match="was not ready within 0 s"):
-        check_health(Doors("http://127.0.0.1:9", ("127.0.0.1:9",)), 0.0)
+        check_health(RouterEndpoints("http://127.0.0.1:9", ("127.0.0.1:9",)), 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.commands.sizes import parse_bytes
+from baton.cli.sizes import parse_bytes
 from cluster.errors import ConfigError
 
 

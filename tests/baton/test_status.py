@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from baton.status import render, show
+from baton.cli.status_table import render, show
 from cluster.errors import InternalError, UnavailableError
 
 VIEW: dict[str, Any] = {

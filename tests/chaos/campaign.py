@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.chaos.evidence import keep
-from tests.chaos.faults import Striker, Struck
+from tests.chaos.faults import InjectedFault, Striker
 from tests.chaos.invariants import leaks
 from tests.chaos.redispatch import redispatch_seconds
 from tests.chaos.results import Result
@@ -108,7 +108,7 @@ class Campaign:
     def _result(
         self,
         fault: Fault,
-        struck: Struck,
+        struck: InjectedFault,
         streams: list[Stream],
         leaks: list[str],
         seconds: tuple[float, float, float],

@@ -24,7 +24,7 @@ WITHDRAWN_SECONDS = 0.5  # from taking an order to saying that it was carried ou
 
 
 @dataclass(frozen=True)
-class Struck:
+class InjectedFault:
     """What was done. `in_flight` streams ran at that moment, `hit` of them through the victim."""
 
     began: float
@@ -44,7 +44,7 @@ class Striker:
         self._orders = orders_directory
         self._network = network
 
-    async def strike(self, fault: Fault) -> Struck | None:
+    async def strike(self, fault: Fault) -> InjectedFault | None:
         """Returns after the blow; of a stop or a cut, after its end. None: no request was where it should have hit,
         and nothing was done."""
         await asyncio.sleep(fault.delay_seconds)
@@ -59,7 +59,7 @@ class Striker:
 
     # --- at a point --------------------------------------------------------------------------------------
 
-    async def _order(self, fault: Fault, deadline: float) -> Struck | None:
+    async def _order(self, fault: Fault, deadline: float) -> InjectedFault | None:
         """Whoever passes the point first, the `at`-th time, breaks."""
         name = f"{fault.number}-{fault.rng.getrandbits(32):08x}"
         order = orders.Order(name, fault.point, fault.row.act, fault.at, fault.hold_seconds)
@@ -84,21 +84,23 @@ class Striker:
                 _send([done.pid], signal.SIGCONT)
         held = fault.hold_seconds if fault.row.act in ("stop", "delay") else 0.0
         hit = sum(done.process in stream.workers for stream in self._workload.live)
-        return Struck(done.monotonic, (done.pid,), _doors(before, [done.pid]), in_flight, hit or 1, held)
+        return InjectedFault(
+            done.monotonic, (done.pid,), _doors(before, [done.pid]), in_flight, hit or 1, held
+        )
 
-    async def _carried_out(self, name: str, deadline: float) -> orders.Struck | None:
+    async def _carried_out(self, name: str, deadline: float) -> orders.InjectedFault | None:
         while asyncio.get_running_loop().time() < deadline:
             if (done := self._struck(name)) is not None:
                 return done
             await asyncio.sleep(0.005)
         return None
 
-    def _struck(self, name: str) -> orders.Struck | None:
-        return next((one for one in orders.read_struck(self._orders) if one.id == name), None)
+    def _struck(self, name: str) -> orders.InjectedFault | None:
+        return next((one for one in orders.read_injected(self._orders) if one.id == name), None)
 
     # --- by signal ---------------------------------------------------------------------------------------
 
-    async def _signal(self, fault: Fault, deadline: float) -> Struck | None:
+    async def _signal(self, fault: Fault, deadline: float) -> InjectedFault | None:
         loop = asyncio.get_running_loop()
         while not (victims := self._victims(fault)):
             if loop.time() > deadline:
@@ -116,7 +118,7 @@ class Striker:
                 await asyncio.sleep(held)
             finally:
                 _send(victims, signal.SIGCONT)
-        return Struck(began, tuple(victims), routers, in_flight, hit, held)
+        return InjectedFault(began, tuple(victims), routers, in_flight, hit, held)
 
     def _victims(self, fault: Fault) -> list[int]:
         """Empty while no request is in flight there."""
@@ -133,7 +135,7 @@ class Striker:
 
     # --- the network -------------------------------------------------------------------------------------
 
-    async def _cut(self, fault: Fault, deadline: float) -> Struck | None:
+    async def _cut(self, fault: Fault, deadline: float) -> InjectedFault | None:
         """Between one process of each role; what is on its way arrives when the cut heals."""
         loop = asyncio.get_running_loop()
         while (pair := self._pair(fault)) is None:
@@ -148,7 +150,7 @@ class Striker:
             await asyncio.sleep(fault.hold_seconds)
         finally:
             self._network.heal()
-        return Struck(began, (), (), in_flight, hit, fault.hold_seconds) if cut else None
+        return InjectedFault(began, (), (), in_flight, hit, fault.hold_seconds) if cut else None
 
     def _pair(self, fault: Fault) -> tuple[int, dict[str, Any]] | None:
         """A process, and a worker that it talks to for a request in flight."""
@@ -167,23 +169,23 @@ class Striker:
 
     # --- clients -----------------------------------------------------------------------------------------
 
-    async def _cancel(self, fault: Fault, deadline: float) -> Struck | None:
+    async def _cancel(self, fault: Fault, deadline: float) -> InjectedFault | None:
         streams = [stream for stream in self._workload.live if not stream.cancel_asked]
         chosen = fault.rng.sample(streams, fault.rng.randint(1, len(streams))) if streams else []
         began = asyncio.get_running_loop().time()
         for stream in chosen:
             self._workload.cancel(stream)
-        return Struck(began, (), (), len(streams), len(chosen), 0.0) if chosen else None
+        return InjectedFault(began, (), (), len(streams), len(chosen), 0.0) if chosen else None
 
-    async def _crowd(self, fault: Fault, deadline: float) -> Struck | None:
+    async def _crowd(self, fault: Fault, deadline: float) -> InjectedFault | None:
         """More long answers at once than the decode workers have blocks for."""
         began, in_flight = asyncio.get_running_loop().time(), len(self._workload.live)
         await self._workload.crowd(fault.rng, CROWD)
-        return Struck(began, (), (), in_flight, CROWD, 0.0)
+        return InjectedFault(began, (), (), in_flight, CROWD, 0.0)
 
-    async def _nothing(self, fault: Fault, deadline: float) -> Struck | None:
+    async def _nothing(self, fault: Fault, deadline: float) -> InjectedFault | None:
         live = len(self._workload.live)
-        return Struck(asyncio.get_running_loop().time(), (), (), live, 0, 0.0)
+        return InjectedFault(asyncio.get_running_loop().time(), (), (), live, 0, 0.0)
 
 
 def _doors(routers: Iterable[dict[str, Any]], pids: Sequence[int]) -> tuple[str, ...]:

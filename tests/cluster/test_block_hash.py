@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.block_hash import hash_block, hash_blocks, index_keys, make_salt, pack_tokens, unpack_tokens
+from cluster.protocol.block_hash import (
+    hash_block,
+    hash_blocks,
+    index_keys,
+    make_salt,
+    pack_tokens,
+    unpack_tokens,
+)
 
 SECRET, SALT = b"deployment", bytes(range(16))
 

@@ -13,11 +13,11 @@ import pytest
 import redis
 from redis.exceptions import ReadOnlyError
 
-from cluster.block_hash import hash_blocks, make_salt, pack_tokens
 from cluster.index.reporter import ChainReporter
 from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.block_hash import hash_blocks, make_salt, pack_tokens
 from cluster.redis.elsewhere import ElsewhereError, leave
 from cluster.redis.embedded import EmbeddedRedis
 from router.placement.script_call import ScriptCall

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import MAX_WIRE_BYTES, InvalidRequestError, OverloadedError, from_wire
-from cluster.rpc import trailing_metadata
+from cluster.rpc.errors import trailing_metadata
 
 GRPC_LIMIT = 8192  # bytes of all trailing metadata, status and message included
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from cluster.faults.orders import Order, OrderedFaults, give_orders, open_faults, read_struck
-from cluster.faults.points import NO_FAULTS, Act, Point, Strike, meddle, nothing, nothing_said
+from cluster.faults.orders import Order, OrderedFaults, give_orders, open_faults, read_injected
+from cluster.faults.points import NO_FAULTS, Act, FaultAction, Point, inject, nothing, nothing_said
 
 
 def test_without_a_directory_every_point_is_nothing():
@@ -26,8 +26,8 @@ def test_the_nth_passage_strikes_once(tmp_path):
     point = open_faults(tmp_path, "p").point(Point.LANDING_LANDED)
     assert point(b"t") is None
     give_orders(tmp_path, [Order("1", "landing.landed", "corrupt", at=3)])
-    assert [point(b"t") for _ in range(5)] == [None, None, Strike(Act.CORRUPT), None, None]
-    (struck,) = read_struck(tmp_path)
+    assert [point(b"t") for _ in range(5)] == [None, None, FaultAction(Act.CORRUPT), None, None]
+    (struck,) = read_injected(tmp_path)
     assert (struck.id, struck.process, struck.pid, struck.whose) == ("1", "p", os.getpid(), b"t".hex())
     assert abs(struck.monotonic - time.monotonic()) < 5
 
@@ -42,13 +42,13 @@ def test_of_several_processes_only_the_first_and_only_the_named_one(tmp_path):
         ],
     )
     said = first.messages(), second.messages()
-    assert said[1]("finish", "x") == Strike(Act.DROP)
+    assert said[1]("finish", "x") == FaultAction(Act.DROP)
     assert said[0]("finish", "x") is None
     assert said[0]("abort", "x") is None
-    assert said[1]("abort", "x") == Strike(Act.TWICE)
+    assert said[1]("abort", "x") == FaultAction(Act.TWICE)
     give_orders(tmp_path, [])
     assert said[1]("abort", "x") is None
-    assert [one.id for one in read_struck(tmp_path)] == ["a", "b"]
+    assert [one.id for one in read_injected(tmp_path)] == ["a", "b"]
 
 
 KILLED = """
@@ -70,13 +70,13 @@ def test_a_kill_is_told_before_it_happens(tmp_path):
     )
     assert done.returncode == -signal.SIGKILL
     assert done.stdout.split() == ["0", "1", "2", "3"]
-    assert read_struck(tmp_path)[0].act == "kill"
+    assert read_injected(tmp_path)[0].act == "kill"
 
 
 @pytest.mark.parametrize(("act", "at_once", "later"), [("drop", 0, 0), ("twice", 2, 0), ("delay", 0, 1)])
 def test_a_message_goes_out_as_often_and_as_late_as_ordered(act, at_once, later):
     sent: list[int] = []
     waiting: list[tuple[float, object]] = []
-    meddle(Strike(Act(act), 0.5), lambda: sent.append(1), lambda s, call: waiting.append((s, call)))
+    inject(FaultAction(Act(act), 0.5), lambda: sent.append(1), lambda s, call: waiting.append((s, call)))
     assert len(sent) == at_once
     assert [seconds for seconds, _ in waiting] == [0.5] * later

@@ -11,17 +11,17 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from cluster.auth.keys import RateLimits
-from cluster.block_hash import index_keys
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.index import scripts
 from cluster.index.reporter import ChainReporter
 from cluster.membership import keys
 from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.block_hash import index_keys
 from cluster.redis.embedded import EmbeddedRedis
 from cluster.redis.memory import RedisMemory
+from cluster.security.keys import RateLimits
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest
 from router.quota.quota import Claim, Quota, Use

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2 as pb
 
-from cluster.grpc_health import MAX_NAME_CHARACTERS, Health
+from cluster.rpc.health import MAX_NAME_CHARACTERS, Health
 
 
 class AbortError(Exception):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
 from cluster.index import scripts
+from cluster.protocol.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
 from cluster.redis.connect import connect
 
 PAGE = 2

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from cluster import memory
+from cluster.process import memory
 from engine import kv_cache
 
 GIB = 1 << 30

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import redis
 
-from cluster.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
 from cluster.index import reporter as module
 from cluster.index import scripts
 from cluster.index.reporter import Chain, ChainReporter
 from cluster.membership import keys
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
 from cluster.redis.connect import connect
 from tests.waiting import wait_for
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.commands import drain, serve_app
-from cluster import settings
+from baton.cli import drain, serve_app
 from cluster.addresses import advertised, join
-from cluster.block_hash import hash_blocks
-from cluster.config import RouterConfig, WorkerConfig
+from cluster.config import sources
+from cluster.config.models import RouterConfig, WorkerConfig
 from cluster.errors import ConfigError
+from cluster.protocol.block_hash import hash_blocks
 
 FLAGS = {"role": "decode", "engine": {"model": Path("/m")}}
 
@@ -20,7 +20,7 @@ FLAGS = {"role": "decode", "engine": {"model": Path("/m")}}
 def load(monkeypatch: pytest.MonkeyPatch, **environment: str) -> WorkerConfig:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return settings.load(WorkerConfig, FLAGS)
+    return sources.load(WorkerConfig, FLAGS)
 
 
 def test_every_field_comes_from_the_environment_and_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_every_field_comes_from_the_environment_and_flags_win(monkeypatch: pytes
 def test_values_that_were_read_already_stand_below_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_ADVERTISE_HOST", "10.9.9.9")
     values = {"role": "prefill", "engine": {"model": "/m"}, "advertise_host": "", "drain_seconds": 7}
-    config = settings.load(WorkerConfig, {}, values=values)
+    config = sources.load(WorkerConfig, {}, values=values)
     assert (config.advertise_host, config.drain_seconds, config.role) == ("10.9.9.9", 7, "prefill")
 
 
@@ -72,7 +72,7 @@ def test_secrets_are_read_from_files(
     assert (config.redis_url, config.secret) == (expected, "deployment")
     assert "p/w@d" not in repr(config) and "p%2Fw" not in repr(config)
     # What is shipped to replicas is complete, and resolving it again changes nothing.
-    assert settings.load(WorkerConfig, {}, values=config.model_dump(mode="json")) == config
+    assert sources.load(WorkerConfig, {}, values=config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ NO_SETTINGS: dict[str, bytes] = {
 def test_a_file_that_holds_no_settings_is_named(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(content)
-    for read in (partial(settings.load, RouterConfig, {}), drain._of_registry, serve_app._read):
+    for read in (partial(sources.load, RouterConfig, {}), drain._of_registry, serve_app._read):
         with pytest.raises(ConfigError) as caught:
             read(file)
         assert caught.value.field == "config"
@@ -124,21 +124,21 @@ def test_a_file_that_holds_no_settings_is_named(content: bytes, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["nobody.yaml", "", "n" * 5000, "a\0b"])
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no configuration file at"):
-        settings.load(RouterConfig, {}, tmp_path / name)
+        sources.load(RouterConfig, {}, tmp_path / name)
 
 
 @pytest.mark.parametrize("nothing", ["", "# nothing yet", "null"])
 def test_an_empty_file_sets_nothing(nothing: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(nothing)
-    assert settings.load(RouterConfig, {"model": Path("/m")}, file).model == Path("/m")
+    assert sources.load(RouterConfig, {"model": Path("/m")}, file).model == Path("/m")
 
 
 @pytest.mark.parametrize("said", ["*", "{", "https://chat.example"])
 def test_a_list_in_the_environment_is_json(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CORS_ORIGINS", said)
     with pytest.raises(ConfigError, match="BATON_CORS_ORIGINS must be JSON") as caught:
-        settings.load(RouterConfig, {"model": Path("/m")})
+        sources.load(RouterConfig, {"model": Path("/m")})
     assert caught.value.field == "cors_origins"
 
 
@@ -154,13 +154,13 @@ def test_a_secret_that_cannot_be_a_key_is_refused_at_the_start(
 ) -> None:
     monkeypatch.setenv("BATON_SECRET", secret)
     with pytest.raises(ConfigError, match="UTF-8 and at most 64 bytes") as caught:
-        settings.load(RouterConfig, {"model": Path("/m")})
+        sources.load(RouterConfig, {"model": Path("/m")})
     assert secret not in caught.value.message
 
 
 def test_the_longest_secret_keys_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_SECRET", 32 * "é")
-    secret = settings.load(RouterConfig, {"model": Path("/m")}).secret
+    secret = sources.load(RouterConfig, {"model": Path("/m")}).secret
     assert hash_blocks(bytes(64), 16, secret=secret.encode(), salt=b"")
 
 
@@ -172,7 +172,7 @@ def test_a_service_link_of_kubernetes_is_recognised(monkeypatch: pytest.MonkeyPa
 def test_a_router_takes_the_same_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret").write_text("s3")
     monkeypatch.setenv("BATON_SECRET_FILE", str(tmp_path / "secret"))
-    assert settings.load(RouterConfig, {"model": tmp_path}).secret == "s3"
+    assert sources.load(RouterConfig, {"model": tmp_path}).secret == "s3"
 
 
 def test_who_listens_everywhere_is_reached_where_it_reaches_redis() -> None:

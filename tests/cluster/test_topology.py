@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import TopologyConfig
+from cluster.config.models import TopologyConfig
 from cluster.errors import SetupError
-from cluster.topology import Locating, Location, read_node_labels
+from cluster.membership.topology import Locating, Location, read_node_labels
 from tests.kubernetes.api.server import ApiServer
 
 LABELS = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from cluster.block_hash import pack_tokens
+from cluster.protocol.block_hash import pack_tokens
 from cluster.state_machine import StateMachine
 from decode_worker import attempt
-from kv_transfer import incoming
 from kv_transfer import messages as m
+from kv_transfer.decode_side import incoming
 from tests.decode_worker.decode_world import LAYERS, Stream
 from tests.engine.fake_model import PAGE
 from tests.reached import Reached

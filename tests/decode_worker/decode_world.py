@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.config import TransferConfig
+from cluster.background_tasks import FollowUps
+from cluster.config.models import TransferConfig
 from cluster.errors import BatonError, DrainingError, StaleEpochError
 from cluster.faults.points import NO_FAULTS
-from cluster.follow_ups import FollowUps
-from cluster.wire_version import WIRE_VERSION
+from cluster.protocol.wire_version import WIRE_VERSION
+from decode_worker.engine_adapter import HandoffEngineAdapter
 from decode_worker.role import DecodeRole
-from decode_worker.takeover import Takeover
 from engine.engine import Engine
 from engine.request import StepOutput
 from kv_transfer import messages as m
-from kv_transfer.digest import XXH3_128
-from kv_transfer.receiver import HandoffReceiver
+from kv_transfer.decode_side.receiver import HandoffReceiver
+from kv_transfer.layout.digest import XXH3_128
 from tests.engine.fake_model import PAGE, VOCAB, FakeRunner
 from wire import common_pb2, handoff_pb2
 from worker.validate import SpecLimits
@@ -181,7 +181,7 @@ class DecodeWorld:
             layout=layout(),
             ranks=[self.rank],
             addresses=[list(range(SLOTS))],
-            engine=Takeover(self.core, self.role),  # type: ignore[arg-type]
+            engine=HandoffEngineAdapter(self.core, self.role),  # type: ignore[arg-type]
             config=TransferConfig(
                 transport="grpc",
                 slot_bytes=SLOT_BYTES,

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from cluster.errors import StaleEpochError
 from kv_transfer import messages as m
-from kv_transfer.ring import SlotState
+from kv_transfer.decode_side.ring import SlotState
 from tests.decode_worker.decode_story import REACHED, TRANSFERS, Landed, note_replies, prompt_of, spec_of
 from tests.decode_worker.decode_world import LAYERS, DecodeWorld, Stream
 from tests.engine.fake_model import continuation

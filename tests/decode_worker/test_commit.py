@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cluster.block_hash import pack_tokens
 from cluster.errors import StaleTransferError
+from cluster.protocol.block_hash import pack_tokens
 from decode_worker.attempt import DecodeState
 from kv_transfer import messages as m
-from kv_transfer.base import HandoffState
+from kv_transfer.contract import HandoffState
 from tests.decode_worker.decode_world import LAYERS, DecodeWorld, Stream
 from tests.engine.fake_model import continuation
 from tests.waiting import until

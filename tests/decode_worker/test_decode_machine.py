@@ -16,9 +16,9 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 from cluster.errors import BatonError
 from decode_worker import attempt as decode_attempt
 from decode_worker.attempt import DecodeState
-from kv_transfer import incoming
-from kv_transfer.base import HandoffState
-from kv_transfer.ring import SlotState
+from kv_transfer.contract import HandoffState
+from kv_transfer.decode_side import incoming
+from kv_transfer.decode_side.ring import SlotState
 from tests.decode_worker.decode_story import (
     NEW,
     REACHED,
@@ -168,7 +168,7 @@ class DecodeMachine(PeerRules):
         self.run(go())
 
     @rule(transfer=ANY)
-    def ask_arbiter(self, transfer: bytes) -> None:
+    def abort_unless_committed(self, transfer: bytes) -> None:
         self.begin(self.ask(transfer))
 
     async def ask(self, transfer: bytes) -> None:
@@ -274,7 +274,7 @@ class DecodeMachine(PeerRules):
         if not hasattr(self, "world"):
             return
         for transfer in TRANSFERS:
-            self.ask_arbiter(transfer)
+            self.abort_unless_committed(transfer)
             self.cancel(transfer)
         self.answer_all()
         assert self.world.receiver.live == 0

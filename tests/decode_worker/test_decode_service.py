@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from cluster import rpc
 from cluster.errors import StaleEpochError, StaleTransferError, WireVersionError
 from cluster.membership.types import WorkerInfo
-from cluster.wire_version import WIRE_VERSION
+from cluster.protocol.wire_version import WIRE_VERSION
+from cluster.rpc import errors
 from decode_worker.service import DecodeService
 from router.dispatch.attempt import Attempt
 from router.dispatch.channels import Channels
@@ -70,7 +70,7 @@ async def refusal(call) -> Exception:
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await asyncio.wait_for(read(), 15)
-    return rpc.error_from_rpc(caught.value)
+    return errors.error_from_rpc(caught.value)
 
 
 @pytest.mark.parametrize("version", [0, WIRE_VERSION - 1, WIRE_VERSION + 1])
@@ -100,7 +100,7 @@ async def test_attempts_of_an_earlier_epoch_have_not_committed_and_never_will():
     async with serving() as (world, address):
         for epoch in (EPOCH - 1, 0):
             with pytest.raises(StaleEpochError):
-                await arbiter(address, epoch).ask_arbiter()
+                await arbiter(address, epoch).abort_unless_committed()
         with pytest.raises(StaleTransferError):
             world.role.attach(attach())
 
@@ -108,5 +108,5 @@ async def test_attempts_of_an_earlier_epoch_have_not_committed_and_never_will():
 async def test_an_abort_under_this_epoch_is_answered():
     async with serving() as (world, address):
         world.role.attach(attach())
-        assert not await arbiter(address, EPOCH).ask_arbiter()
+        assert not await arbiter(address, EPOCH).abort_unless_committed()
         assert world.role.attempts.is_ended(T)

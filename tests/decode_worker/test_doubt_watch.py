@@ -10,9 +10,9 @@ import pytest
 import redis
 
 from cluster.errors import UnavailableError
-from cluster.pod import Pod
+from cluster.kubernetes.pod import Pod
 from decode_worker.doubt_watch import ASK_SECONDS, PATIENCE_SECONDS, DoubtWatch
-from kv_transfer.ring import Claim, Ring, SlotState
+from kv_transfer.decode_side.ring import Claim, Ring, SlotState
 
 POD = Pod("default", "prefill-0", "uid-1", "worker", "node-1", 100.0)
 

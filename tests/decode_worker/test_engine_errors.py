@@ -8,7 +8,7 @@ from cluster.errors import EngineRequestError
 from decode_worker import role as role_module
 from decode_worker.attempt import DecodeState
 from engine.engine import Engine
-from kv_transfer.base import HandoffState
+from kv_transfer.contract import HandoffState
 from tests.decode_worker.decode_world import DecodeWorld
 from tests.decode_worker.test_commit import TRANSFER, close, finish, ready_to_commit
 from tests.decode_worker.test_local_prefill import Local

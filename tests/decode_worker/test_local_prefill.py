@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cluster.block_hash import pack_tokens
-from cluster.config import EngineConfig, WorkerConfig
+from cluster.background_tasks import FollowUps
+from cluster.config.models import EngineConfig, WorkerConfig
 from cluster.faults.points import NO_FAULTS
-from cluster.follow_ups import FollowUps
+from cluster.protocol.block_hash import pack_tokens
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.scheduler import scheduler
-from kv_transfer.base import HandoffState
+from kv_transfer.contract import HandoffState
 from tests.engine.fake_model import VOCAB, FakeRunner
 from wire import common_pb2, decode_pb2
 from worker.validate import SpecLimits

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from router.tokens.tokenizer import ModelText
+from router.text.tokenizer import ModelText
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 PYTHON = "import os\n\n\ndef main():\n    for name in os.listdir(path):\n        if not name:\n            return None\n"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.cli import app
+from baton.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -195,7 +195,7 @@ class Absent:
             raise ModuleNotFoundError(name)
 ABSENT = set(sys.argv[1].split(","))
 sys.meta_path.insert(0, Absent())
-import baton.autoscaling.autoscaler, baton.cli, baton.draining, baton.model_source, baton.selftest
+import baton.autoscaler.autoscaler, baton.cli.main, baton.draining, baton.model_source, baton.selftest
 import loadgen.load, loadgen.table, router.server
 try:
     import torch

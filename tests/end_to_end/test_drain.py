@@ -20,7 +20,7 @@ import pytest
 
 from baton.client import AsyncClient, AsyncStream, Client, Timings
 from bench.cluster import Cluster
-from cluster.faults.orders import Order, Struck, give_orders, read_struck
+from cluster.faults.orders import InjectedFault, Order, give_orders, read_injected
 from cluster.membership.leaving import request_drain
 from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import UnderOrders, run_under_orders
@@ -100,7 +100,7 @@ async def read_all(stream: AsyncStream) -> None:
 
 
 @contextlib.asynccontextmanager
-async def stopped_midway(running: UnderOrders) -> AsyncIterator[tuple[Struck, list[AsyncStream]]]:
+async def stopped_midway(running: UnderOrders) -> AsyncIterator[tuple[InjectedFault, list[AsyncStream]]]:
     """A decode worker stops by itself in the middle of its streams; it goes on at the end."""
     order = Order(f"stop-{secrets.token_hex(3)}", "decode.tokens", "stop", at=200)
     give_orders(running.orders, [order])
@@ -112,8 +112,8 @@ async def stopped_midway(running: UnderOrders) -> AsyncIterator[tuple[Struck, li
             os.kill(struck.pid, signal.SIGCONT)
 
 
-def carried_out(orders: Path, order: Order) -> Struck | None:
-    return next((struck for struck in read_struck(orders) if struck.id == order.id), None)
+def carried_out(orders: Path, order: Order) -> InjectedFault | None:
+    return next((struck for struck in read_injected(orders) if struck.id == order.id), None)
 
 
 def timings(stream: AsyncStream) -> Timings:

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from baton.client import AsyncClient, Client
-from cluster.faults.orders import Order, give_orders, read_struck
+from cluster.faults.orders import Order, give_orders, read_injected
 from cluster.faults.points import Point
 from engine.request import SamplingParams
 from tests.checkpoints import VARIANTS, prompt_ids
@@ -311,7 +311,7 @@ def test_a_prefill_worker_killed_before_the_commit_costs_a_pause_and_no_token(ch
             give_orders(running.orders, [Order(point.value, point.value, "kill")])
             with Client(running.cluster.grpc) as client:
                 answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
-            (struck,) = [one for one in read_struck(running.orders) if one.point == point.value]
+            (struck,) = [one for one in read_injected(running.orders) if one.point == point.value]
             assert_reference(model, prompt, answer.token_ids)
             # The decode worker may report the death before the router sees it: that costs an attempt at a dead worker.
             assert answer.timings.attempts in (2, 3), "the first attempt had committed, or nothing was killed"

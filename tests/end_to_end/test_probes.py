@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from baton.local.ports import free_ports
+from baton.processes.ports import free_ports
 from cluster.membership.reader import read_workers
 from cluster.redis.embedded import EmbeddedRedis
 from tests.waiting import wait_for

@@ -14,7 +14,7 @@ import pytest
 
 from baton.client import Client
 from bench.cluster import Cluster
-from cluster.faults.orders import Order, give_orders, read_struck
+from cluster.faults.orders import Order, give_orders, read_injected
 from cluster.faults.points import Point
 from cluster.membership.leaving import request_drain
 from tests.checkpoints import prompt_ids
@@ -96,7 +96,7 @@ def test_slots_in_doubt_are_freed_once_a_killed_replica_has_exited(checkpoint, t
         give_orders(running.orders, [Order("write", Point.SENDER_WRITTEN.value, "kill")])
         with Client(running.cluster.grpc) as client:
             client.generate(prompt_ids(300, seed=8), max_tokens=NEW, temperature=0, ignore_eos=True)
-        (struck,) = read_struck(running.orders)
+        (struck,) = read_injected(running.orders)
         assert struck.process == before["prefill"]["id"]
         wait_for(lambda: _slots_in_doubt(running.cluster) == 0, 30.0, "the slots are free again")
         assert live(running.cluster)["decode"] == before["decode"], "it did not drain"

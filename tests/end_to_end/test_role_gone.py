@@ -15,7 +15,7 @@ import pytest
 from baton.client import Client
 from bench.cluster import Cluster
 from cluster.errors import UnavailableError
-from cluster.faults.orders import Order, give_orders, read_struck
+from cluster.faults.orders import Order, give_orders, read_injected
 from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import UnderOrders, gone, run_under_orders
 from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
@@ -112,7 +112,7 @@ def test_after_a_decode_workers_death_only_what_is_new_is_prefilled(running: Und
     give_orders(running.orders, [order])
     with Client(cluster.grpc) as client, nobody_restarts(cluster):
         answer = client.generate(prompt, max_tokens=new, **OPTIONS)
-        assert [struck.id for struck in read_struck(running.orders)] == [order.id]
+        assert [struck.id for struck in read_injected(running.orders)] == [order.id]
         assert_reference(running.model, prompt, answer.token_ids)
         assert answer.timings is not None
         assert answer.timings.attempts == 2

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.block_hash import hash_blocks, pack_tokens
 from cluster.errors import BlocksExhaustedError
+from cluster.protocol.block_hash import hash_blocks, pack_tokens
 from engine.engine import Engine, EngineReservation
 from engine.request import EngineRequest, SamplingParams, TokenOutput
 from tests.engine.fake_model import PAGE, FakeRunner, continuation

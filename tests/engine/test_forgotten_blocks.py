@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from cluster.block_hash import hash_blocks, pack_tokens
 from cluster.errors import EngineRequestError
+from cluster.protocol.block_hash import hash_blocks, pack_tokens
 from engine.cache.block_pool import BlockPool
 from engine.engine import Engine
 from engine.plan import StepPlan

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.block_hash import hash_blocks, pack_tokens
 from cluster.errors import BlocksExhaustedError
+from cluster.protocol.block_hash import hash_blocks, pack_tokens
 from engine.engine import Engine
 from engine.request import EngineRequest, RequestDone, SamplingParams, TokenOutput
 from tests.engine.fake_model import PAGE, FakeRunner, continuation

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.config import EngineConfig, TransferConfig, WorkerConfig
+from cluster.config.models import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import ConfigError
 from engine import kv_cache
 from engine.build import load_runner
 from engine.model.weights import Checkpoint
 from engine.parallel.group import NullGroup
-from worker import ranks
+from worker.ranks import ranks
 
 GIB = 1 << 30
 CARD = torch.device("cuda", 0)

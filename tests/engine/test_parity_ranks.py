@@ -14,7 +14,7 @@ import torch
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
-from kv_transfer.geometry import gather, plan_flows, scatter
+from kv_transfer.layout.geometry import gather, plan_flows, scatter
 from tests.checkpoints import VARIANTS, prompt_ids
 from tests.engine.ranks import engine_of, run, runners
 from tests.exactness import assert_greedy

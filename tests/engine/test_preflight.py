@@ -10,10 +10,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cluster.config import EngineConfig, WorkerConfig
+from cluster.config.models import EngineConfig, WorkerConfig
 from cluster.errors import ConfigError, ModelError
 from engine import build
-from worker import ranks
+from worker.ranks import ranks
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

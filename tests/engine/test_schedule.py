@@ -20,7 +20,7 @@ class NoOwner:
     def evict_reservation(self, output: StepOutput, rank: int) -> bool:
         return False
 
-    def gave_back(self, victim: Sequence, output: StepOutput) -> bool:
+    def return_to_router(self, victim: Sequence, output: StepOutput) -> bool:
         return False
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.block_hash import pack_tokens
+from cluster.protocol.block_hash import pack_tokens
 from tests.checkpoints import VOCAB
 from tests.fuzz.conftest import few
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally

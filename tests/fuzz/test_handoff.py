@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.block_hash import pack_tokens
-from cluster.rpc import error_from_rpc
+from cluster.protocol.block_hash import pack_tokens
+from cluster.rpc.errors import error_from_rpc
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changed, damaged
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally

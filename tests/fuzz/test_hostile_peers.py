@@ -18,8 +18,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.block_hash import pack_tokens
 from cluster.errors import InternalError
+from cluster.protocol.block_hash import pack_tokens
 from tests.fuzz.conftest import few
 from tests.fuzz.messages import changing
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally

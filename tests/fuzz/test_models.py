@@ -13,16 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.errors import ConfigError, InvalidRequestError, ModelError
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
-from router.tokens.tokenizer import ModelText
-from router.validate import Asked, Validator
+from router.request.validator import RawRequest, Validator
+from router.text.tokenizer import ModelText
 from tests.fuzz.conftest import few
 from tests.fuzz.strategies import anything
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
-from worker.build import make_model_id
+from worker.model_id import make_model_id
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 CONFIG_KEYS = (
@@ -70,7 +70,7 @@ def _text(directory: Path) -> None:
     text = ModelText(directory)
     with contextlib.closing(text), contextlib.suppress(InvalidRequestError):
         assert text.vocab_size > 0 and text.max_position_embeddings > 0
-        Validator(RouterConfig(model=directory), text).completion([1], Asked())
+        Validator(RouterConfig(model=directory), text).completion([1], RawRequest())
         text.render([{"role": "user", "content": "hello"}])
 
 

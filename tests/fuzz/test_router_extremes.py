@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import InternalError
-from cluster.rpc import error_from_rpc
+from cluster.rpc.errors import error_from_rpc
 from tests.fuzz.conftest import BATCH, few
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
 from tests.fuzz.test_grpc import CLEAN

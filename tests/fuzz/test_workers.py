@@ -8,10 +8,10 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.block_hash import pack_tokens
 from cluster.errors import EngineRequestError, InternalError
-from cluster.rpc import ERROR_KEY, error_from_rpc
-from cluster.wire_version import WIRE_VERSION
+from cluster.protocol.block_hash import pack_tokens
+from cluster.protocol.wire_version import WIRE_VERSION
+from cluster.rpc.errors import ERROR_KEY, error_from_rpc
 from tests.fuzz.conftest import BATCH, few
 from tests.fuzz.messages import changed, changing, damaged
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.config import EngineConfig, TransferConfig, WorkerConfig
+from cluster.config.models import EngineConfig, TransferConfig, WorkerConfig
 from decode_worker.worker import DecodeWorker
-from kv_transfer.ring import SlotState
+from kv_transfer.decode_side.ring import SlotState
 from prefill_worker.worker import PrefillWorker
 from wire import common_pb2
 

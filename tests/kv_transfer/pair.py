@@ -14,15 +14,15 @@ from typing import Any
 import grpc
 import torch
 
-from cluster.config import TransferConfig
-from cluster.wire_version import WIRE_VERSION
-from kv_transfer.base import HandoffReport, HandoffSpec, Reservation
-from kv_transfer.geometry import head_range
-from kv_transfer.receiver import HandoffReceiver
-from kv_transfer.receiver_rank import ReceiverRank
-from kv_transfer.ring import SlotState
-from kv_transfer.sender import HandoffSender, OutgoingHandoff
-from kv_transfer.sender_rank import SenderRank
+from cluster.config.models import TransferConfig
+from cluster.protocol.wire_version import WIRE_VERSION
+from kv_transfer.contract import HandoffReport, HandoffSpec, Reservation
+from kv_transfer.decode_side.receiver import HandoffReceiver
+from kv_transfer.decode_side.receiver_rank import ReceiverRank
+from kv_transfer.decode_side.ring import SlotState
+from kv_transfer.layout.geometry import head_range
+from kv_transfer.prefill_side.sender import HandoffSender, OutgoingHandoff
+from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.transports.nixl import NixlEndpoint
 from wire import common_pb2, decode_pb2_grpc
 

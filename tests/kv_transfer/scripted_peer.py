@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kv_transfer.digest import XXH3_128, digest
-from kv_transfer.receiver import HandoffReceiver
+from kv_transfer.decode_side.receiver import HandoffReceiver
+from kv_transfer.layout.digest import XXH3_128, digest
 from tests.kv_transfer.pair import DIM, layout
 from tests.waiting import until
 from wire import common_pb2, handoff_pb2

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from kv_transfer.digest import SUM64, XXH3_128, Digests
+from kv_transfer.layout.digest import SUM64, XXH3_128, Digests
 from tests.kv_transfer.pair import LAYERS, PAGE, Decode, config, decode_side
 from tests.kv_transfer.scripted_peer import ScriptedPeer
 

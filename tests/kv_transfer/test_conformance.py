@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from cluster.errors import BatonError, DigestMismatchError, InternalError
-from kv_transfer import geometry, landing, sender_rank
 from kv_transfer import messages as m
-from kv_transfer.digest import XXH3_128
-from kv_transfer.geometry import Flow
+from kv_transfer.decode_side import landing
+from kv_transfer.layout import geometry
+from kv_transfer.layout.digest import XXH3_128
+from kv_transfer.layout.geometry import Flow
+from kv_transfer.prefill_side import sender_rank
 from tests.kv_transfer.pair import (
     DECODE_EPOCH,
     HEADS,

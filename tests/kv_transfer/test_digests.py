@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_transfer.digest import NONE, SUM64, XXH3_128, Digests, digest, kinds_on, stricter
+from kv_transfer.layout.digest import NONE, SUM64, XXH3_128, Digests, digest, kinds_on, stricter
 from tests.kv_transfer.pair import SLOT_BYTES, assert_same, config, decode_side, prefill_side
 
 CPU = torch.device("cpu")

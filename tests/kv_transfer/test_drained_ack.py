@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from kv_transfer import drained_mail, sender
+from kv_transfer.prefill_side import pending_drain_notices, sender
 from tests.kv_transfer.pair import config, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode
 from tests.waiting import until as until_true
@@ -20,7 +20,7 @@ TOKENS = 16
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr(drained_mail, "TRY_SECONDS", 0.05)
+    monkeypatch.setattr(pending_drain_notices, "TRY_SECONDS", 0.05)
     monkeypatch.setattr(sender, "LAST_WORDS_SECONDS", 0.05)
 
 
@@ -61,7 +61,7 @@ async def test_a_message_read_but_not_acted_upon_is_repeated_on_the_next_stream(
 
 
 async def test_a_stream_that_the_next_hand_off_opens_carries_it_at_once(monkeypatch):
-    monkeypatch.setattr(drained_mail, "TRY_SECONDS", 60.0)
+    monkeypatch.setattr(pending_drain_notices, "TRY_SECONDS", 60.0)
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         transfer = await given_up(prefill, decode)
         await until(lambda: transfer in set(decode.drained()), "it has read it")

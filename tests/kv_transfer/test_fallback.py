@@ -9,10 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.errors import BatonError, TransportError
-from kv_transfer import link
+from kv_transfer.prefill_side import link
 from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side
 from tests.waiting import until
-from worker.endpoints import open_endpoint
+from worker.ranks.nixl_endpoint import open_endpoint
 
 TOKENS = 90
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kv_transfer.decode_side.receiver_rank import FAST_POLL_SECONDS, SETTLE_SECONDS
 from kv_transfer.memory import aligned_bytes
-from kv_transfer.receiver_rank import FAST_POLL_SECONDS, SETTLE_SECONDS
 from kv_transfer.transports.nixl import NixlEndpoint
 
 SIZE = 16 << 20

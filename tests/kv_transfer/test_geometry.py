@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.digest import SUM64, XXH3_128, digest
-from kv_transfer.geometry import gather, head_range, plan_flows, scatter
+from kv_transfer.layout.digest import SUM64, XXH3_128, digest
+from kv_transfer.layout.geometry import gather, head_range, plan_flows, scatter
 
 LAYERS, DIM, PAGE = 3, 4, 4
 

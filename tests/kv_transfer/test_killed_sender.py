@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import UnavailableError
-from kv_transfer.ring import SlotState
+from kv_transfer.decode_side.ring import SlotState
 from tests.kv_transfer.pair import (
     PREFILL_EPOCH,
     SLOT_BYTES,

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from kv_transfer import messages as m
-from kv_transfer.receiver_rank import (
+from kv_transfer.decode_side.receiver_rank import (
     FAST_POLL_SECONDS,
     PATIENCE,
     SETTLE_POLLS,

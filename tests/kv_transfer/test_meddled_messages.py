@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import PeerLostError
-from cluster.faults.orders import Order, OrderedFaults, give_orders, read_struck
-from kv_transfer import link, sender
+from cluster.faults.orders import Order, OrderedFaults, give_orders, read_injected
+from kv_transfer.prefill_side import link, sender
 from tests.kv_transfer.pair import TRANSPORTS, assert_same, config, decode_side, prefill_side
 from tests.waiting import until
 
@@ -42,7 +42,7 @@ async def test_a_message_said_twice_or_late_changes_nothing(kind, act, transport
         for _ in range(3):
             await prefill.send(decode.ref, TOKENS)
             assert_same(prefill, decode, TOKENS)
-        await until(lambda: len(read_struck(tmp_path)) == 3, "all three")
+        await until(lambda: len(read_injected(tmp_path)) == 3, "all three")
         assert len(decode.engine.committed) == 3
         assert not decode.engine.aborted
         await until(lambda: decode.all_free, "every slot free")

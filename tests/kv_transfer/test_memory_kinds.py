@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kv_transfer import messages as m
-from kv_transfer.digest import XXH3_128
-from kv_transfer.receiver_rank import ReceiverRank
+from kv_transfer.decode_side.receiver_rank import ReceiverRank
+from kv_transfer.layout.digest import XXH3_128
 from kv_transfer.transports.nixl import NixlEndpoint
 from tests.kv_transfer.pair import config, decode_side, prefill_side
 from tests.kv_transfer.scripted_peer import ScriptedPeer

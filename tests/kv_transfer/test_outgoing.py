@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer import messages as m
-from kv_transfer.geometry import Flow
-from kv_transfer.outgoing import Cutting, Transfer
+from kv_transfer.layout.geometry import Flow
+from kv_transfer.prefill_side.outgoing import Cutting, Transfer
 
 PAGE, TOKEN_BYTES = 4, 32
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequestError, LayoutMismatchError, StaleEpochError, TransportError
-from kv_transfer import landing, peer, reserving, ring
-from kv_transfer.base import Reservation
-from kv_transfer.ring import SlotState
+from kv_transfer.contract import Reservation
+from kv_transfer.decode_side import landing, peer, ring
+from kv_transfer.decode_side import reserve as reserving
+from kv_transfer.decode_side.ring import SlotState
 from tests.kv_transfer.pair import LAYERS, PAGE, Decode, config, decode_side, layout
 from tests.kv_transfer.scripted_peer import ScriptedPeer
 from tests.waiting import until as until_true

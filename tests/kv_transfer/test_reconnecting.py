@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from cluster.errors import HandoffError, TransportError
-from kv_transfer import drained_mail, link
 from kv_transfer import messages as m
+from kv_transfer.decode_side.ring import SlotState
 from kv_transfer.memory import aligned_bytes
-from kv_transfer.ring import SlotState
+from kv_transfer.prefill_side import link, pending_drain_notices
 from kv_transfer.transports import nixl
 from kv_transfer.transports.nixl import NixlEndpoint
 from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side
@@ -177,8 +177,8 @@ async def test_a_probe_that_fails_is_sent_again_over_a_new_connection(monkeypatc
 async def test_a_pair_that_was_cut_off_for_long_works_again_at_once(transport, monkeypatch):
     """Longer than the prefill worker tries by itself to say what is drained: until it is said, the decode worker has
     slots in doubt, and grants it nothing."""
-    monkeypatch.setattr(drained_mail, "TRY_SECONDS", 0.02)
-    monkeypatch.setattr(drained_mail, "TRIES", 3)
+    monkeypatch.setattr(pending_drain_notices, "TRY_SECONDS", 0.02)
+    monkeypatch.setattr(pending_drain_notices, "TRIES", 3)
     async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
         handle, rank = prefill.ranks[0].handle, prefill.ranks[0]
         monkeypatch.setattr(rank, "handle", lambda one: None if isinstance(one, m.Granted) else handle(one))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cluster.errors import TransportError
-from kv_transfer import landing, receiver_rank
 from kv_transfer import messages as m
-from kv_transfer.ring import SlotState
+from kv_transfer.decode_side import landing, receiver_rank
+from kv_transfer.decode_side.ring import SlotState
 from tests.kv_transfer.pair import LAYERS, PAGE, TRANSPORTS, assert_same, config, decode_side, prefill_side
 from tests.kv_transfer.scripted_peer import DECODE_EPOCH, ScriptedPeer
 from tests.waiting import until

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from cluster.errors import HandoffError, LayoutMismatchError, StaleEpochError, TransportError
-from cluster.wire_version import WIRE_VERSION
-from kv_transfer import sender
-from kv_transfer.digest import stricter
-from kv_transfer.known_workers import KnownWorkers
+from cluster.protocol.wire_version import WIRE_VERSION
+from kv_transfer.layout.digest import stricter
+from kv_transfer.prefill_side import sender
+from kv_transfer.prefill_side.known_workers import KnownWorkers
 from tests.kv_transfer.pair import DECODE_EPOCH, config, layout, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome
 from tests.waiting import until as until_true

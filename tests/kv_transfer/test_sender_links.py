@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cluster.errors import PeerLostError
-from kv_transfer import link, sender
 from kv_transfer import messages as m
-from kv_transfer.link import LinkToDecode
+from kv_transfer.prefill_side import link, sender
+from kv_transfer.prefill_side.link import LinkToDecode
 from tests.kv_transfer.pair import Prefill, config, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome
 from tests.waiting import until as until_true

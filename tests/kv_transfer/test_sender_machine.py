@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.config import TransferConfig
+from cluster.config.models import TransferConfig
 from cluster.errors import BatonError, PeerLostError, TransportError
 from kv_transfer import messages as m
-from kv_transfer.base import HandoffReport, HandoffSpec
-from kv_transfer.sender import HandoffSender, OutgoingHandoff
+from kv_transfer.contract import HandoffReport, HandoffSpec
+from kv_transfer.prefill_side.sender import HandoffSender, OutgoingHandoff
 from tests.reached import Reached
 from wire import common_pb2, handoff_pb2
 

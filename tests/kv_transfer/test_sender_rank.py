@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kv_transfer import messages as m
-from kv_transfer.geometry import Flow
+from kv_transfer.layout.geometry import Flow
 from kv_transfer.poll_pace import MAX_SECONDS
-from kv_transfer.sender_rank import SenderRank
+from kv_transfer.prefill_side.sender_rank import SenderRank
 from tests.kv_transfer.pair import BLOCKS, DIM, HEADS, LAYERS, PAGE, SLOT_BYTES, config
 from tests.waiting import wait_for
 

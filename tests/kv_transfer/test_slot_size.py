@@ -6,9 +6,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cluster.config import TransferConfig
+from cluster.config.models import TransferConfig
 from cluster.errors import ConfigError
-from kv_transfer.receiver_rank import ReceiverRank
+from kv_transfer.decode_side.receiver_rank import ReceiverRank
 
 
 @pytest.mark.parametrize("size", [4095, 4097, 33 << 20, 1 << 62])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequestError
-from kv_transfer.validate import check_message
+from kv_transfer.decode_side.validate import check_message
 from wire import common_pb2, handoff_pb2
 
 LAYOUT = common_pb2.KvLayout(tensor_parallel=2, num_kv_heads=8, page_size=16)

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.block_hash import pack_tokens
-from cluster.config import TransferConfig
+from cluster.config.models import TransferConfig
+from cluster.protocol.block_hash import pack_tokens
 from engine.engine import Engine
 from engine.plan import StepPlan
 from kv_transfer import messages as m
-from kv_transfer.base import HandoffSpec
-from kv_transfer.sender import HandoffSender, OutgoingHandoff
-from kv_transfer.sender_rank import SenderRank
+from kv_transfer.contract import HandoffSpec
+from kv_transfer.prefill_side.sender import HandoffSender, OutgoingHandoff
+from kv_transfer.prefill_side.sender_rank import SenderRank
 from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.role import PrefillRole
 from tests.engine.fake_model import PAGE, FakeRunner

@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.block_hash import pack_tokens
 from cluster.errors import (
     BatonError,
     BlocksExhaustedError,
@@ -21,8 +20,9 @@ from cluster.errors import (
     StaleEpochError,
     StaleTransferError,
 )
+from cluster.protocol.block_hash import pack_tokens
 from engine.engine import Engine
-from kv_transfer.base import HandoffReport
+from kv_transfer.contract import HandoffReport
 from prefill_worker.attempt import PrefillAttempt, PrefillState
 from prefill_worker.role import PrefillRole
 from tests.engine.fake_model import FakeRunner, continuation

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from cluster import rpc
-from cluster.block_hash import pack_tokens
 from cluster.errors import StaleEpochError, WireVersionError
-from cluster.wire_version import WIRE_VERSION
+from cluster.protocol.block_hash import pack_tokens
+from cluster.protocol.wire_version import WIRE_VERSION
+from cluster.rpc import errors
 from engine.request import FinishReason
 from prefill_worker import role as role_module
 from prefill_worker.service import PrefillService
@@ -75,7 +75,7 @@ async def refusal(call) -> Exception:
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await asyncio.wait_for(read(), 15)
-    return rpc.error_from_rpc(caught.value)
+    return errors.error_from_rpc(caught.value)
 
 
 @pytest.mark.parametrize("version", [0, WIRE_VERSION - 1, WIRE_VERSION + 1])

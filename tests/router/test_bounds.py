@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster import settings
-from cluster.config import RouterConfig
+from cluster.config import sources
+from cluster.config.models import RouterConfig
 from cluster.errors import ConfigError
-from router.descriptors import fitted
+from router.admission.descriptors import fitted
 from router.server import _grpc_options
 
 BOUNDED = [
@@ -43,7 +43,7 @@ async def test_a_number_works_or_is_refused_by_name(name: str) -> None:
     for number in NUMBERS:
         given: dict[str, Any] = {"model": Path("model"), name: number}
         with contextlib.suppress(ConfigError):
-            options = _grpc_options(fitted(settings.load(RouterConfig, given), 1 << 20))
+            options = _grpc_options(fitted(sources.load(RouterConfig, given), 1 << 20))
             counts = [value for key, value in options if key != "grpc.so_reuseport"]
             assert all(0 < count < 2**31 for count in counts), (number, options)
             grpc.aio.server(options=options)
@@ -53,5 +53,5 @@ async def test_a_number_works_or_is_refused_by_name(name: str) -> None:
 def test_what_grpc_cannot_count_is_refused(name: str) -> None:
     for number in (2**31, math.inf, math.nan):
         with pytest.raises(ConfigError) as caught:
-            settings.load(RouterConfig, {"model": Path("model"), name: number})
+            sources.load(RouterConfig, {"model": Path("model"), name: number})
         assert caught.value.field == name

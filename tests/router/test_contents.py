@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from cluster.errors import InvalidRequestError
-from router.tokens.contents import Contents, Rendered, role_of
-from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, ModelText
+from router.text.contents import Contents, Rendered, role_of
+from router.text.tokenizer import INLINE_CHAT_CHARACTERS, ModelText
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -18,21 +18,21 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from cluster.auth.keys import ANYONE
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.errors import ContextLengthError, DrainingError, InvalidRequestError, RequestTooLargeError
-from router.front import Front
-from router.grpc.service import InferenceService
-from router.http import generate
-from router.http.body import BodyLimits, read_json
-from router.http.json_scan import JsonScan
-from router.http.lengths import chat_size
-from router.limits import ByteBudget
-from router.low_priority import LowPriority
-from router.tokens.bound import most_bytes
-from router.tokens.contents import Rendered
-from router.tokens.tokenizer import INLINE_CHAT_CHARACTERS, LONG_CHARACTERS, MESSAGE_CHARACTERS, ModelText
-from router.validate import OTHER_BYTES, TOKEN_ID_BYTES, Validator
+from cluster.security.keys import ANYONE
+from router.admission.limits import ByteBudget
+from router.admission.low_priority import LowPriority
+from router.frontends.grpc.service import InferenceService
+from router.frontends.http import generate
+from router.frontends.http.body import BodyLimits, read_json
+from router.frontends.http.json_scan import JsonScan
+from router.frontends.http.lengths import chat_size
+from router.gateway import RequestGateway
+from router.request.validator import OTHER_BYTES, TOKEN_ID_BYTES, Validator
+from router.text.bound import most_bytes
+from router.text.contents import Rendered
+from router.text.tokenizer import INLINE_CHAT_CHARACTERS, LONG_CHARACTERS, MESSAGE_CHARACTERS, ModelText
 from wire import inference_pb2 as pb
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -143,7 +143,7 @@ def test_others_have_no_bound(name):
 
 
 class Front_(SimpleNamespace):
-    encode = Front.encode
+    encode = RequestGateway.encode
 
 
 CONTEXT = 64
@@ -169,68 +169,68 @@ class Text:
 
 
 @pytest.fixture
-def front() -> Any:
+def gateway() -> Any:
     text: Any = Text()
     config = RouterConfig(model=Path("/models/m"))
     return Front_(text=text, config=config, validator=Validator(config, text))
 
 
-async def test_a_text_that_cannot_fit_is_not_tokenised(front):
+async def test_a_text_that_cannot_fit_is_not_tokenised(gateway):
     longest = 3 * (CONTEXT - 1)
     for text in ("a" * longest, "é" * (longest // 2)):
-        assert await front.encode(text) == [1]
-    front.text.encoded.clear()
+        assert await gateway.encode(text) == [1]
+    gateway.text.encoded.clear()
     for text in ("a" * (longest + 1), "é" * (longest // 2 + 1), "a" * 10**6):
         with pytest.raises(ContextLengthError) as caught:
-            await front.encode(text)
+            await gateway.encode(text)
         assert caught.value.field == "prompt" and not caught.value.retryable
-    assert not front.text.encoded
-    front.text.most_bytes = None
-    assert await front.encode("a" * 10**6) == [1]
+    assert not gateway.text.encoded
+    gateway.text.most_bytes = None
+    assert await gateway.encode("a" * 10**6) == [1]
 
 
 @pytest.mark.parametrize("most_bytes", [None, 3, 1000])
-async def test_a_text_has_a_limit_of_its_own(front, most_bytes):
+async def test_a_text_has_a_limit_of_its_own(gateway, most_bytes):
     """Where the context's is higher, or unknown, or does not count because the prompt is truncated."""
-    front.text.most_bytes = most_bytes
-    front.validator = Validator(RouterConfig(model=Path("/models/m"), max_text_bytes=100), front.text)
+    gateway.text.most_bytes = most_bytes
+    gateway.validator = Validator(RouterConfig(model=Path("/models/m"), max_text_bytes=100), gateway.text)
     for text in ("a" * 100, "é" * 50):
-        assert await front.encode(text) == [1]
-    front.text.encoded.clear()
+        assert await gateway.encode(text) == [1]
+    gateway.text.encoded.clear()
     for text in ("a" * 101, "é" * 51, Rendered("a" * 101, "")):
         for truncated in (False, True):
             with pytest.raises(InvalidRequestError, match="max_text_bytes is 100") as caught:
-                await front.encode(text, truncated=truncated)
+                await gateway.encode(text, truncated=truncated)
             assert (caught.value.field, caught.value.limit) == ("prompt", "100")
-    assert not front.text.encoded
+    assert not gateway.text.encoded
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-async def test_a_truncation_is_checked_before_its_text_is_tokenised(front, kind):
+async def test_a_truncation_is_checked_before_its_text_is_tokenised(gateway, kind):
     body = {"truncate_prompt_tokens": CONTEXT + 1, "prompt": "a"}
     if kind == "chat":
         body = {"truncate_prompt_tokens": 0, "messages": [{"role": "user", "content": "a"}]}
     request: Any = SimpleNamespace(scope={}, headers={})
     with pytest.raises(InvalidRequestError) as caught:
-        await getattr(generate.Generate(front), f"_read_{kind}")(request, body)
+        await getattr(generate.Generate(gateway), f"_read_{kind}")(request, body)
     assert caught.value.field == "truncate_prompt_tokens"
-    assert not front.text.encoded and not front.text.rendered
+    assert not gateway.text.encoded and not gateway.text.rendered
 
 
-async def test_what_is_truncated_may_exceed_the_context(front):
+async def test_what_is_truncated_may_exceed_the_context(gateway):
     asked = {"prompt": "a" * (3 * CONTEXT + 1)}
-    assert await generate.Generate(front)._prompts({**asked, "truncate_prompt_tokens": 4}, "") == [[1]]
+    assert await generate.Generate(gateway)._prompts({**asked, "truncate_prompt_tokens": 4}, "") == [[1]]
     with pytest.raises(ContextLengthError):
-        await generate.Generate(front)._prompts(asked, "")
+        await generate.Generate(gateway)._prompts(asked, "")
 
 
 def many(count: int, content: Any = "") -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}] * count
 
 
-async def test_more_messages_than_tokens_are_not_rendered(front):
-    front.text.most_bytes = None
-    service = InferenceService(front)
+async def test_more_messages_than_tokens_are_not_rendered(gateway):
+    gateway.text.most_bytes = None
+    service = InferenceService(gateway)
     context: Any = SimpleNamespace(time_remaining=lambda: None)
 
     def chat(count: int) -> pb.GenerateRequest:
@@ -238,17 +238,17 @@ async def test_more_messages_than_tokens_are_not_rendered(front):
         return pb.GenerateRequest(chat=pb.ChatMessages(messages=messages))
 
     await service._completion(chat(CONTEXT - 1), context, ANYONE)
-    chat_size(many(CONTEXT - 1), front.validator)
-    assert front.text.rendered == 1
+    chat_size(many(CONTEXT - 1), gateway.validator)
+    assert gateway.text.rendered == 1
     with pytest.raises(ContextLengthError):
         await service._completion(chat(CONTEXT), context, ANYONE)
     with pytest.raises(ContextLengthError):
-        chat_size(many(CONTEXT), front.validator)
-    assert front.text.rendered == 1
+        chat_size(many(CONTEXT), gateway.validator)
+    assert gateway.text.rendered == 1
 
 
-async def test_held_tokens_beyond_the_context_are_refused_before_the_prompt_is_tokenised(front):
-    service = InferenceService(front)
+async def test_held_tokens_beyond_the_context_are_refused_before_the_prompt_is_tokenised(gateway):
+    service = InferenceService(gateway)
     context: Any = SimpleNamespace(time_remaining=lambda: None)
     for prompt in ({"text": "abc"}, {"token_ids": pb.TokenIds(ids=[1])}):
         request = pb.GenerateRequest(**prompt)
@@ -256,16 +256,16 @@ async def test_held_tokens_beyond_the_context_are_refused_before_the_prompt_is_t
         with pytest.raises(ContextLengthError) as caught:
             await service._completion(request, context, ANYONE)
         assert caught.value.field == "resume_tokens"
-    assert not front.text.encoded
+    assert not gateway.text.encoded
 
 
-async def test_prompts_of_token_ids_are_measured_first(front):
+async def test_prompts_of_token_ids_are_measured_first(gateway):
     async def prompts(value: Any, **more: Any) -> list[list[int]]:
-        return await generate.Generate(front)._prompts({"prompt": value, **more}, "")
+        return await generate.Generate(gateway)._prompts({"prompt": value, **more}, "")
 
     assert await prompts([1] * (CONTEXT - 1)) == [[1] * (CONTEXT - 1)]
     assert await prompts([[1] * (CONTEXT - 1)]) == [[1] * (CONTEXT - 1)]
-    most = front.config.max_prompts
+    most = gateway.config.max_prompts
     for value in ([1] * (most + 1), [[1] * CONTEXT], ["a"] * (most + 1)):
         with pytest.raises(ContextLengthError):
             await prompts(value)
@@ -295,10 +295,10 @@ class UnreadObject(dict[str, Any]):
         ("logit_bias", "max_logit_bias", lambda count: UnreadObject({str(i): 0 for i in range(count)})),
     ],
 )
-def test_lists_of_options_are_counted_before_they_are_read(front, field, limit, entries):
-    asked = generate.Generate(front)._asked
+def test_lists_of_options_are_counted_before_they_are_read(gateway, field, limit, entries):
+    asked = generate.Generate(gateway)._asked
     request: Any = SimpleNamespace(headers={})
-    most = getattr(front.config, limit)
+    most = getattr(gateway.config, limit)
     with pytest.raises(AssertionError, match="walked over"):
         asked(request, {field: entries(most)}, None, None)
     with pytest.raises(InvalidRequestError) as caught:
@@ -358,11 +358,11 @@ async def test_errors_in_a_long_conversation_are_reported(text):
     assert caught.value.field == "messages[3]"
 
 
-def test_what_a_conversation_costs(front):
-    front.validator.max_model_len = 10**6
+def test_what_a_conversation_costs(gateway):
+    gateway.validator.max_model_len = 10**6
 
     def size(messages: Any) -> int:
-        return chat_size(messages, front.validator)
+        return chat_size(messages, gateway.validator)
 
     assert size(many(2, "abc")) == 2 * (MESSAGE_CHARACTERS + 3)
     assert size(many(1, [{"type": "text", "text": "abc"}] * 2)) == MESSAGE_CHARACTERS * 3 + 6
@@ -503,7 +503,7 @@ def test_a_body_has_as_many_bytes_as_it_may_and_no_more():
     assert len(left) > 5, "nor is the rest read"
 
 
-async def test_the_refusal_of_a_router_that_leaves_comes_after_the_body(front):
+async def test_the_refusal_of_a_router_that_leaves_comes_after_the_body(gateway):
     """It closes the connection, which would be reset under the answer if bytes were unread."""
     left = [b"x" * 1000] * 5
 
@@ -515,27 +515,27 @@ async def test_the_refusal_of_a_router_that_leaves_comes_after_the_body(front):
         raise DrainingError("this router is leaving")
         yield
 
-    front.place = place
-    front.low_priority = LowPriority()
+    gateway.place = place
+    gateway.low_priority = LowPriority()
     with pytest.raises(DrainingError):
-        await generate.Generate(front).completion(Request({"type": "http", "headers": []}, receive))
+        await generate.Generate(gateway).completion(Request({"type": "http", "headers": []}, receive))
     assert not left
 
 
-def test_a_message_longer_than_any_that_fits_is_refused_unparsed(front):
+def test_a_message_longer_than_any_that_fits_is_refused_unparsed(gateway):
     most = max(3 * (CONTEXT - 1), TOKEN_ID_BYTES * CONTEXT) + OTHER_BYTES
-    front.validator.check_message(most)
+    gateway.validator.check_message(most)
     with pytest.raises(ContextLengthError) as caught:
-        front.validator.check_message(most + 1)
+        gateway.validator.check_message(most + 1)
     assert caught.value.field == "message"
-    front.text.most_bytes = None
-    front.validator.check_message(most + 1)
+    gateway.text.most_bytes = None
+    gateway.validator.check_message(most + 1)
 
 
-async def test_a_text_that_is_far_too_long_is_not_copied(front):
+async def test_a_text_that_is_far_too_long_is_not_copied(gateway):
     class Text_(str):
         def encode(self, *arguments: Any, **more: Any) -> bytes:
             raise AssertionError("a copy")
 
     with pytest.raises(ContextLengthError):
-        await front.encode(Text_("a" * 10**6))
+        await gateway.encode(Text_("a" * 10**6))

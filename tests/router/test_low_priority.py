@@ -11,12 +11,12 @@ import pytest
 from prometheus_client import Counter
 from starlette.requests import Request
 
-from cluster.auth.keys import Caller
 from cluster.errors import UnauthenticatedError
-from router.http.body import SCAN_BYTES, BodyLimits, read_json
-from router.http.gate import Gate
-from router.limits import ByteBudget
-from router.low_priority import LowPriority
+from cluster.security.keys import Caller
+from router.admission.limits import ByteBudget
+from router.admission.low_priority import LowPriority
+from router.frontends.http.body import SCAN_BYTES, BodyLimits, read_json
+from router.frontends.http.gate import Gate
 
 
 async def turns(count: int) -> None:
@@ -149,7 +149,7 @@ async def test_requests_with_a_key_go_before_those_without(path: str, key: str, 
     async def send(message: Any) -> None:
         pass
 
-    front: Any = SimpleNamespace(
+    gateway: Any = SimpleNamespace(
         config=SimpleNamespace(ui=False),
         leaving=False,
         keys=SimpleNamespace(on=True, check=check),
@@ -157,5 +157,5 @@ async def test_requests_with_a_key_go_before_those_without(path: str, key: str, 
         metrics=SimpleNamespace(requests=Counter("refused", "", ["outcome"], registry=None)),
     )
     headers = [(b"authorization", key.encode())]
-    await Gate(app, front)({"type": "http", "path": path, "headers": headers}, None, send)  # type: ignore[arg-type]
+    await Gate(app, gateway)({"type": "http", "path": path, "headers": headers}, None, send)  # type: ignore[arg-type]
     assert (order.steps, bool(served)) == (steps, key != "wrong")

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import InvalidRequestError
-from router.grpc import message as reading
-from router.grpc.message import MAX_FIELDS, parse
-from router.low_priority import LowPriority
+from router.admission.low_priority import LowPriority
+from router.frontends.grpc import message as reading
+from router.frontends.grpc.message import MAX_FIELDS, parse
 from wire import inference_pb2 as pb
 
 

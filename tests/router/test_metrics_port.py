@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from baton.local.certs import make_certs
-from baton.local.ports import free_ports
+from baton.processes.ports import free_ports
 from tests.security.routers import KeyFile, run_router, stub_workers
 from tests.waiting import wait_for
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from router.tokens.pieces import TextOffsets, TokenPieces
+from router.text.pieces import TextOffsets, TokenPieces
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model" / "tokenizer.json"
 SMILE = "\U0001f642"

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import InvalidRequestError
-from router.completion import Completion
-from router.resume import GRACE_SECONDS, Tickets, name_of
+from router.request.completion import Completion
+from router.request.resume_tickets import GRACE_SECONDS, Tickets, name_of
 from wire import common_pb2
 
 NOW = 1_800_000_000.0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tokens import stop
-from router.tokens.stop import StopMatcher, StopStrings
+from router.text import stop
+from router.text.stop import StopMatcher, StopStrings
 
 
 class Definition:

@@ -9,8 +9,8 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from cluster.errors import InvalidRequestError
-from router.tokens.templates import template_environment
-from router.tokens.tokenizer import ModelText
+from router.text.templates import template_environment
+from router.text.tokenizer import ModelText
 
 MESSAGES = [
     {"role": "system", "content": "Sei höflich <b>."},

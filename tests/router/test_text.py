@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from router.tokens.detokenize import Detokenizer
-from router.tokens.stop import StopMatcher, StopStrings
-from router.tokens.tokenizer import ModelText
+from router.text.detokenize import Detokenizer
+from router.text.stop import StopMatcher, StopStrings
+from router.text.tokenizer import ModelText
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from bench import router_setup
-from cluster.auth.keys import new_key
+from cluster.security.keys import new_key
 from tests.waiting import wait_for
 
 START_SECONDS = 60.0

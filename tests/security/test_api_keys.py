@@ -14,9 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import Client
-from cluster.auth.key_file import ApiKeys, read_keys
-from cluster.auth.keys import KeyRing, new_key
 from cluster.errors import ConfigError, UnauthenticatedError
+from cluster.security.key_file import ApiKeys, read_keys
+from cluster.security.keys import KeyRing, new_key
 from tests.security.conftest import NAME
 from tests.waiting import wait_for
 

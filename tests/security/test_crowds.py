@@ -15,15 +15,15 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from baton.client import Client
-from cluster.block_hash import pack_tokens
 from cluster.errors import OverloadedError
-from cluster.wire_version import WIRE_VERSION
+from cluster.protocol.block_hash import pack_tokens
+from cluster.protocol.wire_version import WIRE_VERSION
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
 from tests.security.routers import KeyFile
 from tests.waiting import wait_for
 from wire import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
-from worker.build import make_model_id
+from worker.model_id import make_model_id
 
 LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 WRITE_SECONDS = 2.0

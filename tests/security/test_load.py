@@ -9,7 +9,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from baton.cli import app
+from baton.cli.main import app
 from baton.client import ClientTls
 from baton.local.certs import make_certs
 from tests.security.routers import KeyFile, run_router, stub_workers

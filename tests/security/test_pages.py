@@ -8,9 +8,9 @@ import grpc
 import httpx
 import pytest
 
-from cluster.config import RouterConfig, WorkerConfig
-from router.http.gate import ADMIN, OPEN
-from router.http.ui.pages import PATHS
+from cluster.config.models import RouterConfig, WorkerConfig
+from router.frontends.http.gate import ADMIN, OPEN
+from router.frontends.http.ui.pages import PATHS
 from tests.security.routers import KeyFile, Router
 from tests.waiting import wait_for
 from wire import decode_pb2, inference_pb2, prefill_pb2

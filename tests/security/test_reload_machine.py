@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from baton.local.certs import make_certs
-from cluster.auth.key_file import ApiKeys
-from cluster.auth.keys import KeyEntry, new_key
 from cluster.errors import UnauthenticatedError
-from cluster.tls import CHECK_SECONDS, DoorContext, Identity, Pem
+from cluster.security.key_file import ApiKeys
+from cluster.security.keys import KeyEntry, new_key
+from cluster.security.tls import CHECK_SECONDS, Identity, ListenerContext, Pem
 
 FILES = ("router.pem", "router.key", "ca.pem")
 WHICH = st.integers(0, 2)
@@ -41,7 +41,7 @@ def machine(sets: list[Path]) -> type[RuleBasedStateMachine]:
             for number in range(3):
                 self.put(number, contents[0][number])
             self.identity = Identity(*(self.live / name for name in FILES), clock=lambda: self.now)
-            self.door = DoorContext(self.identity, ask_clients=False)
+            self.door = ListenerContext(self.identity, ask_clients=False)
             self.shown = self.identity.current()
             self.whole = {self.as_pem(one) for one in contents[:1]}
 
@@ -162,10 +162,14 @@ class Keys(RuleBasedStateMachine):
         part.replace(self.file)
         self.sound = True
 
-    @rule(life=st.sampled_from([None, 10, 1000]))
-    def a_key_is_made(self, life: int | None) -> None:
+    @rule(dispatcher=st.sampled_from([None, 10, 1000]))
+    def a_key_is_made(self, dispatcher: int | None) -> None:
         if len(self.everybody) < 6:
-            end = None if life is None else datetime.datetime.fromtimestamp(self.now + life, datetime.UTC)
+            end = (
+                None
+                if dispatcher is None
+                else datetime.datetime.fromtimestamp(self.now + dispatcher, datetime.UTC)
+            )
             key, entry = new_key(f"t{len(self.everybody)}", expires_at=end)
             self.entries[key] = entry
             self.everybody.append(key)

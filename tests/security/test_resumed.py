@@ -19,7 +19,7 @@ import redis
 from baton.client import Client
 from baton.client.request import generate_request
 from cluster.errors import OverloadedError
-from cluster.rpc import error_from_rpc
+from cluster.rpc.errors import error_from_rpc
 from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
 from tests.waiting import wait_for
 from wire import inference_pb2 as pb

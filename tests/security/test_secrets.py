@@ -19,8 +19,8 @@ import redis
 from baton.client import Client
 from cluster.errors import BatonError
 from cluster.redis.embedded import EmbeddedRedis
-from router.http.gate import OPEN
-from router.http.ui.pages import PATHS
+from router.frontends.http.gate import OPEN
+from router.frontends.http.ui.pages import PATHS
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
 from tests.observability.collector import Collector, run_collector

@@ -20,8 +20,8 @@ from baton.local.local_tls import LocalTls
 from cluster.errors import ConfigError, UnavailableError
 from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers
-from cluster.tls import ClientTls as Files
-from cluster.tls import DoorContext, Identity, Peers, make_identity
+from cluster.security.tls import ClientTls as Files
+from cluster.security.tls import Identity, ListenerContext, Peers, make_identity
 from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_drain import registry
@@ -307,7 +307,7 @@ def _leaves_while_it_streams(cluster, model, client):
     )
 
 
-def door_lets_in(door: DoorContext, directory: Path, version: ssl.TLSVersion, session=None):
+def door_lets_in(door: ListenerContext, directory: Path, version: ssl.TLSVersion, session=None):
     """(Was the client of this directory let in, the connection), in memory."""
     asking = client_tls(directory).context()
     asking.minimum_version = asking.maximum_version = version
@@ -340,7 +340,7 @@ def test_the_http_door_forgets_an_authority_that_is_taken_away(certs, tmp_path):
     shutil.copytree(certs / "ours", live)
     now = 0.0
     own = Identity(live / "router.pem", live / "router.key", live / "client-ca.pem", clock=lambda: now)
-    door = DoorContext(own, ask_clients=True)
+    door = ListenerContext(own, ask_clients=True)
     version = ssl.TLSVersion.TLSv1_3
     assert not door_lets_in(door, certs / "ours", ssl.TLSVersion.TLSv1_2)[0], "it could resume sessions"
     let_in, before = door_lets_in(door, certs / "ours", version)
@@ -356,6 +356,6 @@ def test_the_http_door_forgets_an_authority_that_is_taken_away(certs, tmp_path):
 def test_without_client_certificates_the_http_door_takes_tls_1_2(certs):
     own = make_identity(certs / "ours" / "router.pem", certs / "ours" / "router.key", None)
     assert own is not None
-    door = DoorContext(own, ask_clients=False)
+    door = ListenerContext(own, ask_clients=False)
     for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
         assert door_lets_in(door, certs / "ours", version)[0]

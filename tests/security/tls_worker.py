@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from cluster.tls import Peers
+from cluster.security.tls import Peers
 
 
 class Worker:

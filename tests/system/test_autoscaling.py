@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client
-from baton.local.ports import free_ports
+from baton.processes.ports import free_ports
 from tests.checkpoints import prompt_ids
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import Cluster, run_cluster

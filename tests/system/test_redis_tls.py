@@ -11,7 +11,7 @@ import redis
 
 from baton.client import Client
 from baton.local.certs import make_certs
-from baton.local.ports import free_ports
+from baton.processes.ports import free_ports
 from cluster.redis.connect import connect
 from tests.security.routers import run_router, stub_workers
 from tests.system.debian_redis import run_server

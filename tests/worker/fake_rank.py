@@ -1,4 +1,4 @@
-"""A fake tensor-parallel rank with what its worker and worker/rank_watch.py use of it."""
+"""A fake tensor-parallel rank with what its worker and worker/ranks/watch.py use of it."""
 
 from __future__ import annotations
 

@@ -10,14 +10,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.config import EngineConfig, TransferConfig, WorkerConfig
+from cluster.config.models import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import InternalError
-from cluster.pod import Pod
+from cluster.kubernetes.pod import Pod
 from decode_worker.worker import DecodeWorker
 from tests.conftest import Checkpoint
 from tests.worker.fake_rank import FakeRank
 from worker import core as cores
-from worker.rank_watch import LOST_SECONDS, QUIET_SECONDS
+from worker.ranks.watch import LOST_SECONDS, QUIET_SECONDS
 
 LONG = 60.0
 

@@ -17,15 +17,15 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.addresses import interface_of, is_loopback
-from cluster.config import TransferConfig
+from cluster.config.models import TransferConfig
 from cluster.errors import ConfigError
-from worker import endpoints
-from worker.endpoints import RDMA_TLS, _ucx_settings, open_endpoint
+from worker.ranks import nixl_endpoint
+from worker.ranks.nixl_endpoint import RDMA_TLS, _ucx_settings, open_endpoint
 
 LISTENS = """
 import json, os, sys, psutil
-from cluster.config import TransferConfig
-from worker.endpoints import open_endpoint
+from cluster.config.models import TransferConfig
+from worker.ranks.nixl_endpoint import open_endpoint
 
 settings = json.loads(sys.argv[1])
 endpoint = open_endpoint(TransferConfig(**settings["transfer"]), "worker", 1, 0, **settings["reach"])
@@ -110,7 +110,7 @@ def test_with_tls_nothing_listens_for_nixl_unless_it_is_named(tmp_path: Path) ->
 
 
 def test_with_tls_a_pair_that_requires_nixl_names_the_setting(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(endpoints, "RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(nixl_endpoint, "RDMA_DEVICES", tmp_path)
     with pytest.raises(ConfigError, match="transport: nixl"):
         open_endpoint(TransferConfig(require_transport="nixl"), "worker", 1, 0, tls=True)
 
@@ -120,7 +120,7 @@ def rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has two RDMA ports, as far as /sys tells."""
     for port in ("mlx5_0/ports/1", "mlx5_1/ports/2"):
         (tmp_path / port).mkdir(parents=True)
-    monkeypatch.setattr(endpoints, "RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(nixl_endpoint, "RDMA_DEVICES", tmp_path)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     monkeypatch.delenv("UCX_TLS", raising=False)
 
@@ -147,16 +147,16 @@ def test_with_tls_and_auto_the_operator_may_not_allow_tcp(monkeypatch: pytest.Mo
 def test_other_processes_do_not_inherit_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    with endpoints._environment({"UCX_TLS": "sm", "UCX_NET_DEVICES": "lo"}):
+    with nixl_endpoint._environment({"UCX_TLS": "sm", "UCX_NET_DEVICES": "lo"}):
         assert (os.environ["UCX_TLS"], os.environ["UCX_NET_DEVICES"]) == ("sm", "lo")
     assert os.environ["UCX_TLS"] == "tcp,self" and "UCX_NET_DEVICES" not in os.environ
 
 
 REQUIRES = """
 import os
-from cluster.config import TransferConfig
+from cluster.config.models import TransferConfig
 from cluster.errors import TransportError
-from worker.endpoints import open_endpoint
+from worker.ranks.nixl_endpoint import open_endpoint
 
 try:
     print(open_endpoint(TransferConfig(require_transport="rdma"), "worker", 1, 0), flush=True)

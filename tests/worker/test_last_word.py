@@ -12,17 +12,17 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.block_hash import pack_tokens
-from cluster.config import EngineConfig, TransferConfig, WorkerConfig
+from cluster.config.models import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import EngineFailedError, EngineRequestError, InternalError, from_wire
-from cluster.wire_version import WIRE_VERSION
+from cluster.protocol.block_hash import pack_tokens
+from cluster.protocol.wire_version import WIRE_VERSION
 from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
 from tests.checkpoints import prompt_ids
 from tests.waiting import until
 from tests.worker.fake_rank import FakeRank
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from worker.rank_process import RankRaised
+from worker.ranks.process import RankRaised
 
 LONG = 60.0
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from cluster.errors import ModelError
 from worker import weights_digest
-from worker.build import make_model_id
+from worker.model_id import make_model_id
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker import rank_pipe
-from worker.rank_pipe import Beat, RankPipe
+from worker.ranks import pipe
+from worker.ranks.pipe import Beat, RankPipe
 
 PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
@@ -38,7 +38,7 @@ def of_type(kind: Any) -> st.SearchStrategy[Any]:
     return lists.map(tuple) if get_origin(kind) is tuple else lists
 
 
-messages = st.one_of([of_type(kind) for kind in rank_pipe._KINDS])
+messages = st.one_of([of_type(kind) for kind in pipe._KINDS])
 
 
 @given(sent=st.lists(messages, min_size=1, max_size=5))
@@ -55,7 +55,7 @@ def test_messages_arrive_as_they_were_sent(sent: list[Any]) -> None:
 
 
 def test_every_kind_is_sent_by_its_own_number() -> None:
-    kinds = rank_pipe._KINDS
+    kinds = pipe._KINDS
     assert len(set(kinds)) == len(kinds) < 256
     assert {kind.__name__ for kind in kinds} >= {"Ready", "Beat", "Land", "PartBytes", "Granted", "Wake"}
 
@@ -70,7 +70,7 @@ NO_TEXT = b"\x04\x81\xa1\xff\x01"
 )
 def test_what_is_no_message_is_an_error_of_the_pipe(frame: bytes) -> None:
     ours, theirs = Pipe()
-    assert rank_pipe._KINDS[4] is Beat
+    assert pipe._KINDS[4] is Beat
     theirs.send_bytes(frame)
     with pytest.raises(OSError, match="no message"):
         RankPipe(ours).recv()
@@ -78,10 +78,10 @@ def test_what_is_no_message_is_an_error_of_the_pipe(frame: bytes) -> None:
 
 def test_a_message_too_long_is_an_error_of_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that could be read."""
-    monkeypatch.setattr(rank_pipe, "MAX_MESSAGE_BYTES", 16)
+    monkeypatch.setattr(pipe, "MAX_MESSAGE_BYTES", 16)
     ours, theirs = map(RankPipe, Pipe())
-    theirs.send(rank_pipe.Failed("short"))
-    assert ours.recv() == rank_pipe.Failed("short")
-    theirs.send(rank_pipe.Failed("x" * 17))
+    theirs.send(pipe.Failed("short"))
+    assert ours.recv() == pipe.Failed("short")
+    theirs.send(pipe.Failed("x" * 17))
     with pytest.raises(OSError):
         ours.recv()

@@ -21,12 +21,12 @@ from engine.parallel.group import Arrivals
 from kv_transfer.messages import Confirmed, Land, NewEpoch, PeerRank, Wake
 from tests.waiting import wait_for
 from tests.worker.fake_rank import FakeRank
-from worker import ranks
-from worker.rank_outbox import RankOutbox
-from worker.rank_pipe import RankHello, RankPipe, Ready
-from worker.rank_process import START_SECONDS, RemoteRank, serve_pipe, spawn_rank
-from worker.rank_watch import QUIET_SECONDS, RankWatch
-from worker.ranks import Ranks
+from worker.ranks import ranks
+from worker.ranks.outbox import RankOutbox
+from worker.ranks.pipe import RankHello, RankPipe, Ready
+from worker.ranks.process import START_SECONDS, RemoteRank, serve_pipe, spawn_rank
+from worker.ranks.ranks import Ranks
+from worker.ranks.watch import QUIET_SECONDS, RankWatch
 
 BIG = Land(b"", bytes(100_000))  # more than a pipe holds
 MANY = 64

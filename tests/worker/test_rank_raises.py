@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from cluster.block_hash import pack_tokens
-from cluster.config import EngineConfig, TransferConfig, WorkerConfig
+from cluster.config.models import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import InternalError
-from cluster.wire_version import WIRE_VERSION
+from cluster.protocol.block_hash import pack_tokens
+from cluster.protocol.wire_version import WIRE_VERSION
 from decode_worker.worker import DecodeWorker
 from engine.parallel.group import Arrivals, _Together
 from kv_transfer.messages import PeerRank
@@ -23,8 +23,8 @@ from tests.waiting import wait_for
 from tests.worker.test_last_word import LONG, end_of
 from tests.worker.test_rank_process import Echo
 from wire import common_pb2, decode_pb2, decode_pb2_grpc
-from worker import ranks
-from worker.rank_process import spawn_rank
+from worker.ranks import ranks
+from worker.ranks.process import spawn_rank
 
 
 @pytest.fixture

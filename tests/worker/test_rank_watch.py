@@ -9,7 +9,7 @@ import pytest
 from engine.parallel.group import Arrivals
 from tests.virtual_time import VirtualLoop
 from tests.worker.fake_rank import FakeRank
-from worker.rank_watch import LOST_SECONDS, QUIET_SECONDS, RankWatch
+from worker.ranks.watch import LOST_SECONDS, QUIET_SECONDS, RankWatch
 
 PATIENCE = 30.0
 

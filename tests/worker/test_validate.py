@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.block_hash import pack_tokens
 from cluster.errors import InvalidRequestError
+from cluster.protocol.block_hash import pack_tokens
 from wire import common_pb2
 from worker.validate import SpecLimits, check_spec, check_transfer_id
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from baton.cli import app
+from baton.cli.main import app
 from baton.doctor.checks import judge
 from baton.doctor.facts import Facts, Node, Permission, Taint
 from baton.doctor.reading import Reader, connect

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.cli import app
+from baton.cli.main import app
 from baton.doctor.checks import Check, judge
 from baton.doctor.facts import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES, Facts
 from baton.doctor.pods import Values, pods_of

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.keeping import sessions
 from baton.local import children
 from baton.local.supervisor import Supervisor
+from baton.processes import sessions
 from tests.end_to_end.conftest import gone
 from tests.waiting import wait_for
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from baton import pools, scaled_pools, serve_app
 from baton.local.secret_files import split_password, without_secrets
-from cluster import settings
-from cluster.config import EngineConfig, WorkerConfig
+from baton.ray_pools import application, scaled_application, serve_app
+from cluster.config import sources
+from cluster.config.models import EngineConfig, WorkerConfig
 
 SECRET, PASSWORD = "d3pl0yment-s3cret", "r3d1s p@ss:w%rd"
 URLS = [
-    f"redis://:{settings.quote(PASSWORD, safe='')}@127.0.0.1:6379/0",
-    f"redis://user:{settings.quote(PASSWORD, safe='')}@[::1]:6379/0",
-    f"rediss://:{settings.quote(PASSWORD, safe='')}@host:6379/0?ssl_ca_certs=/ca.pem&ssl_certfile=/c.pem",
-    f"unix:///tmp/redis.sock?db=1&password={settings.quote(PASSWORD, safe='')}",
+    f"redis://:{sources.quote(PASSWORD, safe='')}@127.0.0.1:6379/0",
+    f"redis://user:{sources.quote(PASSWORD, safe='')}@[::1]:6379/0",
+    f"rediss://:{sources.quote(PASSWORD, safe='')}@host:6379/0?ssl_ca_certs=/ca.pem&ssl_certfile=/c.pem",
+    f"unix:///tmp/redis.sock?db=1&password={sources.quote(PASSWORD, safe='')}",
 ]
 
 
@@ -33,10 +33,10 @@ def test_it_is_the_same_configuration_without_its_secrets(url: str, tmp_path: Pa
     given = without_secrets(config(url), tmp_path)
     said = json.dumps(given)
     assert SECRET not in said and not any(
-        part in said for part in (PASSWORD, settings.quote(PASSWORD, safe=""))
+        part in said for part in (PASSWORD, sources.quote(PASSWORD, safe=""))
     )
     assert all(stat.S_IMODE(one.stat().st_mode) == 0o600 for one in tmp_path.iterdir())
-    loaded = settings.load(WorkerConfig, {}, values=given)
+    loaded = sources.load(WorkerConfig, {}, values=given)
     assert loaded.model_copy(update={"worker_id": "w"}) == config(url).model_copy(update={"worker_id": "w"})
 
 
@@ -55,7 +55,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             found.append(arguments)
             return "bound"
 
-    monkeypatch.setattr(pools, "_deployment", lambda *arguments: Deployment())
+    monkeypatch.setattr(application, "_deployment", lambda *arguments: Deployment())
     monkeypatch.setenv("BATON_SECRET", SECRET)
     monkeypatch.setenv("BATON_REDIS_URL", URLS[0])
     return found
@@ -86,6 +86,6 @@ def test_an_application_with_a_policy_binds_none_either(
         "environment": {},
         "autoscaling": {},
     }
-    monkeypatch.setenv(scaled_pools.VARIABLE, json.dumps(described))
-    scaled_pools.build({})
+    monkeypatch.setenv(scaled_application.VARIABLE, json.dumps(described))
+    scaled_application.build({})
     check(bound)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from baton.top.feed import Look
+from baton.top.feed import FeedSnapshot
 from baton.top.frame import frame
 from tests.baton.top.views import view, worker
 
 
-def drawn(look: Look, width: int = 140, height: int | None = None, **more: Any) -> list[str]:
+def drawn(look: FeedSnapshot, width: int = 140, height: int | None = None, **more: Any) -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(frame(look, width=width, height=height, **more))
     lines: list[str] = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -19,8 +19,8 @@ def drawn(look: Look, width: int = 140, height: int | None = None, **more: Any) 
     return lines
 
 
-def look(of: dict[str, Any] | None = None, **more: Any) -> Look:
-    return Look("http://router:8000", view() if of is None else of, **more)
+def look(of: dict[str, Any] | None = None, **more: Any) -> FeedSnapshot:
+    return FeedSnapshot("http://router:8000", view() if of is None else of, **more)
 
 
 def line_with(lines: list[str], *words: str) -> str:
@@ -89,4 +89,4 @@ def test_a_router_that_says_less_leaves_dashes(of: dict[str, Any], width: int) -
 
 
 def test_before_the_first_answer_it_is_connecting() -> None:
-    assert "connecting" in drawn(Look("http://router:8000"))[0]
+    assert "connecting" in drawn(FeedSnapshot("http://router:8000"))[0]

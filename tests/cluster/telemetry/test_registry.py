@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.config import MetricsAliases
+from cluster.config.models import MetricsAliases
 from cluster.telemetry.histogram import STAGE_SECONDS, HistogramFamily
-from cluster.telemetry.readings import Readings, counter, gauge
 from cluster.telemetry.registry import Registry
+from cluster.telemetry.scrape import ScrapeCollector, counter, gauge
 
 
 def _samples(registry: Registry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -33,7 +33,7 @@ def _registry(aliases: MetricsAliases = "none") -> Registry:
         counter("baton_parts", "Parts", lambda: {"late": 1, "stale": 0}, "reason"),
         gauge("baton_workers", "Workers", lambda: {("decode", "live"): 2}, "of", "lease"),
     ]
-    registry.add([Readings(readings), stages])
+    registry.add([ScrapeCollector(readings), stages])
     return registry
 
 

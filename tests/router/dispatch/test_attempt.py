@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster import rpc
 from cluster.errors import BatonError, DrainingError, PeerLostError, StaleEpochError
+from cluster.rpc import errors
 from router.dispatch import attempt as attempts
 from router.dispatch import liveness
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
@@ -64,7 +64,7 @@ class Worker:
             if one is HANG:
                 await asyncio.Event().wait()
             if isinstance(one, BatonError):
-                await rpc.abort(context, one)
+                await errors.abort(context, one)
             if isinstance(one, grpc.StatusCode):
                 await context.abort(one, "broke")
             yield one
@@ -83,7 +83,7 @@ class Worker:
         if self.arbiter is HANG:
             await asyncio.Event().wait()
         if isinstance(self.arbiter, BatonError):
-            await rpc.abort(context, self.arbiter)
+            await errors.abort(context, self.arbiter)
         return decode_pb2.AbortResponse(state=self.arbiter)
 
     def __getattr__(self, name: str) -> Any:
@@ -294,7 +294,7 @@ async def test_an_unread_stream_is_paused_and_not_lost(world, monkeypatch):
 async def test_the_decode_worker_says_whether_it_has_committed(world, state, committed):
     world.decode.arbiter = state
     attempt = world.attempt()
-    assert await attempt.ask_arbiter() is committed
+    assert await attempt.abort_unless_committed() is committed
     (asked,) = world.decode.asked
     assert (asked.transfer_id, asked.worker_epoch) == (TRANSFER, 4)
 
@@ -302,7 +302,7 @@ async def test_the_decode_worker_says_whether_it_has_committed(world, state, com
 async def test_an_error_answer_of_the_arbiter_is_raised(world):
     world.decode.arbiter = StaleEpochError("another life")
     with pytest.raises(StaleEpochError):
-        await world.attempt().ask_arbiter()
+        await world.attempt().abort_unless_committed()
 
 
 async def test_the_arbiters_silence_is_not_waited_for_twice(world):
@@ -311,7 +311,7 @@ async def test_the_arbiters_silence_is_not_waited_for_twice(world):
     attempt = world.attempt()
     attempt.start()
     await until(lambda: attempt.heard == {D}, "it runs")
-    asking = asyncio.create_task(attempt.ask_arbiter())
+    asking = asyncio.create_task(attempt.abort_unless_committed())
     await until(lambda: len(world.decode.asked) == 2, "it is asked")
     began = asyncio.get_running_loop().time()
     attempt._lost(D, PeerLostError("gone"))
@@ -324,4 +324,4 @@ async def test_a_lost_prefill_worker_does_not_end_the_question(world):
     world.decode.arbiter = decode_pb2.ATTEMPT_STATE_COMMITTED
     attempt = world.attempt()
     attempt._lost(P, PeerLostError("gone"))
-    assert await attempt.ask_arbiter() is True
+    assert await attempt.abort_unless_committed() is True

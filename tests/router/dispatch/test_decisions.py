@@ -17,11 +17,11 @@ from cluster.errors import (
     PeerLostError,
     TransportError,
 )
-from router.dispatch import life
+from router.dispatch import dispatcher
 from router.dispatch.attempt import Ended, Source
-from router.dispatch.pairs import Pairs
-from router.tokens.tokenizer import ModelText
-from tests.router.dispatch.test_life import NEW, PROMPT, Scripted, World, deliver, end, token
+from router.dispatch.unreachable_pairs import UnreachablePairs
+from router.text.tokenizer import ModelText
+from tests.router.dispatch.test_dispatcher import NEW, PROMPT, Scripted, World, deliver, end, token
 
 P, D = Source.PREFILL, Source.DECODE
 Play = Callable[[Scripted], None]
@@ -40,25 +40,25 @@ class Played(World):
     def __init__(self, text: ModelText, play: Play, arbiter: str = "aborted"):
         super().__init__(text, [([], arbiter)])
         self.play = play
-        self.services.pairs = Pairs(lambda: 0.0)
+        self.services.pairs = UnreachablePairs(lambda: 0.0)
         self.asked = 0
 
     def attempt(self, **facts: Any) -> Scripted:
         made = super().attempt(**facts)
         if len(self.attempts) == 1:
-            ask = made.ask_arbiter
+            ask = made.abort_unless_committed
 
-            async def ask_arbiter() -> bool:
+            async def abort_unless_committed() -> bool:
                 self.asked += 1
                 return await ask()
 
-            made.ask_arbiter = ask_arbiter  # type: ignore[method-assign]
+            made.abort_unless_committed = abort_unless_committed  # type: ignore[method-assign]
             made.start = lambda: self.play(made)  # type: ignore[method-assign]
         return made
 
 
 async def run(world: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "Attempt", world.attempt)
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
     async with asyncio.timeout(60):
         tokens = await deliver(world)
     assert [one.position for one in tokens] == list(range(PROMPT, PROMPT + NEW))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.errors import (
     AttemptsExhaustedError,
     BatonError,
@@ -20,13 +20,13 @@ from cluster.errors import (
     InternalError,
     PeerLostError,
 )
-from router.completion import Completion
-from router.dispatch import life
+from router.dispatch import dispatcher
 from router.dispatch.attempt import Source, TokenCame
-from router.dispatch.mailbox import Mailbox
+from router.dispatch.bounded_queue import BoundedQueue
 from router.placement.types import Placed, PlacementRequest
-from router.tokens.tokenizer import ModelText
-from tests.router.dispatch.test_life import NEW, PROMPT, Scripted, World, deliver, end, token
+from router.request.completion import Completion
+from router.text.tokenizer import ModelText
+from tests.router.dispatch.test_dispatcher import NEW, PROMPT, Scripted, World, deliver, end, token
 from wire import common_pb2
 
 REQUEST = EngineRequestError("non-finite logits")
@@ -63,7 +63,7 @@ class Failing(World):
 
 
 async def run(world: Failing, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(life, "Attempt", world.attempt)
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
     async with asyncio.timeout(60):
         return len(await deliver(world))
 
@@ -104,22 +104,22 @@ class Together(Failing):
     def __init__(self, text: ModelText, error: BatonError, engines: int):
         super().__init__(text, [])
         self.error, self.engines = error, engines
-        self.lives = 0
+        self.dispatchers = 0
         self.inside: list[Scripted] = []
 
     async def place(self, request: PlacementRequest) -> Placed:
         """Each engine that failed with it is left out: D comes back as another life."""
         placed = await super().place(request)
-        while f"d-{self.lives}" in request.excluded:
-            self.lives += 1
-        return replace(placed, decode=SimpleNamespace(**{**vars(self.d), "name": f"d-{self.lives}"}))  # type: ignore[arg-type]
+        while f"d-{self.dispatchers}" in request.excluded:
+            self.dispatchers += 1
+        return replace(placed, decode=SimpleNamespace(**{**vars(self.d), "name": f"d-{self.dispatchers}"}))  # type: ignore[arg-type]
 
     def attempt(self, **facts: object) -> Scripted:
         made = World.attempt(self, **facts)
         whole = facts["spec"].n == 2  # type: ignore[attr-defined]
         if whole:
             made.start = lambda: self.preempt(made)  # type: ignore[method-assign]
-        elif self.lives < self.engines:
+        elif self.dispatchers < self.engines:
             made.start = lambda: self.fail_with(made)  # type: ignore[method-assign]
         else:
             made.start = lambda: self.go_on(made, facts["spec"].first_choice)  # type: ignore[attr-defined, method-assign]
@@ -157,8 +157,8 @@ async def finish(world: World) -> list[int]:
         n=2,
         deadline_seconds=60.0,
     )
-    deltas: Mailbox[Any] = Mailbox(512)
-    running = life.RequestLife(completion, world.services)
+    deltas: BoundedQueue[Any] = BoundedQueue(512)
+    running = dispatcher.RequestDispatcher(completion, world.services)
     running.start(deltas)
     tokens = [0, 0]
     while batch := await deltas.take():
@@ -170,7 +170,7 @@ async def finish(world: World) -> list[int]:
 @pytest.mark.parametrize("error", [REQUEST, FAILED])
 async def test_choices_that_one_engine_failed_with_are_one_failure(text, monkeypatch, error):
     world = Together(text, error, engines=1)
-    monkeypatch.setattr(life, "Attempt", world.attempt)
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
     async with asyncio.timeout(60):
         assert await finish(world) == [NEW, NEW]
     assert len(world.attempts) == 1 + 2 + 2
@@ -179,7 +179,7 @@ async def test_choices_that_one_engine_failed_with_are_one_failure(text, monkeyp
 @pytest.mark.parametrize("error", [REQUEST, FAILED])
 async def test_choices_do_not_get_two_engines_each(text, monkeypatch, error):
     world = Together(text, error, engines=9)
-    monkeypatch.setattr(life, "Attempt", world.attempt)
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
     with pytest.raises(AttemptsExhaustedError, match="failed in 2 engines"):
         async with asyncio.timeout(60):
             await finish(world)
@@ -198,7 +198,7 @@ async def test_an_attempt_that_cannot_begin_leaves_no_charge(text, monkeypatch):
         attempt.start = refuse  # type: ignore[method-assign]
         return attempt
 
-    monkeypatch.setattr(life, "Attempt", unable)
+    monkeypatch.setattr(dispatcher, "Attempt", unable)
     with pytest.raises(InternalError):
         async with asyncio.timeout(60):
             await deliver(world)

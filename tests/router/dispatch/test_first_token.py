@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.block_hash import pack_tokens
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.block_hash import pack_tokens
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness

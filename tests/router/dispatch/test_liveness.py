@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from router.dispatch import liveness as module
+from router.dispatch.backoff import FIRST_SECONDS
 from router.dispatch.liveness import Liveness
-from router.dispatch.probation import FIRST_SECONDS
 from tests.waiting import until
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.dispatch import liveness as module
+from router.dispatch.backoff import MOST_SECONDS
 from router.dispatch.liveness import LOST_SECONDS, SUSPECT_SECONDS, WATCH_SECONDS, Liveness, Watch
-from router.dispatch.probation import MOST_SECONDS
 from tests.virtual_time import VirtualLoop
 
 WORKERS = st.sampled_from(["d0", "d1"])
@@ -147,14 +147,18 @@ class LivenessMachine(RuleBasedStateMachine):
             elif silent < SUSPECT_SECONDS - 1e-6 and (stream.worker, stream.epoch) not in self.lost_at:
                 assert f"{stream.worker}@{stream.epoch}" not in suspects
         known = {(one.worker, one.epoch) for one in self.streams}
-        recent = {life for life, lost in self.lost_at.items() if now - lost <= MOST_SECONDS + WATCH_SECONDS}
+        recent = {
+            dispatcher
+            for dispatcher, lost in self.lost_at.items()
+            if now - lost <= MOST_SECONDS + WATCH_SECONDS
+        }
         assert suspects <= {f"{worker}@{epoch}" for worker, epoch in known | recent}
         assert self.liveness.silent() + len(recent) >= len(suspects)
 
     @invariant()
     def nothing_is_kept_of_who_is_gone(self) -> None:
-        lives = {f"{one.worker}@{one.epoch}" for one in self.streams}
-        assert set(self.liveness._workers) == lives
+        dispatchers = {f"{one.worker}@{one.epoch}" for one in self.streams}
+        assert set(self.liveness._workers) == dispatchers
 
     def teardown(self) -> None:
         while self.streams:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.errors import InvalidRequestError, OverloadedError
-from router.completion import Completion, Delta
+from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.choice import RESUMED_AT_ONCE, ChoiceStream
-from router.dispatch.life import RequestLife
-from router.dispatch.mailbox import Mailbox
+from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
 from router.placement.types import Generation, Placed, PlacementRequest
 from router.quota.quota import Quota
-from router.tokens.tokenizer import ModelText
+from router.request.completion import Completion, Delta
+from router.text.tokenizer import ModelText
 from wire import common_pb2
 
 
@@ -64,9 +64,9 @@ def completion(ticket: bytes = b"", resume: tuple[int, ...] = ()) -> Completion:
 
 
 async def place(services: Services, ticket: bytes = b"", resume: tuple[int, ...] = ()) -> PlacementRequest:
-    life = RequestLife(completion(ticket, resume), services)
-    deltas: Mailbox[Delta] = Mailbox(8)
-    life.start(deltas)
+    dispatcher = RequestDispatcher(completion(ticket, resume), services)
+    deltas: BoundedQueue[Delta] = BoundedQueue(8)
+    dispatcher.start(deltas)
     with pytest.raises(OverloadedError):
         await deltas.take()
     placement: Any = services.placement
@@ -75,7 +75,7 @@ async def place(services: Services, ticket: bytes = b"", resume: tuple[int, ...]
 
 
 def ticket(services: Services) -> bytes:
-    return RequestLife(
+    return RequestDispatcher(
         Completion("req-1", "m", [5, 6], common_pb2.SamplingParams(seed=3)), services
     ).resume_ticket()
 
@@ -138,14 +138,16 @@ async def test_half_an_answer_is_not_refused_for_being_late(services):
 
 
 async def test_an_attempt_that_failed_makes_it_taken_in(services):
-    life = RequestLife(completion(), services)
+    dispatcher = RequestDispatcher(completion(), services)
     generation = services.placement.generation(None)
 
     def asked() -> PlacementRequest:
-        return life._placement_request(life._choices, life._spec(life._choices, generation), generation)
+        return dispatcher._placement_request(
+            dispatcher._choices, dispatcher._spec(dispatcher._choices, generation), generation
+        )
 
     assert asked().target_seconds > 0
-    life.truth.attempts = 1
+    dispatcher.stats.attempts = 1
     assert asked().target_seconds == asked().deadline_seconds == 0.0
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 from router.placement import placement as module
 from router.placement.placement import MAX_CANDIDATES_KEPT, Placement
-from router.placement.rest import Rest
+from router.placement.redis_backoff import RedisBackoff
 from router.placement.types import PlacementRequest
 from tests.waiting import until
 
@@ -93,7 +93,7 @@ async def test_after_a_pause_one_call_tries_redis(make, monkeypatch):
     placement, asked = await make(2), []
     way, ready = placement._place, asyncio.Event()
     now = [100.0]
-    placement._rest = Rest(1.0, clock=lambda: now[0])
+    placement._rest = RedisBackoff(1.0, clock=lambda: now[0])
 
     async def slow(*arguments: Any) -> Any:
         asked.append(arguments)

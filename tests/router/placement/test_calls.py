@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from router.placement.calls import Calls
-from router.placement.rest import Rest
+from router.placement.redis_backoff import RedisBackoff
 
 
 def test_the_oldest_that_is_awaited():
@@ -27,7 +27,7 @@ def test_the_oldest_that_is_awaited():
 
 def test_routers_that_lost_redis_together_try_it_at_different_moments():
     now = [10.0]
-    rests = [Rest(1.0, random.Random(seed), clock=lambda: now[0]) for seed in range(20)]
+    rests = [RedisBackoff(1.0, random.Random(seed), clock=lambda: now[0]) for seed in range(20)]
     for rest in rests:
         assert rest.may_ask()
         rest.failed()
@@ -41,7 +41,7 @@ def test_routers_that_lost_redis_together_try_it_at_different_moments():
 
 def test_one_call_probes_and_its_answer_lets_all_call():
     now = [10.0]
-    rest = Rest(1.0, clock=lambda: now[0])
+    rest = RedisBackoff(1.0, clock=lambda: now[0])
     rest.failed()
     now[0] += 1.0
     assert [rest.may_ask() for _ in range(3)] == [True, False, False]

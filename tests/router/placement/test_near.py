@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import Role, RouterConfig
+from cluster.config.models import Role, RouterConfig
 from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
+from cluster.membership.topology import LEVELS, Location
 from cluster.membership.types import WorkerInfo
-from cluster.topology import LEVELS, Location
 from router.placement.calibration import Calibration
 from router.placement.candidates import level_of
 from router.placement.placement import Placement

@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from cluster.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.index.reporter import ChainReporter
 from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
 from cluster.redis.embedded import EmbeddedRedis
 from router.placement.placement import Placement
 from router.placement.types import Placed, PlacementRequest
@@ -234,8 +234,8 @@ async def test_excluded_workers_are_avoided_while_others_live(router):
 
 async def test_one_life_of_a_worker_may_be_excluded(router):
     placement = await router()
-    lives = {worker.worker_id: worker.name for worker in placement._members.all}
-    bad = frozenset(lives[f"prefill-{number}"] for number in (0, 1)) | {"prefill-2@feed"}
+    dispatchers = {worker.worker_id: worker.name for worker in placement._members.all}
+    bad = frozenset(dispatchers[f"prefill-{number}"] for number in (0, 1)) | {"prefill-2@feed"}
     found = {(await placement.place(request([i] * 64, excluded=bad))).prefill.worker_id for i in range(12)}
     assert found == {"prefill-2", "prefill-3"}
 

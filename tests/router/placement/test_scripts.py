@@ -109,7 +109,7 @@ def cluster(redis_url: str, namespace: str) -> Iterator[Cluster]:
 
 
 def test_a_placement_is_charged_to_both_and_to_the_routers_table(cluster):
-    p, d = cluster.place(300, output=20, urgency="batch")
+    p, d = cluster.place(300, output=20, priority_class="batch")
     table = {cluster.of(p): 300, f"batch:{cluster.of(p)}": 300, cluster.of(d): 320}
     assert cluster.load() == table
     kept = cluster.client.hgetall(cluster.tag + "chg:router")

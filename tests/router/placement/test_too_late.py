@@ -9,15 +9,15 @@ import time
 
 import pytest
 
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.errors import OverloadedError
 from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from router.placement.calibration import Calibration
 from router.placement.placement import Placement
-from router.placement.rest import Rest
-from router.placement.types import PlacementRequest, urgency_of
+from router.placement.redis_backoff import RedisBackoff
+from router.placement.types import PlacementRequest, priority_class_of
 
 TOKEN_SECONDS = 1e-3
 
@@ -76,7 +76,7 @@ def request(tokens: int, priority: int = 0, target: float = 10.0, deadline: floa
         b"",
         tokens,
         16,
-        urgency=urgency_of(priority),
+        priority_class=priority_class_of(priority),
         target_seconds=target,
         deadline_seconds=deadline,
     )
@@ -104,7 +104,7 @@ async def test_a_refusal_is_an_answer_of_redis(placement):
     for _ in range(2):
         await placement.place(request(6000))
     now = [10.0]
-    placement._rest = Rest(1.0, clock=lambda: now[0])
+    placement._rest = RedisBackoff(1.0, clock=lambda: now[0])
     placement._rest.failed()
     now[0] += 1.0
     with pytest.raises(OverloadedError):
@@ -153,7 +153,7 @@ async def test_classes_are_released_with_their_requests(placement):
 
 
 async def test_without_redis_a_routers_own_requests_count(placement):
-    placement._rest = Rest(120.0)
+    placement._rest = RedisBackoff(120.0)
     placement._rest.failed()
     for _ in range(2):
         assert not (await placement.place(request(6000))).from_redis

@@ -9,7 +9,7 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from cluster.auth.keys import RateLimits
+from cluster.security.keys import RateLimits
 from router.quota import unsettled
 from router.quota.quota import Claim, Quota, Use
 from router.quota.unsettled import Unsettled

@@ -11,9 +11,9 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.auth.keys import NO_LIMITS, RateLimits
 from cluster.errors import OverloadedError
 from cluster.redis.embedded import EmbeddedRedis
+from cluster.security.keys import NO_LIMITS, RateLimits
 from router.quota.quota import RETRY_SECONDS, Charge, Claim, Quota, Use
 from tests.waiting import until
 

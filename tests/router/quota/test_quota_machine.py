@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from prometheus_client import CollectorRegistry
 
-from cluster.auth.keys import RateLimits
 from cluster.errors import OverloadedError
+from cluster.security.keys import RateLimits
 from router.quota import quota as module
 from router.quota.quota import Charge, Claim, Quota, Use
 

@@ -16,7 +16,7 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import OverloadedError
-from router.grpc.message import QUICK_SECONDS
+from router.frontends.grpc.message import QUICK_SECONDS
 from tests.security.attacks.probe import probed
 from tests.security.routers import KeyFile, Router
 from tests.waiting import wait_for

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cluster import errors
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from router.dispatch.attempt import Source
-from router.dispatch.patience import Patience
-from router.tokens.tokenizer import ModelText
+from router.dispatch.retry_policy import RetryPolicy
+from router.text.tokenizer import ModelText
 from tests.router.dispatch.test_engine_failures import Failing, run
 
 INSIDE = "decode-7 at 10.0.0.3:5001 in /srv/engine.py"
@@ -30,7 +30,7 @@ INTERNAL: list[type[errors.BatonError]] = [
 @pytest.mark.parametrize("kind", INTERNAL)
 def test_a_request_that_gives_up_says_which_kind_of_error_only(kind: type[errors.BatonError]) -> None:
     for costly in (True, False):
-        patience = Patience(1, 0.0)
+        patience = RetryPolicy(1, 0.0)
         with pytest.raises(errors.BatonError, match=kind.__name__) as told:
             patience.pause_seconds(kind(INSIDE), 1.0, progress=False, costly=costly)
         assert "decode-7" not in str(told.value)

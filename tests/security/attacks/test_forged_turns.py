@@ -7,7 +7,7 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import InvalidRequestError
-from router.tokens.tokenizer import ModelText
+from router.text.tokenizer import ModelText
 from tests.security.attacks.together import MODEL
 from tests.security.routers import KeyFile, Router
 from tests.waiting import wait_for

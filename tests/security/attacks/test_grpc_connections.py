@@ -20,11 +20,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import Client
 from bench import router_setup
-from cluster import rpc
-from cluster.config import RouterConfig
+from cluster.config.models import RouterConfig
 from cluster.errors import BatonError
-from cluster.grpc_health import Health
-from router.descriptors import fitted
+from cluster.rpc import errors
+from cluster.rpc.health import Health
+from router.admission.descriptors import fitted
 from tests.security.routers import KeyFile
 from tests.waiting import wait_for
 
@@ -94,7 +94,7 @@ def test_a_call_whose_message_does_not_come_ends(router: Any) -> None:
             call = channel.stream_unary(f"/grpc.health.v1.Health/{method}")
             with pytest.raises(grpc.RpcError) as caught:
                 call(nothing(), timeout=20)
-            error = rpc.error_from_rpc(caught.value)
+            error = errors.error_from_rpc(caught.value)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert (error.field, error.limit) == ("message", "1 s")
     silent.set()
@@ -128,7 +128,7 @@ def test_watchers_of_health_have_a_number(router: Any) -> None:
             next(calls[-1])
         with pytest.raises(grpc.RpcError) as caught:
             next(calls[0])
-        error = rpc.error_from_rpc(caught.value)
+        error = errors.error_from_rpc(caught.value)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (error.field, error.limit) == ("Watch", str(WATCHERS))
         assert calls[-1].is_active()
@@ -146,7 +146,7 @@ def test_names_of_services_have_a_length(method: str, router: Any) -> None:
         )
         with pytest.raises(grpc.RpcError) as caught:
             list(call(request, timeout=20))
-    error = rpc.error_from_rpc(caught.value)
+    error = errors.error_from_rpc(caught.value)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (error.field, error.limit) == ("service", "256")
 

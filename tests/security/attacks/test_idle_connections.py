@@ -17,9 +17,9 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from baton.client import ClientTls
-from router.descriptors import max_silent
-from router.http.listener import MAX_HANDSHAKES
-from router.http.protocol import HttpLimits, limited
+from router.admission.descriptors import max_silent
+from router.frontends.http.listener import MAX_HANDSHAKES
+from router.frontends.http.protocol import HttpLimits, limited
 from tests.security.routers import run_router
 from tests.waiting import until, wait_for
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.descriptors import free_for_connections
-from cluster.tls import Peers, make_identity
+from cluster.process.descriptors import free_for_connections
+from cluster.security.tls import Peers, make_identity
 from tests.security.attacks.test_grpc_connections import ALONE
 from worker import server
 from worker.server import WorkerServer

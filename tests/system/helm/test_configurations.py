@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.autoscaling.config import AutoscalingConfig, ServeAutoscalingConfig
-from baton.autoscaling.serve_policy import PoolsPolicy
-from baton.commands.autoscale import AutoscaleConfig
-from baton.serve_app import AppArguments
-from cluster.config import RouterConfig, WorkerConfig
+from baton.autoscaler.config import AutoscalingConfig, ServeAutoscalingConfig
+from baton.cli.autoscale import AutoscaleConfig
+from baton.ray_pools.policy_adapter import PoolsPolicy
+from baton.ray_pools.serve_app import AppArguments
+from cluster.config.models import RouterConfig, WorkerConfig
 from tests.system.helm.rendering import Rendered, Renderer, ValueSet
 from tests.system.helm.value_sets import KUBERAY, VALUE_SETS
 
@@ -49,7 +49,7 @@ def test_the_operator_gets_the_same_application(renderer: Renderer) -> None:
     rendered = renderer.render(VALUE_SETS["kuberay"])
     (service,) = rendered.of("RayService")
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
-    assert application["import_path"] == "baton.serve_app:build"
+    assert application["import_path"] == "baton.ray_pools.serve_app:build"
     pools = AppArguments.model_validate(application["args"])
     groups = {one["groupName"]: one for one in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
     for role, pool in (("prefill", pools.prefill), ("decode", pools.decode)):

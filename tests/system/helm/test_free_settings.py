@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.commands.autoscale import AutoscaleConfig
-from cluster.config import Frozen, RouterConfig, WorkerConfig
+from baton.cli.autoscale import AutoscaleConfig
+from cluster.config.models import Frozen, RouterConfig, WorkerConfig
 from tests.system.helm.rendering import CHART, Rendered, Renderer, ValueSet, pods_of
 from tests.system.helm.value_sets import VALUE_SETS
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cluster.pod import Pod
-from cluster.pod_exits import PodExits
+from cluster.kubernetes.pod import Pod
+from cluster.kubernetes.pod_exits import PodExits
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.controllers import pods

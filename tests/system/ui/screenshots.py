@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 from baton.router_http import RouterHttp
-from baton.top.feed import Look, ask
+from baton.top.feed import FeedSnapshot, ask
 from baton.top.frame import frame
 from bench.cluster import Cluster
 from loadgen import LoadConfig, run_all
@@ -109,7 +109,7 @@ def shoot_page(browser: Browser, url: str) -> None:
 
 def shoot_top(browser: Browser, url: str, directory: Path) -> None:
     with RouterHttp(url) as router:
-        look = Look(router.address, ask(router))
+        look = FeedSnapshot(router.address, ask(router))
     console = Console(
         record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )

@@ -53,7 +53,7 @@
 {{- end }}
 {{- end -}}
 
-{{- /* kv_transfer/layout.py: tensor-parallel degrees may differ, everything else must be equal. */ -}}
+{{- /* kv_transfer/layout/compatibility.py: tensor-parallel degrees may differ, everything else must be equal. */ -}}
 {{- define "baton.checkLayouts" -}}
 {{- $model := .Values.model -}}
 {{- $dtypes := list (.Values.prefill.dtype | default $model.dtype) (.Values.decode.dtype | default $model.dtype) }}

@@ -132,8 +132,8 @@ while time.monotonic() < end:
     time.sleep(1)
 {{- end -}}
 
-{{- /* … or, where a rank's worker is in another pod, until no rank is left in this container (RankHost, worker/far_ranks.py). The file
-       tells them that this pod goes, so that their worker drains (worker/rank_process.py). */ -}}
+{{- /* … or, where a rank's worker is in another pod, until no rank is left in this container (RankHost, worker/ranks/remote.py). The file
+       tells them that this pod goes, so that their worker drains (worker/ranks/process.py). */ -}}
 {{- define "baton.untilRanksLeft" -}}
 import glob, os, time
 open(os.environ["BATON_LEAVING_FILE"], "w").close()
@@ -171,7 +171,7 @@ livenessProbe:
 {{- end -}}
 
 {{- /* Is the raylet there? Its Unix socket says so whatever ports Ray was given. A worker's engine that hangs is Serve's to notice
-       (check_health in baton/pools.py), so liveness does not ask for more. */ -}}
+       (check_health in baton/ray_pools/application.py), so liveness does not ask for more. */ -}}
 {{- define "baton.rayletThere" -}}
 import socket
 socket.socket(socket.AF_UNIX).connect("/tmp/ray/session_latest/sockets/raylet")

@@ -38,7 +38,7 @@
 {{- end }}
 {{- end -}}
 
-{{- /* Of a rank: it computes, and its worker alone holds secrets (worker/far_ranks.py). */ -}}
+{{- /* Of a rank: it computes, and its worker alone holds secrets (worker/ranks/remote.py). */ -}}
 {{- define "baton.rankMounts" -}}
 {{ include "baton.rayNodeMounts" . }}
 {{- include "baton.modelMount" .root }}

@@ -1,6 +1,6 @@
 {{- /* The workers as a Serve application, where Ray places them (modes kuberay and external). */ -}}
 
-{{- /* A role's description for `baton.serve_app:build`. Takes root, role. */ -}}
+{{- /* A role's description for `baton.ray_pools.serve_app:build`. Takes root, role. */ -}}
 {{- define "baton.servePool" -}}
 {{- $pool := index .root.Values .role -}}
 {{- $config := include "baton.workerConfig" . | fromYaml -}}
@@ -19,7 +19,7 @@
 proxy_location: Disabled
 applications:
   - name: baton
-    import_path: baton.serve_app:build
+    import_path: baton.ray_pools.serve_app:build
     route_prefix: null
     args:
       prefill: {{- include "baton.servePool" (dict "root" . "role" "prefill") | nindent 8 }}
@@ -29,7 +29,7 @@ applications:
       {{- end }}
     {{- if .Values.autoscaling.enabled }}
     autoscaling_policy:
-      policy_function: baton.autoscaling.serve_policy:PoolsPolicy
+      policy_function: baton.ray_pools.policy_adapter:PoolsPolicy
       policy_kwargs:
         config: {{- include "baton.autoscalerConfig" . | nindent 10 }}
     {{- end }}

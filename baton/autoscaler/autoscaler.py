@@ -1,0 +1,122 @@
+"""The loop around the policy where nobody else runs one: reads what workers publish in Redis, asks the platform."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import redis
+from prometheus_client import CollectorRegistry
+
+from baton.autoscaler.config import ROLES, AutoscalingConfig
+from baton.autoscaler.decision import Decision, PoolDecision
+from baton.autoscaler.explained import Explained
+from baton.autoscaler.leader import Leadership
+from baton.autoscaler.metrics import AutoscalingMetrics
+from baton.autoscaler.observation import Observation, PoolObservation, sample
+from baton.autoscaler.platforms.base import Platform, PlatformPool
+from baton.autoscaler.policy import decide
+from baton.autoscaler.state import PolicyState
+from cluster.config.models import Role
+from cluster.errors import BatonError
+from cluster.membership.reader import read_workers
+from cluster.membership.types import WorkerInfo
+
+log = logging.getLogger(__name__)
+ACT_SECONDS = 12.0  # what carrying out a decision may take: the lease must hold for so long
+LEASE_SECONDS = 30.0
+
+
+class Autoscaler:
+    """`step` decides once; `run` does so again and again. An error of one round is logged, counted and forgotten:
+    what is there is read anew every time. While another one leads, the policy goes on learning, and does nothing."""
+
+    def __init__(
+        self,
+        config: AutoscalingConfig,
+        redis_url: str,
+        namespace: str,
+        platform: Platform,
+        registry: CollectorRegistry,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._config = config
+        self._redis_url = redis_url
+        self._namespace = namespace
+        self._platform = platform
+        self._clock = clock
+        self._state = PolicyState()
+        self._explained = Explained(log)
+        self.metrics = AutoscalingMetrics(registry)
+        self.leadership = Leadership(redis_url, namespace, LEASE_SECONDS, clock)
+
+    def run(self, stop: threading.Event) -> None:
+        try:
+            while not stop.is_set():
+                self.step()
+                stop.wait(self._config.interval_seconds)
+        finally:
+            self.leadership.close()
+
+    def step(self) -> Decision | None:
+        """None when nothing could be read."""
+        leads = self.leadership.hold()
+        self.metrics.leader.set(leads)
+        try:
+            workers = read_workers(self._redis_url, self._namespace)
+        except (redis.RedisError, OSError) as error:
+            log.warning("autoscaling stands still, Redis does not answer: %s", error)
+            self.metrics.errors.labels("redis").inc()
+            return None
+        try:
+            pools: dict[Role, PlatformPool] = {role: self._platform.read(role) for role in ROLES}
+        except BatonError as error:
+            log.warning("autoscaling stands still: %s", error.message)
+            self.metrics.errors.labels("platform").inc()
+            return None
+        seen = Observation(
+            _observe("prefill", workers, pools["prefill"]), _observe("decode", workers, pools["decode"])
+        )
+        decision = decide(self._config, self._state, seen, self._clock())
+        if leads:
+            self.metrics.count(decision)
+            self._explained.say(decision)
+            self._explained.warn(self._config, self._state)
+            self._act(decision, pools)
+        return decision
+
+    def _act(self, decision: Decision, pools: dict[Role, PlatformPool]) -> None:
+        """Shrinks first: what is asked for never passes the budget in between. One pool's failure is not the other's."""
+        for one in sorted(decision.pools, key=_growth):
+            if not one.changed:
+                continue
+            if not self.leadership.sure(ACT_SECONDS):
+                log.warning("not acting on pool=%s: the lease is too close to its end", one.role)
+                return
+            try:
+                self._platform.scale(one.role, one.target, pools[one.role])
+            except BatonError as error:
+                log.warning("pool=%s was not changed: %s", one.role, error.message)
+                self.metrics.errors.labels("platform").inc()
+                if _growth(one) < 0:
+                    return  # the other's growth may count on these GPUs
+
+
+def _growth(one: PoolDecision) -> int:
+    return one.target - one.before
+
+
+def _observe(role: Role, workers: Sequence[WorkerInfo], pool: PlatformPool) -> PoolObservation:
+    """A suspect worker still counts: it may have missed a renewal. One that drains publishes, but takes nothing."""
+    there = [one for one in workers if one.role == role and one.lease != "dead"]
+    draining = sum(one.state == "draining" for one in there)
+    return PoolObservation(
+        target=pool.target,
+        ready=len(there) - draining,
+        draining=max(draining, pool.terminating),
+        starting=pool.starting,
+        unschedulable=pool.unschedulable,
+        workers=tuple(sample(one.name, one.status) for one in there),
+    )

@@ -1,0 +1,100 @@
+"""One budget for both pools: who gets the GPUs when not everybody can have what is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from baton.autoscaler.decision import Reason
+from baton.autoscaler.wants import Want
+from cluster.config.models import Role
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A pool's case. `held` counts replicas that hold GPUs whatever is decided: those that serve and drain."""
+
+    role: Role
+    want: Want
+    before: int
+    ready: int
+    draining: int
+    least: int
+    needed: int
+    late: int  # replicas asked for that should have come by now
+    gpus: int  # of one replica
+
+    def gpus_held(self, target: int) -> int:
+        return self.gpus * (self.draining + max(target, min(self.ready, self.before)))
+
+    def satisfaction(self, target: int) -> float:
+        return target / max(1, self.needed)
+
+
+@dataclass(frozen=True)
+class Share:
+    target: int
+    reason: Reason
+
+
+def share_out(budget: int, claims: tuple[Claim, Claim], may_move: bool) -> tuple[Share, Share]:
+    """Shrinks first; then grants replicas one by one to the pool that is further from its need, or, where its
+    next one does not fit, to the other. Where that leaves a pool short, one replica may move: late ones at once,
+    others only when `may_move`, and only if the giver is better off than the taker even after it.
+
+    What is asked for, with what drains, never passes `budget`, unless it already did: then nothing grows.
+    """
+    targets = [min(claim.before, claim.want.target) for claim in claims]
+    short = [False, False]
+    open_claims = {i for i in (0, 1) if claims[i].want.target > targets[i]}
+    while open_claims:
+        i = min(open_claims, key=lambda k: claims[k].satisfaction(targets[k]))
+        grown = [*targets]
+        grown[i] += 1
+        if _held(claims, grown) > budget:
+            short[i] = True
+            open_claims.discard(i)
+            continue
+        targets = grown
+        if targets[i] >= claims[i].want.target:
+            open_claims.discard(i)
+    moved = _move(claims, targets, short, may_move)
+    shares = [
+        Share(target, _reason(claim, target, is_short))
+        for claim, target, is_short in zip(claims, targets, short, strict=True)
+    ]
+    if moved is not None:
+        shares[moved] = replace(shares[moved], reason=Reason.BUDGET)
+    return (shares[0], shares[1])
+
+
+def _held(claims: tuple[Claim, Claim], targets: list[int]) -> int:
+    return sum(claim.gpus_held(target) for claim, target in zip(claims, targets, strict=True))
+
+
+def _reason(claim: Claim, target: int, short: bool) -> Reason:
+    if short and target <= claim.before:
+        return Reason.BUDGET
+    return claim.want.reason if target != claim.before or claim.want.target == claim.before else Reason.STEADY
+
+
+def _move(claims: tuple[Claim, Claim], targets: list[int], short: list[bool], may_move: bool) -> int | None:
+    """Takes a replica from the pool that can spare it; the other one gets it when its GPUs are free. Changes
+    `targets`; returns who gave."""
+    if short[0] == short[1]:
+        return None
+    taker, giver = (0, 1) if short[0] else (1, 0)
+    claim = claims[giver]
+    if targets[giver] <= claim.least or targets[giver] < claim.before:
+        return None
+    if claim.late > 0:
+        targets[giver] -= min(claim.late, targets[giver] - claim.least)
+        return giver
+    after = claim.satisfaction(targets[giver] - 1)
+    if (
+        may_move
+        and after > claims[taker].satisfaction(targets[taker])
+        and after >= min(1.0, claims[taker].satisfaction(targets[taker] + 1))
+    ):
+        targets[giver] -= 1
+        return giver
+    return None

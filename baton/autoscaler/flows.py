@@ -1,0 +1,129 @@
+"""Counters of workers that come and go, as what a pool did over the last minutes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.autoscaler.observation import WorkerSample
+from cluster.telemetry.arrivals import BOUNDS_SECONDS
+
+KEEP_SECONDS = 3600.0
+_COUNTERS = (
+    "arrived_requests",
+    "arrived_tokens",
+    "computed_tokens",
+    "prefill_seconds",
+    "output_tokens",
+    "steps",
+    "step_seconds",
+    "first_tokens_total",
+)
+_SIZE = 1 + len(_COUNTERS) + len(BOUNDS_SECONDS)
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Differences of counters over `seconds`: of a worker, or of a pool."""
+
+    values: Vector
+
+    def _value(self, name: str) -> float:
+        return float(self.values[1 + _COUNTERS.index(name)])
+
+    @property
+    def seconds(self) -> float:
+        return float(self.values[0])
+
+    @property
+    def arrived_requests(self) -> float:
+        return self._value("arrived_requests")
+
+    @property
+    def arrived_tokens(self) -> float:
+        return self._value("arrived_tokens")
+
+    @property
+    def computed_tokens(self) -> float:
+        return self._value("computed_tokens")
+
+    @property
+    def prefill_seconds(self) -> float:
+        return self._value("prefill_seconds")
+
+    @property
+    def output_tokens(self) -> float:
+        return self._value("output_tokens")
+
+    @property
+    def steps(self) -> float:
+        return self._value("steps")
+
+    @property
+    def step_seconds(self) -> float:
+        return self._value("step_seconds")
+
+    @property
+    def first_tokens(self) -> float:
+        return self._value("first_tokens_total")
+
+    def per_second(self, value: float) -> float:
+        return value / self.seconds if self.seconds > 0 else 0.0
+
+    def first_tokens_within(self, seconds: float) -> float:
+        """Their share; 1 where none came."""
+        if self.first_tokens <= 0:
+            return 1.0
+        within = self.values[1 + len(_COUNTERS) :]
+        return float(np.interp(seconds, (0.0, *BOUNDS_SECONDS), (0.0, *within))) / self.first_tokens
+
+
+def _vector(one: WorkerSample) -> Vector:
+    within = one.first_tokens or (0.0,) * len(BOUNDS_SECONDS)
+    return np.array((0.0, *(getattr(one, name) for name in _COUNTERS), *within))
+
+
+@dataclass
+class Flows:
+    """One pool's history. A worker seen for the first time only sets the mark that later samples count from."""
+
+    _last: dict[str, Vector] = field(default_factory=dict)
+    _times: list[float] = field(default_factory=list)
+    _sums: list[Vector] = field(default_factory=list)  # up to each of _times, since the first
+
+    @property
+    def known_seconds(self) -> float:
+        return self._times[-1] - self._times[0] if self._times else 0.0
+
+    def update(self, now: float, workers: Sequence[WorkerSample]) -> dict[str, Flow]:
+        """Takes in samples of `now` (seconds, never going back). Returns what each known worker has done."""
+        seconds = now - self._times[-1] if self._times else 0.0
+        vectors = {one.name: _vector(one) for one in workers}
+        shares = {}
+        for name, vector in vectors.items():
+            if name in self._last:
+                # A counter that went back belongs to another life: nothing is known of that one yet.
+                shares[name] = np.maximum(vector - self._last[name], 0.0)
+                shares[name][0] = seconds
+        total = sum(shares.values(), np.zeros(_SIZE))
+        total[0] = seconds
+        self._last = vectors
+        self._sums.append(self._sums[-1] + total if self._sums else np.zeros(_SIZE))
+        self._times.append(now)
+        while self._times[0] < now - KEEP_SECONDS:
+            del self._times[0], self._sums[0]
+        return {name: Flow(share) for name, share in shares.items()}
+
+    def over(self, seconds: float, skip: float = 0.0) -> Flow:
+        """The sum over the last `seconds` before the last `skip` ones, as far as it is known."""
+        if not self._times:
+            return Flow(np.zeros(_SIZE))
+        return Flow(self._up_to(self._times[-1] - skip) - self._up_to(self._times[-1] - skip - seconds))
+
+    def _up_to(self, time: float) -> Vector:
+        return self._sums[max(0, bisect_right(self._times, time) - 1)]

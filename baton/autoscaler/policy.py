@@ -1,0 +1,153 @@
+"""One policy for both pools: observations in, a decision with its reasons out.
+
+    observe ─► rates of the last minutes ─► replicas needed, by pool ─► limits, hysteresis ─► one budget ─► decision
+
+Nothing here knows a clock, a platform or a network: time is passed in, and what is remembered between decisions lies
+in one state object. Whoever calls carries the decision out; if that fails, the next one begins from what is there.
+"""
+
+from __future__ import annotations
+
+from baton.autoscaler import pending
+from baton.autoscaler.budget import Claim, Share, share_out
+from baton.autoscaler.config import ROLES, AutoscalingConfig
+from baton.autoscaler.decision import Decision, PoolDecision, Reason
+from baton.autoscaler.decode_demand import DecodeDemand
+from baton.autoscaler.observation import Observation
+from baton.autoscaler.prefill_demand import PrefillDemand, too_many_late
+from baton.autoscaler.state import PolicyState
+from baton.autoscaler.wants import OBJECTIVE_SECONDS, Need, Want, want
+from cluster.config.models import Role
+
+MOVE_SECONDS = 180.0  # between two moves of a replica from one pool to the other
+
+
+def decide(config: AutoscalingConfig, state: PolicyState, seen: Observation, now: float) -> Decision:
+    """`now` in seconds of a clock that never goes back. Changes `state`, and nothing else."""
+    _take_in(state, seen, now)
+    needs: dict[Role, Need] = {
+        "prefill": _prefill(config, state, seen),
+        "decode": _decode(config, state, seen),
+    }
+    claims = [_claim(config, state, seen, role, needs[role], now) for role in ROLES]
+    may_move = now - state.moved_at >= MOVE_SECONDS
+    shares = share_out(config.gpu_budget, (claims[0], claims[1]), may_move)
+    return _conclude(config, state, seen, needs, (claims[0], claims[1]), shares, now)
+
+
+def _take_in(state: PolicyState, seen: Observation, now: float) -> None:
+    state.prefill.flows.update(now, seen.prefill.workers)
+    state.step_model.forget(now - (state.decided_at if state.decided_at is not None else now))
+    state.decided_at = now
+    for share in state.decode.flows.update(now, seen.decode.workers).values():
+        # Steps with a prompt in them say nothing of decoding.
+        if share.steps > 0 and share.prefill_seconds <= 0.05 * share.step_seconds:
+            state.step_model.add(
+                share.output_tokens / share.steps, share.step_seconds / share.steps, share.steps
+            )
+
+
+def _delay(config: AutoscalingConfig, role: Role) -> float:
+    """From a change of load to a replica that works on it."""
+    return config.pool(role).startup_seconds + config.confirm_seconds + config.interval_seconds
+
+
+def _prefill(config: AutoscalingConfig, state: PolicyState, seen: Observation) -> Need:
+    flows = state.prefill.flows
+    queued = sum(one.queued_tokens for one in seen.prefill.workers)
+    demand = PrefillDemand(config, flows, queued, _delay(config, "prefill"))
+    lately = flows.over(OBJECTIVE_SECONDS)
+    within = lately.first_tokens_within(config.ttft_objective_seconds)
+    minute = flows.over(config.interval_seconds * 1.5)
+    return Need(
+        now=demand.needed(),
+        safe=demand.needed(1.0 + config.scale_down_margin),
+        reason=Reason.PREFILL_LOAD,
+        missed=demand.waits(seen.prefill.ready)
+        and too_many_late(lately.first_tokens, within, config.attainment),
+        missed_reason=Reason.TTFT_MISSED,
+        known=demand.known,
+        asked=minute.arrived_requests > 0 or queued > 0 or _at_decode(state, seen),
+        terms={**demand.terms, "within_objective": within},
+    )
+
+
+def _at_decode(state: PolicyState, seen: Observation) -> bool:
+    """Without prefill workers, decode workers may prefill: that is where requests are seen then."""
+    return not seen.prefill.workers and state.decode.flows.over(OBJECTIVE_SECONDS).arrived_requests > 0
+
+
+def _decode(config: AutoscalingConfig, state: PolicyState, seen: Observation) -> Need:
+    flows = state.decode.flows
+    arrivals = (state.prefill.flows, flows)
+    workers = seen.decode.workers
+    demand = DecodeDemand(config, flows, arrivals, workers, state.step_model, _delay(config, "decode"))
+    by_kv = demand.needed_for_kv() > demand.needed_for_tokens()
+    asked = flows.over(config.interval_seconds * 1.5).output_tokens > 0 or demand.sequences > 0
+    return Need(
+        now=demand.needed(),
+        safe=demand.needed(1.0 + config.scale_down_margin),
+        reason=Reason.KV_PRESSURE if by_kv else Reason.DECODE_LOAD,
+        missed=demand.step_seconds > config.itl_objective_seconds,
+        missed_reason=Reason.ITL_MISSED,
+        known=demand.known,
+        asked=asked,
+        terms=demand.terms,
+    )
+
+
+def _claim(
+    config: AutoscalingConfig, state: PolicyState, seen: Observation, role: Role, need: Need, now: float
+) -> Claim:
+    limits, of_pool, pool = config.pool(role), state.pool(role), seen.pool(role)
+    late = pending.watch(limits, of_pool, pool, now)
+    wanted = want(config, role, of_pool, pool, need, late, now)
+    back = pending.give_back(config, limits, of_pool, pool, now)
+    if back is not None:
+        wanted = Want(min(back, wanted.target), Reason.UNSCHEDULABLE)
+    return Claim(
+        role=role,
+        want=wanted,
+        before=pool.target,
+        ready=pool.ready,
+        draining=pool.draining,
+        least=max(1, limits.min_replicas),
+        needed=max(need.now, limits.min_replicas),
+        late=late,
+        gpus=limits.gpus_per_replica,
+    )
+
+
+def _conclude(
+    config: AutoscalingConfig,
+    state: PolicyState,
+    seen: Observation,
+    needs: dict[Role, Need],
+    claims: tuple[Claim, Claim],
+    shares: tuple[Share, Share],
+    now: float,
+) -> Decision:
+    decisions = []
+    for claim, share in zip(claims, shares, strict=True):
+        of_pool, need = state.pool(claim.role), needs[claim.role]
+        if share.target != claim.before:
+            of_pool.changed_at = now
+            of_pool.more_since = None
+            if share.target < claim.before and share.reason is Reason.BUDGET:
+                state.moved_at = now
+        if share.target > claim.before:
+            of_pool.pending_since = now
+        of_pool.target = share.target
+        decisions.append(
+            PoolDecision(
+                role=claim.role,
+                target=share.target,
+                before=claim.before,
+                ready=claim.ready,
+                needed=float(need.now),
+                reason=share.reason,
+                terms=need.terms,
+            )
+        )
+    asked = sum(claim.gpus_held(share.target) for claim, share in zip(claims, shares, strict=True))
+    return Decision(decisions[0], decisions[1], asked, config.gpu_budget)

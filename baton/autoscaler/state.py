@@ -1,0 +1,60 @@
+"""What the policy remembers between decisions. The platform remembers the rest: targets are read from it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from baton.autoscaler.flows import Flows
+from baton.autoscaler.step_model import StepModel
+from cluster.config.models import Role
+
+FOREVER_AGO = float("-inf")
+
+
+@dataclass
+class PoolState:
+    flows: Flows = field(default_factory=Flows)
+    target: int | None = None  # as the last decision left it
+    changed_at: float = FOREVER_AGO
+    more_since: float | None = None  # since when more is needed without a pause
+    missed_at: float = FOREVER_AGO  # its objective, the last time
+    busy_at: float | None = None  # the last time anybody asked for anything
+    lows: deque[tuple[float, int]] = field(default_factory=deque)  # (time, replicas needed), falling
+    # Replicas asked for that have not come:
+    ready: int = 0
+    pending_since: float | None = None
+    waited_for_place: bool = False  # since then
+    start_seconds: float = 0.0  # what replicas of late took to come, or a little more; 0: none has
+    given_back_at: float = FOREVER_AGO
+    retry_seconds: float = 0.0  # 0: nothing was given back
+    cap: int = 0  # while it may not be asked for more
+
+    def note_need(self, now: float, needed: int, keep_seconds: float) -> None:
+        while self.lows and self.lows[-1][1] <= needed:
+            self.lows.pop()
+        self.lows.append((now, needed))
+        while self.lows[0][0] < now - keep_seconds:
+            self.lows.popleft()
+
+    @property
+    def most_needed(self) -> int:
+        """Within the time that `note_need` keeps."""
+        return self.lows[0][1]
+
+    def blocked(self, now: float) -> bool:
+        return now < self.given_back_at + self.retry_seconds
+
+
+@dataclass
+class PolicyState:
+    """One of these per policy; nobody but the policy writes it."""
+
+    decided_at: float | None = None  # the last time
+    prefill: PoolState = field(default_factory=PoolState)
+    decode: PoolState = field(default_factory=PoolState)
+    step_model: StepModel = field(default_factory=StepModel)
+    moved_at: float = FOREVER_AGO  # when a replica was last taken from one pool for the other
+
+    def pool(self, role: Role) -> PoolState:
+        return self.prefill if role == "prefill" else self.decode

@@ -1,0 +1,1 @@
+"""The commands of `baton`, one module each, and the flags they share."""

@@ -1,0 +1,53 @@
+"""`baton doctor`: looks at a Kubernetes cluster before an install."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import orjson
+import typer
+
+from baton.cli.output import console
+
+EXIT_MISSING = 2
+
+
+def doctor(
+    kubeconfig: Annotated[
+        Path | None, typer.Option(help="Default: the usual one, or the pod's service account.")
+    ] = None,
+    context: Annotated[str, typer.Option(help="Context of the kubeconfig.")] = "",
+    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Where Baton shall be.")] = "default",
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    values_only: Annotated[bool, typer.Option("--values", help="Only the chart's values (YAML).")] = False,
+    redis_url: Annotated[
+        str, typer.Option(help="URL of an external Redis (externalRedis.url): checks its memory and policy.")
+    ] = "",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question to the API.")] = 10.0,
+) -> None:
+    """Check a Kubernetes cluster before an install, and print the chart's values that fit it.
+
+    Exit code 0: an install can work. 2: something is missing. 1: the cluster could not be asked.
+    """
+    from baton.doctor import report
+    from baton.doctor.checks import judge
+    from baton.doctor.reading import Reader, connect
+    from baton.doctor.redis_check import check_redis
+    from baton.doctor.values import values_for
+
+    with connect(kubeconfig, context) as api:
+        facts = Reader(api, namespace, timeout).read()
+    checks, values = judge(facts), values_for(facts)
+    if redis_url:
+        checks.append(check_redis(redis_url))
+    if values_only:
+        console.file.write(report.as_yaml(values))
+    elif as_json:
+        console.file.write(
+            orjson.dumps(report.as_json(facts, checks, values), option=orjson.OPT_INDENT_2).decode() + "\n"
+        )
+    else:
+        console.print(report.render(facts, checks, values))
+    if any(check.grade == "missing" for check in checks):
+        raise typer.Exit(EXIT_MISSING)

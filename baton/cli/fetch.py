@@ -1,0 +1,33 @@
+"""`baton fetch`: what a pod's init container runs for a model from the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.output import say
+
+
+def fetch(
+    source: Annotated[str, typer.Argument(help="hf://ORG/NAME or hf://ORG/NAME@REVISION.")],
+    out: Annotated[Path, typer.Option(help="Directory for the model.")],
+    endpoint: Annotated[str, typer.Option(help="The Hub, or a mirror.")] = "https://huggingface.co",
+    seconds: Annotated[float, typer.Option(min=1, help="The longest it may take.")] = 3600.0,
+    sha256: Annotated[
+        str, typer.Option(help="What the last line below said; anything else is refused.")
+    ] = "",
+    without_weights: Annotated[
+        bool, typer.Option("--without-weights", help="Only what a router reads.")
+    ] = False,
+) -> None:
+    """Download a model from the Hugging Face Hub, checking every file's hash; HF_TOKEN for gated ones."""
+    from baton.model_source import fetch as fetch_model
+    from baton.model_source import manifest_digest
+
+    files = fetch_model(
+        source, out, endpoint=endpoint, seconds=seconds, sha256=sha256, weights=not without_weights
+    )
+    say(f"{out} holds {source}")
+    say(f"sha256 {manifest_digest(files)}")

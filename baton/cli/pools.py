@@ -1,0 +1,82 @@
+"""`baton pools`: deploys the Serve application and keeps it until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from baton.autoscaler.config import ServeAutoscalingConfig
+from baton.cli.output import say
+from baton.cli.serve import write_ready
+from cluster.config import sources
+from cluster.config.models import Role, WorkerConfig
+from cluster.errors import ConfigError, SetupError
+
+RAY_SECONDS = 60.0
+RETRY_SECONDS = 0.5
+ROLES: tuple[Role, ...] = ("decode", "prefill")
+
+
+def run_pools(config: Path, address: str, ready_file: Path | None, deployed: bool = False) -> None:
+    """`config` is JSON: {"environment": {…}, "prefill": [worker, …], "decode": [worker, …]}, and
+    "autoscaling": {…} (baton/autoscaler/config.py) where the pools are to be sized by load."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    import ray
+
+    from baton.ray_pools import application
+
+    described = _read(config)
+    given = {role: described.get(role, []) for role in ROLES}
+    workers = {
+        role: application.Pool(sources.load(WorkerConfig, {}, values=alike[0]), alike[0], len(alike))
+        for role, alike in given.items()
+        if alike
+    }
+    _connect(address, stop)
+    try:
+        if not deployed:
+            application.deploy(workers, described.get("environment", {}), _autoscaling(described))
+            say("pools are deployed")
+        write_ready(ready_file, {"pid": os.getpid()})
+        stop.wait()
+    except RuntimeError as error:
+        raise SetupError(f"the pools did not start: {error}") from error
+    finally:
+        application.shutdown()
+        ray.shutdown()
+
+
+def _connect(address: str, stop: threading.Event) -> None:
+    """Ray may be starting: it is waited for. Raises SetupError."""
+    import ray
+
+    deadline = time.monotonic() + RAY_SECONDS
+    while True:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if stop.wait(RETRY_SECONDS) or time.monotonic() > deadline:
+                raise SetupError(f"no Ray at {address}: {error}", field="address") from error
+
+
+def _autoscaling(described: dict[str, Any]) -> ServeAutoscalingConfig | None:
+    """Raises ConfigError."""
+    given = described.get("autoscaling")
+    return None if given is None else sources.load(ServeAutoscalingConfig, given)
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        described: dict[str, Any] = json.loads(config.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config}: {error}", field="config") from error
+    return described

@@ -1,0 +1,105 @@
+"""`baton status`: what a router's /v1/cluster says, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from baton.formatting import MISSING, STATE_STYLES, count, duration, gauge, share, shown, size
+from baton.router_http import RouterHttp
+from cluster.errors import InternalError
+from cluster.security.tls import ClientTls
+
+_WIDE_COLUMNS = 110
+_REDIS = {"True": ("Redis ok", "green"), "False": ("Redis gone", "red")}
+
+
+def show(
+    url: str,
+    *,
+    as_json: bool,
+    console: Console | None = None,
+    api_key: str = "",
+    tls: ClientTls | None = None,
+) -> None:
+    """Prints the cluster behind `url`. Raises UnavailableError when no router answers there."""
+    console = console or Console()
+    with RouterHttp(url, api_key, tls) as router:
+        raw = router.get("/v1/cluster")
+    if as_json:
+        console.file.write(raw.decode() + "\n")
+        return
+    try:
+        view = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InternalError(f"{url} does not speak for a Baton cluster: {error}") from error
+    console.print(render(view, wide=console.width >= _WIDE_COLUMNS))
+
+
+def render(view: Mapping[str, Any], *, wide: bool = True) -> RenderableType:
+    """What is missing from `view` shows as a dash: routers of other versions may say less, or more."""
+    workers = sorted(view.get("workers") or (), key=lambda item: (_text(item, "role"), _text(item, "id")))
+    parts: list[RenderableType] = [_headline(view, wide), Text()]
+    parts.append(_workers(workers, wide) if workers else Text("no workers", style="yellow"))
+    return Group(*parts)
+
+
+def _headline(view: Mapping[str, Any], wide: bool) -> Text:
+    router, redis = view.get("router") or {}, view.get("redis") or {}
+    placement = view.get("placement") or {}
+    line = Text()
+    line.append(_text(router, "id"), style="bold")
+    line.append(f"  up {shown(router, 'uptime_seconds', duration)}")
+    line.append(f"  {shown(router, 'requests_in_flight', count)} in flight")
+    line.append(f"  {shown(placement, 'requests', count)} requests")
+    if wide:
+        line.append(f"  {shown(placement, 'calls', count)} placements")
+    line.append("  ")
+    line.append(*_REDIS.get(str(redis.get("ok")), (f"Redis {MISSING}", "dim")))
+    return line
+
+
+def _workers(workers: list[Mapping[str, Any]], wide: bool) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("worker", "role", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("run/wait", "KV use", "hits", "hand-offs", "moved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("steps", justify="right", no_wrap=True)
+        table.add_column("address", no_wrap=True)
+    for worker in workers:
+        table.add_row(*_row(worker, wide))
+    return table
+
+
+def _row(worker: Mapping[str, Any], wide: bool) -> list[RenderableType]:
+    status = worker.get("status") or {}
+    more = (shown(status, "steps", count), _text(worker, "address")) if wide else ()
+    return [
+        _text(worker, "id"),
+        _text(worker, "role"),
+        _state(_text(worker, "state"), _text(worker, "lease")),
+        f"{shown(status, 'running', count)}/{shown(status, 'waiting', count)}",
+        shown(status, "kv_usage_ratio", gauge if wide else share),
+        shown(status, "prefix_hit_ratio", share),
+        shown(status, "handoffs", count),
+        shown(status, "kv_bytes", size),
+        *more,
+    ]
+
+
+def _text(of: Mapping[str, Any], name: str) -> str:
+    value = of.get(name)
+    return MISSING if value in (None, "") else str(value)
+
+
+def _state(state: str, lease: str) -> Text:
+    """The lease matters more, once it is not live."""
+    word = state if lease in ("live", MISSING) else lease
+    return Text(word, style=STATE_STYLES.get(word, ""))

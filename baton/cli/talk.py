@@ -1,0 +1,113 @@
+"""Use and watch a cluster: `baton status`, `baton top`, `baton generate`, `baton chat`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from baton.cli.output import console
+from cluster.security.tls import ClientTls
+
+Http = Annotated[str, typer.Option("--url", help="A router's HTTP address.")]
+ApiKey = Annotated[
+    str, typer.Option(envvar="BATON_API_KEY", help="Where the routers ask for keys.", show_default=False)
+]
+TlsCa = Annotated[
+    Path | None, typer.Option(envvar="BATON_CLIENT_TLS_CA", help="Speak TLS; trust this authority.")
+]
+TlsCert = Annotated[
+    Path | None, typer.Option(envvar="BATON_CLIENT_TLS_CERT", help="Our certificate, where clients need one.")
+]
+TlsKey = Annotated[Path | None, typer.Option(envvar="BATON_CLIENT_TLS_KEY", help="Its key.")]
+Grpc = Annotated[str, typer.Option("--target", help="A router's gRPC address; several with commas.")]
+
+
+def status(
+    url: Http = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    api_key: ApiKey = "",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Show workers, load, KV use, hit rate and hand-offs."""
+    from baton.cli.status_table import show
+
+    show(url, as_json=as_json, api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key))
+
+
+def top(
+    router: Annotated[str, typer.Option("--router", "--url", help="A router's HTTP address.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+    api_key: ApiKey = "",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Watch workers, queues, KV, hand-offs and latencies live; q quits."""
+    from baton.top.run import once as print_once
+    from baton.top.run import run
+
+    tls = _tls(tls_ca, tls_cert, tls_key)
+    if once:
+        print_once(router, console, api_key=api_key, tls=tls)
+    else:
+        run(router, console, interval_seconds=interval, api_key=api_key, tls=tls)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    target: Grpc = "127.0.0.1:50051",
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Repeats a sampled answer.")] = None,
+    priority: Annotated[
+        Literal["high", "normal", "batch"], typer.Option(help="Who goes first when there is too much to do.")
+    ] = "normal",
+    api_key: ApiKey = "",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Continue one prompt, streaming the text."""
+    from baton.client import Client, GenerateOptions
+
+    with Client(target.split(","), api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key)) as client:
+        options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature}
+        options["priority"] = {"high": 1, "normal": 0, "batch": -1}[priority]
+        if seed is not None:
+            options["seed"] = seed
+        stream = client.stream(prompt, **options)
+        for chunk in stream:
+            console.print(chunk.text, end="", soft_wrap=True)
+    console.print()
+
+
+def chat(
+    target: Grpc = "127.0.0.1:50051",
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    api_key: ApiKey = "",
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Talk to the model."""
+    from baton.chat import run
+
+    run(
+        target.split(","),
+        temperature=temperature,
+        max_tokens=max_tokens,
+        api_key=api_key,
+        tls=_tls(tls_ca, tls_cert, tls_key),
+    )
+
+
+def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> ClientTls | None:
+    return ClientTls(ca, cert, key) if ca or cert else None

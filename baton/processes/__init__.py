@@ -1,0 +1,1 @@
+"""Processes of one machine: sessions, forced exit, exit notices, free ports."""

@@ -1,0 +1,1 @@
+"""Worker pools on Ray Serve: the application, its replicas, the autoscaling adapter."""

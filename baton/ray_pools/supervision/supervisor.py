@@ -1,0 +1,186 @@
+"""The replica's side: takes over a worker that nobody keeps, or starts one, and follows it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.ray_pools.supervision import worker_sockets
+from baton.ray_pools.supervision.worker_sockets import Facts, Place
+from cluster.errors import SetupError
+
+log = logging.getLogger(__name__)
+OnGone = Callable[[Facts], None]
+LAUNCH_SECONDS = 60.0
+# An unkept worker that says nothing for so long hangs, or still loads its model: it is ended, and another one started.
+GREETING_SECONDS = 10.0
+SILENT_SECONDS = 20.0  # of a worker that serves; it speaks twice a second
+
+
+class WorkerSupervisor:
+    """Supervises one worker process; a thread reads its status messages.
+
+    `on_gone` is called once, when a worker that has served has ended or was killed; it may block.
+    """
+
+    def __init__(
+        self, place: Place, lock: int, connection: socket.socket, on_gone: OnGone = lambda gone: None
+    ):
+        self._place = place
+        self._on_gone: OnGone | None = on_gone
+        self._going = threading.Lock()
+        self._facts: Facts | None = None
+        self._lock = lock
+        self._connection = connection
+        self._pid = worker_sockets.pid_of(connection)
+        self._heard = threading.Condition()
+        self._last: dict[str, Any] = {}
+        self._last_at = time.monotonic()
+        self._failed = ""
+        self._left: str | None = None
+        self._ended = False
+        with contextlib.suppress(OSError):  # it has just ended: the thread will see
+            connection.sendall(b"keep\n")
+        threading.Thread(target=self._listen, name="keeper", daemon=True).start()
+
+    @classmethod
+    def take_over_or_start(
+        cls,
+        where: Path,
+        config: Mapping[str, Any],
+        environment: Mapping[str, str],
+        on_gone: OnGone = lambda gone: None,
+    ) -> WorkerSupervisor:
+        """Raises SetupError. The worker may still be loading: see `wait_serving`."""
+        key = worker_sockets.key_of(config, environment)
+        return cls._take_over(where, key, on_gone) or cls._start(Place.new(where, key), config, on_gone)
+
+    @classmethod
+    def _take_over(cls, where: Path, key: str, on_gone: OnGone) -> WorkerSupervisor | None:
+        for place in worker_sockets.places(where, key):
+            if (lock := place.lock()) is None:
+                continue
+            if (connection := place.connect()) is not None:
+                supervisor = cls(place, lock, connection, on_gone)
+                if supervisor._wait(GREETING_SECONDS) and supervisor.healthy():
+                    log.warning("took over %s (pid %d)", supervisor._last["worker"], supervisor._pid)
+                    return supervisor
+                supervisor._kill()
+            else:  # it died while no replica supervised it
+                _report(on_gone, place.facts())
+                place.clear()
+                os.close(lock)
+        return None
+
+    @classmethod
+    def _start(cls, place: Place, config: Mapping[str, Any], on_gone: OnGone) -> WorkerSupervisor:
+        lock = place.lock()
+        assert lock is not None, "nobody else knows of a new place"
+        command = [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(place.door)]
+        said = json.dumps(dict(config)).encode()
+        launched = subprocess.run(command, check=False, input=said, timeout=LAUNCH_SECONDS)
+        connection = place.connect() if launched.returncode == 0 else None
+        if connection is None:
+            raise SetupError(f"the worker's process did not start (exit code {launched.returncode})")
+        return cls(place, lock, connection, on_gone)
+
+    def wait_serving(self, seconds: float) -> None:
+        """Raises SetupError if it cannot start, or not in time."""
+        if not self._wait(seconds):
+            self._kill()
+            raise SetupError(self._failed or f"the worker did not start within {seconds:.0f} s, or ended")
+
+    def healthy(self) -> bool:
+        """False for a worker that has fallen silent too: a stopped process says nothing."""
+        silent = time.monotonic() - self._last_at > SILENT_SECONDS
+        return bool(self._last.get("healthy")) and not silent and not self._ended
+
+    @property
+    def left_for_good(self) -> bool:
+        """It was drained because this node goes away: there is to be no successor here."""
+        return self._left == "stay"
+
+    def status(self) -> dict[str, Any]:
+        return dict(self._last.get("status", {}))
+
+    def wait_ended(self) -> tuple[str | None, str]:
+        """What it left for (`baton drain`), and what it failed of, if it said so."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._ended)
+        self._gone()
+        self._place.clear()  # or the next replica would report the same exit
+        return self._left, self._failed
+
+    def stop(self, seconds: float) -> None:
+        """It leaves the cluster, and is killed if that takes longer."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._connection.sendall(b"stop\n")
+        with self._heard:
+            self._heard.wait_for(lambda: self._ended, seconds)
+        self._kill()
+
+    def drop(self) -> None:
+        """It goes on, for whoever takes it over."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def _kill(self) -> None:
+        if not self._ended:  # its number may be another's by then
+            worker_sockets.kill(self._pid)
+        self._gone()
+        self._place.clear()
+        self.drop()
+
+    def _gone(self) -> None:
+        with self._going:
+            on_gone, self._on_gone = self._on_gone, None
+            gone = self._facts or self._place.facts()
+            if on_gone is not None:
+                _report(on_gone, gone)
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether it has said anything but that it failed."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._last or self._ended, seconds)
+            return bool(self._last) and not self._ended
+
+    def _listen(self) -> None:
+        cut_off = contextlib.suppress(OSError, ValueError)  # it was killed in the middle of a line
+        with cut_off, self._connection, self._connection.makefile("rb") as lines:
+            for line in lines:
+                self._take(json.loads(line))
+        with self._heard:
+            self._ended = True
+            self._heard.notify_all()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        with self._heard:
+            self._failed = message.get("failed", self._failed)
+            self._left = message.get("left", self._left)
+            if "worker" in message:
+                self._last, self._last_at = message, time.monotonic()
+                self._facts = self._facts or self._place.facts()
+            self._heard.notify_all()
+
+
+def _report(on_gone: OnGone, gone: Facts | None) -> None:
+    """Call `on_gone`; if it raises, a worker can still be started in the place of the one that has gone."""
+    if gone is None:
+        return
+    try:
+        on_gone(gone)
+    except Exception:
+        log.exception("the exit of %s could not be reported", gone.worker_id)

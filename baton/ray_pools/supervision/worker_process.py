@@ -1,0 +1,156 @@
+"""A worker process that outlives its supervisor.
+
+Runs as `python -m baton.ray_pools.supervision.worker_process SOCKET`, with its settings (JSON) on standard input.
+It listens before it does anything else, and the command returns then. What it tells its keeper, a line of JSON each:
+    {"worker": …, "healthy": …, "status": {…}}    twice a second
+    {"failed": "…"}                               it could not start
+    {"left": "exit" | "stay"}                     it has drained, and for what
+The keeper says `keep` once, and `stop` for it to leave. Without a keeper it waits for the next one, then leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baton.processes import sessions
+from baton.processes.force_exit import end_surely
+from baton.ray_pools.supervision.worker_sockets import Place, owner_gone
+
+if TYPE_CHECKING:
+    from baton.workers import RunningWorker
+    from cluster.config.models import WorkerConfig
+
+log = logging.getLogger(__name__)
+TELL_SECONDS = 0.5
+# Ray and Serve start anew within half a minute on two cores; a machine that others use too takes longer.
+UNSUPERVISED_SECONDS = 120.0
+UNREAD_BYTES = 64 << 10
+OWNED_SECONDS = 600.0  # where an owner lives, who will end it
+
+
+def main(path: Path) -> None:
+    values = json.load(sys.stdin)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    listening.listen()
+    sessions.detach(listening.listen)  # again in the child: SO_PEERCRED names the process that called listen
+    import uvloop
+
+    from cluster.config import sources
+    from cluster.config.models import WorkerConfig
+    from cluster.telemetry import logs
+
+    # What differs from node to node (its address, its secrets' files) stands in that node's environment.
+    config = sources.load(WorkerConfig, {}, values=values)
+    logs.configure(config.worker_id)
+    uvloop.run(_until_it_ends(config, path, listening))
+
+
+class SupervisorEndpoint:
+    """Where the keeper comes to."""
+
+    def __init__(self, directory: Path) -> None:
+        self.stop_wanted = asyncio.Event()
+        self._directory = directory
+        self._keepers: set[asyncio.StreamWriter] = set()
+        self._alone_since = time.monotonic()
+
+    async def come(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            if await reader.readline() == b"keep\n":
+                self._keepers.add(writer)
+                while line := await reader.readline():
+                    if line == b"stop\n":
+                        self.stop_wanted.set()
+        self._keepers.discard(writer)
+        self._alone_since = time.monotonic()
+        writer.close()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        for writer in self._keepers:
+            if writer.transport.get_write_buffer_size() < UNREAD_BYTES:  # else a stopped keeper reads nothing
+                writer.write(line)
+
+    async def part(self) -> None:
+        """When all that was told has left this process."""
+        for writer in list(self._keepers):
+            with contextlib.suppress(OSError):
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+
+    def abandoned(self) -> bool:
+        if self._keepers:
+            return False
+        if (gone := owner_gone(self._directory)) is not None:
+            return gone or time.monotonic() - self._alone_since > OWNED_SECONDS
+        return time.monotonic() - self._alone_since > UNSUPERVISED_SECONDS
+
+
+async def _until_it_ends(config: WorkerConfig, path: Path, listening: socket.socket) -> None:
+    try:
+        await _run(config, path, listening)
+    finally:
+        end_surely()
+
+
+async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> None:
+    from baton.workers import start_worker
+    from cluster.config import sources
+
+    # The loop does not turn while a model is loaded, and nothing is lost by ending there and then.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    door = SupervisorEndpoint(path.parent)
+    server = await asyncio.start_unix_server(door.come, sock=listening)
+    try:
+        sources.require_secret(config)
+        worker = await start_worker(config)
+    except Exception as error:
+        await asyncio.sleep(TELL_SECONDS)  # the keeper knocked while the loop stood still
+        door.tell({"failed": f"{type(error).__name__}: {error}"})
+        await door.part()
+        raise
+    Place(path.with_suffix("")).write_facts(worker.worker_id)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, door.stop_wanted.set)
+    then = await _serve(worker, door)
+    log.info("%s is leaving", worker.worker_id)
+    await worker.stop()
+    if then is not None:
+        door.tell({"left": then})
+    await door.part()
+    server.close()
+    Place(path.with_suffix("")).clear()
+
+
+async def _serve(worker: RunningWorker, door: SupervisorEndpoint) -> str | None:
+    """Until somebody wants it to leave; says what for where that was `baton drain`. Raises if the worker fails."""
+    drained = asyncio.create_task(worker.wait_drain_wanted())
+    failed = asyncio.create_task(worker.wait_failed())
+    stop = asyncio.create_task(door.stop_wanted.wait())
+    ends: set[asyncio.Task[Any]] = {drained, failed, stop}
+    while not any(task.done() for task in ends) and not door.abandoned():
+        door.tell({"worker": worker.worker_id, "healthy": worker.healthy(), "status": worker.status()})
+        await asyncio.wait(ends, timeout=TELL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    if failed.done():
+        door.tell({"failed": repr(failed.result())})
+    for task in ends:
+        task.cancel()
+    return drained.result() if drained.done() and not drained.cancelled() else None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

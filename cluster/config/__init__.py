@@ -1,0 +1,1 @@
+"""Settings: their models, their sources, their files."""

@@ -1,0 +1,167 @@
+"""Reads a role's configuration: YAML file, then environment (`BATON_…`), then flags, the later winning.
+
+Secrets may lie in files (a mounted Secret): they are read here, once, and what comes out holds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from pydantic import ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from cluster.config.models import ClusterFields, Frozen, SecretFields
+from cluster.config.yaml_file import read_settings
+from cluster.errors import ConfigError
+from cluster.redis.first_contact import check_url
+
+C = TypeVar("C", bound=Frozen)
+
+
+def load(
+    config: type[C],
+    flags: Mapping[str, Any],
+    file: Path | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> C:
+    """A validated configuration. `flags` holds only what was given, nested like the model; `values` is what a file
+    would say that has been read already.
+
+    Nested fields are `BATON_ENGINE__DTYPE` in the environment. Raises ConfigError naming field and source's value.
+    """
+    written = read_settings(file) if file is not None else {}
+
+    class Sources(config, BaseSettings):  # type: ignore[valid-type, misc]
+        model_config = SettingsConfigDict(
+            env_prefix="BATON_", env_nested_delimiter="__", frozen=True, extra="forbid"
+        )
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            given = InitSettingsSource(settings_cls, dict(values or {}))
+            return init_settings, env_settings, given, InitSettingsSource(settings_cls, written)
+
+    try:
+        merged = Sources(**flags)
+    except ValidationError as error:
+        raise ConfigError(_explain(error), field=_first_field(error)) from None
+    except SettingsError as error:  # of the environment: a field that holds others, or a list
+        (field,) = re.findall(r'field "(\w+)"', str(error)) or [""]
+        raise ConfigError(
+            f"configuration is not valid: BATON_{field.upper()} must be JSON, as {{…}} or […]", field=field
+        ) from None
+    return with_secrets(config.model_validate(merged.model_dump()))
+
+
+def with_secrets(config: C) -> C:
+    """The configuration with what its files hold in place of their names. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    if isinstance(config, SecretFields) and config.secret_file is not None:
+        found |= {"secret": _read_secret(config.secret_file, "secret_file"), "secret_file": None}
+    if isinstance(config, SecretFields):
+        _check_key(found.get("secret", config.secret))
+    if isinstance(config, ClusterFields):
+        password = config.redis_password
+        if config.redis_password_file is not None:
+            password = _read_secret(config.redis_password_file, "redis_password_file")
+        if password:
+            found["redis_url"] = _with_password(config.redis_url, password)
+            found |= {"redis_password": "", "redis_password_file": None}
+        if url := found.get("redis_url", config.redis_url):
+            check_url(url)
+    return config.model_copy(update=found)
+
+
+def _check_key(secret: str) -> None:
+    """Raise ConfigError if `secret` cannot key block hashes and tickets: every request would fail."""
+    most = hashlib.blake2b.MAX_KEY_SIZE
+    with contextlib.suppress(UnicodeEncodeError):  # environment variables may hold bytes that are not UTF-8
+        if len(secret.encode()) <= most:
+            return
+    raise ConfigError(
+        f"the deployment's secret (BATON_SECRET or the secret file) must be UTF-8 and at most {most} bytes; "
+        "`openssl rand -hex 32` generates one",
+        field="secret",
+        limit=str(most),
+    )
+
+
+def require_secret(config: SecretFields) -> None:
+    """Raise ConfigError if there is no secret. A default would be public, and with the secret anyone can compute other
+    tenants' block hashes and forge resume tickets."""
+    if not config.secret:
+        raise ConfigError(
+            "the deployment's secret is missing: give every router and worker the same one, by BATON_SECRET or "
+            "--secret-file; `openssl rand -hex 32` makes one",
+            field="secret",
+        )
+
+
+def require_redis(config: ClusterFields) -> None:
+    """Raise ConfigError if there is no Redis URL."""
+    if not config.redis_url:
+        raise ConfigError(
+            "redis_url is missing: routers and workers find each other in Redis; give all of them the same one, by "
+            "BATON_REDIS_URL or --redis-url redis://host:6379",
+            field="redis_url",
+        )
+
+
+def _read_secret(file: Path, field: str) -> str:
+    try:
+        secret = file.read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}", field=field) from None
+    if not secret:
+        raise ConfigError(f"{file} is empty", field=field)
+    return secret
+
+
+def _with_password(url: str, password: str) -> str:
+    """redis-py takes it from the URL: before the host, or as a parameter for a unix socket."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        raise ConfigError("a Redis password needs a redis_url to go with", field="redis_url")
+    if scheme == "unix":
+        return f"{url}{'&' if '?' in rest else '?'}password={quote(password, safe='')}"
+    user, at, address = rest.rpartition("@")
+    if ":" in user:
+        raise ConfigError("redis_url names a password already: give it once", field="redis_password")
+    return f"{scheme}://{user if at else ''}:{quote(password, safe='')}@{address}"
+
+
+def _first_field(error: ValidationError) -> str:
+    return ".".join(str(part) for part in error.errors()[0]["loc"])
+
+
+def _explain(error: ValidationError) -> str:
+    lines = [
+        f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}{_hint(e['input'])}" for e in error.errors()
+    ]
+    return "configuration is not valid: " + "; ".join(lines)
+
+
+def _hint(value: Any) -> str:
+    """Kubernetes puts BATON_PORT=tcp://… into every pod beside a Service called baton."""
+    if isinstance(value, str) and value.startswith("tcp://"):
+        return f" (the environment says {value}: a service link; set enableServiceLinks: false on the pod)"
+    return ""

@@ -1,0 +1,1 @@
+"""This process: memory, huge pages, descriptors, the death of its parent."""

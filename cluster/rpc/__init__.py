@@ -1,0 +1,1 @@
+"""Typed errors and health over gRPC."""

@@ -1,0 +1,113 @@
+"""grpc.health.v1 for whoever connects, without a key: names, watchers and what they can hold up are bounded.
+
+The library's own servicer writes to a watcher under the lock that a change of the status needs: one that does not read
+would stop every change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2 as pb
+
+from cluster.errors import InvalidRequestError, OverloadedError
+from cluster.rpc import errors
+
+SERVICE = "grpc.health.v1.Health"
+MAX_NAME_CHARACTERS = 256
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Health:
+    """Statuses by service name, and the streams that watch them."""
+
+    def __init__(self, max_watchers: int):
+        self._max_watchers = max_watchers
+        self._statuses: dict[str, int] = {"": pb.HealthCheckResponse.SERVING}
+        self._changed = asyncio.Event()
+        self._watchers: dict[asyncio.Task[Any], None] = {}  # oldest first
+        self._leaving = False
+
+    def set(self, statuses: Mapping[str, bool]) -> None:
+        """Whether services serve; without effect after `leave`."""
+        if not self._leaving:
+            self._update({name: _status(serving) for name, serving in statuses.items()})
+
+    def leave(self) -> None:
+        """From now on no service serves."""
+        self._leaving = True
+        self._update(dict.fromkeys(self._statuses, _status(False)))
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        write: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
+        methods = {
+            "Check": grpc.unary_unary_rpc_method_handler(self.Check, None, write),
+            "Watch": grpc.unary_stream_rpc_method_handler(self.Watch, None, write),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def Check(self, raw: bytes, context: Context) -> pb.HealthCheckResponse:
+        status = self._statuses.get(await _service(raw, context))
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return pb.HealthCheckResponse(status=status)
+
+    async def Watch(self, raw: bytes, context: Context) -> None:
+        """Where there are too many watchers, the oldest makes room."""
+        service = await _service(raw, context)
+        task = asyncio.current_task()
+        assert task is not None, "inside a call"
+        self._watchers[task] = None
+        if len(self._watchers) > self._max_watchers:
+            oldest = next(iter(self._watchers))
+            del self._watchers[oldest]
+            oldest.cancel()
+        try:
+            await self._watch(service, context)
+        except asyncio.CancelledError:
+            if task in self._watchers:
+                raise
+            # grpc.aio would leave the call open without a status.
+            task.uncancel()
+            limit = str(self._max_watchers)
+            error = OverloadedError(f"more than {limit} calls watch health", field="Watch", limit=limit)
+            await errors.abort(context, error)
+        finally:
+            self._watchers.pop(task, None)
+
+    async def _watch(self, service: str, context: Context) -> None:
+        told = None
+        while True:
+            changed, now = self._changed, self._statuses.get(service, pb.HealthCheckResponse.SERVICE_UNKNOWN)
+            if now != told:
+                told = now
+                await context.write(pb.HealthCheckResponse(status=now))
+            await changed.wait()
+
+    def _update(self, statuses: Mapping[str, int]) -> None:
+        if any(self._statuses.get(name) != status for name, status in statuses.items()):
+            self._statuses.update(statuses)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+
+def _status(serving: bool) -> int:
+    status: int = pb.HealthCheckResponse.SERVING if serving else pb.HealthCheckResponse.NOT_SERVING
+    return status
+
+
+async def _service(raw: bytes, context: Context) -> str:
+    try:
+        service: str = pb.HealthCheckRequest.FromString(raw).service
+    except DecodeError as error:
+        malformed = f"the message is not valid protobuf: {error}"
+        return await errors.abort(context, InvalidRequestError(malformed, field="message"))
+    if len(service) > MAX_NAME_CHARACTERS:
+        limit = str(MAX_NAME_CHARACTERS)
+        too_long = f"service: at most {limit} characters"
+        await errors.abort(context, InvalidRequestError(too_long, field="service", limit=limit))
+    return service

@@ -1,0 +1,1 @@
+"""The decode worker's side of a hand-off: landing ring, fencing, verification, commit."""

@@ -1,0 +1,228 @@
+"""The landing ring's accounts: who may write into which slot, and when it may be used again.
+
+    FREE ──grant──► GRANTED ──► LANDED ──► VERIFIED ──► FREE
+                       └───────────┴──────────┴──► QUARANTINED ──fence proven──► FREE
+
+A slot in doubt is never reused on a guess: a late write may still land in it. Only two proofs end a quarantine:
+the sender says that every handle of the transfer is terminal, or its parent says that its process has exited.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Self, TypeVar
+
+from cluster.errors import TransportError
+from cluster.state_machine import StateMachine
+from kv_transfer.decode_side.turns import Claim, Turns
+
+MAX_WAITING = 16384  # claims of one peer
+
+
+class SlotState(Enum):
+    FREE = "free"
+    GRANTED = "granted"
+    LANDED = "landed"
+    VERIFIED = "verified"
+    QUARANTINED = "quarantined"
+
+
+S = SlotState
+K = TypeVar("K", bound=Hashable)
+TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
+    S.FREE: frozenset({S.GRANTED}),
+    S.GRANTED: frozenset({S.LANDED, S.QUARANTINED}),
+    S.LANDED: frozenset({S.VERIFIED, S.QUARANTINED}),
+    S.VERIFIED: frozenset({S.FREE, S.QUARANTINED}),
+    S.QUARANTINED: frozenset({S.FREE}),
+}
+
+
+@dataclass
+class Slot:
+    index: int
+    address: int
+    generation: int = 0
+    claim: Claim | None = None
+    machine: StateMachine[SlotState] = field(
+        default_factory=lambda: StateMachine(S.FREE, TRANSITIONS, "slot")
+    )
+
+
+def worker_of(peer: str) -> str:
+    """The worker_id of worker_id@epoch. A worker may release its slots in doubt under a later epoch."""
+    return peer.rsplit("@", 1)[0]
+
+
+class _Shares:
+    """Slots per transfer and per peer, counted from the grant until the slot is free, also while it is in doubt."""
+
+    def __init__(self) -> None:
+        self._transfers: Counter[bytes] = Counter()
+        self._peers: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot]) -> Self:
+        """Counted anew."""
+        shares = cls()
+        for slot in slots:
+            if slot.claim is not None:
+                shares.add(slot.claim)
+        return shares
+
+    def peer_may(self, peer: str, slots: int) -> bool:
+        return self._peers[peer] < max(1, slots // 2)
+
+    def handoff_may(self, transfer_id: bytes, slots: int) -> bool:
+        return self._transfers[transfer_id] < max(1, slots // 4)
+
+    def add(self, claim: Claim) -> None:
+        self._transfers[claim.transfer_id] += 1
+        self._peers[claim.peer] += 1
+
+    def remove(self, claim: Claim) -> None:
+        _less(self._transfers, claim.transfer_id)
+        _less(self._peers, claim.peer)
+
+    def same_as(self, other: _Shares) -> bool:
+        return (self._transfers, self._peers) == (other._transfers, other._peers)
+
+
+def _less(counter: Counter[K], key: K) -> None:
+    """Names of hand-offs and peers that hold nothing are not kept."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
+
+
+class Ring:
+    """Grants slots round robin: at most a quarter of the ring to one hand-off, half of it to one peer.
+
+    Slots in doubt count against these limits, so a peer's other hand-offs go on with the rest of its half.
+
+    `on_grant(claim, slot)` is called for each grant.
+    """
+
+    def __init__(self, addresses: list[int], on_grant: Callable[[Claim, Slot], None]):
+        self.slots = [Slot(index, address) for index, address in enumerate(addresses)]
+        # The slot freed last is granted first: its bytes are still in the processor's cache.
+        self._free = list(reversed(range(len(self.slots))))
+        self._waiting = Turns()
+        self._shares = _Shares()
+        self._on_grant = on_grant
+
+    def ask(self, claim: Claim) -> None:
+        self._waiting.add(claim)
+        self._grant()
+
+    def slot(self, index: int, generation: int) -> Slot | None:
+        """The slot, if this is still its generation: anything else is late."""
+        if not 0 <= index < len(self.slots):
+            return None
+        slot = self.slots[index]
+        return slot if slot.generation == generation and slot.claim is not None else None
+
+    def scattered(self, slot: Slot) -> None:
+        """The part landed, was verified and copied out."""
+        for state in (S.LANDED, S.VERIFIED):
+            slot.machine.to(state)
+        self._release(slot)
+
+    def landed_wrong(self, slot: Slot) -> None:
+        """It landed and failed its check: its transfer is terminal (the notification came), so it is free."""
+        slot.machine.to(S.LANDED)
+        slot.machine.to(S.VERIFIED)
+        self._release(slot)
+
+    def quarantine(self, transfer_id: bytes) -> list[Slot]:
+        """The transfer ended early: its slots are in doubt, its waiting claims are gone."""
+        self._waiting.drop(transfer_id)
+        doubtful = [
+            slot
+            for slot in self.slots
+            if slot.claim is not None
+            and slot.claim.transfer_id == transfer_id
+            and slot.machine.state is not S.QUARANTINED
+        ]
+        for slot in doubtful:
+            self._doubt(slot)
+        self._grant()
+        return doubtful
+
+    def fence_all(self) -> None:
+        """This worker rejoins under a new epoch: every slot that is not FREE is in doubt."""
+        self._waiting.clear()
+        for slot in self.slots:
+            if slot.machine.state not in (S.FREE, S.QUARANTINED):
+                self._doubt(slot)
+
+    def in_doubt(self, mine: Callable[[Claim], bool]) -> bool:
+        return any(
+            slot.machine.state is S.QUARANTINED and slot.claim is not None and mine(slot.claim)
+            for slot in self.slots
+        )
+
+    def fence_proven(self, proven: Callable[[Claim], bool]) -> None:
+        """Free the slots in doubt that `proven` accepts: all writes are terminal, or the peer's process has exited."""
+        for slot in self.slots:
+            if slot.machine.state is S.QUARANTINED and slot.claim is not None and proven(slot.claim):
+                self._release(slot)
+
+    def add_segment(self, addresses: list[int]) -> None:
+        for address in addresses:
+            slot = Slot(len(self.slots), address)
+            self.slots.append(slot)
+            self._free.append(slot.index)
+        self._grant()
+
+    def count(self, state: SlotState) -> int:
+        return sum(slot.machine.state is state for slot in self.slots)
+
+    def refused(self, peer: str) -> TransportError | None:
+        """Why this peer's next claim is one too many: more of them wait than an honest sender ever makes wait, which asks
+        for some dozens of each hand-off's parts. What one peer asks for ends no other one's hand-offs."""
+        if self._waiting.of(peer) < MAX_WAITING:
+            return None
+        return TransportError("too many parts wait for a slot", limit=str(MAX_WAITING))
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def _doubt(self, slot: Slot) -> None:
+        assert slot.claim is not None, "a slot that is not free has one"
+        slot.machine.to(S.QUARANTINED)
+
+    def _release(self, slot: Slot) -> None:
+        assert slot.claim is not None, "a slot that is not free has one"
+        slot.machine.to(S.FREE)
+        self._shares.remove(slot.claim)
+        slot.claim = None
+        self._free.append(slot.index)
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._free and (claim := self._next()) is not None:
+            slot = self.slots[self._free.pop()]
+            slot.generation += 1
+            slot.claim = claim
+            slot.machine.to(S.GRANTED)
+            self._shares.add(claim)
+            self._on_grant(claim, slot)
+
+    def _next(self) -> Claim | None:
+        slots, shares = len(self.slots), self._shares
+        return self._waiting.take(
+            lambda peer: shares.peer_may(peer, slots), lambda transfer: shares.handoff_may(transfer, slots)
+        )
+
+    def check_integrity(self) -> None:
+        free = self.count(S.FREE)
+        assert free == len(self._free) == len(set(self._free)), "the free list is not the free slots"
+        assert all((slot.claim is None) == (slot.machine.state is S.FREE) for slot in self.slots)
+        assert self._shares.same_as(_Shares.of(self.slots)), "the shares are not what the slots hold"
+        held = sum(self.count(state) for state in (S.GRANTED, S.LANDED, S.VERIFIED))
+        assert free + held + self.count(S.QUARANTINED) == len(self.slots)

@@ -1,0 +1,1 @@
+"""Which KV heads and blocks go where: geometry, copies, compatibility, digests."""

@@ -1,0 +1,112 @@
+"""Who sends which heads to whom, and where a part's bytes belong.
+
+Rank i of a worker with TP = a owns heads [iH/a, (i+1)H/a); where TP exceeds H, heads are replicated. A flow is a
+(source rank, target rank) pair with heads in common. On the wire a part is its blocks one after the other, each
+[layer][K|V][head][token][dim] with as many tokens as lie in it: what is contiguous in a cache stays so, and a block of
+a whole rank is copied at once (a part in the order of its layers took half as long again to gather and to scatter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kv_transfer.layout.rows import HostPart, spans
+
+
+@dataclass(frozen=True)
+class Flow:
+    source_rank: int
+    target_rank: int
+    head_begin: int  # of the whole model
+    head_end: int
+
+
+def head_range(rank: int, tensor_parallel: int, num_heads: int) -> tuple[int, int]:
+    """The KV heads a rank owns."""
+    if tensor_parallel <= num_heads:
+        share = num_heads // tensor_parallel
+        return rank * share, (rank + 1) * share
+    head = rank * num_heads // tensor_parallel
+    return head, head + 1
+
+
+def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: bytes) -> list[Flow]:
+    """Every head of every target rank from exactly one source. Replicas take turns by transfer id."""
+    pick = int.from_bytes(transfer_id[:4], "little")
+    flows: list[Flow] = []
+    for target in range(target_tp):
+        begin, end = head_range(target, target_tp, num_heads)
+        for head in range(begin, end):
+            owners = [s for s in range(source_tp) if head in range(*head_range(s, source_tp, num_heads))]
+            source = owners[pick % len(owners)]
+            last = flows[-1] if flows else None
+            if last and last.source_rank == source and last.target_rank == target and last.head_end == head:
+                flows[-1] = Flow(source, target, last.head_begin, head + 1)
+            else:
+                flows.append(Flow(source, target, head, head + 1))
+    return flows
+
+
+def _pairs(
+    cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of equal shape [block, layer, K|V, head, token, dim]: (in the cache, in the part)."""
+    page, dim = cache.shape[4], cache.shape[5]
+    token = len(layers) * 2 * len(heads) * dim
+    own = cache[:, layers.start : layers.stop, :, heads.start : heads.stop]
+    for span in spans(block_ids, tokens.start, tokens.stop, page):
+        count = span.tokens // span.blocks  # in each of them
+        inside = part[span.token * token : (span.token + span.tokens) * token]
+        blocks = own[span.block : span.block + span.blocks, :, :, :, span.offset : span.offset + count]
+        yield blocks, inside.view(span.blocks, len(layers), 2, len(heads), count, dim)
+
+
+def gather(
+    cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
+) -> None:
+    """Cache [block, layer, K|V, head, token, dim] → part (flat, in the order of the wire). `heads` are the rank's own,
+    `block_ids` those of `tokens`. Raises IndexError for a block that does not exist."""
+    if host := HostPart.of(cache, part, block_ids, layers, heads, tokens):
+        host.gather()
+        return
+    for inside_cache, inside_part in _pairs(cache, part, block_ids, layers, heads, tokens):
+        inside_part.copy_(inside_cache)
+
+
+def pieces(
+    cache: Tensor,
+    block_ids: Sequence[int],
+    layers: range,
+    heads: range,
+    tokens: range,
+    least_bytes: int,
+) -> list[Tensor] | None:
+    """The part without a copy: the cache's own bytes (uint8) in the order of the wire. None where they lie in pieces
+    shorter than `least_bytes`, or not in main memory. Raises IndexError for a block that does not exist."""
+    host = HostPart.of(cache, cache, block_ids, layers, heads, tokens)
+    found = host.pieces(least_bytes) if host else None
+    if found is None:
+        return None
+    flat = cache.view(-1).view(torch.uint8)
+    return [flat[piece] for piece in found]
+
+
+def scatter(
+    cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
+) -> None:
+    """The reverse of `gather`."""
+    if host := HostPart.of(cache, part, block_ids, layers, heads, tokens):
+        host.scatter()
+        return
+    for inside_cache, inside_part in _pairs(cache, part, block_ids, layers, heads, tokens):
+        inside_cache.copy_(inside_part)
+
+
+def wait_copied(cache: Tensor) -> None:
+    """On CUDA copies only begin when they are asked for, in the order of the device's stream; elsewhere they are done."""
+    if cache.device.type == "cuda":
+        torch.cuda.current_stream(cache.device).synchronize()

@@ -1,0 +1,1 @@
+"""The prefill worker's side of a hand-off: control stream, parts, writes."""

@@ -1,0 +1,210 @@
+"""One hand-off at a sending rank: which layers of which tokens are final, and the parts they are cut into.
+
+engine thread ──note──► computed ──cut──► to ask ──ask──► parts ──grant──► gathered, written ──► verified
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kv_transfer import messages as m
+from kv_transfer.layout.geometry import Flow
+from kv_transfer.memory import Chunk
+from kv_transfer.transports.base import PendingWrite
+from wire import handoff_pb2
+
+
+@dataclass(frozen=True)
+class Job:
+    """KV that is final: these layers of these tokens, for one flow."""
+
+    flow: Flow
+    layers: range
+    tokens: range
+    block_ids: Sequence[int]  # of these tokens
+    bytes: int
+
+
+@dataclass(eq=False)
+class Part:
+    """One part of one flow."""
+
+    job: Job
+    index: int
+    grant: m.Granted | None = None
+    posted: bool = False  # under its present grant
+    grants: set[tuple[int, int]] = field(default_factory=set)  # (slot, generation) of every one it ever had
+    pieces: list[Tensor] | None = None  # of the cache, written from there; None = by way of staging
+    chunk: Chunk | None = None  # of staging, from its first grant until it is verified
+    digest: bytes = b""
+    digest_kind: str = ""
+    write: PendingWrite | None = None
+    verified: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.job.flow.target_rank, self.index
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """What decides how KV is cut into parts."""
+
+    num_layers: int
+    page_size: int
+    token_bytes: int  # of one head in one layer, K or V
+    part_bytes: int  # cut as soon as this much is final
+    max_part_bytes: int  # what staging takes
+
+    def bytes(self, flows: Sequence[Flow], layers: int, tokens: int) -> int:
+        """Of the widest flow."""
+        heads = max((flow.head_end - flow.head_begin for flow in flows), default=0)
+        return layers * 2 * heads * tokens * self.token_bytes
+
+    def jobs(
+        self, flow: Flow, slot_bytes: int, layers: range, tokens: range, blocks: Sequence[int]
+    ) -> Iterator[Job]:
+        """Every job fits one slot: cut by whole blocks of tokens, and by layers only where one block of all of them
+        does not fit: so it is copied in the longest rows. `blocks` are the whole request's."""
+        page = self.page_size
+        limit = min(slot_bytes, self.max_part_bytes)
+        layer_step = min(len(layers), max(1, limit // self.bytes([flow], 1, min(page, len(tokens)))))
+        token_step = len(tokens) + page  # one part
+        if self.bytes([flow], layer_step, len(tokens)) > limit:
+            token_step = max(1, limit // self.bytes([flow], layer_step, page)) * page
+        for first in range(layers.start, layers.stop, layer_step):
+            some = range(first, min(first + layer_step, layers.stop))
+            begin = tokens.start
+            while begin < tokens.stop:
+                # Cut at block borders, whatever token the range begins at.
+                end = min(tokens.stop, (begin // page) * page + token_step)
+                ids = blocks[begin // page : -(-end // page)]
+                size = self.bytes([flow], len(some), end - begin)
+                yield Job(flow, some, range(begin, end), ids, size)
+                begin = end
+
+
+@dataclass(eq=False)
+class Transfer:
+    """What a rank knows of one hand-off."""
+
+    opened: m.OpenTransfer
+    cutting: Cutting
+    # Written by the engine thread, read by the rank's (deque is safe for that).
+    computed: deque[tuple[int, int, int, list[int]]] = field(default_factory=deque)
+    unasked: deque[Part] = field(default_factory=deque)
+    # By (target rank, index); those asked for, in order
+    parts: dict[tuple[int, int], Part] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)  # parts per target rank
+    bytes: int = 0
+    complete_tokens: int = 0
+    announced: bool = False
+    closing: bool = False
+    failed: bool = False  # an exception in this rank: nothing more is posted until CloseTransfer
+    _seen_first: bool = False
+    _layers: list[int] = field(default_factory=list)  # of the current token range, not yet cut into a job
+    _tokens: range = range(0)
+    _blocks: list[int] = field(default_factory=list)
+
+    def note(self, layer: int, token_begin: int, token_end: int, block_ids: Sequence[int]) -> bool:
+        """On the engine's thread: this layer of these tokens is final. True if that makes a part."""
+        page = self.cutting.page_size
+        blocks = list(block_ids[: -(-token_end // page)]) if layer == 0 else []
+        self.computed.append((layer, token_begin, token_end, blocks))
+        size = self.cutting.bytes(self.opened.flows, len(self.computed), token_end - token_begin)
+        return layer == self.cutting.num_layers - 1 or size >= self.cutting.part_bytes
+
+    @property
+    def cuttable(self) -> bool:
+        return (
+            not (self.closing or self.failed)
+            and bool(self.computed)
+            and self.computed[-1][0] == self.cutting.num_layers - 1
+        )
+
+    @property
+    def all_cut(self) -> bool:
+        """Every token of every layer is in a part: their numbers are final."""
+        whole = self.complete_tokens >= self.opened.token_count or not self.opened.flows
+        return whole and not self.computed
+
+    @property
+    def writing(self) -> bool:
+        return any(part.write is not None for part in self.parts.values())
+
+    def cut(self) -> bool:
+        """Turns noted layers into jobs: as soon as there are `part_bytes` of them, or the step's last layer. All that
+        are there are cut together: the more layers, the longer the rows."""
+        worked = False
+        while self.computed:
+            self._cut_one(*self.computed.popleft())
+            worked = True
+        return worked
+
+    def _cut_one(self, layer: int, begin: int, end: int, blocks: list[int]) -> None:
+        held = self.opened.held_tokens
+        if layer == 0:
+            self._layers, self._blocks, self._tokens = [], blocks, range(max(begin, held), end)
+            if not self._seen_first:
+                self._seen_first = True
+                if begin > held:  # our own prefix cache had these: final in every layer
+                    self._add(range(self.cutting.num_layers), range(held, begin))
+        self._layers.append(layer)
+        last = layer == self.cutting.num_layers - 1
+        size = self.cutting.bytes(self.opened.flows, len(self._layers), len(self._tokens))
+        if last or (size >= self.cutting.part_bytes and not self.computed):
+            layers = range(self._layers[0], layer + 1)
+            self._layers = []
+            if self._tokens:
+                self._add(layers, self._tokens)
+        if last:
+            self.complete_tokens = self._tokens.stop
+
+    def _add(self, layers: range, tokens: range) -> None:
+        for flow in self.opened.flows:
+            for job in self.cutting.jobs(flow, self.opened.slot_bytes, layers, tokens, self._blocks):
+                index = self.counts.get(flow.target_rank, 0)
+                self.counts[flow.target_rank] = index + 1
+                self.bytes += job.bytes
+                self.unasked.append(Part(job, index))
+
+    def ask(self, limit: int) -> list[Part]:
+        """The next parts to ask slots for; at most `limit` may be on their way."""
+        asked: list[Part] = []
+        while self.unasked and len(self.parts) < limit:
+            part = self.unasked.popleft()
+            self.parts[part.key] = part
+            asked.append(part)
+        return asked
+
+    @property
+    def staged_bytes(self) -> int:
+        return sum(part.chunk.size for part in self.parts.values() if part.chunk is not None)
+
+
+def part_header(opened: m.OpenTransfer, part: Part, grant: m.Granted) -> handoff_pb2.PartHeader:
+    """What travels with the bytes; D believes nothing of it that its own records contradict."""
+    job = part.job
+    return handoff_pb2.PartHeader(
+        transfer_id=opened.transfer_id,
+        prefill_epoch=opened.prefill_epoch,
+        decode_epoch=opened.decode_epoch,
+        generation=grant.generation,
+        slot=grant.slot,
+        source_rank=job.flow.source_rank,
+        target_rank=job.flow.target_rank,
+        part=part.index,
+        layer_begin=job.layers.start,
+        layer_end=job.layers.stop,
+        token_begin=job.tokens.start,
+        token_end=job.tokens.stop,
+        head_begin=job.flow.head_begin,
+        head_end=job.flow.head_end,
+        bytes=job.bytes,
+        digest_kind=part.digest_kind,
+        digest=part.digest,
+    )

@@ -1,0 +1,165 @@
+"""Drained messages, kept until the decode worker has acknowledged them.
+
+Until a decode worker has acted on the message, it keeps slots in doubt. A message is sent at once if a stream is open, on
+every later stream, and about once a second while one stays open. Slots stay in doubt across the worker's epochs, so
+messages are kept per worker; if no hand-off opens a stream to it, one is opened for them. After TRIES failures no more
+streams are opened, but the messages stay: a worker that was stopped or cut off for an hour comes back with the slots
+still in doubt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from cluster import errors
+from cluster.background_tasks import FollowUps
+from wire import common_pb2
+
+log = logging.getLogger(__name__)
+MAX_WAITING = 4096  # of one worker
+MAX_TOGETHER = 256  # sent at a time: a stream's queue is bounded, and carries other messages too
+MAX_GIVEN_UP = 256  # unreachable workers; most have ended for good, and their slots with them
+TRIES = 30
+TRY_SECONDS = 1.0
+
+
+class Stream(Protocol):
+    def say_drained(self, transfer_id: bytes) -> None: ...
+
+
+Open = Callable[[common_pb2.WorkerRef], Awaitable[Stream]]
+
+
+class PendingDrainNotices:
+    def __init__(self, open_stream: Open, current_epoch: Callable[[common_pb2.WorkerRef], int]):
+        """`open_stream` makes sure of a stream or raises BatonError; `current_epoch` is the one the worker last
+        said it lives under, 0 if it said none."""
+        self._open = open_stream
+        self._current_epoch = current_epoch
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[str, dict[bytes, float]] = {}  # time of the last sending; the oldest first
+        self._delivering: set[str] = set()
+        self._answered: set[str] = set()  # workers that have acknowledged something since the last look
+        self._given_up: dict[str, None] = {}  # the longest first
+        self._follow_ups = FollowUps()
+
+    def keep(self, decode: common_pb2.WorkerRef, transfer_id: bytes, stream: Stream | None = None) -> None:
+        """Keep a message until it is acknowledged; if `stream` is given, send it there at once."""
+        waiting = self._waiting.setdefault(decode.worker_id, {})
+        if stream is None:
+            waiting[transfer_id] = -TRY_SECONDS
+        else:
+            self._say(waiting, transfer_id, stream)
+        while len(waiting) > MAX_WAITING:
+            del waiting[next(iter(waiting))]
+        self._start(decode, at_once=stream is None)
+
+    def acknowledged(self, worker_id: str, transfer_id: bytes) -> None:
+        """Drop the message: the worker has acted on it."""
+        waiting = self._waiting.get(worker_id, {})
+        if waiting.pop(transfer_id, None) is None:
+            return
+        self._answered.add(worker_id)
+        if not waiting:
+            self._forget(worker_id)
+
+    def hand_over(self, decode: common_pb2.WorkerRef, stream: Stream) -> None:
+        """Send all waiting messages on a stream that was just opened."""
+        self._given_up.pop(decode.worker_id, None)
+        if decode.worker_id in self._waiting:
+            self._repeat(decode.worker_id, stream, self._loop.time())
+            self._start(decode, at_once=False)
+
+    def waits_for(self, worker_id: str) -> bool:
+        return worker_id in self._waiting
+
+    def close(self) -> None:
+        """Drop all messages: the exit of this process proves the same."""
+        self._waiting.clear()
+
+    # --- until it is acknowledged -------------------------------------------------------------------------
+
+    def _say(self, waiting: dict[bytes, float], transfer_id: bytes, stream: Stream) -> None:
+        waiting.pop(transfer_id, None)
+        waiting[transfer_id] = self._loop.time()
+        stream.say_drained(transfer_id)
+
+    def _repeat(self, worker_id: str, stream: Stream, said_before: float) -> None:
+        waiting = self._waiting.get(worker_id, {})
+        due = [transfer_id for transfer_id, said in waiting.items() if said <= said_before]
+        for transfer_id in due[:MAX_TOGETHER]:
+            self._say(waiting, transfer_id, stream)
+
+    def _start(self, decode: common_pb2.WorkerRef, *, at_once: bool) -> None:
+        if decode.worker_id not in self._delivering:
+            self._given_up.pop(decode.worker_id, None)
+            self._delivering.add(decode.worker_id)
+            self._follow_ups.spawn(self._deliver(decode, at_once))
+
+    async def _deliver(self, decode: common_pb2.WorkerRef, at_once: bool) -> None:
+        """Repeat the messages until they are acknowledged or TRIES is reached.
+
+        Logs the first failure and the end, not every try. A stream counts as one try however long it stays open; an
+        acknowledgement starts the count again.
+        """
+        worker_id, failed, in_vain = decode.worker_id, False, 0
+        last: Stream | None = None
+        try:
+            while True:
+                if not at_once:
+                    await asyncio.sleep(TRY_SECONDS)
+                at_once = False
+                if worker_id not in self._waiting:
+                    break
+                if worker_id in self._answered:
+                    self._answered.discard(worker_id)
+                    in_vain = 0
+                if in_vain >= TRIES:
+                    break
+                try:
+                    async with asyncio.timeout(TRY_SECONDS):
+                        stream = await self._open(decode)
+                    in_vain += stream is not last
+                    last = stream
+                    self._repeat(worker_id, stream, self._loop.time() - TRY_SECONDS)
+                except (errors.BatonError, TimeoutError) as error:
+                    in_vain += 1
+                    if not failed:
+                        log.info("%s does not take Drained yet, retrying: %s", worker_id, _words(error))
+                    failed = True
+                    decode = self._as_it_is_now(decode)
+        finally:
+            self._delivering.discard(worker_id)
+            self._answered.discard(worker_id)
+        self._tell_the_end(worker_id, failed)
+
+    def _tell_the_end(self, worker_id: str, failed: bool) -> None:
+        left = len(self._waiting.get(worker_id, ()))
+        if left:
+            log.info("%s has not acknowledged %d Drained; they wait for its next stream", worker_id, left)
+            self._give_up(worker_id)
+        elif failed:
+            log.info("%s has acknowledged every Drained", worker_id)
+
+    def _give_up(self, worker_id: str) -> None:
+        """Whoever opens the next stream to it brings the mail."""
+        self._given_up[worker_id] = None
+        while len(self._given_up) > MAX_GIVEN_UP:
+            self._forget(next(iter(self._given_up)))
+
+    def _forget(self, worker_id: str) -> None:
+        self._given_up.pop(worker_id, None)
+        self._waiting.pop(worker_id, None)
+
+    def _as_it_is_now(self, decode: common_pb2.WorkerRef) -> common_pb2.WorkerRef:
+        epoch = self._current_epoch(decode)
+        if not epoch or epoch == decode.epoch:
+            return decode
+        return common_pb2.WorkerRef(worker_id=decode.worker_id, epoch=epoch, address=decode.address)
+
+
+def _words(error: Exception) -> str:
+    return str(error) or f"nothing for {TRY_SECONDS:.0f} s"

@@ -1,0 +1,1 @@
+"""Limits on requests, body bytes, connections and descriptors."""

@@ -1,0 +1,34 @@
+"""File descriptors for the HTTP and gRPC ports: neither may take those that the other, Redis and the workers need."""
+
+from __future__ import annotations
+
+import logging
+
+from cluster.config.models import RouterConfig
+from cluster.process.descriptors import free_for_connections, raised
+
+log = logging.getLogger(__name__)
+
+
+def within_descriptors(config: RouterConfig) -> RouterConfig:
+    """The connection limits, lowered in proportion where this process may not open so many files."""
+    return fitted(config, raised())
+
+
+def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
+    free = free_for_connections(descriptors)
+    http, grpc = config.max_http_connections, config.max_grpc_connections
+    wanted = http + max_silent(http) + grpc
+    if wanted <= free:
+        return config
+    share = free / wanted
+    fewer = {"max_http_connections": int(http * share), "max_grpc_connections": int(grpc * share)}
+    log.warning(
+        "%d file descriptors (ulimit -n) are too few for the connection limits: %s", descriptors, fewer
+    )
+    return config.model_copy(update={name: max(1, number) for name, number in fewer.items()})
+
+
+def max_silent(max_http_connections: int) -> int:
+    """How many connections to the HTTP port may wait for their first bytes, beside those that the limit counts."""
+    return max(1, max_http_connections // 2)

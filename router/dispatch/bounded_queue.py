@@ -1,0 +1,109 @@
+"""A bounded handover from producers to one reader, who takes all that is there at once.
+
+Tokens that came while the reader was busy cost it one wake-up together, not one each. A reader whose every wake-up
+costs a system call asks for a pace besides: what follows a batch within it waits for the rest of that time, so that
+a burst leaves in a few pieces, while the first token, and any that comes after a pause, is never held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class BoundedQueue(Generic[T]):
+    """One event loop, one reader. A producer adds what it has, then waits in `room` while too much lies unread."""
+
+    def __init__(self, bound: int, producers: int = 1, pace_seconds: float = 0.0):
+        self._bound = bound
+        self._producers = producers
+        self._pace = pace_seconds
+        self._taken = 0.0  # when, by the loop's clock
+        self._loop = asyncio.get_running_loop()  # asking again for every token would cost a system call each
+        self._items: list[T] = []
+        self._error: BaseException | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self._items) >= self._bound
+
+    def add(self, item: T) -> None:
+        self._items.append(item)
+        self._wake()
+
+    async def room(self) -> None:
+        while self.full and self._error is None:
+            waiter = self._loop.create_future()
+            self._waiting.append(waiter)
+            await waiter
+
+    def end(self) -> None:
+        """One producer has nothing more to say."""
+        self._producers -= 1
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """The reader gets what lies there, then this error; the first one counts."""
+        self._error = self._error or error
+        self._wake()
+        self._make_room()
+
+    def discard(self, error: BaseException) -> None:
+        """Nobody wants what lies there any more."""
+        self._items.clear()
+        self.fail(error)
+
+    async def take(self) -> list[T]:
+        """Everything unread, in order; empty at the end. Raises what `fail` was given."""
+        while True:
+            if self._items:
+                early = self._early()
+                if early <= 0.0:
+                    break
+                await asyncio.sleep(early)
+            elif self._error is not None:
+                raise self._error
+            elif self._producers <= 0:
+                return []
+            else:
+                await self._something()
+        taken, self._items = self._items, []
+        self._make_room()
+        return taken
+
+    def _early(self) -> float:
+        """Seconds until the next batch may leave; the last one does not wait.
+
+        At half the pace it is time: uvloop's clock ticks in milliseconds, and asked to wait for the 1e-13 s that
+        rounding may leave over it turns, without waiting, until the next tick.
+        """
+        if not self._pace or self._producers <= 0 or self._error is not None:
+            return 0.0
+        now = self._loop.time()
+        early = self._taken + self._pace - now
+        if early > self._pace / 2:
+            return early
+        self._taken = now
+        return 0.0
+
+    async def _something(self) -> None:
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _make_room(self) -> None:
+        if self._waiting:
+            for waiter in self._waiting:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._waiting.clear()

@@ -1,0 +1,400 @@
+"""The life of a request: placed, attempted, merged, and attempted again until every choice has its end.
+
+PLACING → RUNNING → DONE
+   ▲         │ worker lost, refused, preempted (the router alone retries, with a new transfer id)
+   └─────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from enum import Enum
+from functools import cached_property
+
+from cluster import errors
+from cluster.protocol.block_hash import hash_blocks, index_keys, pack_tokens
+from cluster.state_machine import StateMachine
+from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
+from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.choice import ChoiceStream, GapError
+from router.dispatch.deadlines import RequestDeadlines
+from router.dispatch.engine_failures import EngineFailures
+from router.dispatch.quota_lease import charged
+from router.dispatch.request_stats import RequestStats
+from router.dispatch.retry_policy import RetryPolicy
+from router.dispatch.services import Services
+from router.observe.traces import request_trace
+from router.observe.traces.arrival import Arrival
+from router.placement.candidates import level_of
+from router.placement.types import Generation, Placed, PlacementRequest
+from router.quota.quota import Use
+from router.request.completion import Completion, Delta, Outcome
+from router.request.resume_tickets import name_of
+from wire import common_pb2
+
+log = logging.getLogger(__name__)
+MAX_UNREAD_DELTAS = 512
+PIECE_SECONDS = 0.001  # the pieces of a stream leave no closer: a write costs more than a token's other work
+
+
+class DispatchState(Enum):
+    PLACING = "placing"
+    RUNNING = "running"
+    DONE = "done"
+
+
+TRANSITIONS: dict[DispatchState, frozenset[DispatchState]] = {
+    DispatchState.PLACING: frozenset({DispatchState.RUNNING, DispatchState.DONE}),
+    DispatchState.RUNNING: frozenset({DispatchState.PLACING, DispatchState.DONE}),
+}
+
+
+class _Retry(Exception):
+    """This attempt is over, another one may follow."""
+
+    def __init__(self, reason: errors.BatonError, *, pause_seconds: float = 0.0):
+        super().__init__(str(reason))
+        self.reason = reason
+        self.pause_seconds = pause_seconds
+
+
+class RequestDispatcher:
+    """`start` it with the mailbox its deltas go to; `outcome` tells the whole truth after the mailbox has ended."""
+
+    def __init__(
+        self, completion: Completion, services: Services, first_shown: int = 0, arrival: Arrival | None = None
+    ):
+        """`first_shown`: the number of its first choice in an answer to several prompts."""
+        self._completion = completion
+        self._services = services
+        self._packed_prompt = pack_tokens(completion.prompt_tokens)
+        self._name = name_of(completion.tenant, completion.request_id, self._packed_prompt)
+        self._resumed = services.tickets.check(completion, self._name)  # another router had taken it in
+        self._choices = [
+            ChoiceStream(i, completion, services.text, first_shown + i) for i in range(completion.n)
+        ]
+        self.stats = RequestStats()
+        arrival = arrival or Arrival()
+        self._received = arrival.received
+        self._started = self._received
+        self._trace = services.begin_trace(arrival, completion)
+        self.trace_id = self._trace.trace_id if self._trace is not None else ""
+        self._deadlines = RequestDeadlines(services.config, completion, self._received)
+        self._excluded: set[str] = set()
+        self._engine_failures = EngineFailures()
+        self._generation: Generation | None = None  # the workers that have it
+        self.on_charged: Callable[[], None] = lambda: None  # called where the tenant has limits
+        self._deltas: BoundedQueue[Delta]
+        self._work: asyncio.Task[None] | None = None
+        self.worker_ids: list[str] = []
+        self.first_token_seconds: float | None = None
+        self.failure: Exception | None = None  # what ended it, if not its client or its last token
+
+    @property
+    def tenant(self) -> str:
+        return self._completion.tenant
+
+    @property
+    def choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def complete(self) -> bool:
+        return all(choice.finish is not None for choice in self._choices)
+
+    def resume_ticket(self) -> bytes:
+        """What its client shows when it goes on at another router."""
+        return self._services.tickets.issue(self._name, self._completion.sampling.seed)
+
+    def start(self, deltas: BoundedQueue[Delta]) -> None:
+        """Ends as one producer of `deltas`, or fails it with the BatonError that ended the request."""
+        self._started = time.monotonic()
+        self._deltas = deltas
+        self._work = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        """Cancels what is still going on; the workers are told."""
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _run(self) -> None:
+        try:
+            async with (
+                asyncio.timeout(self._completion.deadline_seconds),
+                charged(self._services, self._completion, self._name, resumed=self._resumed, use=self._use),
+            ):
+                if self._completion.rate_limits:
+                    self.on_charged()
+                await self._choices[0].read_resumed()  # a resumed request has one choice
+                await self._run_choices(self._choices)
+        except TimeoutError:
+            seconds = self._completion.deadline_seconds
+            self._fail(errors.DeadlineError(f"not finished within {seconds:.1f} s", field="deadline"))
+        except Exception as error:  # whoever reads the mailbox deals with it
+            self._fail(error)
+        else:
+            self._services.at_done(self._completion.request_id)
+            self._deltas.end()
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self._deltas.fail(error)
+
+    def _use(self) -> Use | None:
+        """Work that no worker has begun costs nothing: the request was refused, or nobody was there."""
+        if not self.stats.attempts and not self._resumed:
+            return None
+        held = len(self._completion.resume_tokens)
+        output = held + sum(choice.new_tokens for choice in self._choices)
+        return Use(len(self._completion.prompt_tokens), output, finished=self.complete)
+
+    async def _run_choices(self, choices: list[ChoiceStream]) -> None:
+        """One attempt after another. Several choices are dispatched again one by one: they differ by now."""
+        machine = StateMachine(DispatchState.PLACING, TRANSITIONS, self._completion.request_id)
+        config = self._services.config
+        retry_policy = RetryPolicy(config.max_attempts, self._deadlines.admission_seconds)
+        while True:
+            before = sum(choice.new_tokens for choice in choices)
+            try:
+                attempt = await self._place(choices, retry_policy.deadline)
+                machine.to(DispatchState.RUNNING)
+                await self._attempt(attempt, choices)
+            except _Retry as retry:
+                self.stats.retries[type(retry.reason).__name__] += 1
+                log.info("attempt over: %s", retry, extra={"request_id": self._completion.request_id})
+                progress = sum(choice.new_tokens for choice in choices) > before
+                costly = bool(attempt.lost & attempt.heard) or isinstance(retry.reason, errors.InternalError)
+                pause = retry_policy.pause_seconds(
+                    retry.reason, retry.pause_seconds, progress=progress, costly=costly
+                )
+                await asyncio.sleep(pause)
+                machine.to(DispatchState.PLACING)
+            else:
+                machine.to(DispatchState.DONE)
+                return
+            open_choices = [choice for choice in choices if choice.finish is None]
+            if len(choices) > 1 and any(choice.output for choice in open_choices):
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for choice in open_choices:
+                            group.create_task(self._run_choices([choice]))
+                except BaseExceptionGroup as failed:  # clients hear of one, as of a request with one choice
+                    raise errors.first_of(failed) from failed
+                return
+
+    # --- placing -----------------------------------------------------------------------------------------
+
+    async def _place(self, choices: list[ChoiceStream], deadline: float) -> Attempt:
+        c = self._completion
+        began = time.monotonic()
+        self._services.check_anybody()
+        spec, request, placed = await self._place_until(choices, deadline)
+        ended = time.monotonic()
+        self.stats.placement_seconds += ended - began
+        if c.explain:
+            self.stats.explanations.append({"terms": placed.terms, "from_redis": placed.from_redis})
+        attempt = Attempt(
+            request_id=c.request_id,
+            spec=spec,
+            placed=placed,
+            channels=self._services.channels,
+            liveness=self._services.liveness,
+            admission_seconds=self._deadlines.worker_seconds(deadline),
+            from_position=request.token_count,
+            transfer_id=request.transfer_id,
+        )
+        if self._trace is not None:
+            attempt.span = self._trace.placed(began, ended, placed, spec)
+        self.worker_ids = [w.worker_id for w in (placed.prefill, placed.decode) if w is not None]
+        return attempt
+
+    async def _place_until(
+        self, choices: list[ChoiceStream], deadline: float
+    ) -> tuple[common_pb2.GenerateSpec, PlacementRequest, Placed]:
+        """Waits for workers to come back, up to the admission deadline."""
+        while True:
+            try:
+                self._generation = self._services.placement.generation(self._generation)
+                spec = self._spec(choices, self._generation)
+                request = self._placement_request(choices, spec, self._generation)
+                request = self._services.without_parted(request)
+                placed = await self._services.placement.place(request)
+            except errors.UnavailableError:
+                if time.monotonic() + 0.1 > deadline:
+                    raise
+                await asyncio.sleep(0.1)
+            else:
+                self.stats.placement_calls += 1
+                return spec, request, placed
+
+    def _placement_request(
+        self, choices: list[ChoiceStream], spec: common_pb2.GenerateSpec, generation: Generation
+    ) -> PlacementRequest:
+        c, secret = self._completion, self._services.config.secret.encode()
+        packed = spec.prompt_tokens + spec.output_tokens
+        hashes = hash_blocks(packed, generation.page_size, secret=secret, salt=spec.salt)
+        taken_in = bool(self.stats.attempts or c.resume_tokens)  # never refused for being late
+        return PlacementRequest(
+            transfer_id=self._services.new_transfer_id(),
+            chain=index_keys(hashes),
+            token_count=len(packed) // 4,
+            output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
+            excluded=self._services.liveness.suspects | self._excluded | self._engine_failures.names,
+            generation=generation,
+            explain=c.explain,
+            priority_class=self._deadlines.priority_class,
+            target_seconds=0.0 if taken_in else self._deadlines.target_seconds,
+            deadline_seconds=0.0 if taken_in else self._deadlines.left_seconds,
+        )
+
+    def _spec(self, choices: list[ChoiceStream], generation: Generation) -> common_pb2.GenerateSpec:
+        c = self._completion
+        output = choices[0].output if len(choices) == 1 else []
+        return common_pb2.GenerateSpec(
+            model_id=generation.model_id,
+            prompt_tokens=self._packed_prompt,
+            output_tokens=pack_tokens(output),
+            sampling=c.sampling,
+            first_choice=choices[0].index,
+            n=len(choices),
+            salt=self._services.salt(generation.model_id, c.prefix_scope),
+            priority=c.priority,
+            tenant=c.tenant,
+            weight=c.weight,
+        )
+
+    # --- one attempt -------------------------------------------------------------------------------------
+
+    async def _attempt(self, attempt: Attempt, choices: list[ChoiceStream]) -> None:
+        """Returns when every choice has its end. Raises _Retry, or the error that ends the request."""
+        self.stats.attempts += 1
+        try:
+            self._services.at_placed(attempt.transfer_id)
+            attempt.start()
+            while True:
+                events = await attempt.events.take()
+                now = time.monotonic()
+                for event in events:
+                    if isinstance(event, TokenCame):
+                        self._token(event, attempt, choices, now)
+                    else:
+                        await self._stream_ended(event, attempt, choices)
+                if all(choice.finish is not None for choice in choices) and self._told_all(attempt, choices):
+                    return
+                if self._deltas.full:
+                    await self._deltas.room()
+        except _Retry as retry:
+            request_trace.failed(attempt.span, retry.reason)
+            raise
+        finally:
+            self.stats.trip_seconds = attempt.trip_seconds or self.stats.trip_seconds
+            if self._trace is not None:
+                self._trace.attempt_over(attempt.span, attempt.started, attempt.trip_seconds)
+            self._services.placement.release(attempt.transfer_id)
+            if not attempt.has_ended:
+                self._services.clean_up(attempt.close())
+
+    def _told_all(self, attempt: Attempt, choices: list[ChoiceStream]) -> bool:
+        """The reports have come, as far as they will; an answer cut by a stop string does not wait for them."""
+        waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
+        return waiting <= attempt.finished | attempt.lost or self._completion.stop != ()
+
+    def _token(self, event: TokenCame, attempt: Attempt, choices: list[ChoiceStream], now: float) -> None:
+        self._services.at_token(attempt.transfer_id)
+        choice = choices[event.token.choice - choices[0].index]
+        try:
+            delta = choice.take(event.token)
+        except GapError as gap:
+            raise _Retry(errors.PeerLostError(str(gap))) from None
+        if delta is not None:
+            first: float | None = None
+            if self.first_token_seconds is None:
+                self.first_token_seconds = first = now - self._received
+            since = choice.gap_seconds(now)
+            self._services.recorder.token(first, since)
+            if since is not None:
+                self._services.inter_token_seconds.observe(since, self.trace_id)
+            if not attempt.prefilled_at:
+                attempt.prefilled_at = now
+                self._services.placement.prefilled(attempt.transfer_id)
+            self._deltas.add(delta)
+
+    async def _stream_ended(self, event: Ended, attempt: Attempt, choices: list[ChoiceStream]) -> None:
+        complete = all(choice.finish is not None for choice in choices)
+        if event.end is not None:
+            if event.source is Source.PREFILL or attempt.is_local:
+                attempt.prefill_report = event.end.report
+            self._keep_report(event.source, event.end.report, attempt.placed)
+        outcome = event.end.outcome if event.end is not None else None
+        if event.source is Source.PREFILL and outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
+            self._services.pairs.met(attempt.placed)
+        if complete:
+            return
+        if outcome == common_pb2.ATTEMPT_OUTCOME_DONE:
+            if event.source is Source.DECODE:
+                raise _Retry(errors.PeerLostError("the decode worker ended early"))
+            return
+        reason = event.error or self._reason(event)
+        self._engine_failures.note(attempt.worker_of(event.source), reason, attempt.started)
+        if isinstance(reason, errors.InvalidRequestError):
+            raise reason
+        if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:
+            self._excluded = {attempt.placed.decode.worker_id}
+            raise _Retry(reason, pause_seconds=reason.retry_after_seconds or 0.05)
+        if outcome == common_pb2.ATTEMPT_OUTCOME_PREEMPTED:
+            if isinstance(reason, errors.DrainingError):
+                self._excluded.add(attempt.placed.decode.worker_id)
+                raise _Retry(reason)
+            raise _Retry(errors.BlocksExhaustedError("the decode worker needed its blocks for others"))
+        await self._decide(event, attempt, reason)
+
+    @staticmethod
+    def _reason(event: Ended) -> errors.BatonError:
+        if event.end is not None and event.end.HasField("error"):
+            return errors.from_wire(event.end.error)
+        return errors.PeerLostError(f"the {event.source.value} worker gave the attempt up")
+
+    async def _decide(self, event: Ended, attempt: Attempt, reason: errors.BatonError) -> None:
+        """A worker was lost. If it was P, D alone says whether the attempt has committed."""
+        placed = attempt.placed
+        if event.source is Source.PREFILL and placed.prefill is not None:
+            try:
+                if await attempt.abort_unless_committed():
+                    return  # go on reading from D
+            except errors.BatonError as error:
+                self._excluded.add(placed.decode.worker_id)
+                raise _Retry(error) from None
+            if event.end is None or isinstance(reason, errors.DrainingError):
+                self._excluded.add(placed.prefill.worker_id)
+            elif isinstance(reason, errors.HandoffError):
+                # P lives and could not reach D: their next meeting may end the same way.
+                self._excluded.add(placed.decode.worker_id)
+                self._services.pairs.failed(placed, reason)
+        elif event.end is None or isinstance(reason, errors.DrainingError):
+            self._excluded.add(placed.decode.worker_id)
+        raise _Retry(reason)
+
+    def _keep_report(self, source: Source, report: common_pb2.WorkReport, placed: Placed) -> None:
+        self.stats.keep(report, of_prefill=source is Source.PREFILL)
+        self._services.recorder.handed_over(placed, report)
+        level = level_of(placed.prefill, placed.decode) if placed.prefill is not None else None
+        # What a worker measured corrects what placement assumes.
+        self._services.placement.calibration.learn(report, len(self._completion.prompt_tokens), level)
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        return self.stats.outcome(
+            self._completion,
+            self._choices,
+            queue_seconds=self._started - self._received,
+            total_seconds=time.monotonic() - self._received,
+        )
+
+    def finish_trace(self, result: str) -> None:
+        if self._trace is not None:
+            self._trace.finish(result, self.outcome, self.first_token_seconds)

@@ -1,0 +1,64 @@
+"""Which prefill and decode workers do not reach each other, though this router reaches both.
+
+Neither of them can act on it: a prefill worker does not know whether there is another decode worker to send to. Without
+this, every request placed on such a pair would wait for seconds, for as long as a partition between the two lasts. It
+only says whom to place without; where nobody else is there, placement takes them all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from cluster.errors import BatonError, PeerLostError
+from cluster.membership.types import WorkerInfo
+from router.dispatch.backoff import Backoff
+from router.placement.types import Placed
+
+log = logging.getLogger(__name__)
+
+
+class UnreachablePairs:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, rng: random.Random | None = None):
+        self._unreachable: Backoff[tuple[str, str]] = Backoff(clock)
+        self._rng = rng or random.Random()
+
+    def failed(self, placed: Placed, reason: BatonError) -> None:
+        """What the prefill worker said of an attempt whose decode worker answers us."""
+        p, d = placed.prefill, placed.decode
+        if p is None or not _not_reached(reason):
+            return
+        if self._unreachable.failed((p.name, d.name)):
+            log.warning("%s does not reach %s, and both answer us: %s", p.name, d.name, reason.message)
+
+    def met(self, placed: Placed) -> None:
+        if placed.prefill is not None:
+            self._unreachable.answered((placed.prefill.name, placed.decode.name))
+
+    @property
+    def any_unreachable(self) -> bool:
+        return bool(self._unreachable.names())
+
+    def left_out(self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo]) -> frozenset[str]:
+        """Names without which no two of the others are apart: first who is apart from most; of equals one by chance, so
+        that both go on working, with others. Never the last decode worker; the last prefill worker only if it reaches
+        none, and then a decode worker may prefill by itself."""
+        apart = self._unreachable.names()
+        ps, ds = {one.name for one in prefill}, {one.name for one in decode}
+        out: set[str] = set()
+        while left := [(p, d) for p, d in apart if p in ps and d in ds]:
+            kept = ds if len(ds) == 1 else ps if len(ps) == 1 and len(left) < len(ds) else set()
+            times = Counter(name for pair in left for name in pair if name not in kept)
+            worst = self._rng.choice([name for name in sorted(times) if times[name] == max(times.values())])
+            out.add(worst)
+            ps.discard(worst)
+            ds.discard(worst)
+        return frozenset(out)
+
+
+def _not_reached(reason: BatonError) -> bool:
+    """Over the control stream, or by the transport that is required."""
+    return isinstance(reason, PeerLostError) or reason.field == "require_transport"

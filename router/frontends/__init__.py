@@ -1,0 +1,1 @@
+"""The two protocols a router serves: HTTP (OpenAI) and gRPC."""

@@ -1,0 +1,57 @@
+"""What every RPC passes before its message is read: who is it? Only health is open."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from cluster.errors import BatonError, UnauthenticatedError
+from cluster.rpc import errors
+from cluster.security.keys import ANYONE, Caller
+from router.gateway import RequestGateway
+
+Context = grpc.aio.ServicerContext[Any, Any]
+OPEN = "/grpc.health.v1.Health/"
+
+
+def caller_of(gateway: RequestGateway, context: Context) -> Caller:
+    """Raises UnauthenticatedError where keys are on."""
+    return _check(gateway, context.invocation_metadata()) if gateway.keys.on else ANYONE
+
+
+def _check(gateway: RequestGateway, metadata: Any) -> Caller:
+    given = [value for key, value in metadata or () if key == "authorization"]
+    if len(given) > 1:
+        raise UnauthenticatedError("there is more than one authorization entry", field="authorization")
+    return gateway.keys.check(str(given[0]) if given else "")
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Installed where keys are on. Refused calls get a handler that reads nothing."""
+
+    def __init__(self, gateway: RequestGateway):
+        self._gateway = gateway
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        if not handler_call_details.method.startswith(OPEN):
+            try:
+                _check(self._gateway, handler_call_details.invocation_metadata)
+            except BatonError as error:
+                self._gateway.metrics.requests.labels("refused").inc()
+                return _refuse(error)
+        return await continuation(handler_call_details)
+
+
+def _refuse(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
+    """Stream to stream serves every kind of call, and waits for no message."""
+
+    async def refuse(request_iterator: AsyncIterator[bytes], context: Context) -> None:
+        await errors.abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,109 @@
+"""Reading the message of an RPC: within the budget for bodies, and parsed only once its fields have been counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from cluster.config.models import RouterConfig
+from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
+from router.admission.limits import HeldBytes
+from router.admission.low_priority import LowPriority
+
+# gRPC tells how long a message is once all of it has arrived. One that takes longer than this is counted as the longest.
+QUICK_SECONDS = 0.1
+# Of one message, at any depth; a packed list is one field. An empty field takes two bytes, and 40 of memory once parsed.
+MAX_FIELDS = 1 << 16
+FIELDS_AT_ONCE = 1 << 8  # in a step: about 0.25 ms
+MAX_VARINT_BYTES = 10
+M = TypeVar("M", bound=Message)
+
+
+async def read_message(
+    context: grpc.aio.ServicerContext[Any, Any], config: RouterConfig, held: HeldBytes
+) -> bytes:
+    """The call's message.
+
+    Raises OverloadedError if the budget has no room for it, DeadlineError if it does not come within `body_seconds`,
+    InvalidRequestError if the call ends without one.
+    """
+    loop = asyncio.get_running_loop()
+    refusal: list[OverloadedError] = []
+
+    def count_as_longest() -> None:
+        try:
+            held.grow_to(config.max_body_bytes)
+        except OverloadedError as error:
+            refusal.append(error)
+            deadline.reschedule(loop.time())
+
+    timer = loop.call_later(QUICK_SECONDS, count_as_longest)
+    try:
+        async with asyncio.timeout(config.body_seconds) as deadline:
+            raw = await context.read()
+    except TimeoutError:
+        if refusal:
+            raise refusal[0] from None
+        message = f"the request's message did not come within {config.body_seconds:g} s"
+        raise DeadlineError(message, field="message", limit=f"{config.body_seconds:g} s") from None
+    finally:
+        timer.cancel()
+    if not isinstance(raw, bytes):
+        raise InvalidRequestError("message: the call has none", field="message")
+    held.grow_to(len(raw))
+    return raw
+
+
+async def parse(message: M, raw: bytes, low_priority: LowPriority) -> M:
+    """`message`, filled from its bytes. Raises InvalidRequestError."""
+    if len(raw) > 2 * MAX_FIELDS:
+        await _check_fields(raw, message.DESCRIPTOR, low_priority)
+    try:
+        message.ParseFromString(raw)
+    except DecodeError as error:
+        raise InvalidRequestError(f"the message is not valid protobuf: {error}", field="message") from None
+    return message
+
+
+async def _check_fields(raw: bytes, kind: Any, low_priority: LowPriority) -> None:
+    for count, _ in enumerate(_fields(memoryview(raw), kind), 1):
+        if count > MAX_FIELDS:
+            text = f"message: it has more than {MAX_FIELDS} fields"
+            raise InvalidRequestError(text, field="message", limit=str(MAX_FIELDS))
+        if count % FIELDS_AT_ONCE == 0:
+            await low_priority.step()
+
+
+def _fields(raw: memoryview, kind: Any) -> Iterator[None]:
+    """One step per field of a message, whose descriptor is `kind`, and of those in it. Ends where the parser refuses."""
+    at = 0
+    while at < len(raw):
+        tag, at = _varint(raw, at)
+        yield
+        match tag & 7:
+            case 0:
+                _, at = _varint(raw, at)
+            case 1:
+                at += 8
+            case 2:
+                size, at = _varint(raw, at)
+                field = kind.fields_by_number.get(tag >> 3)
+                if field is not None and field.message_type is not None:
+                    yield from _fields(raw[at : at + size], field.message_type)
+                at += size
+            case 5:
+                at += 4
+
+
+def _varint(raw: memoryview, at: int) -> tuple[int, int]:
+    """A number, and where it ends; what is left of one that is cut off, or too long, is skipped."""
+    value = 0
+    for shift, byte in enumerate(raw[at : at + MAX_VARINT_BYTES]):
+        value |= (byte & 127) << 7 * shift
+        if byte < 128:
+            return value, at + shift + 1
+    return value, len(raw)

@@ -1,0 +1,270 @@
+"""The Inference service. Messages are parsed here and not by grpc.aio, which answers malformed ones with UNKNOWN."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from cluster.errors import BatonError, CancelledError, InvalidRequestError, UnknownModelError
+from cluster.rpc import errors
+from cluster.security.keys import Caller
+from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.dispatcher import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestDispatcher
+from router.frontends.grpc.gate import caller_of
+from router.frontends.grpc.message import parse, read_message
+from router.frontends.grpc.write_deadline import WriteDeadline
+from router.gateway import RequestGateway
+from router.observe.traces.arrival import Arrival
+from router.request.completion import Completion, Delta
+from router.request.disclosure import timings_for, workers_for
+from router.request.validator import RawRequest
+from router.text.contents import Rendered, role_of
+from router.text.tokenizer import MESSAGE_CHARACTERS
+from wire import inference_pb2 as pb
+
+Context = grpc.aio.ServicerContext[Any, Any]
+SERVICE = "baton.v1.Inference"
+_CHARGED = Delta(0, "", ())
+
+
+class InferenceService:
+    def __init__(self, gateway: RequestGateway):
+        self._gateway = gateway
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
+        methods = {
+            # Streams to the server: the one message is read once there is a place for it. Clients see no difference.
+            "Generate": grpc.stream_stream_rpc_method_handler(_refusing(self.Generate), None, serialize),
+            "Tokenize": grpc.stream_stream_rpc_method_handler(_refusing(self.Tokenize), None, serialize),
+            "ListModels": grpc.stream_stream_rpc_method_handler(_refusing(self.ListModels), None, serialize),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def Generate(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        caller = caller_of(self._gateway, context)
+        with self._gateway.place(caller, context.peer()) as held:
+            raw = await read_message(context, self._gateway.config, held)
+            self._gateway.validator.check_message(len(raw))
+            arrival = Arrival(lambda name: _values(context, name))
+            request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority)
+            completion = await self._completion(request, context, caller)
+            del request
+            del raw
+            held.release()
+            with self._gateway.request(completion, caller, arrival=arrival) as dispatcher:
+                await self._write(_responses(dispatcher, completion, caller), context)
+
+    async def _answer(self, response: Message, context: Context) -> None:
+        # Sent with a message that is never read, it would be sent again with the status, which gRPC refuses.
+        await context.send_initial_metadata(())
+        await self._write(_only(response), context)
+
+    async def _write(self, responses: AsyncGenerator[Message, None], context: Context) -> None:
+        deadline = WriteDeadline(self._gateway.config.write_seconds)
+        try:
+            # Closed here whatever happens: that cancels the request at its workers.
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    with deadline:
+                        await context.write(response)
+        except asyncio.CancelledError:
+            if not deadline.expired:
+                raise
+            # grpc.aio would leave the call open without a status, and its client waiting.
+            deadline.uncancel()
+            raise CancelledError(f"nothing was read for {self._gateway.config.write_seconds:g} s") from None
+        finally:
+            deadline.close()
+
+    async def _completion(self, request: pb.GenerateRequest, context: Context, caller: Caller) -> Completion:
+        kind = request.WhichOneof("prompt")
+        prompt: Sequence[int]
+        self._gateway.validator.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
+        if kind == "token_ids":
+            prompt = request.token_ids.ids
+        elif kind is not None:
+            prompt = await self._encode(request, caller)
+        else:
+            raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
+        return self._gateway.validator.completion(prompt, _asked(request, context))
+
+    async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        """As costly as a prompt's way to its dispatch, so it takes the same places and turns, and counts as a request."""
+        caller = caller_of(self._gateway, context)
+        with self._gateway.place(caller, context.peer()) as held:
+            raw = await read_message(context, self._gateway.config, held)
+            self._gateway.validator.check_message(len(raw))
+            async with self._gateway.counted(caller):
+                request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority)
+                del raw
+                self._check_model(request.model)
+                ids = await self._encode(request, caller)
+            await self._answer(pb.TokenizeResponse(token_ids=ids), context)
+
+    async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        validator = self._gateway.validator
+        with self._gateway.place(caller_of(self._gateway, context), context.peer()) as held:
+            await read_message(context, self._gateway.config, held)
+            model = pb.Model(
+                id=validator.served_name,
+                max_model_len=validator.max_model_len,
+                created_unix_seconds=self._gateway.created_unix_seconds,
+            )
+            await self._answer(pb.ListModelsResponse(models=[model]), context)
+
+    async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller) -> list[int]:
+        """Of a text or a conversation."""
+        if request.WhichOneof("prompt") != "chat":
+            return await self._gateway.encode(request.text, tenant=caller.tenant)
+        rendered = await _render(self._gateway, request.chat, caller)
+        return await self._gateway.encode(rendered, special=False, tenant=caller.tenant)
+
+    def _check_model(self, model: str) -> None:
+        served = self._gateway.validator.served_name
+        if model and model != served:
+            raise UnknownModelError(f"model: {model!r} is not served here; {served!r} is", field="model")
+
+
+def _refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) -> Any:
+    """End a call that raises a BatonError with its status.
+
+    grpc.aio keeps what `abort` raises in the call's state, a cycle that lives until Python's collector runs. The exception
+    therefore leaves from a frame that holds nothing of the request: the error's frames hold its message, of megabytes.
+    """
+
+    async def answered(messages: AsyncIterator[bytes], context: Context) -> None:
+        try:
+            await call(messages, context)
+            return
+        except BatonError as error:
+            refusal = error.with_traceback(None)
+            refusal.__context__ = refusal.__cause__ = None
+        try:
+            await errors.abort(context, refusal)
+        except grpc.aio.InternalError:
+            # The status waited behind an answer that was not read, until the client had gone.
+            raise asyncio.CancelledError from None
+
+    return answered
+
+
+def _values(context: Context, name: str) -> list[str]:
+    metadata: Any = context.invocation_metadata() or ()
+    return [value for key, value in metadata if key == name and isinstance(value, str)]
+
+
+async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller) -> Rendered:
+    if not chat.messages:
+        raise InvalidRequestError("chat: has no messages", field="chat")
+    gateway.validator.check_messages(len(chat.messages))
+    size = chat.ByteSize() + MESSAGE_CHARACTERS * len(chat.messages)
+    return await gateway.text.chat(
+        lambda: [
+            {"role": role_of(one.role, f"chat.messages[{i}].role"), "content": one.content}
+            for i, one in enumerate(chat.messages)
+        ],
+        size,
+        tenant=caller.tenant,
+    )
+
+
+def _asked(request: pb.GenerateRequest, context: Context) -> RawRequest:
+    """Lists are passed as they are: the validator counts them before anything copies them."""
+    o = request.options
+
+    def given(name: Any) -> Any:
+        return getattr(o, name) if o.HasField(name) else None
+
+    return RawRequest(
+        model=request.model,
+        max_tokens=given("max_tokens"),
+        temperature=given("temperature"),
+        top_k=given("top_k"),
+        top_p=given("top_p"),
+        min_p=given("min_p"),
+        repetition_penalty=given("repetition_penalty"),
+        presence_penalty=given("presence_penalty"),
+        frequency_penalty=given("frequency_penalty"),
+        seed=given("seed"),
+        n=given("n"),
+        stop=o.stop,
+        stop_token_ids=o.stop_token_ids,
+        min_tokens=given("min_tokens"),
+        ignore_eos=o.ignore_eos,
+        logprobs=given("logprobs"),
+        logit_bias=o.logit_bias,
+        include_stop_text=o.include_stop_text,
+        priority=o.priority,
+        request_id=request.request_id,
+        resume_tokens=request.resume_tokens.ids,
+        resume_ticket=request.resume_ticket,
+        reconnects=request.reconnects,
+        explain=request.explain,
+        deadline_seconds=context.time_remaining(),
+    )
+
+
+async def _only(response: Message) -> AsyncGenerator[Message, None]:
+    yield response
+
+
+async def _responses(
+    dispatcher: RequestDispatcher, completion: Completion, caller: Caller
+) -> AsyncGenerator[pb.GenerateResponse, None]:
+    deltas: BoundedQueue[Delta] = BoundedQueue(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
+    # A charged request gets its ticket before the first token, so that another router does not charge it again if this
+    # one dies. Others get it with the first token, which saves a message.
+    dispatcher.on_charged = lambda: deltas.add(_CHARGED)
+    dispatcher.start(deltas)
+    started: pb.Started | None = None
+    try:
+        while came := await deltas.take():
+            if came[0] is _CHARGED:
+                yield pb.GenerateResponse(started=_started(dispatcher, completion, caller))
+                came = came[1:]
+            for chunk in _chunks(came):
+                if started is None:
+                    started = _started(dispatcher, completion, caller)
+                    yield pb.GenerateResponse(started=started, chunk=chunk)
+                else:
+                    yield pb.GenerateResponse(chunk=chunk)
+    finally:
+        dispatcher.stop()
+    outcome = dispatcher.outcome
+    timings = timings_for(caller, outcome.timings)
+    yield pb.GenerateResponse(
+        completed=pb.Completed(usage=outcome.usage, timings=timings, explanation=outcome.explanation)
+    )
+
+
+def _started(dispatcher: RequestDispatcher, completion: Completion, caller: Caller) -> pb.Started:
+    return pb.Started(
+        request_id=completion.request_id,
+        model=completion.model,
+        seed=completion.sampling.seed,
+        prompt_tokens=len(completion.prompt_tokens),
+        worker_ids=workers_for(caller, dispatcher.worker_ids),
+        resume_ticket=dispatcher.resume_ticket(),
+    )
+
+
+def _chunks(deltas: Sequence[Delta]) -> Iterator[pb.Chunk]:
+    """Tokens of one choice that came together go out together: a message costs more than what it carries."""
+    begin = 0
+    for end in range(1, len(deltas) + 1):
+        last = deltas[end - 1]
+        if end == len(deltas) or deltas[end].choice != last.choice:
+            run = deltas[begin:end]
+            yield pb.Chunk(
+                choice=last.choice,
+                text="".join(delta.text for delta in run),
+                tokens=[token for delta in run for token in delta.tokens],
+                finish_reason=last.finish or "",
+            )
+            begin = end

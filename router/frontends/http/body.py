@@ -1,0 +1,88 @@
+"""Reading a request's body within its limits."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+
+from cluster.config.models import RouterConfig
+from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
+from router.admission.limits import HeldBytes
+from router.admission.low_priority import LowPriority
+from router.frontends.http.json_scan import MAX_COST_PER_BYTE, JsonScan
+
+SCAN_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    bytes: int
+    depth: int
+    elements: int
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> BodyLimits:
+        return cls(config.max_body_bytes, config.max_json_depth, config.max_json_elements)
+
+
+async def read_json(
+    request: Request, limits: BodyLimits, held: HeldBytes, low_priority: LowPriority
+) -> dict[str, Any]:
+    """The body as an object. It is scanned while it arrives and parsed within its limits only: the parser holds the
+    interpreter, on any thread, for as long as it makes objects.
+
+    Raises RequestTooLargeError, OverloadedError and InvalidRequestError as soon as they are certain, CancelledError when
+    the client has gone meanwhile.
+    """
+    raw, scan = bytearray(), JsonScan()
+    try:
+        async for piece in request.stream():
+            raw += piece
+            if len(raw) > limits.bytes:
+                raise RequestTooLargeError(
+                    f"the body exceeds {limits.bytes} bytes", field="body", limit=str(limits.bytes)
+                )
+            held.grow_to(len(raw))
+            if len(raw) - scan.seen > SCAN_BYTES:
+                await low_priority.step()
+                _scan(scan, raw, limits)
+    except ClientDisconnect:
+        raise CancelledError("the client has gone") from None
+    if scan.seen or _may_exceed(raw, limits):
+        _scan(scan, raw, limits)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", field="body") from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError("the body must be a JSON object", field="body")
+    return body
+
+
+async def discard_body(request: Request, low_priority: LowPriority) -> None:
+    """Read the body without holding it: an answer that closes the connection would be lost by a client still sending."""
+    with contextlib.suppress(ClientDisconnect):
+        async for _ in request.stream():
+            await low_priority.step()
+
+
+def _may_exceed(raw: bytearray, limits: BodyLimits) -> bool:
+    """Most bodies are too short for too many elements, and have too few brackets for too many levels."""
+    return len(raw) * MAX_COST_PER_BYTE > limits.elements or raw.count(b"[") + raw.count(b"{") > limits.depth
+
+
+def _scan(scan: JsonScan, raw: bytearray, limits: BodyLimits) -> None:
+    """Read what is new. Raises InvalidRequestError."""
+    scan.read(raw[scan.seen :])
+    if scan.depth > limits.depth:
+        message = f"the body is nested deeper than {limits.depth}"
+        raise InvalidRequestError(message, field="body", limit=str(limits.depth))
+    if scan.elements > limits.elements:
+        message = (
+            f"the body has more than {limits.elements} elements; lists, objects and their members count as 16"
+        )
+        raise InvalidRequestError(message, field="body", limit=str(limits.elements))

@@ -1,0 +1,84 @@
+"""The events of a streamed answer.
+
+choice, choice, … choice     one event per batch of tokens; with continuous_usage_stats each has the usage so far
+the last choice's finish     with `baton`, which is known only after the last text was sent
+usage                        without choices; only with include_usage
+[DONE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from router.frontends.http.shapes import Shape, baton
+from router.frontends.http.usage import StreamUsage, UsageSoFar, usage
+from router.request.completion import Delta, Outcome
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class Events:
+    """Encodes the events of one answer with `choices` choices over all its prompts."""
+
+    def __init__(self, shape: Shape, choices: int, wanted: StreamUsage, prompt_tokens: int):
+        self._shape = shape
+        self._unfinished = choices
+        self._wanted = wanted
+        self._so_far = UsageSoFar(prompt_tokens)
+        self._begun: set[int] = set()
+        self._last: Delta | None = None  # the delta that ends the last choice, held back for `end`
+        self._before = shape.before_choice()
+        self._after = b'],"usage":null}\n\n' if wanted.at_end else b"]}\n\n"
+
+    def of(self, came: Sequence[Delta]) -> bytes:
+        """Encode deltas that arrived together as one write."""
+        frames: list[bytes] = []
+        for delta in came:
+            shown = delta if delta.finish is None else self._without_last_finish(delta)
+            if shown is not None:
+                self._add(frames, shown)
+        return b"".join(frames)
+
+    def end(self, outcomes: Sequence[Outcome]) -> bytes:
+        """Encode the end of the stream; call it once every choice has finished."""
+        assert self._last is not None, "an answer ends with its last choice"
+        last = self._shape.chunk([self._choice(self._last)])
+        last["baton"] = baton(outcomes[-1], admin=self._shape.admin)
+        if self._wanted.continuous:
+            last["usage"] = orjson.Fragment(self._so_far.with_delta(self._last))
+        elif self._wanted.at_end:
+            last["usage"] = None
+        frames = event(last)
+        if self._wanted.at_end:
+            frames += event({**self._shape.chunk([]), "usage": usage(outcomes)})
+        return frames + _DONE
+
+    def _without_last_finish(self, delta: Delta) -> Delta | None:
+        self._unfinished -= 1
+        if self._unfinished:
+            return delta
+        if not delta.text:
+            self._last = delta
+            return None
+        self._last = replace(delta, text="", tokens=())
+        return replace(delta, finish=None)
+
+    def _add(self, frames: list[bytes], delta: Delta) -> None:
+        frames += (self._before, orjson.dumps(self._choice(delta)))
+        if self._wanted.continuous:
+            frames += (b'],"usage":', self._so_far.with_delta(delta), b"}\n\n")
+        else:
+            frames.append(self._after)
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        first = delta.choice not in self._begun
+        self._begun.add(delta.choice)
+        return self._shape.delta(delta.choice, delta, first)
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"

@@ -1,0 +1,79 @@
+"""Authenticates every HTTP request before it reaches the application. The application checks what its key may access.
+
+Refusals are made from the head alone: the body has not been read, let alone parsed.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.errors import BatonError, UnauthenticatedError
+from cluster.security.keys import ANYONE, Caller
+from router.frontends.http.errors import error_response
+from router.frontends.http.ui.pages import PATHS
+from router.gateway import RequestGateway
+
+# Probes send no keys, nor does a browser that loads the page; the page's own requests for data send one. Every other
+# path requires a key, also one that does not exist.
+OPEN = frozenset({"/health", "/live", "/ready"})
+# They show every tenant's load and the workers' addresses. The routes check the key (router/frontends/http/app.py),
+# because their patterns also match other spellings, such as "/metrics\n".
+ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live"})
+_CALLER = "baton.caller"
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, gateway: RequestGateway):
+        self._app = app
+        self._gateway = gateway
+        self._open = OPEN | PATHS if gateway.config.ui else OPEN
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._gateway.leaving:
+            send = _goodbye(send)
+        if scope["type"] == "http" and self._gateway.keys.on:
+            try:
+                caller = ANYONE if scope["path"] in self._open else self._check(scope)
+            except BatonError as error:
+                await self._gateway.low_priority.step()
+                response = error_response(error)
+                # The body is still on its way, and nobody will read it.
+                response.headers["connection"] = "close"
+                self._gateway.metrics.requests.labels("refused").inc()
+                await response(scope, receive, send)
+                return
+            if caller is ANYONE:
+                await self._gateway.low_priority.step()
+            scope[_CALLER] = caller
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> Caller:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) > 1:
+            raise UnauthenticatedError("there is more than one Authorization header", field="authorization")
+        return self._gateway.keys.check(given[0].decode("latin-1") if given else "")
+
+
+def _goodbye(send: Send) -> Send:
+    """This answer is its connection's last: the client comes anew, and a load balancer takes it elsewhere."""
+
+    async def last(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            others = [pair for pair in message.get("headers", ()) if pair[0] != b"connection"]
+            message = {**message, "headers": [*others, (b"connection", b"close")]}
+        await send(message)
+
+    return last
+
+
+def caller_of(request: Request) -> Caller:
+    """Who the gate found."""
+    caller: Caller = request.scope.get(_CALLER, ANYONE)
+    return caller
+
+
+def connection_of(request: Request) -> str:
+    """The connection's name, as long as it lives."""
+    client = request.client
+    return f"{client.host}:{client.port}" if client is not None else ""

@@ -1,0 +1,185 @@
+"""What a router answers: whole and in pieces, and how it says no."""
+
+from __future__ import annotations
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from router.frontends.http.openapi.live import live_schema
+from router.frontends.http.openapi.schema import (
+    BOOLEAN,
+    NULL,
+    Schema,
+    array,
+    either,
+    one_of,
+    optional,
+    record,
+    ref,
+    text,
+)
+from router.gateway import RequestGateway
+from router.request.disclosure import ADMIN_TIMINGS
+from wire import inference_pb2
+
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+ERROR_TYPES = ("invalid_request_error", "rate_limit_error", "server_error")
+
+
+def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
+    return {
+        "Error": _error(),
+        "Usage": _usage(),
+        "Baton": _baton(),
+        "ChatLogprobs": _chat_logprobs(),
+        "CompletionLogprobs": _completion_logprobs(),
+        "ChatCompletion": _answer("chat.completion", _chat_choice()),
+        "ChatCompletionChunk": _chunk("chat.completion.chunk", _chat_delta()),
+        "Completion": _answer("text_completion", _completion_choice(one_of(["stop", "length"]))),
+        "CompletionChunk": _chunk("text_completion", _completion_choice(one_of(["stop", "length", None]))),
+        "Model": record(
+            {
+                "id": one_of([gateway.validator.served_name]),
+                "object": one_of(["model"]),
+                "created": COUNT,
+                "owned_by": one_of(["baton"]),
+                "max_model_len": COUNT,
+            }
+        ),
+        "ModelList": record({"object": one_of(["list"]), "data": array(ref("Model"))}),
+        "Cluster": _cluster(),
+        "ClusterLive": live_schema(),
+    }
+
+
+def _error() -> Schema:
+    inner = record(
+        {
+            "message": text(minLength=1),
+            "type": one_of(ERROR_TYPES),
+            "param": optional(text(description="the field or limit concerned")),
+            "code": optional(text()),
+        }
+    )
+    return record({"error": inner})
+
+
+def _usage() -> Schema:
+    return record(
+        {
+            "prompt_tokens": COUNT,
+            "completion_tokens": COUNT,
+            "total_tokens": COUNT,
+            "prompt_tokens_details": record({"cached_tokens": COUNT}),
+        },
+        ["prompt_tokens", "completion_tokens", "total_tokens"],
+        description="usage so far, in chunks before the last; without prompt_tokens_details",
+    )
+
+
+def _baton() -> Schema:
+    """Of Timings in inference.proto, field by field."""
+    kinds = {
+        FieldDescriptor.CPPTYPE_DOUBLE: NUMBER,
+        FieldDescriptor.CPPTYPE_STRING: text(),
+        FieldDescriptor.CPPTYPE_UINT32: COUNT,
+        FieldDescriptor.CPPTYPE_UINT64: COUNT,
+    }
+    timings = {field.name: kinds[field.cpp_type] for field in inference_pb2.Timings.DESCRIPTOR.fields}
+    return record(
+        {**timings, "explanation": text()},
+        [name for name in timings if name not in ADMIN_TIMINGS],
+        description="where the time went (seconds) and what was shipped; queues and workers for admins' keys only",
+    )
+
+
+def _head(name: str) -> dict[str, Schema]:
+    return {"id": text(), "object": one_of([name]), "created": COUNT, "model": text()}
+
+
+def _answer(name: str, choice: Schema) -> Schema:
+    return record({**_head(name), "choices": array(choice), "usage": ref("Usage"), "baton": ref("Baton")})
+
+
+def _chunk(name: str, choice: Schema) -> Schema:
+    """Schema of a chunk. The one that ends the last choice has the timings; one with usage and no choices may follow."""
+    head = _head(name)
+    properties = {**head, "choices": array(choice), "usage": optional(ref("Usage")), "baton": ref("Baton")}
+    return record(properties, [*head, "choices"])
+
+
+_TOKEN_IDS = array(COUNT, description="where return_token_ids asks for them")
+
+
+def _chat_choice() -> Schema:
+    message = record({"role": one_of(["assistant"]), "content": text(), "refusal": NULL})
+    finish = one_of(["stop", "length"])
+    return _choice({"message": message, "logprobs": optional(ref("ChatLogprobs")), "finish_reason": finish})
+
+
+def _chat_delta() -> Schema:
+    delta = record({"role": one_of(["assistant"]), "content": text()}, ["content"])
+    finish = one_of(["stop", "length", None])
+    return _choice({"delta": delta, "logprobs": optional(ref("ChatLogprobs")), "finish_reason": finish})
+
+
+def _completion_choice(finish: Schema) -> Schema:
+    return _choice({"text": text(), "logprobs": optional(ref("CompletionLogprobs")), "finish_reason": finish})
+
+
+def _choice(properties: dict[str, Schema]) -> Schema:
+    properties = {"index": COUNT, **properties}
+    return record({**properties, "token_ids": _TOKEN_IDS}, list(properties))
+
+
+def _chat_logprobs() -> Schema:
+    token = {"token": text(), "logprob": optional(NUMBER), "bytes": array({"type": "integer"})}
+    content = record({**token, "top_logprobs": array(record(token))})
+    return record({"content": array(content), "refusal": NULL})
+
+
+def _completion_logprobs() -> Schema:
+    top = {"type": "object", "additionalProperties": optional(NUMBER)}
+    return record(
+        {
+            "tokens": array(text()),
+            "token_logprobs": array(optional(NUMBER)),
+            "top_logprobs": array(top),
+            "text_offset": array(COUNT),
+        }
+    )
+
+
+def _cluster() -> Schema:
+    """Grows with what there is to see: only what it always has is named."""
+    worker = {
+        "type": "object",
+        "properties": {
+            "id": text(),
+            "role": one_of(["prefill", "decode"]),
+            "address": text(),
+            "epoch": text(pattern="^[0-9a-f]{16}$"),
+            "lease": text(),
+            "status": {"type": "object"},
+        },
+        "required": ["id", "role", "address", "epoch", "slot", "state", "lease", "metrics", "status"],
+    }
+    redis = {"type": "object", "properties": {"ok": BOOLEAN}, "required": ["ok"]}
+    return {
+        "type": "object",
+        "properties": {
+            "router": {"type": "object"},
+            "redis": redis,
+            "placement": {"type": "object"},
+            "workers": array(worker),
+        },
+        "required": ["router", "redis", "placement", "workers"],
+    }
+
+
+def probe_schema(name: str) -> Schema:
+    return record({name: BOOLEAN, "why": array(text(), description="what is missing, if anything")})
+
+
+def health_schema() -> Schema:
+    return record({"status": either(one_of(["ok"]))})

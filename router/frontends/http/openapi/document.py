@@ -1,0 +1,193 @@
+"""The document: every path with what it takes, what it answers, and every way it may say no."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema
+from router.frontends.http.openapi.requests import request_schemas
+from router.frontends.http.openapi.schema import Schema, either, ref, text
+from router.gateway import RequestGateway
+from router.request.validator import MAX_REQUEST_ID
+
+VERSION = "1"
+_REFUSALS = {
+    400: "The request is wrong, or is no HTTP; `param` names the field.",
+    401: "No API key, or not a valid one.",
+    403: "The key does not allow it: an administrator's is needed, or one with a higher max_priority.",
+    404: "There is no such model.",
+    405: "This path knows another method.",
+    408: "The head or the body of the request did not come in time.",
+    413: "The body is too large.",
+    429: "Too much at once: the router, the tenant or the connection is full, a quota is used up, or the first "
+    "token would come too late.",
+    431: "The head is too large.",
+    500: "A fault of ours.",
+    503: "No worker of a needed role came in time.",
+    504: "The deadline passed.",
+}
+_ALWAYS = (400, 405, 408, 429, 431, 500)
+_GENERATE = (404, 413, 503, 504)
+_REQUEST_ID: Schema = {
+    "name": "x-request-id",
+    "in": "header",
+    "required": False,
+    "description": "comes back, and stands in the logs",
+    "schema": text(maxLength=MAX_REQUEST_ID),
+}
+
+
+def build_document(gateway: RequestGateway) -> dict[str, Any]:
+    """OpenAPI 3.1, with the limits of this router's configuration."""
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Baton",
+            "version": VERSION,
+            "description": "Serves a language model with prefill and decode on separate workers. The endpoints are "
+            "OpenAI's; the answer's `baton` says where its time went.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+            "x-limits": _limits(gateway),
+        },
+        "paths": _paths(gateway),
+        "components": {
+            "schemas": {**request_schemas(gateway), **answer_schemas(gateway)},
+            "securitySchemes": {
+                "apiKey": {"type": "http", "scheme": "bearer", "description": "baton-<id>-<secret>"}
+            },
+        },
+        # Where the router asks for no keys, one that is sent is not looked at.
+        "security": [{"apiKey": []}] if gateway.keys.on else [{}, {"apiKey": []}],
+    }
+
+
+def _limits(gateway: RequestGateway) -> dict[str, float | int]:
+    """What is bounded beside the fields of a request."""
+    config = gateway.config
+    return {
+        "max_model_len": gateway.validator.max_model_len,
+        "max_body_bytes": config.max_body_bytes,
+        "max_body_bytes_in_flight": config.max_body_bytes_in_flight,
+        "max_body_bytes_in_flight_per_tenant": config.max_body_bytes_in_flight_per_tenant,
+        "max_text_bytes": config.max_text_bytes,
+        "max_json_depth": config.max_json_depth,
+        "max_json_elements": config.max_json_elements,
+        "max_answer_entries": config.max_answer_entries,
+        "max_header_bytes": config.max_header_bytes,
+        "max_headers": config.max_headers,
+        "header_seconds": config.header_seconds,
+        "body_seconds": config.body_seconds,
+        "write_seconds": config.write_seconds,
+        "request_seconds": config.request_seconds,
+        "max_http_connections": config.max_http_connections,
+        "http_idle_seconds": config.http_idle_seconds,
+        "max_grpc_connections": config.max_grpc_connections,
+        "grpc_idle_seconds": config.grpc_idle_seconds,
+        "max_health_watchers": config.max_health_watchers,
+        "max_concurrent_requests": config.max_concurrent_requests,
+        "max_concurrent_requests_per_tenant": config.max_concurrent_requests_per_tenant,
+        "max_concurrent_requests_per_connection": config.max_concurrent_requests_per_connection,
+    }
+
+
+def _paths(gateway: RequestGateway) -> dict[str, Any]:
+    keys = gateway.keys.on
+    model = {"name": "model", "in": "path", "required": True, "schema": text(minLength=1)}
+    return {
+        "/v1/chat/completions": {"post": _generate("chat", "ChatCompletion", keys)},
+        "/v1/completions": {"post": _generate("completion", "Completion", keys)},
+        "/v1/models": {"get": _get("models", "The served model", ref("ModelList"), keys)},
+        "/v1/models/{model}": {
+            "get": _get("model", "A model by name", ref("Model"), keys, 404) | {"parameters": [model]}
+        },
+        "/v1/cluster": {
+            "get": _get("cluster", "Workers, load, placement (an admin's key)", ref("Cluster"), keys, 403)
+        },
+        "/v1/cluster/live": {
+            "get": _get(
+                "live",
+                "Rates, percentiles, five minutes of them (an admin's key)",
+                ref("ClusterLive"),
+                keys,
+                403,
+            )
+        },
+        "/metrics": {"get": _metrics(keys)},
+        "/openapi.json": {"get": _get("openapi", "This document", {"type": "object"}, keys)},
+        "/health": {"get": _open("health", "The router is there", health_schema(), {})},
+        "/live": {"get": _open("live", "The router's loop turns", probe_schema("live"), {})},
+        "/ready": {
+            "get": _open(
+                "ready",
+                "Requests can be served",
+                probe_schema("ready"),
+                {"503": _content("They can't", probe_schema("ready"))},
+            )
+        },
+    }
+
+
+def _generate(name: str, schema: str, keys: bool) -> dict[str, Any]:
+    whole = _content("The answer, or its events where stream = true", ref(schema))
+    whole["content"]["text/event-stream"] = {"schema": _event(schema)}
+    whole["headers"] = {"x-request-id": {"schema": text()}}
+    return {
+        "operationId": name,
+        "summary": "Complete a conversation" if name == "chat" else "Complete a text",
+        "parameters": [_REQUEST_ID],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": ref(f"{schema}Request")}},
+        },
+        "responses": {"200": whole, **_refusals(*_ALWAYS, *_GENERATE, *((401, 403) if keys else ()))},
+    }
+
+
+def _event(schema: str) -> Schema:
+    """One event of a stream: a chunk as JSON, an error in its place, or `[DONE]` at the end."""
+    piece = text(
+        contentMediaType="application/json", contentSchema=either(ref(f"{schema}Chunk"), ref("Error"))
+    )
+    data = either({"const": "[DONE]"}, piece)
+    event = text(description="never sent: what every event is without it, `message`")
+    return {"type": "object", "properties": {"data": data, "event": event}, "required": ["data"]}
+
+
+def _get(name: str, summary: str, schema: Schema, keys: bool, *more: int) -> dict[str, Any]:
+    needs = (401,) if keys else ()
+    return {
+        "operationId": name,
+        "summary": summary,
+        "responses": {"200": _content(summary, schema), **_refusals(*_ALWAYS, *needs, *more)},
+    }
+
+
+def _open(name: str, summary: str, schema: Schema, more: dict[str, Any]) -> dict[str, Any]:
+    """Probes carry no keys."""
+    return {**_get(name, summary, schema, keys=False), "security": []} | {
+        "responses": {"200": _content(summary, schema), **_refusals(*_ALWAYS), **more}
+    }
+
+
+def _metrics(keys: bool) -> dict[str, Any]:
+    made = _get("metrics", "Prometheus metrics (an admin's key)", text(), keys, 403)
+    made["responses"]["200"]["content"] = {"text/plain": {"schema": text()}}
+    return made
+
+
+def _content(description: str, schema: Schema) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _refusals(*statuses: int) -> dict[str, Any]:
+    made = {str(status): _content(_REFUSALS[status], ref("Error")) for status in sorted(set(statuses))}
+    if "429" in made:
+        made["429"]["headers"] = {
+            "retry-after": {
+                "description": "seconds until trying again may help",
+                "schema": {"type": "integer"},
+            }
+        }
+    if "401" in made:
+        made["401"]["headers"] = {"www-authenticate": {"schema": text()}}
+    return made

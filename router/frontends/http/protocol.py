@@ -1,0 +1,340 @@
+"""uvicorn's HTTP/1.1 with what it does not bound: heads, connections, and the time a client may take.
+
+    connected ──head──► asked ──body──► answered ──► asked …, or idle: closed          each arrow has a deadline
+                 │ too large, too many, too late
+                 ▼
+              an OpenAI error, and the connection ends
+
+An answer that is not read stops the request at the socket first: uvicorn stops sending, tokens queue up to a bound,
+and the decode worker pauses. After `write_seconds` of that the connection is cut, which cancels the request; so is one
+that was closed and whose last bytes are not read.
+
+Where there are too many connections, the one that has waited longest for a request makes room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from cluster.config.models import RouterConfig
+from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
+from router.frontends.http.errors import error_body
+from router.frontends.http.upgrade import read_on
+
+log = logging.getLogger(__name__)
+# Closing at once, with bytes of the client's still unread, would reset the connection under our answer.
+LINGER_SECONDS = 0.5
+RETRY_SECONDS = 1
+# Above the limit, where each connection has a request: up to this many get 429, more are closed at once.
+TOLD = 64
+MAX_PIPELINED = 64  # requests sent before the answer to the one that runs
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    header_bytes: int
+    headers: int
+    connections: int
+    header_seconds: float
+    body_seconds: float
+    write_seconds: float
+    idle_seconds: int
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> HttpLimits:
+        return cls(
+            header_bytes=config.max_header_bytes,
+            headers=config.max_headers,
+            connections=config.max_http_connections,
+            header_seconds=config.header_seconds,
+            body_seconds=config.body_seconds,
+            write_seconds=config.write_seconds,
+            idle_seconds=config.http_idle_seconds,
+        )
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. `limits` and `waiting` are set by `limited`, for uvicorn makes protocols itself."""
+
+    limits: HttpLimits
+    waiting: dict[
+        LimitedProtocol, None
+    ]  # connections on which no request runs, in the order in which that began
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.timeout_keep_alive = self.limits.idle_seconds
+        self._in_head = True
+        self._in_body = False
+        self._head_bytes = 0
+        self._ended_in_read = False  # a request's last bytes were in the bytes received last
+        self._body_came = False  # bytes of the body arrived since this was last reset
+        self._between_bytes = 0  # bytes of chunk framing and trailers since the last bytes of the body itself
+        self._refused = False
+        self._refusal: tuple[int, BatonError] | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
+        self._write_timer: asyncio.TimerHandle | None = None
+        # The request that runs or ran last; uvicorn's `cycle` is the one that came last.
+        self._running: RequestResponseCycle | None = None
+
+    # --- asyncio's side --------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        limit = self.limits.connections
+        if len(self.connections) > limit and self.waiting:
+            next(iter(self.waiting))._cut()
+        if len(self.connections) > limit + TOLD:
+            self._cut()
+        elif len(self.connections) > limit:
+            self._refuse(429, _too_many(limit))
+        else:
+            self.waiting[self] = None
+            self._expect(self.limits.header_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._body_came = self._ended_in_read = False
+        self._parse(data)
+        if self._refused or self.transport.is_closing():
+            return
+        if self._in_head and not self._ended_in_read:  # else most of it may be of the request before
+            self._head_bytes += len(data)
+            if self._head_bytes > self.limits.header_bytes:
+                self._refuse(431, _too_large(self.limits.header_bytes))
+                return
+        if self._in_body:
+            # The parser buffers a trailer or a chunk extension until it is complete, so both need a bound.
+            self._between_bytes = 0 if self._body_came else self._between_bytes + len(data)
+            if self._between_bytes > self.limits.header_bytes:
+                self._refuse(431, _too_large(self.limits.header_bytes))
+                return
+        if not self._in_head and not self._in_body:
+            self._stop_timer()
+        elif self._timer is None and self._in_head:
+            self._expect(self.limits.header_seconds)
+        else:
+            self._expect_body()
+
+    def _parse(self, data: bytes) -> None:
+        left = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(left)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                left = left[upgrade.args[0] :]
+                read_on(self, self.headers)
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.waiting.pop(self, None)
+        self._unset_keepalive_if_required()
+        self._stop_timer()
+        self._stop_write_timer()
+        self._disconnect()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        if self.transport.is_closing():
+            self._expect_reading()
+        super().resume_writing()
+
+    # --- httptools' side -------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        # Here and not where bytes come: line ends, and what is left of an answered request's body, begin no request.
+        self._unset_keepalive_if_required()
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer is ignored: authentication and routing used the head only
+        if len(self.headers) >= self.limits.headers:
+            limit = self.limits.headers
+            error = InvalidRequestError(f"headers: at most {limit}", field="headers", limit=str(limit))
+            self._give_up(431, error)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.header_bytes:
+            self._give_up(431, _too_large(self.limits.header_bytes))
+        if len(self.pipeline) >= MAX_PIPELINED:
+            text, limit = f"at most {MAX_PIPELINED} requests before their answers", str(MAX_PIPELINED)
+            self._give_up(429, OverloadedError(text, field="pipeline", limit=limit))
+        self._stop_timer()
+        self.waiting.pop(self, None)
+        self._in_head, self._in_body, self._body_came = False, True, True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_came = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # so says the parser that reads no further than the head
+        self._in_body, self._ended_in_read = False, True
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._await_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._expect_reading()
+        self._expect_body()
+        if self._running is None or self._running.response_complete:
+            self.waiting[self] = None
+            self._await_request()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _unframed(cycle, app)
+        super()._start_asgi_task(cycle, app)
+
+    def _disconnect(self) -> None:
+        """The application must neither wait for more nor answer."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _await_request(self) -> None:
+        """No request runs. What is on its way has a deadline of its own."""
+        self._unset_keepalive_if_required()
+        if not self._in_head and not self._in_body:
+            seconds = self.limits.idle_seconds
+            self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._expect_reading()
+
+    # --- the ends --------------------------------------------------------------------------------------------
+
+    def _give_up(self, status: int, error: BatonError) -> None:
+        """Out of the parser, which then calls send_400_response."""
+        self._refusal = (status, error)
+        raise ValueError(error.message)
+
+    def send_400_response(self, msg: str) -> None:
+        status, error = self._refusal or (400, InvalidRequestError(f"this is not HTTP/1.1: {msg}"))
+        self._refuse(status, error)
+
+    def _refuse(self, status: int, error: BatonError) -> None:
+        """Says so, if no answer is on its way, and lets the connection end."""
+        self._refused = True
+        self.pipeline.clear()
+        self._stop_timer()
+        running = self._running
+        if running is None or running.response_complete or not running.response_started:
+            self.transport.write(_answer(status, error))
+        self._disconnect()
+        self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
+
+    def _cut(self) -> None:
+        """At once, so that the number of connections is bounded however fast they come."""
+        self._refused = True
+        self.connections.discard(self)
+        self.waiting.pop(self, None)
+        self._stop_timer()
+        self.transport.abort()
+
+    def _expect(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._late, seconds)
+
+    def _expect_body(self) -> None:
+        """Of the request that runs: while one is answered, the body of the next is not read."""
+        if self._in_body and self._timer is None and self.cycle is self._running:
+            self._expect(self.limits.body_seconds)
+
+    def _late(self, seconds: float) -> None:
+        self._timer = None
+        what = "head" if self._in_head else "body"
+        self._refuse(408, DeadlineError(f"the request's {what} did not come within {seconds:g} s"))
+
+    def _unread(self) -> None:
+        self._write_timer = None
+        log.info("a client read nothing for %g s: its connection is cut", self.limits.write_seconds)
+        self.transport.abort()
+
+    def _expect_reading(self) -> None:
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.limits.write_seconds, self._unread)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+def _unframed(cycle: RequestResponseCycle, app: Any) -> Any:
+    """HTTP/1.0 has no chunks: the end of the connection ends a body of unknown length.
+
+    uvicorn sends any body without a length in chunks unless `chunked_encoding` is set before. It then expects a body of
+    the announced length, so each piece is announced.
+    """
+    cycle.chunked_encoding = False
+
+    async def answered(scope: Any, receive: Any, send: Any) -> None:
+        async def unframed(message: Any) -> None:
+            cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, unframed)
+
+    return answered
+
+
+def limited(limits: HttpLimits) -> type[asyncio.Protocol]:
+    """A protocol class with these limits."""
+    return type("Limited", (LimitedProtocol,), {"limits": limits, "waiting": {}})
+
+
+def _too_many(limit: int) -> OverloadedError:
+    message = (
+        f"this router has {limit} connections with a request each; try again, or raise max_http_connections"
+    )
+    return OverloadedError(message, limit=str(limit))
+
+
+def _too_large(limit: int) -> InvalidRequestError:
+    return InvalidRequestError(f"headers: at most {limit} bytes", field="headers", limit=str(limit))
+
+
+def _answer(status: int, error: BatonError) -> bytes:
+    body = orjson.dumps(error_body(error))
+    retry = f"retry-after: {RETRY_SECONDS}\r\n" if status == 429 else ""
+    head = (
+        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body

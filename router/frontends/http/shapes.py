@@ -1,0 +1,196 @@
+"""How answers look: OpenAI's objects for completions and chats, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from router.frontends.http.usage import usage
+from router.request.completion import Completion, Delta, Outcome
+from router.request.disclosure import ADMIN_TIMINGS
+from router.text.pieces import TextOffsets
+from router.text.tokenizer import ModelText
+from wire import common_pb2, inference_pb2
+
+_TIMINGS = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
+
+
+def baton(outcome: Outcome, *, admin: bool) -> dict[str, Any]:
+    """The `baton` object: timings (seconds), bytes shipped, transport; for admins also queues and workers."""
+    timings = outcome.timings
+    shown: dict[str, Any] = {
+        name: getattr(timings, name) for name in _TIMINGS if admin or name not in ADMIN_TIMINGS
+    }
+    if outcome.explanation:
+        shown["explanation"] = outcome.explanation
+    return shown
+
+
+class Answer:
+    """One choice of a whole answer, collected delta by delta.
+
+    Log probabilities are encoded as they come: those of a large answer, encoded at its end, would stop the event loop for
+    half a second.
+    """
+
+    def __init__(self, shape: Shape, index: int):
+        self.index = index
+        self.finish: str | None = None
+        self.token_ids: list[int] = []
+        self._shape = shape
+        self._text: list[str] = []
+        self._logprobs: dict[
+            str, list[bytes]
+        ] = {}  # by field: entries of its list, as JSON with commas between them
+
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    def add(self, delta: Delta) -> None:
+        self._text.append(delta.text)
+        self.token_ids += [token.token_id for token in delta.tokens]
+        self.finish = delta.finish or self.finish
+        for name, values in (self._shape.logprobs(self.index, delta.tokens) or {}).items():
+            if values:
+                self._logprobs.setdefault(name, []).append(orjson.dumps(values)[1:-1])
+
+    def logprobs(self) -> dict[str, Any] | None:
+        """As the shape shows them, with lists that are JSON already."""
+        empty = self._shape.logprobs(self.index, ())
+        if empty is None:
+            return None
+        joined = {name: b"[" + b",".join(pieces) + b"]" for name, pieces in self._logprobs.items()}
+        return empty | {name: orjson.Fragment(json) for name, json in joined.items()}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One endpoint's objects. `offset` is where a prompt's choices begin in a request with several prompts."""
+
+    completion: Completion
+    text: ModelText
+    created: int
+    id: str
+    token_ids: bool  # vLLM's return_token_ids
+    admin: bool = True  # whether the client may see workers and queueing times
+
+    object_name = ""
+    chunk_name = ""
+
+    def head(self, name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.completion.model}
+
+    def whole(self, choices: list[dict[str, Any]], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        return {
+            **self.head(self.object_name),
+            "choices": choices,
+            "usage": usage(outcomes),
+            "baton": baton(outcomes[-1], admin=self.admin),
+        }
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self.head(self.chunk_name), "choices": choices}
+
+    def before_choice(self) -> bytes:
+        """The constant JSON before the choice of every streamed chunk, encoded once per answer."""
+        return b"data: " + orjson.dumps(self.head(self.chunk_name))[:-1] + b',"choices":['
+
+    def choice(self, answer: Answer) -> dict[str, Any]:
+        raise TypeError("use ChatShape or CompletionShape")
+
+    def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        raise TypeError("use ChatShape or CompletionShape")
+
+    def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+        """Lists by field, of tokens that follow each other in a choice; None if they are not wanted."""
+        raise TypeError("use ChatShape or CompletionShape")
+
+
+class ChatShape(Shape):
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def choice(self, answer: Answer) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "index": answer.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": answer.logprobs(),
+            "finish_reason": answer.finish,
+        }
+        if self.token_ids:
+            shown["token_ids"] = answer.token_ids
+        return shown
+
+    def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        said: dict[str, Any] = {"content": delta.text}
+        if first:
+            said["role"] = "assistant"
+        shown: dict[str, Any] = {"index": index, "delta": said, "finish_reason": delta.finish}
+        shown["logprobs"] = self.logprobs(index, delta.tokens)
+        if self.token_ids:
+            shown["token_ids"] = [token.token_id for token in delta.tokens]
+        return shown
+
+    def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+        if not self.completion.sampling.logprobs:
+            return None
+        return {
+            "content": [
+                {
+                    **self._token(token.token_id, token.logprob),
+                    "top_logprobs": [self._token(top.token_id, top.logprob) for top in token.top_logprobs],
+                }
+                for token in tokens
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        pieces = self.text.pieces
+        shown = {"token": pieces.text_of(token_id), "logprob": logprob}
+        return {**shown, "bytes": list(pieces.bytes_of(token_id))}
+
+
+@dataclass(frozen=True)
+class CompletionShape(Shape):
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, over all chunks of its stream
+
+    def choice(self, answer: Answer) -> dict[str, Any]:
+        return self._shown(answer.index, answer.text, answer.token_ids, answer.logprobs(), answer.finish)
+
+    def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        token_ids = [token.token_id for token in delta.tokens]
+        return self._shown(index, delta.text, token_ids, self.logprobs(index, delta.tokens), delta.finish)
+
+    def _shown(
+        self, index: int, text: str, token_ids: list[int], logprobs: dict[str, Any] | None, finish: str | None
+    ) -> dict[str, Any]:
+        shown = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        if self.token_ids:
+            shown["token_ids"] = token_ids
+        return shown
+
+    def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
+        if not self.completion.sampling.logprobs:
+            return None
+        offsets = self.offsets.setdefault(index, TextOffsets(self.text.pieces))
+        return {
+            "tokens": [self._name(token.token_id) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [
+                {self._name(top.token_id): top.logprob for top in token.top_logprobs} for token in tokens
+            ],
+            "text_offset": [offsets.next(token.token_id) for token in tokens],
+        }
+
+    def _name(self, token_id: int) -> str:
+        """OpenAI marks the tokens of this endpoint that are no whole characters: there is no field for bytes."""
+        pieces = self.text.pieces
+        text = pieces.text_of(token_id)
+        return text if text.encode() == pieces.bytes_of(token_id) else f"bytes:{text}"

@@ -1,0 +1,60 @@
+"""Routers tell each other their counts through Redis, so that each can show the whole cluster.
+
+Without it, a page behind a load balancer would show another router's half of the truth at every turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from importlib import resources
+
+import redis
+
+from cluster.membership import keys
+from router.observe.live.report import RouterReport, decode, encode
+from router.placement.script_call import ScriptCall
+
+log = logging.getLogger(__name__)
+CALL_SECONDS = 0.5
+FORGET_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class RouterCounts:
+    """A router's report, and how long ago (by Redis's clock) it was made."""
+
+    report: RouterReport
+    age_seconds: float
+
+
+class Exchange:
+    def __init__(self, redis_url: str, namespace: str, router_id: str):
+        script = resources.files("router.observe.live").joinpath("exchange.lua").read_text()
+        self._call = ScriptCall(redis_url, script)
+        self._keys = [keys.router_reports(namespace)]
+        self._router_id = router_id
+        self._down = False
+
+    async def swap(self, own: RouterReport) -> dict[str, RouterCounts]:
+        """All routers' reports by id; only the own one while Redis does not answer."""
+        told = await self._ask(encode(own)) or {}
+        return {**told, self._router_id: RouterCounts(own, 0.0)}
+
+    async def leave(self) -> None:
+        await self._ask(b"")
+        await self._call.close()
+
+    async def _ask(self, report: bytes) -> dict[str, RouterCounts] | None:
+        arguments = (self._router_id, report, int(FORGET_SECONDS * 1000))
+        try:
+            answer = await self._call(self._keys, arguments, CALL_SECONDS)
+        except (redis.RedisError, TimeoutError, OSError) as error:
+            if not self._down:
+                log.warning("other routers' figures are out of reach: %s", error or "too slow")
+            self._down = True
+            return None
+        self._down = False
+        triples = zip(answer[::3], answer[1::3], answer[2::3], strict=True)
+        read = {name.decode(): (decode(raw), int(age) / 1000) for name, age, raw in triples}
+        return {name: RouterCounts(report, age) for name, (report, age) in read.items() if report is not None}

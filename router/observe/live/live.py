@@ -1,0 +1,132 @@
+"""Keeps the live view: every two seconds this router tells its counts, hears the others', and writes a slot."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from prometheus_client import Counter
+
+from router.dispatch.services import Services
+from router.observe.live.exchange import Exchange, RouterCounts
+from router.observe.live.history import TICK_SECONDS, History
+from router.observe.live.report import Counts, Requests, RouterReport, RouterState
+from router.observe.live.view import live_view
+from router.observe.live.worker_rates import RatesOfWorkers
+from router.observe.requests import RouterMetrics
+
+log = logging.getLogger(__name__)
+_REFUSED = frozenset({"refused", "overloaded", "OverloadedError"})
+CLOSE_SECONDS = 2.0
+
+
+class OwnState(NamedTuple):
+    """Of this router, now."""
+
+    state: RouterState
+    uptime_seconds: float
+    in_flight: int
+
+
+class Live:
+    """`view` at any time; it moves between `start` and `close`."""
+
+    def __init__(
+        self,
+        services: Services,
+        metrics: RouterMetrics,
+        own: Callable[[], OwnState],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        config = services.config
+        self._services = services
+        self._metrics = metrics
+        self._own = own
+        self._clock = clock
+        self._exchange = Exchange(config.redis_url, config.namespace, config.router_id)
+        self._routers: dict[str, RouterCounts] = {}
+        self._rates = RatesOfWorkers()
+        self._history = History()
+        self._closed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """The others see at once that this router has gone."""
+        self._closed.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=CLOSE_SECONDS)
+        await self._exchange.leave()
+
+    def view(self) -> dict[str, Any]:
+        members = self._services.members
+        own = RouterCounts(self._report(), 0.0)
+        routers = {**self._routers, self._services.config.router_id: own}
+        return live_view(
+            self._services.config.router_id,
+            members.redis_ok,
+            routers,
+            members.all,
+            self._rates,
+            self._history,
+        )
+
+    async def tick(self) -> None:
+        recorder, members = self._services.recorder, self._services.members
+        if members.redis_ok:
+            recorder.keep_only({worker.worker_id for worker in members.all})
+        self._routers = await self._exchange.swap(self._report())
+        now = self._clock()
+        self._history.tick(now, {name: told.report for name, told in self._routers.items()})
+        self._rates.tick(now, members.all)
+
+    async def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                await self.tick()
+            except Exception:  # what people look at must never end what serves them
+                log.exception("the live view has missed a tick")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._closed.wait()
+
+    def _report(self) -> RouterReport:
+        own, metrics, recorder = self._own(), self._metrics, self._services.recorder
+        counts = Counts(
+            _requests(metrics.requests),
+            _value(metrics.prompt_tokens),
+            _value(metrics.cached_tokens),
+            recorder.output_tokens,
+            recorder.ttft.copy(),
+            recorder.itl.copy(),
+            {pair: flow.copy() for pair, flow in recorder.flows.items()},
+        )
+        return RouterReport(own.state, own.uptime_seconds, own.in_flight, counts)
+
+
+def _requests(counter: Counter) -> Requests:
+    found = {"ok": 0, "cancelled": 0, "refused": 0, "failed": 0}
+    for labels, value in _samples(counter):
+        outcome = labels["outcome"]
+        known = outcome if outcome in ("ok", "cancelled") else "failed"
+        found["refused" if outcome in _REFUSED else known] += value
+    return Requests(**found)
+
+
+def _value(counter: Counter) -> int:
+    return sum(value for _, value in _samples(counter))
+
+
+def _samples(counter: Counter) -> list[tuple[dict[str, str], int]]:
+    return [
+        (sample.labels, int(sample.value))
+        for metric in counter.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    ]

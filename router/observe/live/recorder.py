@@ -1,0 +1,57 @@
+"""What one router counts while it works, only ever upwards. Written on the path of every token: keep it short."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from router.observe.live.histogram import LatencyHistogram
+from router.placement.types import Placed
+from wire import common_pb2
+
+MAX_PAIRS = 4096  # of workers; further ones are not told apart
+
+
+@dataclass
+class Flow:
+    """KV that went from one prefill worker to one decode worker."""
+
+    bytes: int = 0
+    handoffs: int = 0
+
+    def copy(self) -> Flow:
+        return Flow(self.bytes, self.handoffs)
+
+
+@dataclass
+class Recorder:
+    ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
+    itl: LatencyHistogram = field(default_factory=LatencyHistogram)
+    output_tokens: int = 0
+    flows: dict[tuple[str, str], Flow] = field(default_factory=dict)
+
+    def token(self, first_seconds: float | None, gap_seconds: float | None) -> None:
+        """`first_seconds`: since the request came, of its first token. `gap_seconds`: since the token before, of
+        the same choice. Neither: the first token of another choice."""
+        self.output_tokens += 1
+        if first_seconds is not None:
+            self.ttft.add(first_seconds)
+        if gap_seconds is not None:
+            self.itl.add(gap_seconds)
+
+    def handed_over(self, placed: Placed, report: common_pb2.WorkReport) -> None:
+        """Any worker's report of an attempt: only prefill workers ship something."""
+        if not report.kv_bytes_shipped or placed.prefill is None:
+            return
+        pair = (placed.prefill.worker_id, placed.decode.worker_id)
+        flow = self.flows.get(pair)
+        if flow is None:
+            if len(self.flows) >= MAX_PAIRS:
+                return
+            flow = self.flows[pair] = Flow()
+        flow.bytes += report.kv_bytes_shipped
+        flow.handoffs += 1
+
+    def keep_only(self, workers: set[str]) -> None:
+        """Forgets pairs whose workers are both gone."""
+        for pair in [pair for pair in self.flows if workers.isdisjoint(pair)]:
+            del self.flows[pair]

@@ -1,0 +1,139 @@
+"""A router's counts at one moment, as it tells them to the others; differences and sums of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+import orjson
+
+from router.observe.live.histogram import LatencyHistogram
+from router.observe.live.recorder import Flow
+
+RouterState = Literal["ready", "not ready", "draining"]
+Pair = tuple[str, str]  # prefill worker, decode worker
+
+
+class Requests(NamedTuple):
+    """By how they ended. Refused: no place, no key, a quota used up. Failed: any other error."""
+
+    ok: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What has happened: since a router's start, or between two of its reports, or to several routers."""
+
+    requests: Requests = Requests()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
+    itl: LatencyHistogram = field(default_factory=LatencyHistogram)
+    flows: dict[Pair, Flow] = field(default_factory=dict)
+
+    def since(self, earlier: Counts) -> Counts:
+        return Counts(
+            Requests(*(now - then for now, then in zip(self.requests, earlier.requests, strict=True))),
+            self.prompt_tokens - earlier.prompt_tokens,
+            self.cached_tokens - earlier.cached_tokens,
+            self.output_tokens - earlier.output_tokens,
+            self.ttft.since(earlier.ttft),
+            self.itl.since(earlier.itl),
+            _flows_since(self.flows, earlier.flows),
+        )
+
+    @staticmethod
+    def total(parts: Iterable[Counts]) -> Counts:
+        given = list(parts) or [Counts()]
+        return Counts(
+            Requests(*map(sum, zip(*(part.requests for part in given), strict=True))),
+            sum(part.prompt_tokens for part in given),
+            sum(part.cached_tokens for part in given),
+            sum(part.output_tokens for part in given),
+            LatencyHistogram.total(part.ttft for part in given),
+            LatencyHistogram.total(part.itl for part in given),
+            _flows_together(part.flows for part in given),
+        )
+
+
+def _flows_since(now: dict[Pair, Flow], then: dict[Pair, Flow]) -> dict[Pair, Flow]:
+    """Only pairs between which something moved."""
+    none = Flow()
+    moved = {}
+    for pair, flow in now.items():
+        before = then.get(pair, none)
+        # A router that has forgotten a pair begins again at nothing.
+        before = before if before.handoffs <= flow.handoffs else none
+        if flow.handoffs > before.handoffs:
+            moved[pair] = Flow(flow.bytes - before.bytes, flow.handoffs - before.handoffs)
+    return moved
+
+
+def _flows_together(parts: Iterable[dict[Pair, Flow]]) -> dict[Pair, Flow]:
+    together: dict[Pair, Flow] = {}
+    for part in parts:
+        for pair, flow in part.items():
+            sum_of_pair = together.setdefault(pair, Flow())
+            sum_of_pair.bytes += flow.bytes
+            sum_of_pair.handoffs += flow.handoffs
+    return together
+
+
+@dataclass(frozen=True)
+class RouterReport:
+    state: RouterState
+    uptime_seconds: float
+    in_flight: int
+    counts: Counts
+
+
+def encode(report: RouterReport) -> bytes:
+    counts = report.counts
+    return orjson.dumps(
+        {
+            "state": report.state,
+            "uptime_seconds": round(report.uptime_seconds, 3),
+            "in_flight": report.in_flight,
+            "requests": list(counts.requests),
+            "prompt_tokens": counts.prompt_tokens,
+            "cached_tokens": counts.cached_tokens,
+            "output_tokens": counts.output_tokens,
+            "ttft": counts.ttft.to_pairs(),
+            "itl": counts.itl.to_pairs(),
+            "flows": [[*pair, flow.bytes, flow.handoffs] for pair, flow in counts.flows.items()],
+        }
+    )
+
+
+def decode(raw: bytes) -> RouterReport | None:
+    """None for what a router of another version may write."""
+    try:
+        told: dict[str, Any] = orjson.loads(raw)
+        return RouterReport(
+            told["state"] if told["state"] in get_args(RouterState) else "not ready",
+            float(told["uptime_seconds"]),
+            int(told["in_flight"]),
+            _decode_counts(told),
+        )
+    except (KeyError, ValueError, TypeError, IndexError):
+        return None
+
+
+def _decode_counts(told: dict[str, Any]) -> Counts:
+    return Counts(
+        Requests(*map(int, told["requests"])),
+        int(told["prompt_tokens"]),
+        int(told["cached_tokens"]),
+        int(told["output_tokens"]),
+        LatencyHistogram.from_pairs(told["ttft"]),
+        LatencyHistogram.from_pairs(told["itl"]),
+        {
+            (str(sender), str(receiver)): Flow(int(size), int(handoffs))
+            for sender, receiver, size, handoffs in told["flows"]
+        },
+    )

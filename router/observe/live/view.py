@@ -1,0 +1,116 @@
+"""What `/v1/cluster/live` says, for `baton top` and `/ui` alike. No secrets, no prompts; docs/api.md describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cluster.membership.types import WorkerInfo
+from router.observe.live.exchange import RouterCounts
+from router.observe.live.history import (
+    RECENT_SECONDS,
+    TICK_SECONDS,
+    WINDOW_SECONDS,
+    History,
+    Percentiles,
+    Point,
+)
+from router.observe.live.worker_rates import RatesOfWorkers
+
+GONE_SECONDS = 6.0  # three reports missing
+_STATUS = (
+    "running",
+    "waiting",
+    "waiting_for_kv",
+    "waiting_prefill_tokens",
+    "kv_usage_ratio",
+    "blocks_total",
+    "handoffs_live",
+)
+
+
+def live_view(
+    router_id: str,
+    redis_ok: bool,
+    routers: Mapping[str, RouterCounts],
+    workers: Iterable[WorkerInfo],
+    rates: RatesOfWorkers,
+    history: History,
+) -> dict[str, Any]:
+    return {
+        "router": router_id,
+        "redis": {"ok": redis_ok},
+        "window_seconds": {"rates": WINDOW_SECONDS, "percentiles": RECENT_SECONDS},
+        "now": {
+            "requests_in_flight": sum(
+                told.report.in_flight for told in routers.values() if told.age_seconds < GONE_SECONDS
+            ),
+            **_point(history.recent()),
+        },
+        "routers": [_router(name, told, history) for name, told in sorted(routers.items())],
+        "workers": [_worker(worker, rates) for worker in workers],
+        "flows": [
+            {
+                "from": pair[0],
+                "to": pair[1],
+                "bytes_per_second": _short(flow.bytes_per_second),
+                "handoffs_per_second": _short(flow.handoffs_per_second),
+            }
+            for pair, flow in sorted(history.flows().items())
+        ],
+        "history": {"interval_seconds": TICK_SECONDS, **_columns(history.points)},
+    }
+
+
+def _router(name: str, told: RouterCounts, history: History) -> dict[str, Any]:
+    rates = history.router_rates(name)
+    return {
+        "id": name,
+        "state": told.report.state if told.age_seconds < GONE_SECONDS else "gone",
+        "uptime_seconds": round(told.report.uptime_seconds, 1),
+        "requests_in_flight": told.report.in_flight,
+        "requests_per_second": _short(rates.requests_per_second),
+        "output_tokens_per_second": _short(rates.output_tokens_per_second),
+    }
+
+
+def _worker(worker: WorkerInfo, rates: RatesOfWorkers) -> dict[str, Any]:
+    shown = {name: worker.status[name] for name in _STATUS if name in worker.status}
+    return {
+        "id": worker.worker_id,
+        "role": worker.role,
+        # The lease matters more, once it is not live.
+        "state": worker.state if worker.lease == "live" else worker.lease,
+        "place": worker.place,
+        **{name: _short(value) if isinstance(value, float) else value for name, value in shown.items()},
+        **{name: _short(value) for name, value in rates.of(worker)._asdict().items()},
+    }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {
+        name: _percentiles(value) if isinstance(value, Percentiles) else _short(value)
+        for name, value in point._asdict().items()
+    }
+
+
+def _percentiles(of: Percentiles) -> dict[str, float | None]:
+    return {name: _short(value) for name, value in of._asdict().items()}
+
+
+def _columns(points: Iterable[Point]) -> dict[str, list[float | None]]:
+    """A list for every line of a chart, oldest first."""
+    kept = list(points)
+    columns: dict[str, list[float | None]] = {}
+    for name in Point._fields:
+        if name in ("ttft", "itl"):
+            for part in Percentiles._fields:
+                columns[f"{name}_{part}"] = [_short(getattr(getattr(one, name), part)) for one in kept]
+        else:
+            columns[name] = [_short(getattr(one, name)) for one in kept]
+    return columns
+
+
+def _short(value: float | None) -> float | None:
+    """Four digits are what anybody can see."""
+    return None if value is None else float(f"{value:.4g}")

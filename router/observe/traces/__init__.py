@@ -1,0 +1,1 @@
+"""A request's arrival headers and spans."""

@@ -1,0 +1,1 @@
+"""A request after validation: its model, its checks, its resume ticket, its prefix scope."""

@@ -1,0 +1,72 @@
+"""The proof that some router of this deployment has admitted a request already.
+
+    ticket = time of issue (u64, Unix seconds) ‖ BLAKE2b(key, time ‖ name ‖ seed)        24 bytes
+    name   = BLAKE2b(tenant, request id, prompt)
+
+The stream's first event carries it. A client whose router died sends it to another one with the tokens it holds, so that
+half an answer is not refused for being late. Tokens without a ticket are refused: a client could make them up. A ticket
+without tokens belongs to a request whose router died before the first token; it has been charged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+import time
+from collections.abc import Callable
+
+from cluster.errors import InvalidRequestError
+from router.request.completion import Completion
+
+NAME_BYTES = 16
+MAC_BYTES = 16
+GRACE_SECONDS = 60.0  # routers' clocks may differ by as much, and a client may take as long to reconnect
+
+
+def name_of(tenant: str, request_id: str, packed_prompt: bytes) -> bytes:
+    """What every router calls a request: of two that have the same name, prompt and owner are the same."""
+    digest = hashlib.blake2b(digest_size=NAME_BYTES)
+    for part in (tenant.encode(), request_id.encode()):
+        digest.update(struct.pack("<I", len(part)) + part)
+    digest.update(packed_prompt)
+    return digest.digest()
+
+
+class Tickets:
+    """Made and checked with the deployment's secret: no router has to remember any, or ask Redis."""
+
+    def __init__(self, secret: str, request_seconds: float, clock: Callable[[], float] = time.time):
+        """`request_seconds`: the longest life of a request; a ticket is worth nothing much later."""
+        self._key = hashlib.blake2b(secret.encode(), digest_size=32, person=b"baton-resume").digest()
+        self._seconds = request_seconds + GRACE_SECONDS
+        self._clock = clock
+
+    def issue(self, name: bytes, seed: int) -> bytes:
+        return self._ticket(int(self._clock()), name, seed)
+
+    def check(self, completion: Completion, name: bytes) -> bool:
+        """Whether a router of this deployment admitted this request, not too long ago.
+
+        Raises InvalidRequestError if not and the request holds tokens.
+        """
+        valid = self._is_valid(completion.resume_ticket, name, completion.sampling.seed)
+        if completion.resume_tokens and not valid:
+            raise InvalidRequestError(
+                "resume_ticket: resume_tokens require the ticket and the seed of this request's first event, at most "
+                f"{self._seconds:.0f} s old; or send the request again without resume_tokens",
+                field="resume_ticket",
+            )
+        return valid
+
+    def _is_valid(self, ticket: bytes, name: bytes, seed: int) -> bool:
+        if len(ticket) != 8 + MAC_BYTES:
+            return False
+        (issued,) = struct.unpack_from("<Q", ticket)
+        expected = self._ticket(issued, name, seed)
+        return hmac.compare_digest(ticket, expected) and abs(self._clock() - issued) <= self._seconds
+
+    def _ticket(self, issued: int, name: bytes, seed: int) -> bytes:
+        when = struct.pack("<Q", issued)
+        message = when + name + struct.pack("<Q", seed)
+        return when + hashlib.blake2b(message, digest_size=MAC_BYTES, key=self._key).digest()

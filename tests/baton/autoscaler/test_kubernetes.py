@@ -1,0 +1,332 @@
+"""The autoscaler against Kubernetes' API and a real Redis: what it patches, and what stops it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from baton.autoscaler.autoscaler import Autoscaler
+from baton.autoscaler.config import AutoscalingConfig, PoolLimits
+from baton.autoscaler.decision import Decision
+from baton.autoscaler.leader import Leadership
+from baton.autoscaler.platforms.kubernetes import StatefulSets, connect
+from cluster.config.models import Role
+from cluster.errors import SetupError, UnavailableError
+from tests.baton.autoscaler.registered import RegisteredWorker, decode_status, prefill_status
+from tests.kubernetes.api.server import ApiServer
+from tests.kubernetes.samples import pod, stateful_set
+from tests.waiting import wait_for
+
+NAMES: dict[Role, str] = {"prefill": "b-prefill", "decode": "b-decode"}
+POOL = PoolLimits(max_replicas=6, startup_seconds=30)
+CONFIG = AutoscalingConfig(prefill=POOL, decode=POOL, gpu_budget=10, ttft_objective_seconds=5.0)
+
+
+class Rig:
+    """An autoscaler with a clock of its own, and one worker of each role."""
+
+    def __init__(self, server: ApiServer, redis_url: str, namespace: str, path: Path):
+        self.server = server
+        self.now = 1000.0
+        self.platform = StatefulSets(connect(server.kubeconfig(path)), "default", NAMES)
+        self.registry = CollectorRegistry()
+        self.scaler = Autoscaler(
+            CONFIG, redis_url, namespace, self.platform, self.registry, clock=lambda: self.now
+        )
+        self.prefill = RegisteredWorker(redis_url, namespace, "prefill", "p0")
+        self.decode = RegisteredWorker(redis_url, namespace, "decode", "d0")
+
+    def step(self, requests_per_second: float = 0.05, batch: float = 4.0) -> Decision | None:
+        self.now += CONFIG.interval_seconds
+        self.prefill.publish(**prefill_status(self.now - 1000.0, requests_per_second))
+        self.decode.publish(**decode_status(self.now - 1000.0, batch))
+        return self.scaler.step()
+
+    def replicas(self, role: Role) -> int:
+        return int(self.server.object("StatefulSet", NAMES[role])["spec"]["replicas"])
+
+    def set_by_hand(self, role: Role, replicas: int) -> None:
+        document = copy.deepcopy(self.server.object("StatefulSet", NAMES[role]))
+        document["spec"]["replicas"] = replicas
+        self.server.update(document)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"baton_autoscaling_{name}", labels)
+
+    def close(self) -> None:
+        self.prefill.registration.stop()
+        self.decode.registration.stop()
+        self.scaler.leadership.close()
+        self.platform.close()
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    with ApiServer() as running:
+        for name in NAMES.values():
+            running.create(stateful_set(name))
+        yield running
+
+
+@pytest.fixture
+def rig(server: ApiServer, redis_url: str, namespace: str, tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(server, redis_url, namespace, tmp_path / "kubeconfig")
+    yield made
+    made.close()
+
+
+def test_load_grows_the_stateful_set_and_says_why(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="baton.autoscaling")
+    for _ in range(8):
+        rig.step(requests_per_second=3.0)
+    assert rig.replicas("prefill") >= 2
+    assert rig.replicas("decode") == 1
+    line = next(one for one in caplog.messages if "pool=prefill from=1 to=2" in one)
+    assert re.search(r"ready=1 needed=\d+\.\d+ reason=prefill_load tokens_per_second=[\d.]+", line)
+    assert rig.metric("desired_replicas", pool="prefill") == rig.replicas("prefill")
+    assert rig.metric("current_replicas", pool="prefill") == 1
+    assert rig.metric("decisions_total", pool="prefill", reason="prefill_load") >= 1
+    assert rig.metric("changes_total", pool="prefill", direction="up") >= 1
+    assert rig.metric("leader") == 1
+
+
+def test_a_steady_cluster_is_left_alone(rig: Rig) -> None:
+    before = [
+        rig.server.object("StatefulSet", name)["metadata"]["resourceVersion"] for name in NAMES.values()
+    ]
+    for _ in range(30):
+        rig.step()
+    after = [rig.server.object("StatefulSet", name)["metadata"]["resourceVersion"] for name in NAMES.values()]
+    assert after == before
+    assert rig.metric("decisions_total", pool="decode", reason="steady") > 10
+
+
+def test_what_was_set_by_hand_is_gone_on_from_slowly(rig: Rig) -> None:
+    rig.step()
+    for role in NAMES:
+        rig.set_by_hand(role, 3)
+    for _ in range(20):
+        rig.step()
+    assert (rig.replicas("prefill"), rig.replicas("decode")) == (3, 3)
+
+
+def test_replicas_that_fit_nowhere_are_given_back(rig: Rig) -> None:
+    for _ in range(8):
+        rig.step(requests_per_second=3.0)
+    asked = rig.replicas("prefill")
+    assert asked >= 2
+    for ordinal in range(1, asked):
+        rig.server.create(unschedulable_pod(f"b-prefill-{ordinal}"))
+    assert rig.platform.read("prefill").unschedulable == asked - 1
+    for _ in range(12):
+        rig.step(requests_per_second=3.0)
+    assert rig.replicas("prefill") == 1
+    assert rig.metric("decisions_total", pool="prefill", reason="unschedulable") >= 1
+
+
+def test_replicas_that_load_are_waited_for(rig: Rig) -> None:
+    asked, pods = 1, 1
+    for _ in range(70):  # more than ten minutes: start-up is said to take 30 s
+        rig.step(requests_per_second=3.0)
+        assert rig.replicas("prefill") >= asked, "nothing that loads is given back"
+        asked = rig.replicas("prefill")
+        for ordinal in range(pods, asked):
+            rig.server.create(starting_pod(f"b-prefill-{ordinal}"))
+        pods = asked
+    assert asked >= 2
+    assert rig.metric("decisions_total", pool="prefill", reason="unschedulable") == 0
+
+
+WAITS = {"waiting": {"reason": "ContainerCreating"}}
+RUNS = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "starting"),
+    [
+        ({}, 1),
+        ({"phase": "Pending", "containerStatuses": [("worker", WAITS, 0)]}, 1),
+        ({"phase": "Pending", "initContainerStatuses": [("fetch", RUNS, 0)]}, 1),
+        ({"containerStatuses": [("worker", RUNS, 1)]}, 0),
+        ({"containerStatuses": [("worker", {"waiting": {"reason": "CrashLoopBackOff"}}, 0)]}, 0),
+        (
+            {
+                "phase": "Pending",
+                "containerStatuses": [("worker", {"waiting": {"reason": "ErrImagePull"}}, 0)],
+            },
+            0,
+        ),
+        ({"phase": "Failed"}, 0),
+        ({"Ready": "True"}, 0),
+        ({"PodScheduled": "False"}, 0),
+    ],
+)
+def test_a_pod_that_starts_is_told_from_one_that_fails(
+    changes: dict[str, Any], starting: int, rig: Rig
+) -> None:
+    rig.server.create(starting_pod("b-prefill-1", **changes))
+    assert rig.platform.read("prefill").starting == starting
+    assert rig.platform.read("decode").starting == 0
+
+
+def starting_pod(name: str, **changes: Any) -> dict[str, Any]:
+    """Scheduled, and its containers run; what they do is not over yet."""
+    made: dict[str, Any] = unschedulable_pod(name)
+    conditions = {"PodScheduled": "True", "Ready": "False"}
+    status: dict[str, Any] = {"phase": "Running", "containerStatuses": [("worker", RUNS, 0)]}
+    for key, value in changes.items():
+        (conditions if key in conditions else status)[key] = value
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        status[kind] = [
+            {
+                "name": container,
+                "state": state,
+                "restartCount": restarts,
+                "ready": False,
+                "image": "",
+                "imageID": "",
+            }
+            for container, state, restarts in status.get(kind, ())
+        ]
+    listed = [{"type": key, "status": value} for key, value in conditions.items()]
+    return {**made, "status": {**status, "conditions": listed}}
+
+
+def unschedulable_pod(name: str) -> dict[str, object]:
+    made = pod(name, labels={"app": "b-prefill"})
+    owner = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "name": "b-prefill",
+        "uid": "u",
+        "controller": True,
+    }
+    made["metadata"]["ownerReferences"] = [owner]
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    made["status"] = {"phase": "Pending", "conditions": [condition]}
+    return made
+
+
+def test_one_acts_and_the_other_takes_over(
+    rig: Rig, server: ApiServer, redis_url: str, namespace: str, tmp_path: Path
+) -> None:
+    assert rig.scaler.leadership.hold()
+    other = StatefulSets(connect(server.kubeconfig(tmp_path / "other")), "default", NAMES)
+    second = Autoscaler(CONFIG, redis_url, namespace, other, CollectorRegistry(), clock=lambda: rig.now)
+
+    def step_of_second() -> None:
+        rig.now += CONFIG.interval_seconds
+        rig.prefill.publish(**prefill_status(rig.now - 1000.0, 3.0))
+        rig.decode.publish(**decode_status(rig.now - 1000.0, 4.0))
+        second.step()
+
+    for _ in range(8):
+        step_of_second()
+    assert rig.replicas("prefill") == 1, "only who leads acts"
+    rig.scaler.leadership.close()
+    for _ in range(4):
+        step_of_second()
+    assert rig.replicas("prefill") >= 2
+    second.leadership.close()
+    other.close()
+
+
+def test_a_lease_ends_here_before_it_ends_there(redis_url: str, namespace: str) -> None:
+    now = 0.0
+    first = Leadership(redis_url, namespace, 30.0, clock=lambda: now)
+    second = Leadership(redis_url, namespace, 30.0, clock=lambda: now)
+    assert first.hold()
+    assert first.sure(29.0)
+    assert not second.hold()
+    now = 29.0
+    assert not first.sure(5.0)
+    assert first.hold()
+    assert first.sure(29.0)
+    first.close()
+    assert second.hold()
+    second.close()
+
+
+def test_a_change_made_meanwhile_is_not_overwritten(rig: Rig) -> None:
+    seen = rig.platform.read("decode")
+    rig.set_by_hand("decode", 5)
+    with pytest.raises(UnavailableError, match="409"):
+        rig.platform.scale("decode", 2, seen)
+    assert rig.replicas("decode") == 5
+
+
+def test_what_is_forbidden_is_named_and_does_not_stop_the_loop(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.server.access.deny("get", "statefulsets/scale", "apps")
+    with pytest.raises(SetupError, match="may not get statefulsets/scale b-prefill"):
+        rig.platform.read("prefill")
+    assert rig.step() is None
+    assert "may not get statefulsets/scale b-prefill" in caplog.text
+    assert rig.metric("errors_total", part="platform") == 1
+
+
+def test_without_redis_nothing_is_touched(server: ApiServer, tmp_path: Path) -> None:
+    platform = StatefulSets(connect(server.kubeconfig(tmp_path / "kubeconfig")), "default", NAMES)
+    registry = CollectorRegistry()
+    scaler = Autoscaler(CONFIG, f"unix://{tmp_path}/none.sock", "n", platform, registry)
+    assert scaler.step() is None
+    assert registry.get_sample_value("baton_autoscaling_errors_total", {"part": "redis"}) == 1
+    scaler.leadership.close()
+    platform.close()
+
+
+def test_the_command_scales_and_shows_its_metrics(
+    server: ApiServer, redis_url: str, namespace: str, tmp_path: Path
+) -> None:
+    workers = [RegisteredWorker(redis_url, namespace, role, role) for role in ("prefill", "decode")]
+    ready = tmp_path / "ready.json"
+    settings = {
+        "interval_seconds": 0.3,
+        "confirm_seconds": 0.2,
+        "prefill": {"max_replicas": 3, "startup_seconds": 30},
+        "stateful_sets": NAMES,
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "baton", "autoscale", "--config", str(tmp_path / "config.yaml")]
+    command += ["--redis-url", redis_url, "--namespace", namespace, "--kubernetes-namespace", "default"]
+    command += ["--kubeconfig", str(server.kubeconfig(tmp_path / "kubeconfig")), "--ready-file", str(ready)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        began = time.monotonic()
+
+        def grown() -> bool:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            now = time.monotonic() - began
+            workers[0].publish(**prefill_status(now, 4.0))
+            workers[1].publish(**decode_status(now, 4.0))
+            return int(server.object("StatefulSet", NAMES["prefill"])["spec"]["replicas"]) == 3
+
+        wait_for(grown, 60.0, "three prefill replicas")
+        address = json.loads(ready.read_text())["metrics"]
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        assert 'baton_autoscaling_desired_replicas{pool="prefill"}' in text
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20.0) == 0
+        assert "reason=prefill_load" in (tmp_path / "log").read_text()
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(10.0)
+        for worker in workers:
+            worker.registration.stop()

@@ -1,0 +1,136 @@
+"""What the policy promises whatever comes."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.autoscaler.budget import Claim, share_out
+from baton.autoscaler.config import ROLES, AutoscalingConfig, PoolLimits
+from baton.autoscaler.decision import Reason
+from baton.autoscaler.prefill_demand import replicas_for, wait_beyond
+from baton.autoscaler.wants import Want
+from tests.baton.autoscaler.fluid import FluidCluster
+
+FEW = settings(max_examples=12, deadline=None)
+HOUR = 3600.0
+
+
+def make_config(**more: object) -> AutoscalingConfig:
+    pool = PoolLimits(max_replicas=24, startup_seconds=60)
+    return AutoscalingConfig.model_validate(
+        {
+            "prefill": pool,
+            "decode": pool,
+            "gpu_budget": 48,
+            "ttft_objective_seconds": 5.0,
+            "itl_objective_seconds": 0.03,
+            "interval_seconds": 30.0,
+            **more,
+        }
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> AutoscalingConfig:
+    pools = {}
+    for role in ROLES:
+        least = draw(st.integers(1, 4))
+        pools[role] = PoolLimits(
+            min_replicas=least,
+            max_replicas=draw(st.integers(least, 20)),
+            gpus_per_replica=draw(st.integers(1, 4)),
+            startup_seconds=draw(st.floats(1, 200)),
+        )
+    floor = sum(pool.min_replicas * pool.gpus_per_replica for pool in pools.values())
+    return make_config(**pools, gpu_budget=floor + draw(st.integers(0, 30)))
+
+
+@FEW
+@given(config=configs(), loads=st.lists(st.floats(0, 30), min_size=1, max_size=5))
+def test_budget_and_limits_hold_under_any_load(config: AutoscalingConfig, loads: list[float]) -> None:
+    cluster = FluidCluster(config)
+    for load in loads:
+        cluster.run(900.0, load)
+    for decision in cluster.history:
+        assert decision.gpus_asked <= config.gpu_budget
+        for pool in decision.pools:
+            limits = config.pool(pool.role)
+            assert limits.min_replicas <= pool.target <= limits.max_replicas
+
+
+@settings(max_examples=5, deadline=None)  # six hours each
+@given(load=st.floats(0.2, 15))
+def test_a_steady_load_is_served_and_nothing_swings(load: float) -> None:
+    cluster = FluidCluster(make_config())
+    cluster.run(4 * HOUR, load)
+    settled = cluster.now
+    cluster.run(2 * HOUR, load)
+    for role in ROLES:
+        assert len(set(cluster.targets_since(settled, role))) == 1
+    assert cluster.targets["prefill"] >= load  # a replica computes one request a second
+    assert cluster.queue_tokens == 0
+
+
+@FEW
+@given(low=st.floats(0.5, 8), more=st.floats(1.0, 2.0))
+def test_more_load_never_gets_less_than_less_needs(low: float, more: float) -> None:
+    """Not than less load has: a backlog at the start may have got it a replica that hysteresis keeps."""
+    quiet, busy = FluidCluster(make_config()), FluidCluster(make_config())
+    quiet.run(HOUR, low)
+    busy.run(HOUR, low * more)
+    for role in ROLES:
+        assert busy.targets[role] >= quiet.history[-1].pool(role).needed
+
+
+@FEW
+@given(load=st.floats(4, 12), room=st.integers(1, 3))
+def test_replicas_that_never_come_do_not_block_the_other_pool(load: float, room: int) -> None:
+    """The budget could go into prefill replicas that fit nowhere; decode never waits longer for what it needs than
+    such replicas may take to come."""
+    config = make_config(gpu_budget=16, itl_objective_seconds=0.02)
+    stuck = FluidCluster(config, room={"prefill": room})
+    stuck.run(HOUR, load)
+    short = longest = 0
+    for decision in stuck.history:
+        short = short + 1 if decision.decode.needed > decision.decode.target else 0
+        longest = max(longest, short)
+    assert stuck.targets["decode"] >= stuck.history[-1].decode.needed
+    assert longest * config.interval_seconds <= config.prefill.startup_seconds + 4 * config.interval_seconds
+    assert any(d.prefill.reason is Reason.UNSCHEDULABLE and d.prefill.changed for d in stuck.history)
+    asked = sum(d.prefill.target > d.prefill.before for d in stuck.history)
+    assert asked <= 12, "given back, and asked for again ever more rarely"
+
+
+claims = st.builds(
+    lambda role, want, before, gpus, needed, late: Claim(
+        role, Want(want, Reason.PREFILL_LOAD), before, before - min(late, before), 0, 1, needed, late, gpus
+    ),
+    st.sampled_from(ROLES),
+    st.integers(1, 20),
+    st.integers(1, 10),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.integers(0, 3),
+)
+
+
+@given(first=claims, second=claims, spare=st.integers(0, 20), may_move=st.booleans())
+def test_sharing_out(first: Claim, second: Claim, spare: int, may_move: bool) -> None:
+    budget = first.gpus_held(first.before) + second.gpus_held(second.before) + spare
+    shares = share_out(budget, (first, second), may_move)
+    held = first.gpus_held(shares[0].target) + second.gpus_held(shares[1].target)
+    assert held <= budget
+    for claim, share in zip((first, second), shares, strict=True):
+        assert share.target <= max(claim.before, claim.want.target)
+        assert share.target >= min(claim.before, claim.want.target, claim.least)
+    wanted = first.gpus_held(first.want.target) + second.gpus_held(second.want.target)
+    if wanted <= budget:
+        assert [share.target for share in shares] == [first.want.target, second.want.target]
+
+
+@given(offered=st.floats(0, 40), service=st.floats(0.05, 5), wait=st.floats(0.05, 20))
+def test_enough_is_enough_and_one_less_is_not(offered: float, service: float, wait: float) -> None:
+    n = replicas_for(offered, service, wait, 0.01)
+    assert wait_beyond(n, offered, service, wait) <= 0.01
+    assert n == 0 or wait_beyond(n - 1, offered, service, wait) > 0.01 or n == 1

@@ -1,0 +1,80 @@
+"""What commands print is what they were given: no markup is read from it, no emoji made of it, no line broken."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from baton.cli import output, talk
+from baton.cli.main import main
+from cluster.errors import ConfigError
+from tests.baton import stub_inference
+from tests.baton.stub_inference import StubRouter
+
+TEXT = "a[b] :smile: [/i] " + 60 * "word "
+
+
+@pytest.fixture
+def router() -> Iterator[StubRouter]:
+    stub = StubRouter()
+    yield stub
+    stub.stop()
+
+
+def test_an_answer_is_printed_as_it_came(router, monkeypatch, capsys):
+    monkeypatch.setattr(stub_inference, "text_of", lambda token_id: TEXT)
+    monkeypatch.setattr(output.console, "_width", 40)
+    talk.generate("a", target=router.address, max_tokens=2)
+    assert capsys.readouterr().out == 2 * TEXT + "\n"
+
+
+def test_a_line_is_printed_as_it_is(capsys):
+    output.say(TEXT)
+    assert capsys.readouterr().out == TEXT + "\n"
+
+
+def test_an_error_is_printed_as_it_is(monkeypatch, capsys):
+    def refuse() -> None:
+        raise ConfigError(TEXT.strip(), field="f")
+
+    monkeypatch.setattr("baton.cli.main.app", refuse)
+    monkeypatch.setattr(sys, "argv", ["baton"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == f"baton: {TEXT.strip()} [f]\n"
+
+
+def test_a_full_disk_behind_the_output_is_one_sentence():
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "baton", "--help"]
+        ended = subprocess.run(
+            command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "baton: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_a_report_that_does_not_fit_the_disk_is_named(router, monkeypatch, capsys):
+    arguments = [
+        "load",
+        "--target",
+        router.address,
+        "--requests",
+        "1",
+        "--max-tokens",
+        "2",
+        "--json",
+        "/dev/full",
+    ]
+    monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+    monkeypatch.setattr("os.dup2", lambda *_: None)  # the test's own output goes on
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr()
+    assert "requests" in printed.out, "the figures are printed all the same"
+    assert printed.err == "baton: /dev/full cannot be written: No space left on device\n"

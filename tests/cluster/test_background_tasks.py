@@ -1,0 +1,43 @@
+"""Work that takes and gives back ends, whoever stops waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.background_tasks import FollowUps
+
+
+async def test_a_cancelled_wait_does_not_cancel_the_work():
+    follow_ups, done, go = FollowUps(), [], asyncio.Event()
+
+    async def work() -> int:
+        await go.wait()
+        done.append("all of it")
+        return 3
+
+    waiting = asyncio.create_task(follow_ups.complete(work()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    go.set()
+    await follow_ups.wait(5.0)
+    assert done == ["all of it"]
+    assert await follow_ups.complete(work()) == 3
+
+
+async def test_errors_reach_who_waits_and_the_log_otherwise(caplog):
+    follow_ups = FollowUps()
+
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await follow_ups.complete(fail())
+    assert not caplog.records
+    follow_ups.spawn(fail())
+    await follow_ups.wait(5.0)
+    await asyncio.sleep(0)
+    assert "a follow-up failed" in caplog.text

@@ -1,0 +1,92 @@
+"""The handover of tokens: in order, all at once, bounded, paced, and ended by the right thing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import uvloop
+
+from router.dispatch.bounded_queue import BoundedQueue
+
+
+async def test_what_lies_there_is_taken_together():
+    box: BoundedQueue[int] = BoundedQueue(8)
+    for number in range(3):
+        box.add(number)
+    assert await box.take() == [0, 1, 2]
+    asyncio.get_running_loop().call_soon(box.add, 7)
+    assert await box.take() == [7]
+
+
+async def test_it_ends_after_its_last_producer():
+    box: BoundedQueue[int] = BoundedQueue(8, producers=2)
+    box.end()
+    box.add(1)
+    box.end()
+    assert await box.take() == [1]
+    assert await box.take() == []
+
+
+async def test_an_error_comes_after_what_was_there_and_a_discard_at_once():
+    box: BoundedQueue[int] = BoundedQueue(8)
+    box.add(1)
+    box.fail(ValueError("first"))
+    box.fail(ValueError("second"))
+    assert await box.take() == [1]
+    with pytest.raises(ValueError, match="first"):
+        await box.take()
+    other: BoundedQueue[int] = BoundedQueue(8, pace_seconds=30.0)
+    other.add(1)
+    assert await other.take() == [1]
+    other.add(2)
+    other.discard(ValueError("gone"))
+    with pytest.raises(ValueError, match="gone"):
+        await other.take()
+
+
+async def test_a_producer_waits_while_too_much_is_unread():
+    box: BoundedQueue[int] = BoundedQueue(2)
+    box.add(1)
+    await box.room()
+    box.add(2)
+    waiting = asyncio.ensure_future(box.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await box.take()
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_burst_is_paced_but_neither_its_first_nor_its_end():
+    box: BoundedQueue[int] = BoundedQueue(64, pace_seconds=0.05)
+    box.add(0)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    assert await box.take() == [0]
+    box.add(1)
+    loop.call_later(0.01, box.add, 2)
+    assert await box.take() == [1, 2]
+    assert loop.time() - began >= 0.04
+    box.add(3)
+    box.end()
+    assert await box.take() == [3]
+
+
+def test_waiting_for_the_pace_does_not_keep_the_loop_busy(monkeypatch):
+    """uvloop's clock ticks in milliseconds: what rounding leaves of a pace must not be asked for, over and over."""
+    sleeps, pieces, sleep = 0, 100, asyncio.sleep
+
+    async def counted(seconds: float) -> None:
+        nonlocal sleeps
+        sleeps += 1
+        await sleep(seconds)
+
+    async def read() -> None:
+        box: BoundedQueue[int] = BoundedQueue(8, pace_seconds=0.001)
+        for number in range(pieces):
+            box.add(number)
+            assert await box.take() == [number]
+
+    monkeypatch.setattr("router.dispatch.bounded_queue.asyncio.sleep", counted)
+    uvloop.run(read())
+    assert sleeps <= 2 * pieces

@@ -1,0 +1,250 @@
+"""A request's life over attempts that fail in every way: whatever the workers say, repeat, skip or leave out, the client
+gets each position once and in order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.config.models import RouterConfig
+from cluster.errors import BatonError, BlocksExhaustedError, PeerLostError
+from cluster.membership.topology import Location
+from router.dispatch import dispatcher
+from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
+from router.dispatch.bounded_queue import BoundedQueue
+from router.dispatch.services import Services
+from router.dispatch.unreachable_pairs import UnreachablePairs
+from router.placement.calibration import Calibration
+from router.placement.types import Generation, Placed, PlacementRequest
+from router.request.completion import Completion
+from router.text.tokenizer import ModelText
+from wire import common_pb2
+
+PROMPT, NEW = 5, 12
+P, D = Source.PREFILL, Source.DECODE
+
+# What may happen in an attempt, before it goes well or is over.
+STEPS = st.sampled_from(
+    [
+        "next",  # D's next token
+        "next",
+        "next",
+        "first",  # P's first token, which D sends, too
+        "again",  # D repeats an older one
+        "gap",  # D leaves one out
+        "prefill done",
+        "prefill refused",
+        "prefill aborted",
+        "prefill lost",
+        "decode lost",
+        "decode preempted",
+        "decode aborted",
+        "decode done",  # too early
+    ]
+)
+ARBITER = st.sampled_from(["committed", "aborted", "silent"])
+SCRIPTS = st.lists(st.tuples(st.lists(STEPS, max_size=8), ARBITER), max_size=6)
+
+
+def token(position: int) -> common_pb2.Token:
+    """The one that every worker would give there."""
+    last = position == PROMPT + NEW - 1
+    finish = common_pb2.FINISH_REASON_LENGTH if last else common_pb2.FINISH_REASON_UNSPECIFIED
+    return common_pb2.Token(position=position, token_id=10 + position % 40, finish=finish)
+
+
+def end(outcome: str, error: BatonError | None = None) -> common_pb2.AttemptEnd:
+    value = common_pb2.AttemptOutcome.Value(f"ATTEMPT_OUTCOME_{outcome}")
+    return common_pb2.AttemptEnd(outcome=value, error=error.to_wire() if error is not None else None)
+
+
+@dataclass(eq=False)
+class Scripted:
+    """Stands in for an Attempt: says what its script says, then, if nobody is lost, what is left."""
+
+    placed: Placed
+    transfer_id: bytes
+    from_position: int
+    steps: list[str]
+    arbiter: str
+    span: None = None
+    prefilled_at: float = 0.0
+    prefill_report: common_pb2.WorkReport | None = None
+    started: float = field(default_factory=time.monotonic)
+    trip_seconds: float = 0.0
+    closed: bool = False
+    finished: set[Source] = field(default_factory=set)
+    lost: set[Source] = field(default_factory=set)
+    heard: set[Source] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.events: BoundedQueue[Any] = BoundedQueue(512)
+
+    worker_of = Attempt.worker_of
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
+    def has_ended(self) -> bool:
+        return len(self.finished) == 2
+
+    def start(self) -> None:
+        position = self.from_position
+        for step in self.steps:
+            position = self.play(step, position)
+        while D not in self.finished | self.lost and position < PROMPT + NEW:
+            position = self.play("next", position)
+        for source in (P, D):
+            if source not in self.finished | self.lost:
+                self.ends(source, end("DONE"))
+
+    def play(self, step: str, position: int) -> int:
+        who, _, what = step.partition(" ")
+        source = P if who in ("first", "prefill") else D
+        if source in self.finished | self.lost:
+            return position
+        match step:
+            case "next" | "gap":
+                position += step == "gap"
+                if position < PROMPT + NEW:
+                    self.events.add(TokenCame(token(position), D))
+                    self.heard.add(D)
+                    position += 1
+            case "first":
+                if self.from_position < PROMPT + NEW:
+                    self.events.add(TokenCame(token(self.from_position), P))
+            case "again":
+                if position > PROMPT:
+                    self.events.add(TokenCame(token(max(PROMPT, position - 2)), D))
+            case _ if what == "lost":
+                self.lost.add(source)
+                self.events.add(Ended(source, None, PeerLostError("gone")))
+            case "prefill refused":
+                self.ends(P, end("REFUSED", BlocksExhaustedError("full", retry_after_seconds=0.001)))
+            case _:
+                self.ends(source, end(what.upper(), PeerLostError("x") if what == "aborted" else None))
+        return position
+
+    def ends(self, source: Source, said: common_pb2.AttemptEnd) -> None:
+        self.finished.add(source)
+        self.events.add(Ended(source, said))
+
+    async def abort_unless_committed(self) -> bool:
+        if self.arbiter == "silent" or D in self.lost:
+            raise PeerLostError("no answer")
+        return self.arbiter == "committed"
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class World:
+    """Services of a router, whose attempts follow scripts; after the last script every attempt goes well."""
+
+    def __init__(self, text: ModelText, scripts: list[tuple[list[str], str]]):
+        self.scripts = list(scripts)
+        self.attempts: list[Scripted] = []
+        self.released: list[bytes] = []
+        self.excluded: list[frozenset[str]] = []
+        self.calibration = Calibration()
+        facts = {
+            "place": "",
+            "host": "here",
+            "location": Location(),
+            "model_id": "m",
+            "page_size": 16,
+            "layout": b"",
+        }
+        self.p, self.d = (
+            SimpleNamespace(worker_id=name, address=name, epoch=1, name=name, **facts) for name in ("p", "d")
+        )
+        members: Any = SimpleNamespace(all=[self.p, self.d], prefill=[self.p], decode=[self.d])
+        stand_in: Any = self
+        config = RouterConfig(model=Path("/none"), max_attempts=50)
+        self.services = Services(config, text, members, stand_in, stand_in, stand_in)
+        self.services.new_transfer_id = lambda: len(self.attempts).to_bytes(16)  # type: ignore[method-assign]
+
+    def generation(self, before: Generation | None) -> Generation:
+        return Generation("m", 16, b"")
+
+    async def charge(self, *_: Any) -> None:
+        """No quota."""
+
+    async def place(self, request: PlacementRequest) -> Placed:
+        self.excluded.append(request.excluded)
+        return Placed(self.p, self.d, 0, 0, False)  # type: ignore[arg-type]
+
+    def prefilled(self, transfer_id: bytes) -> None:
+        """Placement's accounts are its own tests' matter."""
+
+    def release(self, transfer_id: bytes) -> None:
+        self.released.append(transfer_id)
+
+    def attempt(self, **facts: Any) -> Scripted:
+        steps, arbiter = self.scripts.pop(0) if self.scripts else ([], "aborted")
+        made = Scripted(facts["placed"], facts["transfer_id"], facts["from_position"], steps, arbiter)
+        self.attempts.append(made)
+        return made
+
+
+@pytest.fixture(scope="module")
+def text(checkpoint):
+    made = ModelText(checkpoint("llama"))
+    yield made
+    made.close()
+
+
+async def deliver(world: World) -> list[common_pb2.Token]:
+    completion = Completion(
+        "r", "m", list(range(3, 3 + PROMPT)), common_pb2.SamplingParams(max_tokens=NEW), deadline_seconds=60.0
+    )
+    deltas: BoundedQueue[Any] = BoundedQueue(512)
+    before = len(world.attempts)
+    running = dispatcher.RequestDispatcher(completion, world.services)
+    running.start(deltas)
+    tokens: list[common_pb2.Token] = []
+    while batch := await deltas.take():
+        for delta in batch:
+            tokens += delta.tokens
+    assert running.complete
+    assert running.outcome.timings.attempts == len(world.attempts) - before
+    await world.services.finish(5.0)
+    return tokens
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(scripts=SCRIPTS)
+def test_every_position_comes_once_and_in_order(text, scripts):
+    with pytest.MonkeyPatch.context() as patch:
+        world = World(text, scripts)
+        patch.setattr(dispatcher, "Attempt", world.attempt)
+        patch.setattr("router.dispatch.retry_policy.MAX_PAUSE_SECONDS", 0.002)
+        began = time.monotonic()
+        tokens = asyncio.run(asyncio.wait_for(deliver(world), 30))
+        assert time.monotonic() - began < 20
+    assert [one.position for one in tokens] == list(range(PROMPT, PROMPT + NEW))
+    assert [one.token_id for one in tokens] == [token(one.position).token_id for one in tokens]
+    assert world.released == [attempt.transfer_id for attempt in world.attempts], "a charge that stays"
+    assert all(attempt.closed or attempt.has_ended for attempt in world.attempts), "a worker was not told"
+
+
+async def test_workers_that_could_not_meet_are_kept_apart_until_they_meet(text, monkeypatch):
+    world = World(text, 2 * [(["prefill aborted"], "aborted")])
+    world.services.pairs = UnreachablePairs(lambda: 0.0)
+    monkeypatch.setattr(dispatcher, "Attempt", world.attempt)
+    await deliver(world)
+    # Not d, by the request's own memory; not p, by the router's, as d is the only one. They come all the same, and meet.
+    assert world.excluded == [set(), {"d", "p"}, {"d", "p"}]
+    assert not world.services.pairs.any_unreachable
+    await deliver(world)
+    assert world.excluded[3:] == [set()]

@@ -1,0 +1,265 @@
+"""Which connections make room, which are refused, and what a head may hold, to the last one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from router.frontends.http import protocol
+from router.frontends.http.protocol import HttpLimits, limited
+from router.frontends.http.reading import EventStream
+from tests.waiting import until
+
+LIMIT, HEADERS, HEAD_BYTES = 2, 5, 400
+LIMITS = HttpLimits(HEAD_BYTES, HEADERS, LIMIT, 30, 30, 30, 30)
+GET = b"GET /at-once HTTP/1.1\r\nhost: x\r\n\r\n"
+SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def _pieces() -> AsyncIterator[bytes]:
+    for piece in (b"one", b"two"):
+        yield piece
+
+
+class Server:
+    def __init__(self, limits: HttpLimits = LIMITS) -> None:
+        self.go_on = asyncio.Event()
+        self.running = 0
+        self._seen = 0
+        self._made: list[Connection] = []
+        server = self
+
+        class Seen(limited(limits)):  # type: ignore[misc]
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                super().connection_made(transport)
+                server._seen += 1
+
+        config = uvicorn.Config(self._app, http=Seen, interface="asgi3", log_config=None, lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive, send).body()
+        self.running += 1
+        if scope["path"] == "/slow":
+            await self.go_on.wait()
+        self.running -= 1
+        if scope["path"] == "/pieces":
+            pieces = EventStream(_pieces(), {}, lambda: None)
+            await pieces(scope, receive, send)
+        else:
+            await PlainTextResponse("answered")(scope, receive, send)
+
+    @property
+    def connections(self) -> int:
+        return len(self._server.server_state.connections)
+
+    async def run(self) -> AsyncIterator[Server]:
+        sock = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.create_task(self._server.serve(sockets=[sock]))
+        await until(lambda: self._server.started, "it serves")
+        self._address = sock.getsockname()
+        yield self
+        self.go_on.set()
+        for one in self._made:
+            one.close()
+        self._server.should_exit = True
+        await serving
+
+    async def connect(self) -> Connection:
+        """The server has seen it when this returns."""
+        before = self._seen
+        made = Connection(*await asyncio.open_connection(*self._address))
+        self._made.append(made)
+        await until(lambda: self._seen > before, "it is accepted", 5)
+        return made
+
+
+class Connection:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+
+    def send(self, raw: bytes) -> None:
+        self._writer.write(raw)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def status(self) -> int:
+        """Of the next answer; 0 where the connection ends instead."""
+        try:
+            async with asyncio.timeout(10):
+                head = await self._reader.readuntil(b"\r\n\r\n")
+                size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return 0
+        return int(head.split()[1])
+
+    async def rest(self) -> bytes:
+        """What comes until the connection ends."""
+        async with asyncio.timeout(10):
+            return await self._reader.read()
+
+    async def ask(self, raw: bytes = GET) -> int:
+        self.send(raw)
+        return await self.status()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    async for one in Server().run():
+        yield one
+
+
+async def test_an_http_1_0_stream_has_no_chunks_and_ends_with_the_connection(server: Server) -> None:
+    for method, body in ((b"GET", b"onetwo"), (b"HEAD", b"")):
+        connection = await server.connect()
+        connection.send(method + b" /pieces HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+        head, _, came = (await connection.rest()).partition(b"\r\n\r\n")
+        assert came == body
+        assert b"transfer-encoding" not in head and b"connection: close" in head
+
+
+async def test_an_http_1_0_answer_of_known_length_says_it(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(b"GET /at-once HTTP/1.0\r\n\r\n")
+    head, _, came = (await connection.rest()).partition(b"\r\n\r\n")
+    assert came == b"answered" and b"content-length: 8" in head
+
+
+async def test_an_http_1_1_stream_is_chunked(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(b"GET /pieces HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    head, _, came = (await connection.rest()).partition(b"\r\n\r\n")
+    assert came == b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n" and b"transfer-encoding: chunked" in head
+
+
+async def busy(server: Server) -> list[Connection]:
+    """As many as the limit, each with a request that runs."""
+    connections = [await server.connect() for _ in range(LIMIT)]
+    for one in connections:
+        one.send(SLOW)
+    await until(lambda: server.running == LIMIT, "they run", 5)
+    return connections
+
+
+async def test_the_connection_that_has_waited_longest_makes_room(server: Server) -> None:
+    first, second = await server.connect(), await server.connect()
+    assert await first.ask() == 200, "now the second one has waited longest"
+    third = await server.connect()
+    assert await second.status() == 0
+    assert await third.ask() == 200
+    fourth = await server.connect()
+    assert await first.status() == 0
+    assert await fourth.ask() == 200 and await third.ask() == 200
+
+
+async def test_a_connection_that_is_gone_makes_no_room(server: Server) -> None:
+    gone = await server.connect()
+    gone.close()
+    await until(lambda: not server.connections, "it is gone", 5)
+    await server.connect(), await server.connect()
+    assert await (await server.connect()).ask() == 200
+
+
+async def test_a_connection_with_a_request_makes_no_room(server: Server, monkeypatch: Any) -> None:
+    monkeypatch.setattr(protocol, "TOLD", 1)
+    running = await busy(server)
+    assert await (await server.connect()).status() == 429
+    refused = [await server.connect() for _ in range(4)]
+    assert 0 in [await one.status() for one in refused], "more are closed at once, without an answer"
+    server.go_on.set()
+    assert [await one.status() for one in running] == [200] * LIMIT
+
+
+def head(headers: int, size: int) -> bytes:
+    """Of a request with so many headers, which take `size` bytes as the limit counts them, with its path."""
+    lines = [f"h{number}: " for number in range(headers)]
+    lines[-1] += (size - len("/at-once") - sum(len(one) - 2 + 4 for one in lines)) * "x"
+    return ("GET /at-once HTTP/1.1\r\n" + "".join(f"{one}\r\n" for one in lines) + "\r\n").encode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "size", "status"),
+    [
+        (HEADERS, HEAD_BYTES // 2, 200),
+        (HEADERS + 1, HEAD_BYTES // 2, 431),
+        (HEADERS, HEAD_BYTES, 200),
+        (HEADERS, HEAD_BYTES + 1, 431),
+    ],
+)
+async def test_a_head_that_comes_at_once_has_a_size(
+    headers: int, size: int, status: int, server: Server
+) -> None:
+    assert await (await server.connect()).ask(head(headers, size)) == status
+
+
+async def test_a_head_that_comes_in_pieces_has_a_size(server: Server) -> None:
+    one = await server.connect()
+    one.send(b"GET / HTTP/1.1\r\nh: ")
+    for _ in range(HEAD_BYTES // 10):
+        one.send(b"x" * 10)
+        await asyncio.sleep(0.001)
+    assert await one.status() == 431
+
+
+async def test_each_head_of_a_connection_has_the_whole_size(server: Server) -> None:
+    one = await server.connect()
+    for _ in range(5):
+        raw = head(2, HEAD_BYTES // 2)
+        one.send(raw[:100])
+        await asyncio.sleep(0.01)
+        assert await one.ask(raw[100:]) == 200
+
+
+async def test_a_request_behind_another_has_its_time_for_the_body_once_it_runs() -> None:
+    """Its body is not read before: the answer that runs must not end for it."""
+    async for server in Server(dataclasses.replace(LIMITS, body_seconds=0.4)).run():
+        connection = await server.connect()
+        connection.send(SLOW)
+        await until(lambda one=server: one.running == 1, "it runs", 5)
+        connection.send(b"POST /at-once HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nab")
+        await asyncio.sleep(1.0)
+        server.go_on.set()
+        assert await connection.status() == 200
+        assert await connection.status() == 408, "now it is late"
+
+
+async def test_requests_before_an_answer_have_a_number(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take no place, and each costs memory."""
+    monkeypatch.setattr(protocol, "MAX_PIPELINED", 3)
+    connection = await server.connect()
+    connection.send(SLOW + 3 * GET)
+    await until(lambda: server.running == 1, "it runs", 5)
+    server.go_on.set()
+    assert [await connection.status() for _ in range(4)] == [200] * 4
+    server.go_on.clear()
+    connection.send(SLOW)
+    await until(lambda: server.running == 1, "it runs", 5)
+    connection.send(4 * GET)
+    assert [await connection.status() for _ in range(2)] == [429, 0]
+    await until(lambda: not server.connections, "it is closed", 5)
+
+
+async def test_a_head_is_as_long_as_itself_whatever_came_before_it(server: Server) -> None:
+    """All of it came in one read with the end of the request before."""
+    connection = await server.connect()
+    body = bytes(2 * HEAD_BYTES)
+    first = b"POST /at-once HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    connection.send(first + body + GET[:-4])
+    assert await connection.status() == 200
+    connection.send(GET[-4:])
+    assert await connection.status() == 200

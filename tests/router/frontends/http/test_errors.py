@@ -1,0 +1,30 @@
+"""What OpenAI's clients are told to do about an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.errors import (
+    AttemptsExhaustedError,
+    BatonError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from router.frontends.http.errors import error_response
+
+
+@pytest.mark.parametrize("error", [AttemptsExhaustedError("eight workers failed"), InternalError("a fault")])
+def test_what_would_only_fail_again_is_not_repeated(error: BatonError) -> None:
+    """Those clients repeat every 5xx by themselves."""
+    assert error_response(error).headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UnavailableError("nobody"), DeadlineError("late"), OverloadedError("full"), InvalidRequestError("")],
+)
+def test_everything_else_is_left_to_the_client(error: BatonError) -> None:
+    assert "x-should-retry" not in error_response(error).headers

@@ -1,0 +1,86 @@
+"""Log probabilities of tokens that are parts of characters, whole and in the chunks of a stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from router.frontends.http.shapes import Answer, ChatShape, CompletionShape
+from router.request.completion import Completion, Delta
+from router.text.tokenizer import ModelText
+from wire import common_pb2
+
+MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
+SMILE = "\U0001f642"
+
+
+@pytest.fixture(scope="module")
+def text():
+    model = ModelText(MODEL)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def tokens(text):
+    """Of a word and a smile, which takes four; each names the next one as its alternative."""
+    ids = text.tokenizer.encode(f" a{SMILE}{SMILE}", add_special_tokens=False).ids
+    following = [*ids[1:], ids[0]]
+    return [
+        common_pb2.Token(
+            token_id=one,
+            logprob=-0.5,
+            top_logprobs=[common_pb2.TokenLogprob(token_id=other, logprob=-1.0)],
+        )
+        for one, other in zip(ids, following, strict=True)
+    ]
+
+
+def shape(kind, text):
+    completion = Completion("id", "m", [1], common_pb2.SamplingParams(logprobs=True, top_logprobs=1))
+    return kind(completion, text, 0, "id", False)
+
+
+def whole(made, tokens):
+    """Log probabilities of a whole answer whose tokens came in two deltas and an empty one."""
+    answer = Answer(made, 0)
+    for part in (tokens[:2], (), tokens[2:]):
+        answer.add(Delta(0, "", tuple(part)))
+    return orjson.loads(orjson.dumps(made.choice(answer)))["logprobs"]
+
+
+@pytest.mark.parametrize("kind", [ChatShape, CompletionShape])
+def test_a_whole_answer_shows_what_its_stream_shows(kind, text, tokens):
+    at_once = kind(shape(kind, text).completion, text, 0, "id", False).logprobs(0, tokens)
+    assert whole(shape(kind, text), tokens) == orjson.loads(orjson.dumps(at_once))
+    nothing = shape(kind, text)
+    assert orjson.loads(orjson.dumps(nothing.choice(Answer(nothing, 0))))["logprobs"] == nothing.logprobs(
+        0, ()
+    )
+
+
+def test_the_bytes_of_a_chats_tokens_make_the_character(text, tokens):
+    content = whole(shape(ChatShape, text), tokens)["content"]
+    assert b"".join(bytes(one["bytes"]) for one in content).decode() == f" a{SMILE}{SMILE}"
+    assert [one["token"] for one in content[:3]] == [" a", "\\xf0", "\\x9f"]
+    assert [one["bytes"] for one in content[1:5]] == [[0xF0], [0x9F], [0x99], [0x82]]
+    assert content[1]["top_logprobs"] == [{"token": "\\x9f", "logprob": -1.0, "bytes": [0x9F]}]
+
+
+def test_a_completions_tokens_are_named_apart(text, tokens):
+    shown = whole(shape(CompletionShape, text), tokens)
+    assert shown["tokens"][:3] == [" a", "bytes:\\xf0", "bytes:\\x9f"]
+    assert list(shown["top_logprobs"][0]) == ["bytes:\\xf0"]
+    assert shown["text_offset"] == [0, 2, 2, 2, 2, 3, 3, 3, 3]
+
+
+def test_offsets_go_on_from_chunk_to_chunk_of_each_choice(text, tokens):
+    streamed = shape(CompletionShape, text)
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+    for one in tokens:
+        for choice in offsets:
+            shown = streamed.delta(choice, Delta(choice, "", (one,)), False)
+            offsets[choice] += shown["logprobs"]["text_offset"]
+    assert offsets[0] == offsets[1] == [0, 2, 2, 2, 2, 3, 3, 3, 3]

@@ -1,0 +1,24 @@
+"""Which trace a request belongs to, by its headers."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.observe.traces.arrival import Arrival
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ([], {}),
+        ([("traceparent", "p")], {"traceparent": "p", "tracestate": ""}),
+        (
+            [("traceparent", "p"), ("tracestate", "a=1"), ("tracestate", "b=2")],
+            {"traceparent": "p", "tracestate": "a=1,b=2"},
+        ),
+        ([("traceparent", "p"), ("traceparent", "q")], {}),
+    ],
+)
+def test_trace_headers(headers: list[tuple[str, str]], expected: dict[str, str]) -> None:
+    arrival = Arrival(lambda name: [value for key, value in headers if key == name])
+    assert arrival.trace_headers == expected

@@ -1,0 +1,63 @@
+"""How a request is counted by how it ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from cluster.errors import DeadlineError, UnavailableError
+from router.dispatch.request_stats import RequestStats
+from router.observe.requests import RouterMetrics
+from router.request.completion import Outcome
+from wire import inference_pb2
+
+
+def dispatcher(**how: Any) -> Any:
+    """As much of a RequestDispatcher as is counted."""
+    ended = {"failure": None, "complete": False, **how}
+    outcome = Outcome(inference_pb2.Usage(), inference_pb2.Timings())
+    told: list[str] = []
+    return SimpleNamespace(
+        tenant="t",
+        trace_id="",
+        first_token_seconds=None,
+        outcome=outcome,
+        stats=RequestStats(),
+        finish_trace=told.append,
+        told=told,
+        **ended,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ended", "outcome", "result"),
+    [
+        ({"complete": True}, "ok", "ok"),
+        ({}, "cancelled", "cancelled"),
+        # Over HTTP a stream's status has been sent by then, and its end raises nothing.
+        ({"failure": UnavailableError("gone")}, "UnavailableError", "failed"),
+        ({"failure": DeadlineError("late"), "complete": True}, "DeadlineError", "failed"),
+    ],
+)
+def test_streams_are_counted_by_their_end(ended: dict[str, Any], outcome: str, result: str) -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    one = dispatcher(**ended)
+    with metrics.request(one):
+        pass
+    assert metrics.requests.labels(outcome)._value.get() == 1
+    counted = metrics.tenants.of("t").requests
+    assert {name: count for name, count in counted.items() if count} == {result: 1}
+    assert one.told == [outcome]
+    assert metrics.tenants.of("t").in_flight == 0
+
+
+def test_errors_before_the_first_byte_are_counted_too() -> None:
+    metrics = RouterMetrics(CollectorRegistry())
+    one = dispatcher()
+    with pytest.raises(UnavailableError), metrics.request(one):
+        raise UnavailableError("nobody is there")
+    assert metrics.requests.labels("UnavailableError")._value.get() == 1
+    assert one.told == ["UnavailableError"]

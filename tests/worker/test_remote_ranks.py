@@ -1,0 +1,284 @@
+"""A worker whose ranks Ray places: on one machine the "other node" is this machine's Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client as connect
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from baton.client import Client
+from baton.local import ray_head
+from cluster.config.models import WorkerConfig
+from cluster.errors import SetupError
+from cluster.membership.reader import read_workers
+from tests.checkpoints import prompt_ids
+from tests.end_to_end.test_handover import NEW, assert_reference
+from tests.security.routers import run_router
+from tests.waiting import wait_for
+from worker.ranks import remote
+from worker.ranks.pipe import RankPipe
+from worker.ranks.process import LEAVING_FILE
+from worker.ranks.remote import RANK_BYTES, SECRETS, RankListener, without_secrets
+
+START_SECONDS = 120.0
+
+
+@pytest.fixture
+def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that tells ranks that their place goes."""
+    file = tmp_path / "leaving"
+    monkeypatch.setenv(LEAVING_FILE, str(file))
+    return file
+
+
+@pytest.fixture
+def ray_cluster(tmp_path: Path, leaving: Path) -> Iterator[ray_head.RayHead]:
+    (tmp_path / "logs").mkdir()
+    head = ray_head.start(
+        4, tmp_path / "logs", Path(f"/tmp/baton-{secrets.token_hex(4)}"), {"decode-ranks": 1}
+    )
+    yield head
+    head.stop()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["the worker", "the place of its ranks"])
+def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
+    who: str,
+    ray_cluster: ray_head.RayHead,
+    leaving: Path,
+    redis_url: str,
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Whoever of them is told to go."""
+    model, namespace = checkpoint("llama"), f"test-{secrets.token_hex(4)}"
+    config: dict[str, Any] = {
+        "redis_url": redis_url,
+        "namespace": namespace,
+        "secret": "of this bench",  # as the router's
+        "ray_address": ray_cluster.address,
+        "engine": {
+            "model": str(model),
+            "dtype": "float32",
+            "device": "cpu",
+            "tensor_parallel": 2,
+            "nodes": 2,
+            "kv_memory_bytes": 64 << 20,
+        },
+    }
+    file, log = tmp_path / "worker.json", tmp_path / "worker.log"
+    file.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "baton", "decode", "--config", str(file)]
+    with log.open("wb") as output:
+        worker = subprocess.Popen(
+            command, env={**os.environ, **ray_cluster.env}, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+
+        def registered() -> bool:
+            assert worker.poll() is None, log.read_text()
+            return bool(read_workers(redis_url, namespace))
+
+        wait_for(registered, START_SECONDS, "the worker registers")
+        router = {"model": str(model), "redis_url": redis_url, "namespace": namespace}
+        with run_router(tmp_path, router) as doors, Client(doors.grpc) as client:
+            prompt = prompt_ids(70)
+            answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
+            assert_reference(model, prompt, answer.token_ids)
+        hosts = [one.pid for one in _rank_hosts()]
+        assert hosts
+        if who == "the worker":
+            worker.terminate()
+        else:
+            leaving.touch()
+        assert worker.wait(60) == 0, log.read_text()
+        wait_for(lambda: not any(psutil.pid_exists(pid) for pid in hosts), 60, "the ranks are gone")
+    finally:
+        worker.kill()
+        worker.wait(10)
+
+
+def _rank_hosts() -> list[psutil.Process]:
+    return [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if "ray::RankHost" in " ".join(one.info["cmdline"] or [])
+    ]
+
+
+def rank_bytes(rank: int) -> bytes:
+    return rank.to_bytes(RANK_BYTES, "big")
+
+
+def test_only_who_has_the_key_comes_in() -> None:
+    door = RankListener("127.0.0.1")
+    try:
+        with pytest.raises(AuthenticationError):
+            connect(door.address, authkey=b"guessed")
+        pipe = connect(door.address, authkey=door.key)
+        pipe.send_bytes(rank_bytes(3))
+        there = door.wait([3])[3]
+        there.send_bytes(b"go")
+        assert pipe.recv_bytes() == b"go"
+        pipe.close()
+        there.close()
+    finally:
+        door.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_rank_reaches_its_leader_over_both_families(host: str) -> None:
+    door = RankListener(host)
+    try:
+        pipe = remote._connect_to(door.address, door.key)
+        pipe.send_bytes(rank_bytes(3))
+        with door.wait([3])[3] as there, pipe:
+            there.send_bytes(b"go")
+            assert pipe.recv_bytes() == b"go"
+        with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
+            remote._connect_to(door.address, b"guessed")
+    finally:
+        door.close()
+
+
+def test_a_silent_connection_keeps_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port scan, for example."""
+    monkeypatch.setattr("worker.ranks.remote.START_SECONDS", 10.0)
+    door = RankListener("127.0.0.1")
+    try:
+        with socket.create_connection(door.address):
+
+            def come() -> None:
+                with connect(door.address, authkey=door.key) as pipe:
+                    pipe.send_bytes(rank_bytes(3))
+                    pipe.recv_bytes()
+
+            threading.Thread(target=come, daemon=True).start()
+            there = door.wait([3])[3]
+            there.send_bytes(b"go")
+            there.close()
+    finally:
+        door.close()
+
+
+def ended(peer: socket.socket) -> bool:
+    """The door's own challenge has come before."""
+    peer.settimeout(10.0)
+    with contextlib.suppress(ConnectionError):
+        while peer.recv(4096):
+            pass
+    return True
+
+
+def test_a_peer_that_does_not_answer_its_challenge_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "HANDSHAKE_SECONDS", 0.1)
+    door = RankListener("127.0.0.1")
+    try:
+        with socket.create_connection(door.address) as silent, socket.create_connection(door.address) as slow:
+            slow.sendall(b"\0\0")  # half a length
+            assert ended(silent) and ended(slow)
+        wait_for(lambda: not door._handshakes, 10.0, "nothing of them is kept")
+    finally:
+        door.close()
+
+
+def test_one_peer_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_HANDSHAKES", 3)
+    door = RankListener("127.0.0.1")
+    peers = []
+    try:
+        for _ in range(3):
+            peers.append(socket.create_connection(door.address))
+        wait_for(lambda: len(door._handshakes) == 3, 10.0, "they are let in")
+        peers.append(socket.create_connection(door.address))
+        assert ended(peers[0])
+        wait_for(lambda: len(door._handshakes) == 3, 10.0, "the others are still there")
+        pipe = connect(door.address, authkey=door.key)
+        pipe.send_bytes(rank_bytes(3))
+        door.wait([3])[3].close()
+        pipe.close()
+    finally:
+        for peer in peers:
+            peer.close()
+        door.close()
+
+
+def test_a_closed_door_keeps_no_peer() -> None:
+    """Neither one in its handshake nor a rank that nobody waited for."""
+    door = RankListener("127.0.0.1")
+    with socket.create_connection(door.address) as silent:
+        pipe = connect(door.address, authkey=door.key)
+        pipe.send_bytes(rank_bytes(3))
+        wait_for(lambda: not door._come.empty() and len(door._handshakes) == 1, 10.0, "both are there")
+        door.close()
+        assert ended(silent)
+        assert pipe.poll(10.0)
+        with pytest.raises((EOFError, ConnectionError)):
+            pipe.recv_bytes()
+        wait_for(lambda: not door._handshakes, 10.0, "nothing of them is kept")
+        pipe.close()
+
+
+class Runs:
+    """A pickle that runs code in its reader."""
+
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Runs, "ran", True)
+
+
+def test_what_a_rank_sends_is_never_unpickled() -> None:
+    ours, theirs = Pipe()
+    theirs.send(Runs())
+    with pytest.raises(OSError, match="no message"):
+        RankPipe(ours).recv()
+    door = RankListener("127.0.0.1")
+    try:
+        pipe: Any = connect(door.address, authkey=door.key)
+        pipe.send(Runs())
+        with pytest.raises((EOFError, ConnectionError)):
+            pipe.recv_bytes()
+    finally:
+        door.close()
+    assert not Runs.ran
+
+
+def test_no_secret_travels_with_a_rank() -> None:
+    config = WorkerConfig.model_validate(
+        {
+            "role": "decode",
+            "engine": {"model": "m", "tensor_parallel": 2, "nodes": 2},
+            "secret": "the deployment's own",
+            "redis_url": "redis://user:the-password@redis:6379/0",
+            "redis_password": "the-password",
+        }
+    )
+    described = without_secrets(config)
+    assert "own" not in json.dumps(described) and "password" not in json.dumps(described)
+    assert WorkerConfig.model_validate(described).engine == config.engine
+    hidden = {name for name, field in WorkerConfig.model_fields.items() if not field.repr}
+    assert hidden <= SECRETS
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.ranks.remote.START_SECONDS", 0.1)
+    door = RankListener("127.0.0.1")
+    with pytest.raises(SetupError, match=r"ranks \[2, 3\] did not come within"):
+        door.wait([2, 3])
+    door.close()
