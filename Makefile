@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check test-system chaos soak cancels attack fuzz explore mutants proto chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
+.PHONY: help demo test test-long check test-system chaos soak cancels attack fuzz explore mutants proto settings chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,7 @@ check: $(STAMP)  ## Lint, types, floors, generated files
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory proto-check
 	@$(BIN)/python deploy/helm/generate.py --check
+	@$(BIN)/python -m deploy.settings_doc --check
 
 test-system: $(STAMP)  ## Tests that need Debian or npm packages; a skip fails, what the machine forbids is named at the end
 	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system $(MORE)
@@ -79,6 +80,9 @@ proto: $(STAMP)  ## Regenerate wire/ from proto/
 
 chart: $(STAMP)  ## Regenerate the chart's schema and README table from the comments in values.yaml
 	$(BIN)/python deploy/helm/generate.py
+
+settings: $(STAMP)  ## Regenerate docs/settings.md from the settings' models
+	$(BIN)/python -m deploy.settings_doc
 
 chart-golden: $(STAMP)  ## Write the rendered examples that the tests compare with, after a wanted change
 	BATON_WRITE_GOLDEN=1 $(BIN)/python -m pytest -q -m system -o addopts="--import-mode=importlib --strict-markers" \

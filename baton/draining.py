@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import redis
 
-from cluster.config.models import ClusterFields
+from cluster.config.shared import ClusterFields
 from cluster.errors import ConfigError, DeadlineError, UnavailableError
 from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers

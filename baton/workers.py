@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.membership.types import Then
 
 

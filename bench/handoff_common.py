@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bench.checkpoint import SHAPE
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.protocol.wire_version import WIRE_VERSION
 from engine.kv_cache import allocate
 from wire import common_pb2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import redis
 
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.index import scripts
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.wire_version import WIRE_VERSION

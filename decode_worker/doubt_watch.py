@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
 from cluster.kubernetes.pod import Pod
 from cluster.membership.reader import read_workers

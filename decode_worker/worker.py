@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.errors import InternalError
 from decode_worker import metrics
 from decode_worker.doubt_watch import open_doubt_watch

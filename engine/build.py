@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from engine import kv_cache
 from engine.attention import registry

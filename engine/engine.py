@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from cluster.errors import (
     BlocksExhaustedError,
     ContextLengthError,

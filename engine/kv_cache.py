@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError
 from cluster.process import huge_pages
 from cluster.process.memory import available_bytes

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from engine.attention.base import AttentionBackend
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder

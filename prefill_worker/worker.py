@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.errors import InternalError
 from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker import metrics

@@ -16,7 +16,7 @@ import grpc
 import uvicorn
 from grpc_reflection.v1alpha import reflection
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from cluster.membership.reader import Members
 from cluster.rpc import health

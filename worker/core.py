@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from cluster.addresses import advertised, join
 from cluster.background_tasks import FollowUps
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.errors import BatonError, DrainingError, EngineFailedError, StaleEpochError
 from cluster.faults.orders import open_faults
 from cluster.index.reporter import ChainReporter

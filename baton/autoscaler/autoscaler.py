@@ -19,7 +19,7 @@ from baton.autoscaler.observation import Observation, PoolObservation, sample
 from baton.autoscaler.platforms.base import Platform, PlatformPool
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.errors import BatonError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo

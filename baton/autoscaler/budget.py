@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from baton.autoscaler.decision import Reason
 from baton.autoscaler.wants import Want
-from cluster.config.models import Role
+from cluster.config.worker import Role
 
 
 @dataclass(frozen=True)

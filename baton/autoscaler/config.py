@@ -6,7 +6,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from cluster.config.models import Frozen, Role
+from cluster.config.base import Frozen
+from cluster.config.worker import Role
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
@@ -14,8 +15,10 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 class PoolLimits(Frozen):
     """One pool."""
 
+    panel = "Pools"
+
     min_replicas: int = Field(1, ge=0, description="0 needs scale_to_zero")
-    max_replicas: int = Field(8, ge=1)
+    max_replicas: int = Field(8, ge=1, description="most replicas")
     gpus_per_replica: int = Field(1, ge=1, description="what a replica takes of gpu_budget")
     startup_seconds: float = Field(
         60.0,
@@ -26,6 +29,8 @@ class PoolLimits(Frozen):
 
 class AutoscalingConfig(Frozen):
     """The policy of both pools."""
+
+    panel = "Policy"
 
     prefill: PoolLimits = PoolLimits()
     decode: PoolLimits = PoolLimits()
@@ -86,6 +91,8 @@ class AutoscalingConfig(Frozen):
 
 class ServeAutoscalingConfig(AutoscalingConfig):
     """The policy in Ray Serve's controller, and where that shows what it decides."""
+
+    panel = "Metrics"
 
     metrics_host: str = Field("127.0.0.1", description="address of /metrics, on the controller's node")
     metrics_port: int = Field(0, ge=0, le=65535, description="0 = any: the controller's log names it")

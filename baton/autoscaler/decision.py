@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cluster.config.models import Role
+from cluster.config.worker import Role
 
 
 class Reason(StrEnum):

@@ -8,7 +8,7 @@ import logging
 from baton.autoscaler.config import ROLES, AutoscalingConfig
 from baton.autoscaler.decision import Decision, Reason
 from baton.autoscaler.state import PolicyState
-from cluster.config.models import Role
+from cluster.config.worker import Role
 
 
 class Explained:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.telemetry.arrivals import BOUNDS_SECONDS
 
 

@@ -17,7 +17,7 @@ from baton.autoscaler.observation import Observation
 from baton.autoscaler.prefill_demand import PrefillDemand, too_many_late
 from baton.autoscaler.state import PolicyState
 from baton.autoscaler.wants import OBJECTIVE_SECONDS, Need, Want, want
-from cluster.config.models import Role
+from cluster.config.worker import Role
 
 MOVE_SECONDS = 180.0  # between two moves of a replica from one pool to the other
 

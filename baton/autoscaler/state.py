@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.autoscaler.flows import Flows
 from baton.autoscaler.step_model import StepModel
-from cluster.config.models import Role
+from cluster.config.worker import Role
 
 FOREVER_AGO = float("-inf")
 

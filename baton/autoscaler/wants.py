@@ -9,7 +9,7 @@ from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.autoscaler.decision import Reason
 from baton.autoscaler.observation import PoolObservation
 from baton.autoscaler.state import PoolState
-from cluster.config.models import Role
+from cluster.config.worker import Role
 
 OBJECTIVE_SECONDS = 120.0  # an objective is judged by what happened within this time
 MAX_SHRINK = 0.34  # of a pool at a time

@@ -6,37 +6,33 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
 from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import Field
 
 from baton.autoscaler.config import AutoscalingConfig
+from baton.cli.flags import Flags
 from baton.cli.output import say
-from baton.cli.serve import (
-    ConfigFile,
-    Host,
-    Namespace,
-    ReadyFile,
-    RedisPasswordFile,
-    RedisUrl,
-    given,
-    write_ready,
-)
+from baton.cli.serve import ConfigFile, ReadyFile, write_ready
 from cluster.config import sources
-from cluster.config.models import ClusterFields, Frozen
+from cluster.config.base import Frozen
+from cluster.config.shared import ClusterFields
 from cluster.errors import ConfigError
 from cluster.telemetry import logs
 
 
 class StatefulSetNames(Frozen):
-    prefill: str = "baton-prefill"
-    decode: str = "baton-decode"
+    panel = "Kubernetes"
+
+    prefill: str = Field("baton-prefill", description="StatefulSet of the prefill workers")
+    decode: str = Field("baton-decode", description="StatefulSet of the decode workers")
 
 
 class AutoscaleConfig(AutoscalingConfig, ClusterFields):
-    """`baton autoscale`: the policy, whom it listens to, and what it sizes."""
+    """The policy, the cluster whose load it reads, and the StatefulSets it sizes."""
+
+    panel = "Kubernetes"
 
     host: str = Field("127.0.0.1", description="address of /metrics")
     metrics_port: int = Field(0, ge=0, le=65535, description="/metrics; 0 = any")
@@ -45,38 +41,13 @@ class AutoscaleConfig(AutoscalingConfig, ClusterFields):
     stateful_sets: StatefulSetNames = StatefulSetNames()
 
 
-def autoscale(
-    config: ConfigFile = None,
-    redis_url: RedisUrl = None,
-    redis_password_file: RedisPasswordFile = None,
-    namespace: Namespace = None,
-    kubeconfig: Annotated[
-        Path | None, typer.Option(help="How to reach Kubernetes; default: the pod's service account.")
-    ] = None,
-    kubernetes_namespace: Annotated[
-        str | None, typer.Option(help="Namespace of the StatefulSets; default: the pod's own.")
-    ] = None,
-    gpu_budget: Annotated[int | None, typer.Option(help="GPUs that both pools may take together.")] = None,
-    ttft_objective: Annotated[float | None, typer.Option(help="Seconds to the first token.")] = None,
-    itl_objective: Annotated[float | None, typer.Option(help="Seconds between tokens.")] = None,
-    host: Host = None,
-    metrics_port: Annotated[int | None, typer.Option(help="/metrics; 0 = any.")] = None,
-    ready_file: ReadyFile = None,
-) -> None:
+AUTOSCALE = Flags(AutoscaleConfig)
+
+
+@AUTOSCALE.add_to
+def autoscale(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any) -> None:
     """Size both pools on Kubernetes: patches the scale of two StatefulSets, within one budget of GPUs."""
-    flags = given(
-        redis_url=redis_url,
-        redis_password_file=redis_password_file,
-        namespace=namespace,
-        kubeconfig=kubeconfig,
-        kubernetes_namespace=kubernetes_namespace,
-        gpu_budget=gpu_budget,
-        ttft_objective_seconds=ttft_objective,
-        itl_objective_seconds=itl_objective,
-        host=host,
-        metrics_port=metrics_port,
-    )
-    _run(sources.load(AutoscaleConfig, flags, config), ready_file)
+    _run(sources.load(AutoscaleConfig, AUTOSCALE.values(AutoscaleConfig, flags), config), ready_file)
 
 
 def _run(config: AutoscaleConfig, ready_file: Path | None) -> None:

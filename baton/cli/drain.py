@@ -7,11 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.cli.flags import Flags
 from baton.cli.output import console, say
-from baton.cli.serve import ConfigFile, Namespace, RedisPasswordFile, RedisUrl, given
+from baton.cli.serve import ConfigFile
 from baton.draining import Drainer, Process, wait_exit
 from cluster.config import sources
-from cluster.config.models import ClusterFields
+from cluster.config.shared import ClusterFields
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError, DeadlineError, UnavailableError
 from cluster.membership.types import Then
@@ -19,6 +20,10 @@ from cluster.membership.types import Then
 EXIT_STILL_DRAINING = 3
 
 
+CLUSTER = Flags(ClusterFields)
+
+
+@CLUSTER.add_to
 def drain(
     worker: Annotated[
         list[str] | None, typer.Argument(help="Worker ids, as baton status shows them.")
@@ -27,9 +32,6 @@ def drain(
         bool, typer.Option("--self", help="What runs in this pod or on this host (for a preStop hook).")
     ] = False,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until it has left; 0 = don't.")] = 0.0,
-    redis_url: RedisUrl = None,
-    redis_password_file: RedisPasswordFile = None,
-    namespace: Namespace = None,
     config: ConfigFile = None,
     worker_id: Annotated[
         str | None, typer.Option(envvar="BATON_WORKER_ID", help="With --self: this worker.")
@@ -38,6 +40,7 @@ def drain(
         Path | None,
         typer.Option(envvar="BATON_READY_FILE", help="With --self: the process that wrote this file."),
     ] = None,
+    **flags: Any,
 ) -> None:
     """Let workers leave: nothing new is placed on them, what runs finishes or goes on elsewhere, then they end.
 
@@ -45,8 +48,7 @@ def drain(
     """
     if bool(worker) == this:
         raise ConfigError("name workers, or say --self", field="worker")
-    flags = given(redis_url=redis_url, redis_password_file=redis_password_file, namespace=namespace)
-    registry = sources.load(ClusterFields, flags, values=_of_registry(config))
+    registry = sources.load(ClusterFields, CLUSTER.values(ClusterFields, flags), values=_of_registry(config))
     try:
         if this:
             _drain_self(registry, wait, worker_id, ready_file)

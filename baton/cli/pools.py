@@ -15,7 +15,7 @@ from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.cli.output import say
 from baton.cli.serve import write_ready
 from cluster.config import sources
-from cluster.config.models import Role, WorkerConfig
+from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import ConfigError, SetupError
 
 RAY_SECONDS = 60.0

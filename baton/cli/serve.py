@@ -1,8 +1,4 @@
-"""Single processes: `baton router`, `baton pools`, and what `baton prefill` and `baton decode` share with them.
-
-Every setting of cluster/config/models.py can come from `--config FILE` (YAML), the environment (`BATON_…`, nested with
-`__`), or the flags here, the later winning.
-"""
+"""`baton router`, `baton pools`, and what the other commands of single processes share with them."""
 
 from __future__ import annotations
 
@@ -16,99 +12,35 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
+from baton.cli.flags import Flags
 from baton.cli.output import say
-from baton.cli.overload import (
-    AdmissionSeconds,
-    MaxRequests,
-    MaxRequestsPerTenant,
-    RequestsPerMinute,
-    TokensPerMinute,
-    TtftBatch,
-    TtftHigh,
-    TtftNormal,
-)
 from baton.local.state import check_writable
 from cluster.config import sources
-from cluster.config.models import LocalPrefill, MetricsAliases, RouterConfig, WorkerConfig
+from cluster.config.router import RouterConfig
+from cluster.config.worker import WorkerConfig
 from cluster.redis.first_contact import why_silent
 from cluster.telemetry import logs
 
-ModelDir = Annotated[Path | None, typer.Option("--model", help="Hugging Face model directory.")]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", envvar="BATON_CONFIG", help="YAML file with the same fields.")
+    Path | None, typer.Option("--config", envvar="BATON_CONFIG", help="YAML file with these settings.")
 ]
-RedisUrl = Annotated[str | None, typer.Option(help="redis://… or unix://… that the cluster shares.")]
-RedisPasswordFile = Annotated[Path | None, typer.Option(help="File with Redis's password.")]
-SecretFile = Annotated[Path | None, typer.Option(help="File with the deployment secret.")]
-Namespace = Annotated[str | None, typer.Option(help="Prefix of this deployment's Redis keys.")]
-Host = Annotated[str | None, typer.Option(help="Address to listen on. [dim]127.0.0.1[/dim]")]
-TlsCert = Annotated[Path | None, typer.Option(help="This process's certificate (PEM).")]
-TlsKey = Annotated[Path | None, typer.Option(help="Its key.")]
-TlsCa = Annotated[Path | None, typer.Option(help="Authority of the cluster's certificates.")]
-OtlpEndpoint = Annotated[str | None, typer.Option(help="Collector of traces, OTLP over HTTP.")]
-MetricsAliasesChoice = Annotated[
-    MetricsAliases | None, typer.Option(help="vllm: vLLM's metric names beside Baton's.")
-]
-DrainSeconds = Annotated[float | None, typer.Option(help="To finish requests in before it leaves.")]
 ReadyFile = Annotated[
     Path | None,
     typer.Option(envvar="BATON_READY_FILE", help="Write addresses here (JSON) once serving."),
 ]
 
 
-def router(
-    model: ModelDir = None,
-    config: ConfigFile = None,
-    redis_url: RedisUrl = None,
-    redis_password_file: RedisPasswordFile = None,
-    namespace: Namespace = None,
-    secret_file: SecretFile = None,
-    router_id: Annotated[str | None, typer.Option(help="Default: a random one.")] = None,
-    host: Host = None,
-    http_port: Annotated[int | None, typer.Option(help="OpenAI HTTP port; 0 = any.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 = any.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Name clients use.")] = None,
-    local_prefill: Annotated[
-        LocalPrefill | None, typer.Option(help="May decode workers prefill by themselves?")
-    ] = None,
-    api_keys_file: Annotated[
-        Path | None, typer.Option(help="API keys (YAML or JSON); without it everyone may ask.")
-    ] = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    tls_client_ca: Annotated[
-        Path | None, typer.Option(help="Authority whose certificates clients must show.")
-    ] = None,
-    share_prefixes_across_tenants: Annotated[
-        bool | None,
-        typer.Option("--share-prefixes-across-tenants", help="Tenants hit each other's cached prefixes."),
-    ] = None,
-    ui: Annotated[
-        bool | None, typer.Option(help="The page at /ui. [dim]on[/dim]", show_default=False)
-    ] = None,
-    ttft_target_seconds_high: TtftHigh = None,
-    ttft_target_seconds_normal: TtftNormal = None,
-    ttft_target_seconds_batch: TtftBatch = None,
-    admission_seconds: AdmissionSeconds = None,
-    max_concurrent_requests: MaxRequests = None,
-    max_concurrent_requests_per_tenant: MaxRequestsPerTenant = None,
-    requests_per_minute_per_tenant: RequestsPerMinute = None,
-    tokens_per_minute_per_tenant: TokensPerMinute = None,
-    otlp_endpoint: OtlpEndpoint = None,
-    metrics_aliases: MetricsAliasesChoice = None,
-    drain_seconds: DrainSeconds = None,
-    ready_file: ReadyFile = None,
-) -> None:
-    """Run one router: OpenAI HTTP and gRPC in front, placement, and the life of every request.
+ROUTER = Flags(RouterConfig)
 
-    Whatever has no flag here (request size and time limits, weights of choices and prompts, …) is a setting of the
-    YAML file that --config names, or an environment variable BATON_…; docs/security.md lists the limits.
+
+@ROUTER.add_to
+def router(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any) -> None:
+    """Run one router: OpenAI HTTP and gRPC, placement, and the dispatch of every request.
+
+    Each setting is a flag here, an environment variable (BATON_HTTP_PORT) and a field of the YAML file that --config
+    names; the flag wins over the variable, the variable over the file. docs/settings.md lists them all.
     """
-    flags = given(**locals())  # every flag is the setting of its name, but for two
-    flags.pop("ready_file", None)
-    flags.pop("config", None)
-    resolved = sources.load(RouterConfig, flags, config)
+    resolved = sources.load(RouterConfig, ROUTER.values(RouterConfig, flags), config)
     check_start(resolved, ready_file)
     uvloop.run(_run_router(resolved, ready_file))
 
@@ -138,11 +70,6 @@ def pools(
     from baton.cli.pools import run_pools
 
     run_pools(config, address, ready_file, deployed)
-
-
-def given(**flags: Any) -> dict[str, Any]:
-    """Only what the command line named: the rest comes from file and environment."""
-    return {name: value for name, value in flags.items() if value is not None}
 
 
 async def _run_router(config: RouterConfig, ready_file: Path | None) -> None:

@@ -7,118 +7,38 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
 import uvloop
 
+from baton.cli.flags import Flags
 from baton.cli.output import say
-from baton.cli.serve import (
-    ConfigFile,
-    DrainSeconds,
-    Host,
-    MetricsAliasesChoice,
-    ModelDir,
-    Namespace,
-    OtlpEndpoint,
-    ReadyFile,
-    RedisPasswordFile,
-    RedisUrl,
-    SecretFile,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    check_start,
-    given,
-    stop_event,
-    write_ready,
-)
-from baton.cli.sizes import parse_bytes
+from baton.cli.serve import ConfigFile, ReadyFile, check_start, stop_event, write_ready
 from baton.processes.force_exit import end_surely
 from cluster.config import sources
-from cluster.config.models import Role, WorkerConfig
+from cluster.config.worker import Role, WorkerConfig
 from cluster.telemetry import logs
 
-_ENGINE = (
-    "model",
-    "dtype",
-    "device",
-    "tensor_parallel",
-    "threads",
-    "page_size",
-    "max_model_len",
-    "kv_memory_bytes",
-)
-_TOPOLOGY = ("node_name", "rack", "zone")
-_TRANSFER = ("transport", "require_transport", "port_range")
+WORKER = Flags(WorkerConfig)
 
 
 def _command(role: Role) -> Callable[..., None]:
-    """Both roles take the same flags: a Typer command is its signature."""
-
-    def run(
-        model: ModelDir = None,
-        config: ConfigFile = None,
-        worker_id: Annotated[str | None, typer.Option(help="Unique; default: role and a random end.")] = None,
-        redis_url: RedisUrl = None,
-        redis_password_file: RedisPasswordFile = None,
-        namespace: Namespace = None,
-        secret_file: SecretFile = None,
-        host: Host = None,
-        advertise_host: Annotated[
-            str | None, typer.Option(help="Address others reach it at, e.g. the pod's IP.")
-        ] = None,
-        port: Annotated[int | None, typer.Option(help="gRPC port; 0 = any.")] = None,
-        metrics_port: Annotated[int | None, typer.Option(help="/metrics, /ready, /live; 0 = any.")] = None,
-        node_name: Annotated[
-            str | None, typer.Option(envvar="NODE_NAME", help="Kubernetes node, to read its labels.")
-        ] = None,
-        rack: Annotated[str | None, typer.Option(help="Rack of this host, where no label says it.")] = None,
-        zone: Annotated[str | None, typer.Option(help="Zone of this host, where no label says it.")] = None,
-        dtype: Annotated[str | None, typer.Option(help="auto | float32 | bfloat16")] = None,
-        device: Annotated[str | None, typer.Option(help="auto | cpu | cuda | cuda:N")] = None,
-        tensor_parallel: Annotated[int | None, typer.Option(help="Ranks of this worker.")] = None,
-        threads: Annotated[int | None, typer.Option(help="CPU threads of one rank.")] = None,
-        kv_memory: Annotated[str | None, typer.Option(help="KV pool of one rank, e.g. 40GiB.")] = None,
-        page_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None,
-        max_model_len: Annotated[int | None, typer.Option(help="Longest context; 0 = the model's.")] = None,
-        transport: Annotated[
-            Literal["auto", "nixl", "grpc"] | None, typer.Option(help="How KV moves between workers.")
-        ] = None,
-        require_transport: Annotated[str | None, typer.Option(help="Refuse any other transport.")] = None,
-        port_range: Annotated[
-            str | None, typer.Option(help="Ports for NIXL over TCP, e.g. 41000-41063.")
-        ] = None,
-        tls_cert: TlsCert = None,
-        tls_key: TlsKey = None,
-        tls_ca: TlsCa = None,
-        otlp_endpoint: OtlpEndpoint = None,
-        metrics_aliases: MetricsAliasesChoice = None,
-        drain_seconds: DrainSeconds = None,
-        ready_file: ReadyFile = None,
-    ) -> None:
-        flags = _nested(given(**{**locals(), "role": role, "config": None, "ready_file": None}))
-        resolved = sources.load(WorkerConfig, flags, config)
+    @WORKER.add_to
+    def run(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any) -> None:
+        resolved = sources.load(WorkerConfig, {**WORKER.values(WorkerConfig, flags), "role": role}, config)
         check_start(resolved, ready_file)
         uvloop.run(_run(resolved, ready_file))
 
-    run.__doc__ = f"Run one {role} worker in the foreground."
+    run.__doc__ = f"""Run one {role} worker in the foreground.
+
+    Each setting is a flag here, an environment variable (BATON_PORT, BATON_ENGINE__DTYPE) and a field of the YAML file
+    that --config names; the flag wins over the variable, the variable over the file. docs/settings.md lists them all.
+    """
     return run
 
 
 prefill = _command("prefill")
 decode = _command("decode")
-
-
-def _nested(flags: dict[str, Any]) -> dict[str, Any]:
-    """As WorkerConfig has them: the engine's and the transfer's flags lie one level deeper."""
-    if "kv_memory" in flags:
-        flags["kv_memory_bytes"] = parse_bytes(flags.pop("kv_memory"), "kv_memory")
-    for part, names in (("engine", _ENGINE), ("transfer", _TRANSFER), ("topology", _TOPOLOGY)):
-        inside = {name: flags.pop(name) for name in names if name in flags}
-        if inside:
-            flags[part] = inside
-    return flags
 
 
 def _end_at_once(*_: object) -> None:

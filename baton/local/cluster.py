@@ -32,7 +32,8 @@ from baton.local.state import ClusterState, RedisState, RouterState, WorkerState
 from baton.local.supervisor import Supervisor
 from baton.processes.exit_notices import ExitNotices
 from baton.ray_pools.supervision import worker_sockets
-from cluster.config.models import Role, RouterConfig
+from cluster.config.router import RouterConfig
+from cluster.config.worker import Role
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
@@ -316,7 +317,7 @@ class LocalCluster:
 
     def _wait_until_ready(self, http: str) -> None:
         wanted = self._options.decode + self._options.prefill_workers
-        keys = self._options.api_keys_file is not None
+        keys = self._options.router_config(0, "", "", "").api_keys_file is not None
         tls = self._options.tls.client()
         context = tls.context() if tls is not None else None
 

@@ -1,4 +1,4 @@
-"""What `baton up` was asked for, and the workers' configurations that follow from it."""
+"""The options of `baton up`, and the configurations of routers and workers that follow from them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,26 @@ from pydantic import ValidationError
 from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.local.local_tls import LocalTls
 from cluster.config import sources
-from cluster.config.models import (
-    EngineConfig,
-    LocalPrefill,
-    MetricsAliases,
-    Role,
-    RouterConfig,
-    TransferConfig,
-    WorkerConfig,
-)
+from cluster.config.fields import flag_text, flags
+from cluster.config.router import RouterConfig
+from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.process.memory import available_bytes
 from cluster.redis.first_contact import check_url
 
-# Of the memory that is free at the start, the share all KV pools together may take when none is named, and the
-# most one pool takes: a small model gains nothing from more.
+# Share of the memory free at the start that all KV pools together take when no size is given, and the most that one pool
+# takes: a small model gains nothing from more.
 KV_SHARE_OF_FREE = 0.3
 KV_POOL_MAX_BYTES = 2 << 30
-# What a decode worker computes again by itself when it preempts: beyond it a prefill worker, which has most of it in
-# its cache, is quicker, and the running batch is not held up.
+# A decode worker computes preempted requests up to this length again; a prefill worker, which has most of a longer one in
+# its cache, is quicker and does not delay the running batch.
 RECOMPUTE_LIMIT_TOKENS = 256
-# Where a process's setting has another name than the flag.
-_SETTINGS_OF_FLAGS = {"kv_memory_bytes": "kv_memory", "threads": "threads_per_worker"}
+# A prefill step may be long. A decode worker that prefills must not delay its running batch for longer than a chunk.
+BATCH_TOKENS: Mapping[Role, int] = {"prefill": 2048, "decode": 512}
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-ROUTER_DRAIN_SECONDS = 5.0  # who presses Ctrl-C does not want to wait for every stream
+_FLAGS: Mapping[tuple[Any, ...], str] = {**flags(RouterConfig), **flags(WorkerConfig)}
+SECTIONS = ("router", "worker", *ROLES)
+ROUTER_DRAIN_SECONDS = 5.0  # a stop by Ctrl-C does not wait for every stream
 
 
 @dataclass(frozen=True)
@@ -47,59 +43,47 @@ class UpOptions:
     decode: int = 1
     prefill_tp: int = 1
     decode_tp: int = 1
-    aggregated: bool = False
-    local_prefill: LocalPrefill = "auto"
     pool: Literal["ray", "process"] = "ray"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    max_model_len: int = 0
-    kv_memory: int = 0
-    page_size: int = 16
-    max_batch_tokens: int = 0
-    chunked_prefill: bool = True
-    served_model_name: str = ""
-    threads_per_worker: int = 1
-    http_port: int = 8000
-    grpc_port: int = 50051
     autoscaling: Path | None = None
     redis_url: str = ""
-    limits: Mapping[str, float] = field(default_factory=dict)  # the routers' settings of these names
-    batch_aging_seconds: float | None = None
-    api_keys_file: Path | None = None
-    share_prefixes_across_tenants: bool = False
     certs: Path | None = None
     require_client_certs: bool = False
     namespace: str = ""
     state_file: Path | None = None
-    transfer: TransferConfig = TransferConfig()
-    otlp_endpoint: str = ""
-    trace_sample_ratio: float | None = None
-    metrics_aliases: MetricsAliases = "none"
+    # Settings that were given, nested as RouterConfig and WorkerConfig are; those of workers are for both roles.
+    router: Mapping[str, Any] = field(default_factory=dict)
+    worker: Mapping[str, Any] = field(default_factory=dict)
+    # From a file, under the names of SECTIONS; `router` and `worker` go first.
+    sections: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (self.model / "config.json").is_file():
             raise ConfigError(f"--model {self.model}: no config.json there", field="model")
-        for name in ("routers", "decode", "prefill_tp", "decode_tp", "threads_per_worker"):
+        for name in ("routers", "decode", "prefill_tp", "decode_tp"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{_flag(name)} must be at least 1", field=name)
-        for name in ("prefill", "kv_memory"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{_flag(name)} must be at least 0", field=name)
-        if self.batch_aging_seconds is not None and self.batch_aging_seconds <= 0:
-            raise ConfigError("--batch-aging-seconds must be above 0", field="batch_aging_seconds")
+                raise ConfigError(f"{flag_text(name)} must be at least 1", field=name)
+        if self.prefill < 0:
+            raise ConfigError("--prefill must be at least 0", field="prefill")
+        for name, section in self.sections.items():
+            if name not in SECTIONS or not isinstance(section, Mapping):
+                raise ConfigError(
+                    f"--config: {name} is no section; write settings under {', '.join(SECTIONS)}",
+                    field="config",
+                )
         self._check_settings()
         self._check_kv_memory()
         if self.redis_url:
             check_url(self.redis_url)
-        if self.autoscaling is not None and (self.pool != "ray" or self.aggregated):
+        if self.autoscaling is not None and (self.pool != "ray" or self._local_prefill == "always"):
             raise ConfigError(
-                "--autoscaling sizes two pools that Ray runs: use --pool ray, without --aggregated",
+                "--autoscaling sizes two pools that Ray runs: use --pool ray, without --local-prefill always",
                 field="autoscaling",
             )
         if self.require_client_certs and self.certs is None:
             raise ConfigError("--require-client-certs needs --certs", field="certs")
-        if not self.aggregated and self.prefill < 1 and self.local_prefill == "never":
+        if self.prefill < 1 and self._local_prefill == "never":
             raise ConfigError(
-                "--prefill 0 leaves nobody to prefill; allow --local-prefill fallback or --aggregated",
+                "--prefill 0 leaves no worker that prefills; allow --local-prefill fallback or always",
                 field="prefill",
             )
 
@@ -112,9 +96,8 @@ class UpOptions:
                 self.worker_config(role, "", "", "")
         except ValidationError as error:
             problem = error.errors(include_input=False)[0]
-            name = str(problem["loc"][-1]) if problem["loc"] else ""
-            name = _SETTINGS_OF_FLAGS.get(name, name)
-            raise ConfigError(f"{_flag(name)}: {problem['msg']}", field=name) from None
+            name = _FLAGS.get(problem["loc"], str(problem["loc"][-1]) if problem["loc"] else "")
+            raise ConfigError(f"{flag_text(name)}: {problem['msg']}", field=name) from None
 
     def _check_kv_memory(self) -> None:
         """Raise ConfigError if the KV pools do not fit the free memory.
@@ -123,33 +106,35 @@ class UpOptions:
         killed later, under load.
         """
         ranks = self._ranks
-        if self.kv_memory * ranks > (free := available_bytes()):
+        asked = sum(
+            self._ranks_of(role) * self.worker_config(role, "", "", "").engine.kv_memory_bytes
+            for role in ROLES
+        )
+        if asked > (free := available_bytes()):
             raise ConfigError(
-                f"--kv-memory {_in_gib(self.kv_memory)} for each of {ranks} ranks is more than the {_in_gib(free)} of "
+                f"--kv-memory {_in_gib(asked // ranks)} for each of {ranks} ranks is more than the {_in_gib(free)} of "
                 f"memory that are free: give less than {_in_gib(free // ranks)}, or omit it for a share that fits",
                 field="kv_memory",
             )
 
     @property
     def _ranks(self) -> int:
-        return self.prefill_workers * self.prefill_tp + self.decode * self.decode_tp
+        return sum(self._ranks_of(role) for role in ROLES)
+
+    def _ranks_of(self, role: Role) -> int:
+        return self.prefill_workers * self.prefill_tp if role == "prefill" else self.decode * self.decode_tp
+
+    @property
+    def _local_prefill(self) -> str:
+        return self.router_config(0, "", "", "").local_prefill
 
     @property
     def tls(self) -> LocalTls:
         return LocalTls(self.certs, self.require_client_certs)
 
     @property
-    def telemetry(self) -> dict[str, Any]:
-        """Of every process."""
-        return {
-            "otlp_endpoint": self.otlp_endpoint,
-            "trace_sample_ratio": self.trace_sample_ratio,
-            "metrics_aliases": self.metrics_aliases,
-        }
-
-    @property
     def prefill_workers(self) -> int:
-        return 0 if self.aggregated else self.prefill
+        return 0 if self._local_prefill == "always" else self.prefill
 
     @property
     def policy(self) -> ServeAutoscalingConfig | None:
@@ -166,79 +151,74 @@ class UpOptions:
             prefill, decode = policy.prefill.max_replicas, policy.decode.max_replicas
         return prefill * self.prefill_tp + decode * self.decode_tp
 
-    @property
-    def kv_memory_bytes(self) -> int:
-        """The KV pool of one rank."""
-        if self.kv_memory:
-            return self.kv_memory
-        return min(KV_POOL_MAX_BYTES, int(available_bytes() * KV_SHARE_OF_FREE) // self._ranks)
-
     def worker_config(self, role: Role, redis_url: str, namespace: str, secret: str) -> WorkerConfig:
-        tensor_parallel = self.prefill_tp if role == "prefill" else self.decode_tp
-        # A prefill step may be long: nobody waits for a token in it. A decode worker that prefills must not
-        # hold its running batch up for longer than a chunk.
-        default_budget = 2048 if role == "prefill" else 512
-        return WorkerConfig(
-            role=role,
-            redis_url=redis_url,
-            namespace=namespace,
-            secret=secret,
-            transfer=self.transfer,
-            **({"batch_aging_seconds": self.batch_aging_seconds} if self.batch_aging_seconds else {}),
-            **self.tls.worker(),
-            **self.telemetry,
-            engine=EngineConfig(
-                model=self.model.absolute(),
-                dtype=self.dtype,
-                max_model_len=self.max_model_len,
-                kv_memory_bytes=self.kv_memory_bytes,
-                page_size=self.page_size,
-                max_batch_tokens=self.max_batch_tokens or default_budget,
-                chunked_prefill=self.chunked_prefill,
-                tensor_parallel=tensor_parallel,
-                threads=self.threads_per_worker,
-                recompute_limit_tokens=RECOMPUTE_LIMIT_TOKENS if self._gives_back(role) else 0,
+        """Raises pydantic.ValidationError."""
+        engine = {
+            "kv_memory_bytes": min(
+                KV_POOL_MAX_BYTES, int(available_bytes() * KV_SHARE_OF_FREE) // self._ranks
             ),
-        )
-
-    def _gives_back(self, role: Role) -> bool:
-        return role == "decode" and self.prefill_workers > 0
+            "max_batch_tokens": BATCH_TOKENS[role],
+            "recompute_limit_tokens": RECOMPUTE_LIMIT_TOKENS
+            if role == "decode" and self.prefill_workers
+            else 0,
+        }
+        given = _merged(self.sections.get("worker", {}), self.sections.get(role, {}), self.worker)
+        fixed = {
+            "role": role,
+            "redis_url": redis_url,
+            "namespace": namespace,
+            "secret": secret,
+            **self.tls.worker(),
+            "engine": {
+                "model": self.model.absolute(),
+                "tensor_parallel": self.prefill_tp if role == "prefill" else self.decode_tp,
+            },
+        }
+        return WorkerConfig.model_validate(_merged({"engine": engine}, given, fixed))
 
     def router_config(self, index: int, redis_url: str, namespace: str, secret: str) -> RouterConfig:
-        return RouterConfig(
-            http_port=self.http_port + index if self.http_port else 0,
-            grpc_port=self.grpc_port + index if self.grpc_port else 0,
-            redis_url=redis_url,
-            namespace=namespace,
-            secret=secret,
-            model=self.model.absolute(),
-            served_model_name=self.served_model_name or self.model.absolute().name,
-            max_model_len=self.max_model_len,
-            page_size=self.page_size,
-            local_prefill=self.local_prefill,
-            aggregated=self.aggregated,
-            drain_seconds=ROUTER_DRAIN_SECONDS,
+        """The configuration of router `index`, which listens `index` ports above the first. Raises
+        pydantic.ValidationError."""
+        defaults = {
+            "served_model_name": self.model.absolute().name,
+            "drain_seconds": ROUTER_DRAIN_SECONDS,
+            "http_port": RouterConfig.model_fields["http_port"].default,
+            "grpc_port": RouterConfig.model_fields["grpc_port"].default,
+        }
+        given = _merged(defaults, self.sections.get("router", {}), self.router)
+        ports = {name: given[name] + index for name in ("http_port", "grpc_port") if given[name]}
+        fixed = {
+            "redis_url": redis_url,
+            "namespace": namespace,
+            "secret": secret,
+            "model": self.model.absolute(),
             **self.tls.router(),
-            **self.telemetry,
-            share_prefixes_across_tenants=self.share_prefixes_across_tenants,
-            api_keys_file=self.api_keys_file.absolute() if self.api_keys_file else None,
-            **self.limits,
-        )
+        }
+        return RouterConfig.model_validate(_merged(given, ports, fixed))
 
     def worker_environment(self) -> dict[str, str]:
         """Passive waiting: busy-waiting workers that share cores ran 40 times slower (measured)."""
+        threads = max(self.worker_config(role, "", "", "").engine.threads for role in ROLES)
         return {
-            "OMP_NUM_THREADS": str(self.threads_per_worker),
-            "MKL_NUM_THREADS": str(self.threads_per_worker),
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", "")])),
         }
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _in_gib(size: int) -> str:
     return f"{size / 2**30:.3g} GiB"
+
+
+def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings; later layers go before earlier ones."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            below = merged.get(name)
+            merged[name] = (
+                _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+            )
+    return merged

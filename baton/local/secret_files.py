@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from baton import safe_files
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 
 
 def without_secrets(config: WorkerConfig, directory: Path) -> dict[str, Any]:

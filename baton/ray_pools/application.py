@@ -20,7 +20,7 @@ from baton.ray_pools.supervision import worker_sockets
 from baton.ray_pools.supervision.exit_report import ExitReport
 from baton.ray_pools.supervision.supervisor import WorkerSupervisor
 from cluster.config import sources
-from cluster.config.models import Role, WorkerConfig
+from cluster.config.worker import Role, WorkerConfig
 
 log = logging.getLogger(__name__)
 # Baton fences a worker at 5 s; Serve restarts it later, so a fenced worker may rejoin until then.

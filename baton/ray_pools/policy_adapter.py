@@ -17,7 +17,7 @@ from baton.autoscaler.observation import Observation, PoolObservation, sample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.serve_metrics import ServeMetrics
 from baton.autoscaler.state import PolicyState
-from cluster.config.models import Role
+from cluster.config.worker import Role
 
 Decisions = dict[Any, int]  # by Serve's deployment ids
 States = dict[Any, dict[str, Any]]

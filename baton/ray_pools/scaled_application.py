@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.autoscaler.config import ServeAutoscalingConfig
 from cluster.config import sources
-from cluster.config.models import Role, WorkerConfig
+from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import SetupError
 
 if TYPE_CHECKING:

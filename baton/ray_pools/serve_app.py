@@ -14,7 +14,8 @@ from pydantic import Field, ValidationError
 from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.ray_pools.application import Pool, application
 from cluster.config import sources
-from cluster.config.models import Frozen, Role, WorkerConfig
+from cluster.config.base import Frozen
+from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import ConfigError
 
 ROLES: tuple[Role, ...] = ("decode", "prefill")

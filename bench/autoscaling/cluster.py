@@ -12,7 +12,7 @@ from bench.autoscaling import kernel
 from bench.autoscaling.day import Requests
 from bench.autoscaling.kernel import ABSENT, DRAINING, READY, SLOTS, STARTING
 from bench.autoscaling.service_times import ServiceTimes
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.telemetry.arrivals import BOUNDS_SECONDS
 
 SLICE_SECONDS = 0.25

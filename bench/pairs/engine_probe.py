@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from engine.build import load_runner
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams

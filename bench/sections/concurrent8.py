@@ -20,7 +20,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 COMMON: dict[str, Any] = {"concurrency": 8, "max_tokens": 64, "warmup_requests": 8}
 REQUESTS = 64
 ARRANGEMENTS: dict[str, tuple[str, ...]] = {
-    "aggregated": ("--aggregated", "--decode", "1", "--threads-per-worker", "2"),
+    "aggregated": ("--local-prefill", "always", "--decode", "1", "--threads", "2"),
     "split, fallback": ("--local-prefill", "fallback"),
     "split, auto": ("--local-prefill", "auto"),
 }

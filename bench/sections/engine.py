@@ -32,7 +32,7 @@ def run(context: Context) -> Section:
 
 
 def load(model: Path, device: str, page_size: int = 16) -> Engine:
-    from cluster.config.models import EngineConfig
+    from cluster.config.worker import EngineConfig
     from engine.build import load_runner
     from engine.engine import Engine
 

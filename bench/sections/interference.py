@@ -30,8 +30,8 @@ SETTLE_SECONDS = 3.0
 MIN_PROMPTS = 6
 STREAM_TOKENS = 1024
 KV = ("--pool", "process", "--kv-memory", "2GiB")
-SPLIT = ("--local-prefill", "fallback", "--threads-per-worker", "1")
-TOGETHER = ("--aggregated", "--decode", "1", "--threads-per-worker", "2")
+SPLIT = ("--local-prefill", "fallback", "--threads", "1")
+TOGETHER = ("--local-prefill", "always", "--decode", "1", "--threads", "2")
 BUDGETS = (128, 256, 512)
 
 

@@ -22,7 +22,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from cluster.config.models import ClusterFields, Frozen, SecretFields
+from cluster.config.base import Frozen
+from cluster.config.shared import ClusterFields, SecretFields
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError
 from cluster.redis.first_contact import check_url

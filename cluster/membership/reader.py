@@ -15,7 +15,7 @@ from typing import Any, get_args
 import redis
 from google.protobuf.message import DecodeError
 
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.kubernetes.pod import Pod
 from cluster.membership import keys, scripts
 from cluster.membership.topology import Location

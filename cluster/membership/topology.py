@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cluster.config.models import TopologyConfig
+from cluster.config.worker import TopologyConfig
 from cluster.errors import SetupError
 from cluster.kubernetes.api import open_api
 

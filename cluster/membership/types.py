@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.kubernetes.pod import Pod
 from cluster.membership.topology import Location
 

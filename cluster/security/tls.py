@@ -26,7 +26,7 @@ from cluster.errors import ConfigError, ForbiddenError
 from cluster.rpc import errors
 
 if TYPE_CHECKING:
-    from cluster.config.models import WorkerConfig
+    from cluster.config.worker import WorkerConfig
 
 log = logging.getLogger(__name__)
 WORKER_NAME = "worker.baton.internal"

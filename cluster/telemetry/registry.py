@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.config.models import MetricsAliases
+from cluster.config.shared import MetricsAliases
 from cluster.telemetry.vllm_names import vllm_aliases
 
 

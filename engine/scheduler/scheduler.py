@@ -8,7 +8,7 @@ from collections import Counter
 from operator import attrgetter
 from typing import Protocol
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from engine.cache.block_pool import BlockPool
 from engine.plan import BlockCopy
 from engine.request import StepOutput

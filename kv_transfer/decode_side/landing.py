@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from cluster import errors
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from kv_transfer import messages as m
 from kv_transfer.decode_side.incoming import IncomingHandoff
 from kv_transfer.decode_side.ring import Ring, Slot, SlotState, worker_of

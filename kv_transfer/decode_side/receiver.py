@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster import errors
 from cluster.background_tasks import FollowUps
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
 from cluster.telemetry.histogram import STAGE_SECONDS, Histogram
 from kv_transfer import messages as m

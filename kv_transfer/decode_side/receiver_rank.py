@@ -18,7 +18,7 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.errors import ConfigError
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point, nothing
 from kv_transfer import messages as m

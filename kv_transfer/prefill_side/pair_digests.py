@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from kv_transfer.layout.digest import Digests
 from kv_transfer.messages import OpenTransfer
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster import errors
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
 from cluster.security.tls import Peers
 from cluster.telemetry.histogram import STAGE_SECONDS, Histogram

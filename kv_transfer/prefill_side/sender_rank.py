@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.errors import TransportError
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m

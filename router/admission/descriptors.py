@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.process.descriptors import free_for_connections, raised
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import ForbiddenError, OverloadedError
 from cluster.security.keys import Caller
 from router.placement.types import priority_class_of

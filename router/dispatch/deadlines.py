@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from router.placement.types import PriorityClass, priority_class_of
 from router.request.completion import Completion
 

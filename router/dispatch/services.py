@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.background_tasks import FollowUps
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.faults.orders import open_faults
 from cluster.faults.points import Point

@@ -12,7 +12,7 @@ from importlib import resources
 
 import redis
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import OverloadedError, UnavailableError
 from cluster.index import scripts
 from cluster.membership import keys
@@ -129,7 +129,7 @@ class Placement:
 
     @property
     def mode(self) -> Mode:
-        return "always" if self._config.aggregated else self._config.local_prefill
+        return self._config.local_prefill
 
     def generation(self, before: Generation | None) -> Generation:
         """Which workers a request is for; `before`: those that had it last. Raises UnavailableError."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, InvalidRequestError, ModelError, UnknownModelError
 from router.request.completion import Completion
 from router.text.tokenizer import ModelText

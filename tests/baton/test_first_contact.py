@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from baton.cli import serve, worker
-from baton.cli.sizes import parse_bytes
 from baton.local import children
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
 from baton.local.state import ClusterState, RedisState, check_writable
 from cluster.config import sources
-from cluster.config.models import ClusterFields, RouterConfig, WorkerConfig
+from cluster.config.router import RouterConfig
+from cluster.config.shared import ClusterFields
+from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError, SetupError
 from cluster.process.memory import available_bytes
 from cluster.redis.first_contact import why_silent
@@ -131,48 +132,47 @@ def test_a_pool_of_all_that_is_free_is_taken_and_more_is_not():
 def test_up_counts_the_pools_of_all_ranks(checkpoint):
     model, free = checkpoint("llama"), available_bytes()
     one_fits = free // 3
-    assert UpOptions(model, prefill=0, decode=1, kv_memory=one_fits).kv_memory_bytes == one_fits
+    engine = {"engine": {"kv_memory_bytes": one_fits}}
+    options = UpOptions(model, prefill=0, decode=1, worker=engine)
+    assert options.worker_config("decode", "", "", "").engine.kv_memory_bytes == one_fits
     with pytest.raises(ConfigError) as caught:
-        UpOptions(model, prefill=2, decode=2, prefill_tp=2, kv_memory=one_fits)
+        UpOptions(model, prefill=2, decode=2, prefill_tp=2, worker=engine)
     assert caught.value.field == "kv_memory" and "each of 6 ranks" in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("flag", "values"),
+    ("flag", "section", "values"),
     [
-        ("prefill", [-1]),
-        ("kv_memory", [-1, -(1 << 30)]),
-        ("max_model_len", [-1]),
-        ("page_size", [0, -16]),
-        ("max_batch_tokens", [-1]),
-        ("http_port", [-1, 65536]),
-        ("grpc_port", [-1, 65536]),
-        ("trace_sample_ratio", [math.nan, -0.5, 2.0]),
-        ("batch_aging_seconds", [math.nan, 0.0, -1.0]),
+        ("prefill", "", [-1]),
+        ("kv_memory", "engine", [-1, -(1 << 30)]),
+        ("max_model_len", "router", [-1]),
+        ("page_size", "engine", [0, -16]),
+        ("max_batch_tokens", "engine", [-1]),
+        ("http_port", "router", [-1, 65536]),
+        ("grpc_port", "router", [-1, 65536]),
+        ("trace_sample_ratio", "router", [math.nan, -0.5, 2.0]),
+        ("batch_aging_seconds", "worker", [math.nan, 0.0, -1.0]),
     ],
 )
-def test_a_flag_of_up_that_no_process_would_take_is_named(flag, values, checkpoint):
+def test_a_flag_of_up_that_no_process_would_take_is_named(flag, section, values, checkpoint):
+    setting = {"kv_memory": "kv_memory_bytes"}.get(flag, flag)
     for value in values:
+        given = {
+            "": {flag: value},
+            "engine": {"worker": {"engine": {setting: value}}},
+        }.get(section, {section: {flag: value}})
         with pytest.raises(ConfigError) as caught:
-            UpOptions(checkpoint("llama"), **{flag: value})
+            UpOptions(checkpoint("llama"), **given)
         assert caught.value.field == flag
         assert caught.value.message.startswith("--" + flag.replace("_", "-"))
 
 
 def test_the_last_router_s_port_is_a_port_too(checkpoint):
-    assert UpOptions(checkpoint("llama"), http_port=65534, routers=2).routers == 2
+    last = {"http_port": 65534}
+    assert UpOptions(checkpoint("llama"), router=last, routers=2).routers == 2
     with pytest.raises(ConfigError) as caught:
-        UpOptions(checkpoint("llama"), http_port=65534, routers=3)
+        UpOptions(checkpoint("llama"), router=last, routers=3)
     assert caught.value.field == "http_port"
-
-
-@pytest.mark.parametrize(
-    "size", ["inf", "-inf", "infGiB", "1e400", "nan", "-1", "-1GiB", "", "GiB", "1GiBGiB"]
-)
-def test_what_is_no_size_is_refused(size):
-    with pytest.raises(ConfigError) as caught:
-        parse_bytes(size, "kv_memory")
-    assert caught.value.field == "kv_memory" and "write for example 512MiB" in caught.value.message
 
 
 # --- a start that fails later --------------------------------------------------------------------------------------

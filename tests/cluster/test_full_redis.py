@@ -11,7 +11,7 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.index import scripts
 from cluster.index.reporter import ChainReporter
 from cluster.membership import keys

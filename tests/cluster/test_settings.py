@@ -10,7 +10,8 @@ import pytest
 from baton.cli import drain, serve_app
 from cluster.addresses import advertised, join
 from cluster.config import sources
-from cluster.config.models import RouterConfig, WorkerConfig
+from cluster.config.router import RouterConfig
+from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError
 from cluster.protocol.block_hash import hash_blocks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.models import TopologyConfig
+from cluster.config.worker import TopologyConfig
 from cluster.errors import SetupError
 from cluster.membership.topology import Locating, Location, read_node_labels
 from tests.kubernetes.api.server import ApiServer

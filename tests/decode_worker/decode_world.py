@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cluster.background_tasks import FollowUps
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.errors import BatonError, DrainingError, StaleEpochError
 from cluster.faults.points import NO_FAULTS
 from cluster.protocol.wire_version import WIRE_VERSION

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from cluster.background_tasks import FollowUps
-from cluster.config.models import EngineConfig, WorkerConfig
+from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.faults.points import NO_FAULTS
 from cluster.protocol.block_hash import pack_tokens
 from decode_worker.role import DecodeRole

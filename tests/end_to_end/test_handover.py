@@ -261,7 +261,7 @@ def test_grpc_transport_carries_the_same_tokens(checkpoint, start_cluster, monke
 
 def test_aggregated_is_one_worker_and_the_same_tokens(checkpoint, start_cluster):
     model = checkpoint("llama")
-    cluster = start_cluster(model, *PROCESS, "--aggregated")
+    cluster = start_cluster(model, *PROCESS, "--local-prefill", "always")
     prompt = prompt_ids(70)
     with Client(cluster.grpc) as client:
         answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from engine.model.config import ModelConfig
 from engine.plan import StepPlan
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from engine.build import load_runner
 from engine.engine import Engine
 from engine.parallel.group import Arrivals

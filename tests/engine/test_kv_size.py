@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.config.models import EngineConfig, TransferConfig, WorkerConfig
+from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import ConfigError
 from engine import kv_cache
 from engine.build import load_runner

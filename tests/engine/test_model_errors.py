@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError, ModelError
 from engine.build import load_runner
 

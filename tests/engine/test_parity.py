@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from engine.build import load_runner
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, FinishReason, SamplingParams

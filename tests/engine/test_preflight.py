@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cluster.config.models import EngineConfig, WorkerConfig
+from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import ConfigError, ModelError
 from engine import build
 from worker.ranks import ranks

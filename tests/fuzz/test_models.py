@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError, InvalidRequestError, ModelError
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.config.models import EngineConfig, TransferConfig, WorkerConfig
+from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from decode_worker.worker import DecodeWorker
 from kv_transfer.decode_side.ring import SlotState
 from prefill_worker.worker import PrefillWorker

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.config.models import EngineConfig
+from cluster.config.worker import EngineConfig
 from engine.attention import registry
 from engine.attention.base import AttentionShape
 from engine.attention.varlen import TORCH_PAGE_SIZES

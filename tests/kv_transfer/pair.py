@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import torch
 
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.contract import HandoffReport, HandoffSpec, Reservation
 from kv_transfer.decode_side.receiver import HandoffReceiver

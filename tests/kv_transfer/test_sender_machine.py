@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.errors import BatonError, PeerLostError, TransportError
 from kv_transfer import messages as m
 from kv_transfer.contract import HandoffReport, HandoffSpec

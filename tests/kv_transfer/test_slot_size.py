@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.errors import ConfigError
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 

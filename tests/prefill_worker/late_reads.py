@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.protocol.block_hash import pack_tokens
 from engine.engine import Engine
 from engine.plan import StepPlan

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from cluster.config import sources
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from router.admission.descriptors import fitted
 from router.server import _grpc_options

@@ -8,7 +8,7 @@ import socket
 import httpx
 import uvloop
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from router.server import Router
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import uvloop
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from router.server import Router
 
 OBJECTS = 10_000

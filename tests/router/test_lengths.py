@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DrainingError, InvalidRequestError, RequestTooLargeError
 from cluster.security.keys import ANYONE
 from router.admission.limits import ByteBudget

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from starlette.requests import Request
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
 from cluster.security.keys import Caller, RateLimits
 from router.admission.limits import FREE_BYTES, ByteBudget, ConcurrencyLimiter

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import pytest
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import (
     BatonError,
     ContextLengthError,

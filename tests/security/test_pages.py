@@ -8,7 +8,8 @@ import grpc
 import httpx
 import pytest
 
-from cluster.config.models import RouterConfig, WorkerConfig
+from cluster.config.router import RouterConfig
+from cluster.config.worker import WorkerConfig
 from router.frontends.http.gate import ADMIN, OPEN
 from router.frontends.http.ui.pages import PATHS
 from tests.security.routers import KeyFile, Router

@@ -11,7 +11,8 @@ import pytest
 import redis
 
 from baton.client import Client
-from cluster.config.models import RouterConfig, WorkerConfig
+from cluster.config.router import RouterConfig
+from cluster.config.worker import WorkerConfig
 from cluster.redis.connect import connect, without_password
 from cluster.redis.embedded import EmbeddedRedis
 from tests.end_to_end.conftest import run_cluster

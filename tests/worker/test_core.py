@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.config.models import EngineConfig, TransferConfig, WorkerConfig
+from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import InternalError
 from cluster.kubernetes.pod import Pod
 from decode_worker.worker import DecodeWorker

@@ -17,14 +17,14 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.addresses import interface_of, is_loopback
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.errors import ConfigError
 from worker.ranks import nixl_endpoint
 from worker.ranks.nixl_endpoint import RDMA_TLS, _ucx_settings, open_endpoint
 
 LISTENS = """
 import json, os, sys, psutil
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from worker.ranks.nixl_endpoint import open_endpoint
 
 settings = json.loads(sys.argv[1])
@@ -154,7 +154,7 @@ def test_other_processes_do_not_inherit_the_settings(monkeypatch: pytest.MonkeyP
 
 REQUIRES = """
 import os
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.errors import TransportError
 from worker.ranks.nixl_endpoint import open_endpoint
 

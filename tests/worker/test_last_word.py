@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.config.models import EngineConfig, TransferConfig, WorkerConfig
+from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import EngineFailedError, EngineRequestError, InternalError, from_wire
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION

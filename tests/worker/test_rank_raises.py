@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from cluster.config.models import EngineConfig, TransferConfig, WorkerConfig
+from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import InternalError
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION

@@ -22,7 +22,7 @@ import pytest
 
 from baton.client import Client
 from baton.local import ray_head
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from tests.checkpoints import prompt_ids

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.addresses import interface_of, is_loopback
-from cluster.config.models import TransferConfig
+from cluster.config.worker import TransferConfig
 from cluster.errors import ConfigError, TransportError
 from kv_transfer.transports.base import Endpoint
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from cluster.addresses import advertised
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.errors import BatonError, ConfigError, InternalError, SetupError
 from cluster.faults.orders import open_faults
 from engine.build import check, load_runner

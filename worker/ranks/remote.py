@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from cluster.addresses import advertised, source_address
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
 from worker.ranks.pipe import RankPipe
 from worker.ranks.process import START_SECONDS, RemoteRank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.config.models import Role
+from cluster.config.worker import Role
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from kubernetes import client
 from kubernetes import config as kubernetes_config
 
 from baton.autoscaler.platforms.base import PlatformPool
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.errors import SetupError, UnavailableError
 from cluster.kubernetes.api import open_api
 

@@ -20,7 +20,7 @@ from baton.processes import sessions
 from baton.processes.exit_notices import ExitNotices
 from baton.ray_pools.supervision import late_exit_report
 from baton.ray_pools.supervision.worker_sockets import Facts
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.security.tls import worker_peers
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from baton.processes import sessions
 from baton.processes.exit_notices import ExitNotices
 from baton.ray_pools.supervision import worker_sockets
 from baton.ray_pools.supervision.worker_sockets import Facts
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.membership.reader import FORGET_SECONDS, read_workers
 from cluster.membership.types import WorkerInfo
 from cluster.security.tls import worker_peers

@@ -29,7 +29,7 @@ from baton.ray_pools.supervision.worker_sockets import Place, owner_gone
 
 if TYPE_CHECKING:
     from baton.workers import RunningWorker
-    from cluster.config.models import WorkerConfig
+    from cluster.config.worker import WorkerConfig
 
 log = logging.getLogger(__name__)
 TELL_SECONDS = 0.5
@@ -48,7 +48,7 @@ def main(path: Path) -> None:
     import uvloop
 
     from cluster.config import sources
-    from cluster.config.models import WorkerConfig
+    from cluster.config.worker import WorkerConfig
     from cluster.telemetry import logs
 
     # What differs from node to node (its address, its secrets' files) stands in that node's environment.

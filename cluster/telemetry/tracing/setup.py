@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from cluster.config.models import TelemetryFields
+from cluster.config.shared import TelemetryFields
 
 if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import Tracing

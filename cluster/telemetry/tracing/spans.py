@@ -27,7 +27,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from cluster.config.models import TelemetryFields
+from cluster.config.shared import TelemetryFields
 
 Attributes = Mapping[str, str | int | float | bool]
 FLUSH_SECONDS = 3.0

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
 from router.admission.limits import HeldBytes
 from router.admission.low_priority import LowPriority

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
 from router.admission.limits import HeldBytes
 from router.admission.low_priority import LowPriority

@@ -9,7 +9,7 @@ from baton.autoscaler.decision import Decision
 from baton.autoscaler.observation import Observation, PoolObservation, sample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.telemetry.arrivals import BOUNDS_SECONDS
 
 PROMPT, OUTPUT = 1000.0, 200.0  # tokens

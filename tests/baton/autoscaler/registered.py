@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.telemetry.arrivals import Arrivals

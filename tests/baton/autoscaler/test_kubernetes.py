@@ -23,7 +23,7 @@ from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.autoscaler.decision import Decision
 from baton.autoscaler.leader import Leadership
 from baton.autoscaler.platforms.kubernetes import StatefulSets, connect
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.errors import SetupError, UnavailableError
 from tests.baton.autoscaler.registered import RegisteredWorker, decode_status, prefill_status
 from tests.kubernetes.api.server import ApiServer
@@ -89,7 +89,7 @@ def rig(server: ApiServer, redis_url: str, namespace: str, tmp_path: Path) -> It
 
 
 def test_load_grows_the_stateful_set_and_says_why(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="baton.autoscaling")
+    caplog.set_level("INFO", logger="baton.autoscaler")
     for _ in range(8):
         rig.step(requests_per_second=3.0)
     assert rig.replicas("prefill") >= 2

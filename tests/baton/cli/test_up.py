@@ -25,7 +25,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     else:
         signal.signal(number, signal.SIG_IGN)
 
-from baton.commands import up
+from baton.cli import up
 
 class Cluster:
     def __init__(self, options, progress):

@@ -30,7 +30,9 @@ def cluster(tmp_path, monkeypatch):
         return Child(name, process, logs / f"{name}.log")
 
     monkeypatch.setattr(children, "start", start)
-    options = UpOptions(MODEL, pool="process", http_port=0, grpc_port=0, state_file=tmp_path / "state.json")
+    options = UpOptions(
+        MODEL, pool="process", router={"http_port": 0, "grpc_port": 0}, state_file=tmp_path / "state.json"
+    )
     made = LocalCluster(options)
     yield made
     made.stop()

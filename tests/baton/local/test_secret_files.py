@@ -12,7 +12,7 @@ import pytest
 from baton.local.secret_files import split_password, without_secrets
 from baton.ray_pools import application, scaled_application, serve_app
 from cluster.config import sources
-from cluster.config.models import EngineConfig, WorkerConfig
+from cluster.config.worker import EngineConfig, WorkerConfig
 
 SECRET, PASSWORD = "d3pl0yment-s3cret", "r3d1s p@ss:w%rd"
 URLS = [

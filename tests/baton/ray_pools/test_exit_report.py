@@ -22,7 +22,7 @@ from baton.ray_pools.supervision.exit_report import ExitReport
 from baton.ray_pools.supervision.supervisor import WorkerSupervisor
 from baton.ray_pools.supervision.worker_sockets import Facts, Place
 from cluster.config import sources
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from tests.end_to_end.conftest import gone

@@ -19,7 +19,7 @@ from baton.processes import sessions
 from baton.ray_pools.supervision import late_exit_report, worker_sockets
 from baton.ray_pools.supervision.exit_report import TELL_SECONDS, ExitReport
 from baton.ray_pools.supervision.worker_sockets import Facts
-from cluster.config.models import WorkerConfig
+from cluster.config.worker import WorkerConfig
 from cluster.membership import reader
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo

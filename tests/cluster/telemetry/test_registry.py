@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.config.models import MetricsAliases
+from cluster.config.shared import MetricsAliases
 from cluster.telemetry.histogram import STAGE_SECONDS, HistogramFamily
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.scrape import ScrapeCollector, counter, gauge

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from cluster.config.models import TelemetryFields
+from cluster.config.shared import TelemetryFields
 from cluster.telemetry.tracing.setup import open_tracing
 from cluster.telemetry.tracing.spans import Tracing
 

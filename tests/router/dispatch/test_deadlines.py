@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from router.dispatch.deadlines import RequestDeadlines
 from router.request.completion import Completion
 from wire import common_pb2

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import BatonError, BlocksExhaustedError, PeerLostError
 from cluster.membership.topology import Location
 from router.dispatch import dispatcher

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import (
     AttemptsExhaustedError,
     BatonError,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import InvalidRequestError, OverloadedError
 from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.choice import RESUMED_AT_ONCE, ChoiceStream

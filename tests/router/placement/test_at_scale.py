@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect

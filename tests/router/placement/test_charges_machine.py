@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from router.placement import placement as module

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config.models import Role
+from cluster.config.worker import Role
 from cluster.errors import UnavailableError
 from cluster.membership.types import WorkerInfo
 from router.placement.generations import Generations, generation_of

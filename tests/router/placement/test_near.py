@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.models import Role, RouterConfig
+from cluster.config.router import RouterConfig
+from cluster.config.worker import Role
 from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.topology import LEVELS, Location

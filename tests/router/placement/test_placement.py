@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.index.reporter import ChainReporter
 from cluster.membership.reader import Members, read_workers

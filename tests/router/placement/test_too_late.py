@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import OverloadedError
 from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration

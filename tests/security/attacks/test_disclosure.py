@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster import errors
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from router.dispatch.attempt import Source
 from router.dispatch.retry_policy import RetryPolicy
 from router.text.tokenizer import ModelText

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import Client
 from bench import router_setup
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import BatonError
 from cluster.rpc import errors
 from cluster.rpc.health import Health

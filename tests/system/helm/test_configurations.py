@@ -12,7 +12,8 @@ from baton.autoscaler.config import AutoscalingConfig, ServeAutoscalingConfig
 from baton.cli.autoscale import AutoscaleConfig
 from baton.ray_pools.policy_adapter import PoolsPolicy
 from baton.ray_pools.serve_app import AppArguments
-from cluster.config.models import RouterConfig, WorkerConfig
+from cluster.config.router import RouterConfig
+from cluster.config.worker import WorkerConfig
 from tests.system.helm.rendering import Rendered, Renderer, ValueSet
 from tests.system.helm.value_sets import KUBERAY, VALUE_SETS
 

@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from baton.cli.autoscale import AutoscaleConfig
-from cluster.config.models import Frozen, RouterConfig, WorkerConfig
+from cluster.config.base import Frozen
+from cluster.config.router import RouterConfig
+from cluster.config.worker import WorkerConfig
 from tests.system.helm.rendering import CHART, Rendered, Renderer, ValueSet, pods_of
 from tests.system.helm.value_sets import VALUE_SETS
 

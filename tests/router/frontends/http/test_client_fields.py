@@ -11,7 +11,7 @@ import openai
 import pytest
 from starlette.requests import Request
 
-from cluster.config.models import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.security.keys import ANYONE, Caller
 from router.frontends.http import fields
 from router.frontends.http.generate import Generate

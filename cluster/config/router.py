@@ -1,0 +1,229 @@
+"""Settings of a router."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
+from cluster.config.shared import ClusterFields, SecretFields, TelemetryFields, TlsFields
+
+LocalPrefill = Literal["never", "fallback", "auto", "always"]
+
+
+class ModelFields(Frozen):
+    panel = "Model"
+
+    model: Path = Field(description="model directory: tokenizer, chat template, generation config")
+    served_model_name: str = Field("", description="name that clients use; default: the directory's name")
+    max_model_len: Count = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
+    page_size: int = Field(16, ge=1, description="tokens per KV block; one value per deployment")
+
+
+class AddressFields(Frozen):
+    panel = "Addresses"
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 or :: = all")
+    http_port: int = Field(8000, ge=0, le=65535, description="OpenAI HTTP; 0 = any")
+    grpc_port: int = Field(50051, ge=0, le=65535, description="gRPC; 0 = any")
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="/metrics, /ready and /live without TLS and keys, for probes and Prometheus inside a cluster; "
+        "0 = any; none = only at the HTTP port",
+    )
+    door_tls_cert: Path | None = Field(
+        None, description="certificate that clients are shown; default: tls_cert"
+    )
+    door_tls_key: Path | None = Field(None, description="key of door_tls_cert")
+    tls_client_ca: Path | None = Field(
+        None, description="authority whose certificates clients must show; none = clients need none"
+    )
+
+
+class PlacementFields(Frozen):
+    panel = "Placement"
+
+    local_prefill: LocalPrefill = Field(
+        "auto",
+        description="prefill on decode workers: never; fallback = without a prefill worker; auto = also where that is "
+        "faster; always = there are no prefill workers (aggregated)",
+    )
+    index_feeds: Literal["hybrid", "reported", "predicted"] = Field(
+        "hybrid",
+        description="sources of the prefix index: workers' reports, the router's predictions, or both",
+    )
+    max_attempts: Count = Field(8, ge=1, description="attempts at one request in a row without a token")
+
+
+class OverloadFields(Frozen):
+    panel = "Overload: which requests wait, which are refused"
+
+    ttft_target_seconds_high: Seconds = Field(
+        10.0,
+        ge=0,
+        description="a request of priority high whose first token would come later is refused at once; 0 = none is",
+    )
+    ttft_target_seconds_normal: Seconds = Field(30.0, ge=0, description="the same for normal requests")
+    ttft_target_seconds_batch: Seconds = Field(
+        120.0, ge=0, description="the same for batch requests, which wait behind all others"
+    )
+    admission_seconds: Seconds = Field(
+        30.0, gt=0, description="how long a request waits for a worker with room, or for workers at all"
+    )
+    max_concurrent_requests: Count = Field(1024, ge=1, description="requests in flight at this router")
+    max_concurrent_requests_per_tenant: Count = Field(
+        0,
+        ge=0,
+        description="of one tenant at this router; a key's max_concurrent_requests goes first; 0 = no limit",
+    )
+    max_concurrent_requests_per_connection: Count = Field(
+        512, ge=0, description="of one connection; 0 = no limit"
+    )
+    requests_per_minute_per_tenant: Count = Field(
+        0,
+        ge=0,
+        description="over all routers, counted in Redis; a key's requests_per_minute goes first; 0 = no limit",
+    )
+    tokens_per_minute_per_tenant: int = Field(
+        0,
+        ge=0,
+        le=10**12,
+        description="of prompts and answers, over all routers; a key's tokens_per_minute goes first; 0 = no limit",
+    )
+
+
+class ApiFields(Frozen):
+    panel = "API"
+
+    api_keys_file: Path | None = Field(
+        None, description="API keys (YAML or JSON; see baton keys); none = requests need no key"
+    )
+    unknown_fields: Literal["refuse", "ignore"] = Field(
+        "refuse",
+        description="unknown fields of an OpenAI request: refused by name, or ignored as vLLM does; known fields that are "
+        "not supported are refused either way",
+    )
+    priority_order: Literal["higher_first", "lower_first"] = Field(
+        "higher_first",
+        description="whether a higher or a lower number in an OpenAI request's `priority` goes first; vLLM: lower_first",
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description="origins whose pages may call this router from a browser (CORS); * = all; empty = none",
+    )
+    ui: bool = Field(True, description="serve the page at /ui: topology, percentiles, a playground")
+    share_prefixes_across_tenants: bool = Field(
+        False, description="let tenants hit each other's cached prefixes; timing then shows who sent what"
+    )
+
+
+class RequestLimits(Frozen):
+    panel = "Limits of a request"
+
+    request_seconds: Seconds = Field(
+        600.0, gt=0, description="longest duration of a request without a client deadline"
+    )
+    max_body_bytes: Bytes = Field(8 << 20, ge=1, le=1 << 30, description="one HTTP body or gRPC message")
+    max_body_bytes_in_flight: Bytes = Field(
+        256 << 20,
+        ge=0,
+        description="bodies of requests not yet dispatched, over HTTP and gRPC; the first 64 KiB of each don't count, and "
+        "a gRPC message that takes long to arrive counts as max_body_bytes",
+    )
+    max_body_bytes_in_flight_per_tenant: Bytes = Field(
+        64 << 20, ge=0, description="the same for one tenant; 0 = one body of max_body_bytes"
+    )
+    max_text_bytes: Bytes = Field(
+        2 << 20,
+        ge=1,
+        le=1 << 30,
+        description="one prompt that is text; tokenising takes about 200 bytes of memory for each",
+    )
+    max_choices: Count = Field(16, ge=1, description="n")
+    max_prompts: Count = Field(64, ge=1, description="prompts of one completion request")
+    max_stop_strings: Count = Field(16, ge=1, description="entries of stop")
+    max_stop_string_characters: Count = Field(1024, ge=1, description="characters of one string in stop")
+    max_stop_token_ids: Count = Field(64, ge=0, description="entries of stop_token_ids")
+    max_logit_bias: Count = Field(1024, ge=0, description="entries of logit_bias")
+    max_logprobs: Count = Field(20, ge=0, description="alternatives for each token")
+    max_answer_entries: Count = Field(
+        1 << 18,
+        ge=1,
+        description="prompts x n x max_tokens x (1 + logprobs) of one request; without max_tokens, answers end there",
+    )
+    max_json_depth: Count = Field(32, ge=2, description="nested lists and objects of a body")
+    max_json_elements: Count = Field(
+        1 << 20, ge=1, description="elements of a body; lists, objects and members of objects count as 16"
+    )
+
+
+class ConnectionLimits(Frozen):
+    panel = "Limits of connections"
+
+    max_header_bytes: Count = Field(32 << 10, ge=1 << 10, description="head of a request, or gRPC metadata")
+    max_headers: Count = Field(100, ge=8, description="header lines of a request")
+    max_http_connections: Count = Field(
+        4096, ge=1, description="above it the longest idle connection is closed, or the new one refused"
+    )
+    http_idle_seconds: Count = Field(
+        75, ge=1, description="an HTTP connection without a request for this long is closed"
+    )
+    max_grpc_connections: Count = Field(1024, ge=1, description="further gRPC connections are closed at once")
+    grpc_idle_seconds: Seconds = Field(
+        60.0, gt=0, description="a gRPC connection without a call for this long is closed"
+    )
+    max_connection_seconds: Seconds = Field(
+        3600.0,
+        ge=0,
+        description="a gRPC connection of this age (10% more or less) is closed once its requests have ended, so that "
+        "clients behind a load balancer move to other routers; 0 = never",
+    )
+    max_health_watchers: Count = Field(
+        256, ge=1, description="calls of gRPC's Health.Watch; beyond it the oldest ends"
+    )
+    header_seconds: Seconds = Field(10.0, gt=0, description="for the head of a request to arrive")
+    body_seconds: Seconds = Field(60.0, gt=0, description="for the body of a request to arrive")
+    write_seconds: Seconds = Field(
+        30.0,
+        gt=0,
+        description="a client that reads nothing for this long is disconnected and its request cancelled",
+    )
+
+
+class RouterConfig(
+    ClusterFields,
+    SecretFields,
+    TlsFields,
+    TelemetryFields,
+    ConnectionLimits,
+    RequestLimits,
+    ApiFields,
+    OverloadFields,
+    PlacementFields,
+    AddressFields,
+    ModelFields,
+):
+    """One router."""
+
+    panel = "Router"
+
+    router_id: str = Field(
+        default_factory=lambda: f"router-{secrets.token_hex(4)}", description="unique; default: a random one"
+    )
+    drain_seconds: Seconds = Field(
+        30.0, ge=0, description="time that a draining router has to finish its streams"
+    )
+    drain_delay_seconds: Seconds = Field(
+        0.0,
+        ge=0,
+        description="time after SIGTERM in which requests are still accepted while /ready says no, for load balancers to "
+        "notice and clients to reconnect (max_connection_seconds)",
+    )
+    fault_orders: Path | None = no_flag(
+        None, description="tests only: a directory whose orders inject faults at named points"
+    )

@@ -1,0 +1,73 @@
+"""Settings that several kinds of process share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from cluster.config.base import Frozen, no_flag
+
+MetricsAliases = Literal["none", "vllm"]
+
+
+class TlsFields(Frozen):
+    """This process's TLS identity and the authority it accepts (PEM files, read again when they change)."""
+
+    panel = "TLS"
+
+    tls_cert: Path | None = Field(None, description="certificate chain of this process; none = plain text")
+    tls_key: Path | None = Field(None, description="key of tls_cert")
+    tls_ca: Path | None = Field(
+        None, description="authority of the cluster's own certificates; it must sign nothing else"
+    )
+
+
+class ClusterFields(Frozen):
+    """The cluster this process belongs to."""
+
+    panel = "Cluster"
+
+    redis_url: str = Field(
+        "",
+        description="redis://…, rediss://… or unix://…; the same for every process of the cluster",
+        repr=False,
+    )
+    redis_password: str = no_flag("", description="for a redis_url without one", repr=False)
+    redis_password_file: Path | None = Field(
+        None, description="file that holds Redis's password (a mounted Secret)"
+    )
+    namespace: str = Field("baton", description="prefix of every Redis key of this deployment")
+
+
+class SecretFields(Frozen):
+    panel = "Cluster"
+
+    secret: str = no_flag(
+        "",
+        description="deployment secret that keys the block hashes and the resume tickets; required, and the same in all "
+        "routers and workers",
+        repr=False,
+    )
+    secret_file: Path | None = Field(
+        None, description="file that holds the deployment secret (a mounted Secret)"
+    )
+
+
+class TelemetryFields(Frozen):
+    """Metrics and traces of this process (docs/observability.md)."""
+
+    panel = "Telemetry"
+
+    metrics_aliases: MetricsAliases = Field("none", description="vllm: vLLM's metric names beside Baton's")
+    otlp_endpoint: str = Field(
+        "",
+        description="collector of traces, OTLP over HTTP; none = OTEL_EXPORTER_OTLP_ENDPOINT, or no traces",
+    )
+    trace_sample_ratio: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="share of requests to trace where the client does not decide; none = OTEL_…, or all",
+    )

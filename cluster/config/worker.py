@@ -1,0 +1,205 @@
+"""Settings of prefill and decode workers.
+
+`"auto"` values are resolved once, by the process that owns them, into a new object.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
+from cluster.config.shared import ClusterFields, SecretFields, TelemetryFields, TlsFields
+
+Role = Literal["prefill", "decode"]
+
+
+class EngineConfig(Frozen):
+    """How one engine runs its model."""
+
+    panel = "Engine"
+
+    model: Path = Field(description="Hugging Face model directory")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache")
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda (rank n on the node's n-th card) or cuda:N, that one card",
+    )
+    max_model_len: int = Field(0, ge=0, description="longest context in tokens; 0 = the model's own")
+    kv_memory_bytes: Bytes = Field(
+        0,
+        ge=0,
+        description="KV pool of one rank, e.g. 40GiB; 0 = chosen from free memory",
+        json_schema_extra={"flag": "kv_memory"},
+    )
+    page_size: int = Field(16, ge=1, description="tokens per KV block; one value per deployment")
+    max_batch_tokens: int = Field(2048, ge=1, description="token budget of one step (prefill chunk size)")
+    max_batch_requests: int = Field(256, ge=1, description="requests in one step")
+    chunked_prefill: bool = Field(True, description="split long prompts over steps")
+    prefix_caching: bool = Field(
+        True, description="keep the KV blocks of ended requests for prompts that begin alike"
+    )
+    attention_backend: str = Field("auto", description="auto | cpu | sdpa | varlen | flash")
+    tensor_parallel: int = Field(1, ge=1, description="ranks of this worker")
+    nodes: int = Field(
+        1,
+        ge=1,
+        description="nodes that the ranks are spread over; above 1, Ray places those on other nodes",
+    )
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of one rank")
+    recompute_limit_tokens: int = Field(
+        0,
+        ge=0,
+        description="a preempted request longer than this returns to the router instead of being computed again here, in "
+        "the running batch; 0 = no limit",
+    )
+
+    @model_validator(mode="after")
+    def _one_card_is_one_rank(self) -> EngineConfig:
+        if ":" in self.device and self.tensor_parallel > 1:
+            raise ValueError(
+                f"device {self.device} is one card, tensor_parallel {self.tensor_parallel} needs as many: use cuda, and "
+                f"select the cards with CUDA_VISIBLE_DEVICES"
+            )
+        return self
+
+
+class TransferConfig(Frozen):
+    """How KV moves between workers."""
+
+    panel = "KV transfer"
+
+    transport: Literal["auto", "nixl", "grpc"] = Field("auto", description="transport of KV between workers")
+    require_transport: Literal["", "nixl", "grpc", "rdma"] = Field(
+        "",
+        description="refuse a pair of workers on any other transport; rdma: NIXL without TCP between hosts",
+    )
+    port_range: str = Field(
+        "",
+        pattern=r"^(\d+-\d+)?$",
+        description="ports that NIXL may listen on over TCP, e.g. 41000-41063 (for firewalls); default: any",
+    )
+    ring_bytes: Bytes = Field(128 << 20, ge=1 << 16, description="landing ring of one rank")
+    ring_max_bytes: Bytes = Field(
+        512 << 20, description="limit of the ring's growth while slots are quarantined"
+    )
+    # The bound leaves room for what surrounds a part in a gRPC message, the multiple keeps every slot aligned.
+    slot_bytes: Bytes = Field(
+        4 << 20, ge=1 << 12, le=32 << 20, multiple_of=1 << 8, description="one landing slot; the largest part"
+    )
+    part_bytes: Bytes = Field(
+        4 << 20, ge=1 << 12, description="a part is sent as soon as this much is computed"
+    )
+    staging_bytes: Bytes = Field(64 << 20, ge=1 << 16, description="send staging of one rank")
+    digests: Literal["off", "sample", "all"] = Field(
+        "all", description="parts whose bytes are verified on arrival; sample: a share, digest_sample_share"
+    )
+    digest_sample_share: float = Field(
+        0.125, gt=0, le=1, description="share of parts verified with digests: sample"
+    )
+
+    @model_validator(mode="after")
+    def _can_be_met(self) -> TransferConfig:
+        if self.required and self.transport not in ("auto", self.required):
+            raise ValueError(
+                f"transport {self.transport} never meets require_transport {self.require_transport}: make them equal, "
+                f"or transport auto"
+            )
+        return self
+
+    @property
+    def required(self) -> str:
+        """The transport that must be used (`rdma` is NIXL's); "" = either."""
+        return "nixl" if self.require_transport == "rdma" else self.require_transport
+
+
+class TopologyConfig(Frozen):
+    """Where this worker is. What is set here goes before the node's labels, which are read if `node_name` is set."""
+
+    panel = "Topology"
+
+    node_name: str = Field(
+        "",
+        description="Kubernetes node (spec.nodeName); its labels are read through the API",
+        json_schema_extra={"environment": "NODE_NAME"},
+    )
+    clique: str = Field("", description="NVLink domain")
+    host: str = Field("", description="machine; default: the node's, or this host's name")
+    rack: str = Field("", description="rack of this host, where no label says it")
+    zone: str = Field("", description="zone of this host, where no label says it")
+    clique_label: str = Field("nvidia.com/gpu.clique", description="node label of the clique")
+    host_label: str = Field("kubernetes.io/hostname", description="node label of the host")
+    rack_label: str = Field("topology.kubernetes.io/rack", description="node label of the rack")
+    zone_label: str = Field("topology.kubernetes.io/zone", description="node label of the zone")
+    kubeconfig: Path | None = Field(None, description="default: the pod's service account")
+    api_seconds: float = Field(5.0, gt=0, description="after that the worker starts without labels")
+
+
+class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
+    """One prefill or decode worker."""
+
+    panel = "Worker"
+
+    role: Role = no_flag(..., description="prefill or decode")
+    worker_id: str = Field("", description="unique per process; default: the role and a random suffix")
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 or :: = all")
+    advertise_host: str = Field(
+        "",
+        description="name or address under which others reach this worker (a pod's IP); default: host, or where that is "
+        "all addresses, the one from which this machine reaches Redis",
+    )
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = any")
+    metrics_port: int = Field(0, ge=0, le=65535, description="port of /metrics, /ready and /live; 0 = any")
+    topology: TopologyConfig = TopologyConfig()
+    engine: EngineConfig
+    transfer: TransferConfig = TransferConfig()
+    ray_address: str = Field(
+        "auto",
+        description="Ray that places ranks on other nodes, host:port; one of its nodes must be on this machine",
+    )
+    peer_exits: Literal["none", "kubernetes"] = Field(
+        "none",
+        description="where a decode worker asks whether a prefill worker that leaves landing slots in doubt has exited; "
+        "none: only the parent of that process (`baton up`, Ray) can report it",
+    )
+    load_seconds: Seconds = Field(
+        600.0, gt=0, description="how long Ray waits for a replica whose worker loads its model"
+    )
+    max_queued_requests: Count = Field(1024, ge=1, description="requests that may wait for a prefill")
+    batch_aging_seconds: Seconds = Field(
+        30.0,
+        gt=0,
+        description="a request that has waited for a prefill this long in its class counts as of the next higher class",
+    )
+    step_stall_seconds: Seconds = Field(
+        30.0, gt=0, description="an engine that has work and makes no step for this long is dead"
+    )
+    drain_seconds: Seconds = Field(
+        30.0, ge=0, description="time that a draining worker has to finish its requests"
+    )
+    drain_migrate_seconds: Seconds = Field(
+        10.0,
+        ge=0,
+        description="after this long a draining worker returns its requests if another worker can continue them; routers "
+        "resume them there",
+    )
+    fault_orders: Path | None = no_flag(
+        None, description="tests only: a directory whose orders inject faults at named points"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_worker(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("worker_id"):
+            return {**values, "worker_id": f"{values.get('role', 'worker')}-{secrets.token_hex(3)}"}
+        return values
+
+    @model_validator(mode="after")
+    def _tls_is_mutual(self) -> Self:
+        if len({file is None for file in (self.tls_cert, self.tls_key, self.tls_ca)}) > 1:
+            raise ValueError("tls_cert, tls_key and tls_ca belong together: a worker's TLS is mutual")
+        return self
