@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check test-system chaos soak cancels attack fuzz explore mutants proto settings chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
+.PHONY: help demo test unit test-long check test-system chaos soak cancels attack fuzz explore mutants proto settings chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -28,6 +28,9 @@ demo: $(STAMP)  ## Start a cluster, watch text stream from it, see the load gene
 
 test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, real Ray)
 	$(BIN)/python -m pytest -q -m "not system and not gpu and not long" --durations 15 -n $(PROCESSES) --dist loadfile $(MORE)
+
+unit: $(STAMP)  ## The tests that need neither torch, Ray nor NIXL: seconds to start, a few minutes in all
+	$(BIN)/python -m pytest -q -m "not system and not gpu and not long" --unit -n $(PROCESSES) --dist loadfile $(MORE)
 
 test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, Ray dying, a day of autoscaling
 	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 5 $(MORE)
@@ -129,5 +132,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q -c constraints.txt torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 2>$(VENV)/pip.log \
 		|| { tail -20 $(VENV)/pip.log; exit 1; }
 	@echo "  everything else"
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]' 2>$(VENV)/pip.log || { tail -20 $(VENV)/pip.log; exit 1; }
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[all,dev]' 2>$(VENV)/pip.log || { tail -20 $(VENV)/pip.log; exit 1; }
 	@touch $@

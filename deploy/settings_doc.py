@@ -28,8 +28,8 @@ Made from the models in `cluster/config/` by `python -m deploy.settings_doc`; `m
 
 Each setting can be given as a flag, as an environment variable, or in the YAML file that `--config` names, nested as its
 name is here (`engine.dtype` is `dtype` under `engine`). The flag wins over the variable, the variable over the file. Sizes
-may have a unit (`512MiB`). `baton up` has the flags of routers and workers as well; its `--config` holds sections `router`,
-`worker`, `prefill` and `decode`. Secrets have no flag: every user of a machine can read command lines.
+may have a unit (`512MiB`). `baton up` has the flags of routers and workers as well; its `--config` holds sections
+`router`, `worker`, `prefill` and `decode`. Secrets have no flag: every user of a machine can read command lines.
 """
 
 

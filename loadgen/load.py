@@ -10,11 +10,12 @@ from contextlib import AsyncExitStack
 from rich.console import Console
 
 from loadgen.config import LoadConfig
+from loadgen.open_target import open_target
 from loadgen.progress import show_progress
 from loadgen.record import RequestRecord
 from loadgen.report import Report
 from loadgen.runner import Runner, run_clock
-from loadgen.target import Clock, RequestFailed, Target, open_target
+from loadgen.target import Clock, RequestFailed, Target
 from loadgen.workload import make_workload
 
 _WARMUP_SEED = 1 << 40  # warm-up prompts share nothing with the measured ones

@@ -1,11 +1,10 @@
-"""How a request reaches a server: the contract, and which protocol is which."""
+"""The contract of a load target, and its failure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from loadgen.config import LoadConfig
 from loadgen.record import RequestRecord
 from loadgen.workload import Prompt
 
@@ -31,14 +30,3 @@ class Target(Protocol):
         """
 
     async def close(self) -> None: ...
-
-
-def open_target(config: LoadConfig, address: str, clock: Clock) -> Target:
-    """`clock` gives seconds since the run began."""
-    if config.protocol == "grpc":
-        from loadgen.grpc_target import GrpcTarget
-
-        return GrpcTarget(config, address, clock)
-    from loadgen.http_target import HttpTarget
-
-    return HttpTarget(config, address, clock)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -19,8 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 from hypothesis import settings
 
-from cluster.redis.embedded import EmbeddedRedis
-from tests.checkpoints import make_checkpoint
+from tests.harness.unit import light_modules
+
+# Nothing heavy is imported here: one test of a light module starts within two seconds.
+if TYPE_CHECKING:
+    from cluster.redis.embedded import EmbeddedRedis
 
 # `make test` draws the same examples every time, so that it says of a change what it said before it was committed;
 # `make explore` draws new ones, and keeps what failed.
@@ -33,7 +36,8 @@ Checkpoint = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """A small random model by variant, made once a session."""
+    """A small random model by variant, made once per session."""
+    from tests.checkpoints import make_checkpoint
 
     made: dict[str, Path] = {}
 
@@ -63,6 +67,24 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 def namespace() -> str:
     """Keys of one test."""
     return f"test-{secrets.token_hex(4)}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--unit", action="store_true", help="only tests that need neither torch, Ray nor NIXL")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.getoption("--unit") and collection_path.suffix == ".py":
+        return True if collection_path not in light_modules() else None
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A checkpoint is made with torch, and a model's tests need one."""
+    if config.getoption("--unit"):
+        heavy = [one for one in items if "checkpoint" in getattr(one, "fixturenames", ())]
+        config.hook.pytest_deselected(items=heavy)
+        items[:] = [one for one in items if one not in heavy]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

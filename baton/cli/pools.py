@@ -9,11 +9,13 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.cli.output import say
-from baton.cli.serve import write_ready
+from baton.cli.serve import ReadyFile, write_ready
 from cluster.config import sources
 from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import ConfigError, SetupError
@@ -21,6 +23,19 @@ from cluster.errors import ConfigError, SetupError
 RAY_SECONDS = 60.0
 RETRY_SECONDS = 0.5
 ROLES: tuple[Role, ...] = ("decode", "prefill")
+
+
+def pools(
+    config: Annotated[Path, typer.Option(help="JSON: {prefill: [worker…], decode: [worker…]}.")],
+    address: Annotated[str, typer.Option(help="Ray cluster, host:port.")] = "auto",
+    deployed: Annotated[
+        bool,
+        typer.Option("--deployed", help="The pools run there already: only stay, and end them in the end."),
+    ] = False,
+    ready_file: ReadyFile = None,
+) -> None:
+    """Deploy both pools on a Ray cluster as one Serve application, and stay until told to stop."""
+    run_pools(config, address, ready_file, deployed)
 
 
 def run_pools(config: Path, address: str, ready_file: Path | None, deployed: bool = False) -> None:
@@ -31,26 +46,27 @@ def run_pools(config: Path, address: str, ready_file: Path | None, deployed: boo
         signal.signal(number, lambda *_: stop.set())
     import ray
 
-    from baton.ray_pools import application
+    from baton.ray_pools.application import Pool
+    from baton.ray_pools.deploy import deploy, shutdown
 
     described = _read(config)
     given = {role: described.get(role, []) for role in ROLES}
     workers = {
-        role: application.Pool(sources.load(WorkerConfig, {}, values=alike[0]), alike[0], len(alike))
+        role: Pool(sources.load(WorkerConfig, {}, values=alike[0]), alike[0], len(alike))
         for role, alike in given.items()
         if alike
     }
     _connect(address, stop)
     try:
         if not deployed:
-            application.deploy(workers, described.get("environment", {}), _autoscaling(described))
+            deploy(workers, described.get("environment", {}), _autoscaling(described))
             say("pools are deployed")
         write_ready(ready_file, {"pid": os.getpid()})
         stop.wait()
     except RuntimeError as error:
         raise SetupError(f"the pools did not start: {error}") from error
     finally:
-        application.shutdown()
+        shutdown()
         ray.shutdown()
 
 

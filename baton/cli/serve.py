@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import uvloop
 
 from baton.cli.flags import Flags
 from baton.cli.output import say
@@ -42,6 +41,8 @@ def router(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any
     """
     resolved = sources.load(RouterConfig, ROUTER.values(RouterConfig, flags), config)
     check_start(resolved, ready_file)
+    import uvloop
+
     uvloop.run(_run_router(resolved, ready_file))
 
 
@@ -56,20 +57,6 @@ def check_start(config: RouterConfig | WorkerConfig, ready_file: Path | None) ->
         check_writable(ready_file, "--ready-file", "ready_file")
     if why := why_silent(config.redis_url):
         say(f"{why}; starting anyway, Redis is used as soon as it answers")
-
-
-def pools(
-    config: Annotated[Path, typer.Option(help="JSON: {prefill: [worker…], decode: [worker…]}.")],
-    address: Annotated[str, typer.Option(help="Ray cluster, host:port.")] = "auto",
-    deployed: Annotated[
-        bool, typer.Option("--deployed", help="They run there already: only stay, and end them in the end.")
-    ] = False,
-    ready_file: ReadyFile = None,
-) -> None:
-    """Deploy both pools on a Ray cluster as one Serve application, and stay until told to stop."""
-    from baton.cli.pools import run_pools
-
-    run_pools(config, address, ready_file, deployed)
 
 
 async def _run_router(config: RouterConfig, ready_file: Path | None) -> None:

@@ -22,7 +22,13 @@ from cluster.config.yaml_file import read_settings
 WATCH_SECONDS = 0.2
 # Ctrl-C, kill, a closed terminal
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+
+
+def demo_model() -> Path:
+    """The demo model: in the installed package, or in the source tree that this runs from."""
+    packaged = Path(__file__).resolve().parents[1] / "demo_model"
+    return packaged if packaged.is_dir() else packaged.parents[1] / "demo" / "model"
+
 
 # Settings of single processes: `baton up` chooses them for each, or has a flag of its own in their place.
 CHOSEN = {
@@ -44,7 +50,9 @@ SETTINGS = Flags(RouterConfig, WorkerConfig, without=CHOSEN, environment=True)
 
 @SETTINGS.add_to
 def up(
-    model: Annotated[Path, typer.Option(help="Model directory (default: the demo model).")] = DEMO_MODEL,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory. [dim]default: the demo model[/dim]")
+    ] = None,
     routers: Annotated[int, typer.Option(help="Routers; each takes the next ports.")] = 1,
     prefill: Annotated[int, typer.Option(help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.")] = 1,
@@ -89,6 +97,7 @@ def up(
     file; see baton keys). A request that would be served too late is refused at once: 429 or RESOURCE_EXHAUSTED, with the
     time to come back.
     """
+    model = model or demo_model()
     own = {name: value for name, value in locals().items() if name not in ("config", "flags")}
     sections = read_settings(config) if config is not None else {}
     run(

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from baton.cli.flags import Flags
 from baton.cli.output import say
 from baton.cli.serve import ConfigFile, ReadyFile, check_start, stop_event, write_ready
@@ -27,6 +25,8 @@ def _command(role: Role) -> Callable[..., None]:
     def run(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any) -> None:
         resolved = sources.load(WorkerConfig, {**WORKER.values(WorkerConfig, flags), "role": role}, config)
         check_start(resolved, ready_file)
+        import uvloop
+
         uvloop.run(_run(resolved, ready_file))
 
     run.__doc__ = f"""Run one {role} worker in the foreground.

@@ -10,15 +10,13 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.autoscaler.config import ServeAutoscalingConfig
+from baton.ray_pools.application import Pool, application
 from cluster.config import sources
 from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import SetupError
-
-if TYPE_CHECKING:
-    from baton.ray_pools.application import Pool
 
 VARIABLE = "BATON_SCALED_POOLS"
 START_SECONDS = 600.0
@@ -76,8 +74,6 @@ def _wait_until_running(client: Any, name: str) -> None:
 
 def build(arguments: dict[str, str]) -> Any:
     """Called by Serve, in the task that builds the application. Its arguments are none."""
-    from baton.ray_pools.application import Pool, application
-
     described = json.loads(os.environ[VARIABLE])
     pools: dict[Role, Pool] = {
         role: Pool(config=sources.load(WorkerConfig, {}, values=one["given"]), **one)

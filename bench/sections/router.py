@@ -24,11 +24,12 @@ from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import tokens_config
 from bench.router_setup import RouterBench
+from loadgen.open_target import open_target
 from loadgen.pacer import Pacer
 from loadgen.record import RequestRecord
 from loadgen.runner import run_clock
 from loadgen.stats import summarise
-from loadgen.target import Target, open_target
+from loadgen.target import Target
 from loadgen.words import words
 from loadgen.workload import TextPrompt
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc

@@ -31,7 +31,7 @@ def test_off(environment: dict[str, str]) -> None:
 def test_off_imports_neither_sdk_nor_exporter() -> None:
     script = (
         "import sys, router.server\n"
-        "from cluster.config.models import TelemetryFields\n"
+        "from cluster.config.shared import TelemetryFields\n"
         "from cluster.telemetry.tracing.setup import open_tracing\n"
         "assert open_tracing(TelemetryFields(), 'baton-router', 'r1', {}) is None\n"
         "parts = ('opentelemetry.sdk.trace', 'opentelemetry.exporter')\n"

@@ -74,7 +74,7 @@ class Cluster:
                 1e-9,
                 "hybrid",
             ),
-            *(TTL_MS, PREDICT_MS, 1000.0, more.get("urgency", "normal"), 0, 0),
+            *(TTL_MS, PREDICT_MS, 1000.0, more.get("priority_class", "normal"), 0, 0),
             *(self.run, next(self.numbers) if number is None else number, LEASE_MS),
             *candidates.arguments,
         ]

@@ -171,7 +171,7 @@ livenessProbe:
 {{- end -}}
 
 {{- /* Is the raylet there? Its Unix socket says so whatever ports Ray was given. A worker's engine that hangs is Serve's to notice
-       (check_health in baton/ray_pools/application.py), so liveness does not ask for more. */ -}}
+       (check_health in baton/ray_pools/replica.py), so liveness does not ask for more. */ -}}
 {{- define "baton.rayletThere" -}}
 import socket
 socket.socket(socket.AF_UNIX).connect("/tmp/ray/session_latest/sockets/raylet")

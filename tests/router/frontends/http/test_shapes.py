@@ -12,7 +12,7 @@ from router.request.completion import Completion, Delta
 from router.text.tokenizer import ModelText
 from wire import common_pb2
 
-MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
+MODEL = Path(__file__).resolve().parents[4] / "demo" / "model"
 SMILE = "\U0001f642"
 
 

@@ -1,0 +1,67 @@
+"""A Ray Serve replica, which supervises one whole worker (supervision/)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from baton.ray_pools.supervision import worker_sockets
+from baton.ray_pools.supervision.exit_report import ExitReport
+from baton.ray_pools.supervision.supervisor import WorkerSupervisor
+from cluster.config import sources
+from cluster.config.worker import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+
+class Replica:
+    """Keeps one worker, which is a process of its own: it outlives this one and Ray's others, and is taken over
+    by the replica that Serve starts in this one's place."""
+
+    def __init__(self, config: Mapping[str, Any], environment: Mapping[str, str], other_pool: Any = None):
+        os.environ.update(environment)
+        # What differs from node to node (its address, its secrets' files) stands in that node's environment.
+        resolved = sources.load(WorkerConfig, {}, values=config)
+        self._drain_seconds = resolved.drain_seconds
+        if resolved.engine.nodes > 1:
+            os.environ["RAY_ADDRESS"] = _ray_address()  # the worker's own ranks are placed by the same Ray
+        self._stopping = False
+        word = ExitReport(resolved)
+        self._keeper = WorkerSupervisor.take_over_or_start(
+            worker_sockets.directory(), config, environment, word.give
+        )
+        self._keeper.wait_serving(resolved.load_seconds)
+        threading.Thread(target=self._follow, name="follow", daemon=True).start()
+
+    def _follow(self) -> None:
+        """Serve starts a replica whose process ends again at once: one that was killed, or drained by `baton drain`. On
+        a node that goes away it must not, so there the replica stays, without a worker, until the node is gone."""
+        left, failed = self._keeper.wait_ended()
+        if self._keeper.left_for_good or self._stopping:
+            return
+        log.error("the worker has ended: %s", left or failed or "killed")
+        # From a thread that is not Ray's there is no gentler way, and nothing is left to lose.
+        os._exit(0 if left else 1)
+
+    def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        if not self._keeper.healthy() and not self._keeper.left_for_good:
+            raise RuntimeError("the worker's engine has stopped or hangs, or its process is silent")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the policy reads: the numbers that this worker publishes in Redis too."""
+        return {name: float(n) for name, n in self._keeper.status().items() if isinstance(n, int | float)}
+
+    def __del__(self) -> None:
+        if (supervisor := getattr(self, "_keeper", None)) is not None:
+            self._stopping = True
+            supervisor.stop(self._drain_seconds + 5.0)
+
+
+def _ray_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)

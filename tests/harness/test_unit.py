@@ -1,0 +1,39 @@
+"""Which test modules `make unit` runs, and how soon one of them starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness.unit import HEAVY, ROOT, light_modules, needed
+
+
+@pytest.mark.parametrize(
+    ("module", "light"),
+    [
+        ("tests/router/test_low_priority.py", True),
+        ("tests/cluster/test_registration.py", True),
+        ("tests/kv_transfer/test_geometry.py", False),  # through numpy rows of torch tensors
+        ("tests/engine/test_sampling.py", False),
+        ("tests/end_to_end/test_drain.py", False),
+        ("tests/system/test_wheel.py", False),
+    ],
+)
+def test_light_modules_are_those_whose_imports_are(module: str, light: bool) -> None:
+    assert (ROOT / module in light_modules()) == light
+
+
+def test_the_shared_fixtures_import_nothing_heavy() -> None:
+    program = "import sys, tests.conftest; print(sorted(set(sys.argv[1:]) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *HEAVY],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+    assert not needed(ROOT / "tests" / "conftest.py") & HEAVY

@@ -1,0 +1,131 @@
+"""The built wheel in fresh environments: the base for clients, everything for `baton up` with the model that it ships."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.system
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "ray", "nixl", "numba", "fastapi", "tokenizers"}
+
+
+def run(*command: str | Path, cwd: Path, seconds: float = 300) -> str:
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT, cwd=folder)
+    (built,) = folder.glob("baton_serve-*.whl")
+    return built
+
+
+def environment(folder: Path) -> Path:
+    """A new virtual environment's folder of programs."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    return folder / "bin"
+
+
+def test_what_the_wheel_holds(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"baton/py.typed", "baton/demo_model/config.json", "baton/demo_model/model.safetensors"} <= set(
+        names
+    )
+    assert "router/placement/place.lua" in names and any(
+        one.startswith("router/frontends/http/ui/static/") for one in names
+    )
+    assert not [one for one in names if one.startswith(("tests/", "bench/", "demo/"))]
+
+
+def test_the_base_install_brings_no_torch_ray_or_nixl(wheel: Path, tmp_path: Path) -> None:
+    programs = environment(tmp_path / "base")
+    run(programs / "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    installed = {
+        one["name"].lower()
+        for one in json.loads(run(programs / "pip", "list", "--format", "json", cwd=tmp_path))
+    }
+    assert "baton-serve" in installed and not installed & HEAVY
+    run(programs / "python", "-c", "import baton.client", cwd=tmp_path)
+    for command in ("load", "doctor", "top", "status"):
+        assert "Usage" in run(programs / "baton", command, "--help", cwd=tmp_path)
+
+
+@pytest.fixture
+def everything(wheel: Path, tmp_path: Path) -> Path:
+    """An environment with the wheel, whose dependencies are those of the tests' own environment."""
+    programs = environment(tmp_path / "all")
+    packages = Path(
+        run(
+            programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+        ).strip()
+    )
+    # Its own .pth files, which lead to the source tree, are not read from there.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run(programs / "pip", "install", "-q", "--no-deps", wheel, cwd=tmp_path)
+    return programs
+
+
+@pytest.fixture
+def cluster(everything: Path, tmp_path: Path) -> Iterator[Path]:
+    state = tmp_path / "state.json"
+    flags = [
+        "--pool",
+        "process",
+        "--http-port",
+        "0",
+        "--grpc-port",
+        "0",
+        "--kv-memory",
+        "64MiB",
+        "--state-file",
+        str(state),
+    ]
+    with (tmp_path / "up.log").open("w") as log:
+        process = subprocess.Popen(
+            [everything / "baton", "up", *flags],
+            cwd=tmp_path,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        )
+    try:
+        wait_for(lambda: state.exists() or process.poll() is not None, 120, "baton up is ready")
+        assert process.poll() is None, (tmp_path / "up.log").read_text()
+        yield state
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def test_up_serves_the_model_of_the_wheel(everything: Path, cluster: Path, tmp_path: Path) -> None:
+    where = run(everything / "python", "-c", "import baton; print(baton.__file__)", cwd=tmp_path)
+    assert str(ROOT) not in where
+    grpc = json.loads(cluster.read_text())["grpc"]
+    written = run(
+        everything / "baton",
+        "generate",
+        "Once upon a time",
+        "--target",
+        grpc,
+        "--max-tokens",
+        "8",
+        cwd=tmp_path,
+    )
+    assert written.strip()
