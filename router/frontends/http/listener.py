@@ -1,9 +1,9 @@
 """uvicorn on connections that are accepted a few per turn of the event loop.
 
-    accepted ──first bytes──► TLS handshake ──► protocol, whose limits hold from there on
-        │ silent for too long     │ too slow
-        ▼                         ▼
-    closed                     closed           where there are too many of either, the oldest makes room
+    accepted ──first bytes──► ready ──► TLS handshake ──► protocol, whose limits hold from there on
+        │ silent for too long               │ too slow
+        ▼                                   ▼
+    closed                               closed           where there are too many of either, the oldest makes room
 
 A connection that sends nothing costs a descriptor only: no TLS state, no protocol.
 """
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
+from collections import deque
 from typing import Any
 
 import uvicorn
@@ -22,6 +23,8 @@ MAX_HANDSHAKES = 256  # at a time; the oldest makes room
 LOOK_SECONDS = 0.5  # between two looks for connections that were silent for too long
 RETRY_SECONDS = 0.05
 ACCEPTS_PER_TURN = 128  # fewer leave newcomers behind a flood in the backlog, more hold up streams
+# Where the first bytes of thousands arrive in one turn, none is closed before its handshake could go on.
+OPENED_PER_TURN = 32
 
 
 class HttpServer(uvicorn.Server):
@@ -35,6 +38,7 @@ class HttpServer(uvicorn.Server):
         self._max_silent = max_silent
         self._accepting: list[asyncio.Task[None]] = []
         self._silent: dict[socket.socket, float] = {}  # until when; oldest first
+        self._ready: deque[socket.socket] = deque()  # their first bytes are there
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -50,6 +54,8 @@ class HttpServer(uvicorn.Server):
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in list(self._silent):
             self._close(connection)
+        while self._ready:
+            self._ready.popleft().close()
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -58,6 +64,8 @@ class HttpServer(uvicorn.Server):
         for count in itertools.count(1):
             if count % ACCEPTS_PER_TURN == 0:
                 # While connections wait, `sock_accept` returns without giving up the turn.
+                await asyncio.sleep(0)
+            while len(self._ready) > self._max_silent:  # the others stay in the backlog
                 await asyncio.sleep(0)
             try:
                 connection, _ = await loop.sock_accept(listener)
@@ -87,13 +95,22 @@ class HttpServer(uvicorn.Server):
         del self._silent[connection]
         loop = asyncio.get_running_loop()
         loop.remove_reader(connection.fileno())
-        task = loop.create_task(self._open(connection))
-        self._handshakes[task] = None
-        task.add_done_callback(lambda done: self._handshakes.pop(done, None))
-        if len(self._handshakes) > MAX_HANDSHAKES:
-            oldest = next(iter(self._handshakes))
-            del self._handshakes[oldest]
-            oldest.cancel()
+        self._ready.append(connection)
+        if len(self._ready) == 1:
+            loop.call_soon(self._open_ready)
+
+    def _open_ready(self) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(min(OPENED_PER_TURN, len(self._ready))):
+            task = loop.create_task(self._open(self._ready.popleft()))
+            self._handshakes[task] = None
+            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+            if self.config.ssl and len(self._handshakes) > MAX_HANDSHAKES:
+                oldest = next(iter(self._handshakes))
+                del self._handshakes[oldest]
+                oldest.cancel()
+        if self._ready:
+            loop.call_soon(self._open_ready)
 
     async def _open(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
