@@ -195,7 +195,7 @@ class GenerateSpec(_message.Message):
     """choices first_choice .. first_choice + n - 1"""
     n: _builtins.int
     salt: _builtins.bytes
-    """block hash salt (cluster/block_hash.py), 16 bytes"""
+    """block hash salt (cluster/protocol/block_hash.py), 16 bytes"""
     priority: _builtins.int
     """higher is more important: above 0 is high, 0 normal, below 0 batch"""
     tenant: _builtins.str
