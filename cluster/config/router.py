@@ -191,7 +191,8 @@ class ConnectionLimits(Frozen):
     write_seconds: Seconds = Field(
         30.0,
         gt=0,
-        description="a client that reads nothing for this long is disconnected and its request cancelled",
+        description="a client that receives less than 64 KiB of what waits for it in this time is disconnected, and its "
+        "request cancelled",
     )
 
 

@@ -9,14 +9,25 @@ local MOST_ROUTERS = 16  -- that one charge may be taken over by: a client goes 
 local limits = {tonumber(ARGV[1]), tonumber(ARGV[2])}
 local expected = tonumber(ARGV[3])
 
-local record = call('HMGET', KEYS[2], 'owner', 'charged', 'times')
+local held = tonumber(ARGV[6])
+
+local record = call('HMGET', KEYS[2], 'owner', 'charged', 'times', 'prompt')
 local before, charged, times = record[1], tonumber(record[2]) or 0, tonumber(record[3]) or 0
 if was_applied('settle:' .. ARGV[4]) or was_applied('charge:' .. ARGV[4]) then
   return {0, 0, (before == ARGV[4] and times > 0) and 1 or 0}
 end
 local taken = ARGV[5] == '1' and before and before ~= 'done' and times < MOST_ROUTERS
 local costs = {1, expected}
-if taken then costs = {0, math.max(0, expected - charged)} end
+if taken then
+  costs[1] = 0
+  if before == '' then
+    -- The router before has settled what it used. That pays for the prompt and the tokens that the client resumes with;
+    -- what it does not resume with is made again, and charged again: one ticket must not run a request many times.
+    charged = held > 0 and math.min(charged, (tonumber(record[4]) or 0) + held) or 0
+    if held == 0 then costs[1] = 1 end
+  end
+  costs[2] = math.max(0, expected - charged)
+end
 
 local kept = call('HMGET', KEYS[1], 'requests', 'tokens', 'at')
 local passed = math.max(0, now - (tonumber(kept[3]) or now))
@@ -44,7 +55,7 @@ call('HSET', KEYS[1], 'requests', tostring(used[1]), 'tokens', tostring(used[2])
 keep(KEYS[1], expire)
 
 if taken then
-  if before ~= '' then call('HSET', KEYS[2], 'taken:' .. before, ARGV[6]) end
+  if before ~= '' then call('HSET', KEYS[2], 'taken:' .. before, held) end
   call('HSET', KEYS[2], 'owner', ARGV[4], 'charged', charged + costs[2], 'times', times + 1)
 else
   -- A request of the same name and prompt that is charged already is another one: it settles by what it remembers.

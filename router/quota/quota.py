@@ -10,7 +10,8 @@ A request whose client goes on at another router is charged once. Beside the buc
        ▼ A died, or was left            ▼
     taken over by B: only what it needs beyond A's charge is charged ──settled by B──► done
 
-If A lives after all, it pays only for tokens that its client did not take along.
+What A used and its client does not resume with is charged as well: by A's settlement if A lives after all, by B's charge
+if A has settled. A client that resumes without a token is charged like a new one.
 
 A call without an answer (timed out, or cancelled) may have been applied or not. Charge and settlement carry the charge's
 owner, by which Redis applies each once, however often it is repeated and however late it arrives. A settlement is

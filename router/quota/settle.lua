@@ -25,7 +25,7 @@ else
   requests = served and 0 or -1
   more = prompt + output - (ours and tonumber(record[2]) or tonumber(ARGV[2]))
   if ours and not finished then
-    call('HSET', KEYS[2], 'owner', '', 'charged', prompt + output)
+    call('HSET', KEYS[2], 'owner', '', 'charged', prompt + output, 'prompt', prompt)
     keep(KEYS[2], LET_GO_MS)
   elseif ours and tonumber(record[3]) > 0 then
     call('HSET', KEYS[2], 'owner', 'done')  -- those it was taken from may not have settled yet

@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from cluster.errors import BatonError, DeadlineError, InvalidRequestError
+from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from cluster.rpc import errors
 
-# These messages have a few bytes. gRPC takes long ones as well, so only so many are read at a time, each in a short time.
+# These messages have a few bytes, and come with the call. gRPC takes long ones as well, so only so many are read at a
+# time, each in a short time. One more ends the oldest: calls that send nothing must not hold those up that do.
 READS = 32
 READ_SECONDS = 1.0
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -29,7 +30,7 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def __init__(self, own_service: str, seconds: float):
         self._own = f"/{own_service}/"
         self._seconds = seconds
-        self._reads = asyncio.Semaphore(READS)
+        self._reads: dict[asyncio.Timeout, None] = {}  # under way, oldest first
 
     async def intercept_service(
         self,
@@ -60,15 +61,30 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return single
 
     async def _message(self, context: Context) -> Any:
+        deadline = asyncio.timeout(READ_SECONDS)
         try:
-            async with asyncio.timeout(READ_SECONDS), self._reads:
+            async with deadline:
+                self._reads[deadline] = None
+                if len(self._reads) > READS:
+                    self._end_oldest()
                 message = await context.read()
         except TimeoutError:
+            if deadline not in self._reads:
+                many = f"more than {READS} calls of these services had sent no message yet; try again"
+                raise OverloadedError(many, field="message", limit=str(READS)) from None
             late = f"the call's message did not come within {READ_SECONDS:g} s"
             raise DeadlineError(late, field="message", limit=f"{READ_SECONDS:g} s") from None
+        finally:
+            self._reads.pop(deadline, None)
         if message is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise InvalidRequestError("message: the call has none", field="message")
         return message
+
+    def _end_oldest(self) -> None:
+        oldest = next(iter(self._reads))
+        if not oldest.expired():  # else it is about to end
+            del self._reads[oldest]
+            oldest.reschedule(asyncio.get_running_loop().time())
 
     def _stream(self, handler: Handler) -> Any:
         call: Any = handler.stream_stream

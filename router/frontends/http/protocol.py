@@ -6,8 +6,8 @@
               an OpenAI error, and the connection ends
 
 An answer that is not read stops the request at the socket first: uvicorn stops sending, tokens queue up to a bound,
-and the decode worker pauses. After `write_seconds` of that the connection is cut, which cancels the request; so is one
-that was closed and whose last bytes are not read.
+and the decode worker pauses. If the client then reads less than `MIN_READ_BYTES` in `write_seconds`, the connection is
+cut, which cancels the request; so is one that was closed and whose last bytes are not read.
 
 Where there are too many connections, the one that has waited longest for a request makes room.
 """
@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from cluster.config.router import RouterConfig
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
+from router.frontends.http.acknowledged import acknowledged_bytes
 from router.frontends.http.errors import error_body
 from router.frontends.http.upgrade import read_on
 
@@ -35,6 +36,8 @@ LINGER_SECONDS = 0.5
 RETRY_SECONDS = 1
 # Above the limit, where each connection has a request: up to this many get 429, more are closed at once.
 TOLD = 64
+# In `write_seconds`, of an answer that waits to be read: slower clients would hold a connection and its answer for hours.
+MIN_READ_BYTES = 1 << 16
 MAX_PIPELINED = 64  # requests sent before the answer to the one that runs
 
 
@@ -82,6 +85,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal: tuple[int, BatonError] | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the client's next bytes
         self._write_timer: asyncio.TimerHandle | None = None
+        self._acknowledged = 0  # bytes that the client had received when the write deadline was set
+        self._write_deadline = 0.0
         # The request that runs or ran last; uvicorn's `cycle` is the one that came last.
         self._running: RequestResponseCycle | None = None
 
@@ -276,14 +281,26 @@ class LimitedProtocol(HttpToolsProtocol):
         what = "head" if self._in_head else "body"
         self._refuse(408, DeadlineError(f"the request's {what} did not come within {seconds:g} s"))
 
-    def _unread(self) -> None:
-        self._write_timer = None
-        log.info("a client read nothing for %g s: its connection is cut", self.limits.write_seconds)
-        self.transport.abort()
-
     def _expect_reading(self) -> None:
         if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.limits.write_seconds, self._unread)
+            self._set_write_deadline()
+            self._write_timer = self.loop.call_later(self.limits.write_seconds / 4, self._check_reading)
+
+    def _set_write_deadline(self) -> None:
+        self._acknowledged = acknowledged_bytes(self.transport)
+        self._write_deadline = self.loop.time() + self.limits.write_seconds
+
+    def _check_reading(self) -> None:
+        """Several times before the deadline: what the client's kernel takes unread comes before the first time."""
+        if acknowledged_bytes(self.transport) - self._acknowledged >= MIN_READ_BYTES:
+            self._set_write_deadline()
+        elif self.loop.time() >= self._write_deadline:
+            self._write_timer = None
+            text = "a client read less than %d bytes in %g s (write_seconds): its connection is cut"
+            log.info(text, MIN_READ_BYTES, self.limits.write_seconds)
+            self.transport.abort()
+            return
+        self._write_timer = self.loop.call_later(self.limits.write_seconds / 4, self._check_reading)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -172,6 +172,25 @@ async def test_a_request_that_was_let_go_is_taken_up_again(routers, bucket):
     assert bucket() == (1, 6)
 
 
+async def test_what_a_client_does_not_resume_with_is_charged_again(routers, bucket):
+    one, two = routers
+    first = await charged(one, Claim("r"))
+    await one.settle(first, Use(PROMPT, 4000, finished=False))
+    second = await charged(two, Claim("r", again=True, held_tokens=1000), 5000)
+    assert bucket() == (1, 5 + 3)
+    await two.settle(second, Use(PROMPT, 4000))
+    assert bucket() == (1, 5 + 3), "the prompt once, 7,000 tokens of output"
+
+
+async def test_one_ticket_does_not_run_a_request_many_times_for_one_charge(routers, bucket):
+    """Its client leaves each router at the end of the answer, and says each time that it has nothing of it."""
+    for turn in range(10):
+        claim = Claim("r", again=turn > 0)
+        charge = await charged(routers[turn % 2], claim, 5000)
+        await routers[turn % 2].settle(charge, Use(PROMPT, 4000, finished=False))
+        assert bucket() == (turn + 1, 5 * (turn + 1))
+
+
 async def test_asking_twice_at_once_is_paid_twice(routers, bucket):
     """Without a token in hand, a claim helps only those whose first router is dead."""
     one, two = routers

@@ -25,6 +25,7 @@ from cluster.errors import BatonError
 from cluster.rpc import errors
 from cluster.rpc.health import Health
 from router.admission.descriptors import fitted
+from router.frontends.grpc.other_calls import READ_SECONDS, READS
 from tests.security.routers import KeyFile
 from tests.waiting import wait_for
 
@@ -98,6 +99,45 @@ def test_a_call_whose_message_does_not_come_ends(router: Any) -> None:
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert (error.field, error.limit) == ("message", "1 s")
     silent.set()
+
+
+def test_calls_that_send_nothing_hold_up_no_check_of_health(router: Any) -> None:
+    """They come again as soon as they have ended; more of them than messages are read at a time."""
+    over = threading.Event()
+    ended: list[str] = []
+
+    def nothing() -> Iterator[bytes]:
+        over.wait(30)
+        yield b""
+
+    with grpc.insecure_channel(router.grpc, options=ALONE) as channel, contextlib.ExitStack() as stack:
+        silent = channel.stream_unary("/grpc.health.v1.Health/Check")
+
+        def attack() -> None:
+            while not over.is_set():
+                with contextlib.suppress(grpc.RpcError):
+                    silent(nothing(), timeout=20)
+                ended.append("")
+
+        def stop() -> None:
+            over.set()
+            for thread in threads:
+                thread.join(20)
+
+        threads = [threading.Thread(target=attack) for _ in range(2 * READS)]
+        stack.callback(stop)
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: len(ended) > READS, 20, "the oldest are ended")
+        with grpc.insecure_channel(router.grpc, options=ALONE) as other:
+            check = health_pb2_grpc.HealthStub(other).Check
+            took = []
+            for _ in range(20):
+                began = time.monotonic()
+                answer = check(health_pb2.HealthCheckRequest(), timeout=20)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+                took.append(time.monotonic() - began)
+        assert sorted(took)[-3] < READ_SECONDS / 2, "they wait until the silent ones are late"
 
 
 def test_a_reflection_stream_on_which_nothing_comes_ends(router: Any, keys: KeyFile) -> None:

@@ -201,3 +201,74 @@ async def test_the_end_of_an_answer_that_nobody_reads_keeps_no_connection() -> N
         made.timeout_keep_alive_handler()  # type: ignore[attr-defined]
         assert state.connections, "its bytes are on their way"
         await until(lambda: not state.connections, "the connection is cut", 5)
+
+
+class Reader:
+    """A client of a server whose whole answer was written at once; it receives in pieces."""
+
+    def __init__(self, address: tuple[str, int]):
+        self.sock = socket.socket()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        self.sock.setblocking(False)
+        self.address, self.received = address, 0
+
+    async def read(self, size: int, every: float, end: int) -> None:
+        """Until `end` bytes came, or the connection is cut."""
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(self.sock, self.address)
+        while self.received < end:
+            came = 0
+            while came < size:
+                data = await loop.sock_recv(self.sock, size - came)
+                if not data:
+                    raise ConnectionResetError
+                came += len(data)
+            self.received += came
+            await asyncio.sleep(every)
+
+
+@contextlib.asynccontextmanager
+async def large_answer(size: int, write_seconds: float) -> Any:
+    """A server that writes an answer of `size` bytes as soon as somebody connects; its address and its state."""
+    limits = HttpLimits(4096, 20, LIMIT, 60, 60, write_seconds=write_seconds, idle_seconds=60)
+    state = ServerState()
+
+    class Answers(limited(limits)):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            transport.write(b"x" * size)  # type: ignore[attr-defined]
+
+    sock = socket.create_server(("127.0.0.1", 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+    config = Config(None, lifespan="off")  # type: ignore[arg-type]
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Answers(config=config, server_state=state, app_state={}), sock=sock
+    )
+    try:
+        yield sock.getsockname(), state
+    finally:
+        server.close()
+
+
+async def test_a_slow_and_steady_reader_gets_the_whole_of_a_large_answer() -> None:
+    """It takes many times `write_seconds`, and never stops."""
+    size, seconds = 2 << 20, 0.5
+    async with large_answer(size, seconds) as (address, _):
+        reader = Reader(address)
+        began = asyncio.get_running_loop().time()
+        with reader.sock:
+            await reader.read(32768, 0.04, size)
+        assert reader.received == size
+        assert asyncio.get_running_loop().time() - began > 4 * seconds
+
+
+@pytest.mark.parametrize("size", [1, 256])
+async def test_a_reader_of_a_few_bytes_at_a_time_is_cut(size: int) -> None:
+    async with large_answer(2 << 20, 0.4) as (address, state):
+        reader = Reader(address)
+        with reader.sock:
+            reading = asyncio.create_task(reader.read(size, 0.05, 2 << 20))
+            await until(lambda: reader.received > 0, "it reads", 5)
+            await until(lambda: not state.connections, "the connection is cut", 5)
+            assert not reading.done(), "it reads still"
+            reading.cancel()
