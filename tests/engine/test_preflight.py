@@ -227,3 +227,12 @@ def test_a_card_that_is_not_there_is_refused(describe, monkeypatch, device, coun
     with pytest.raises(ConfigError, match=says) as caught:
         build.check(settings(describe()).model_copy(update={"device": device}))
     assert caught.value.field == "device"
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid"])
+def test_ranks_of_several_nodes_need_an_address_of_this_machine(checkpoint, address):
+    """192.0.2.0/24 is for documentation: no machine has an address in it."""
+    engine = EngineConfig(model=checkpoint("llama"), tensor_parallel=2, nodes=2)
+    with pytest.raises(ConfigError, match=f"advertise_host.*{address}.*cannot listen") as caught:
+        ranks.open_ranks(WorkerConfig(role="prefill", engine=engine, advertise_host=address), epoch=1)
+    assert caught.value.field == "advertise_host"

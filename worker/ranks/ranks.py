@@ -117,7 +117,11 @@ def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
         raise ConfigError(f"tensor_parallel {size} can't be shared by {nodes} nodes", field="nodes")
     check(config.engine)
     host = "127.0.0.1" if nodes == 1 else advertised(config.host, config.advertise_host, config.redis_url)
-    address, listener = listen_at(host) if size > 1 else ("", None)
+    try:
+        address, listener = listen_at(host) if size > 1 else ("", None)
+    except OSError as error:
+        message = f"advertise_host: other nodes' ranks join at {host!r}, where this machine cannot listen: {error}"
+        raise ConfigError(message, field="advertise_host") from None
     here = size // nodes
     remote = [spawn_rank(rank, rank_main, config, epoch, address) for rank in range(1, here)]
     if nodes > 1:
