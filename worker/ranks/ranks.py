@@ -120,7 +120,9 @@ def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
     try:
         address, listener = listen_at(host) if size > 1 else ("", None)
     except OSError as error:
-        message = f"advertise_host: other nodes' ranks join at {host!r}, where this machine cannot listen: {error}"
+        message = (
+            f"advertise_host: other nodes' ranks join at {host!r}, where this machine cannot listen: {error}"
+        )
         raise ConfigError(message, field="advertise_host") from None
     here = size // nodes
     remote = [spawn_rank(rank, rank_main, config, epoch, address) for rank in range(1, here)]

@@ -19,6 +19,6 @@ def acknowledged_bytes(transport: asyncio.BaseTransport) -> int:
     sock = transport.get_extra_info("socket")
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _OFFSET + _FIELD.size)
-    except (AttributeError, OSError):  # not Linux; not TCP; closed
+    except (AttributeError, OSError, ValueError):  # not Linux; not TCP; closed, in uvloop with descriptor -1
         return 0
     return int(_FIELD.unpack_from(info, _OFFSET)[0]) if len(info) >= _OFFSET + _FIELD.size else 0
