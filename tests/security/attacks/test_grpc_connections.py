@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.client import Client
 from bench import router_setup
 from cluster.config.router import RouterConfig
-from cluster.errors import BatonError
+from cluster.errors import BatonError, OverloadedError
 from cluster.rpc import errors
 from cluster.rpc.health import Health
 from router.admission.descriptors import fitted
@@ -104,7 +104,7 @@ def test_a_call_whose_message_does_not_come_ends(router: Any) -> None:
 def test_calls_that_send_nothing_hold_up_no_check_of_health(router: Any) -> None:
     """They come again as soon as they have ended; more of them than messages are read at a time."""
     over = threading.Event()
-    ended: list[str] = []
+    ended: list[BatonError] = []
 
     def nothing() -> Iterator[bytes]:
         over.wait(30)
@@ -115,9 +115,10 @@ def test_calls_that_send_nothing_hold_up_no_check_of_health(router: Any) -> None
 
         def attack() -> None:
             while not over.is_set():
-                with contextlib.suppress(grpc.RpcError):
+                try:
                     silent(nothing(), timeout=20)
-                ended.append("")
+                except grpc.RpcError as error:
+                    ended.append(errors.error_from_rpc(error))
 
         def stop() -> None:
             over.set()
@@ -129,6 +130,7 @@ def test_calls_that_send_nothing_hold_up_no_check_of_health(router: Any) -> None
         for thread in threads:
             thread.start()
         wait_for(lambda: len(ended) > READS, 20, "the oldest are ended")
+        assert any(isinstance(one, OverloadedError) and one.limit == str(READS) for one in list(ended))
         with grpc.insecure_channel(router.grpc, options=ALONE) as other:
             check = health_pb2_grpc.HealthStub(other).Check
             took = []
