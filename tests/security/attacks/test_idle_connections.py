@@ -262,7 +262,7 @@ async def test_a_slow_and_steady_reader_gets_the_whole_of_a_large_answer() -> No
         assert asyncio.get_running_loop().time() - began > 4 * seconds
 
 
-@pytest.mark.parametrize("size", [1, 256])
+@pytest.mark.parametrize("size", [1, 2048])
 async def test_a_reader_of_a_few_bytes_at_a_time_is_cut(size: int) -> None:
     async with large_answer(2 << 20, 0.4) as (address, state):
         reader = Reader(address)
