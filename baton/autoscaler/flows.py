@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.autoscaler.observation import WorkerSample
-from cluster.telemetry.arrivals import BOUNDS_SECONDS
+from cluster.membership.status import BOUNDS_SECONDS
 
 KEEP_SECONDS = 3600.0
 _COUNTERS = (

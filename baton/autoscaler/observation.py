@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.config.worker import Role
-from cluster.telemetry.arrivals import BOUNDS_SECONDS
+from cluster.membership.status import WorkerStatus
 
 
 @dataclass(frozen=True)
@@ -52,26 +51,21 @@ class Observation:
         return self.prefill if role == "prefill" else self.decode
 
 
-_WITHIN = tuple(f"first_tokens_within_{bound:g}s" for bound in BOUNDS_SECONDS)
-
-
-def sample(name: str, status: Mapping[str, Any]) -> WorkerSample:
-    """From what a worker publishes. A field that it does not know counts as 0."""
-    get = status.get
-    prefill_seconds = float(get("prefill_seconds", 0.0))
+def sample(name: str, status: WorkerStatus) -> WorkerSample:
+    """From what a worker publishes."""
     return WorkerSample(
         name=name,
-        queued_tokens=float(get("queued_prefill_tokens", 0.0)),
-        running=float(get("running", 0.0)),
-        waiting=float(get("waiting", 0.0)) + float(get("waiting_for_kv", 0.0)),
-        kv_usage=float(get("kv_usage_ratio", 0.0)),
-        arrived_requests=float(get("arrived_requests", 0.0)),
-        arrived_tokens=float(get("arrived_prompt_tokens", 0.0)),
-        computed_tokens=float(get("prompt_tokens_computed", 0.0)),
-        prefill_seconds=prefill_seconds,
-        output_tokens=float(get("output_tokens", 0.0)),
-        steps=float(get("steps", 0.0)),
-        step_seconds=prefill_seconds + float(get("decode_seconds", 0.0)),
-        first_tokens=tuple([float(get(field, 0.0)) for field in _WITHIN]) if "first_tokens" in status else (),
-        first_tokens_total=float(get("first_tokens", 0.0)),
+        queued_tokens=status.queued_prefill_tokens,
+        running=status.running,
+        waiting=status.waiting + status.waiting_for_kv,
+        kv_usage=status.kv_usage_ratio,
+        arrived_requests=status.arrived_requests,
+        arrived_tokens=status.arrived_prompt_tokens,
+        computed_tokens=status.prompt_tokens_computed,
+        prefill_seconds=status.prefill_seconds,
+        output_tokens=status.output_tokens,
+        steps=status.steps,
+        step_seconds=status.prefill_seconds + status.decode_seconds,
+        first_tokens=status.first_tokens_within,
+        first_tokens_total=status.first_tokens,
     )

@@ -197,7 +197,8 @@ def test_every_worker_tells_its_metrics(llama):
         with urllib.request.urlopen(f"http://{worker['metrics']}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         assert f'baton_kv_cache_usage_ratio{{role="{role}",worker="{worker["id"]}"}}' in text
-        (handoffs,) = re.findall(r"^baton_handoffs_total{.*} ([0-9.]+)$", text, re.MULTILINE)
+        name = {"prefill": "started", "decode": "committed"}[role]
+        (handoffs,) = re.findall(rf"^baton_handoffs_{name}_total{{.*}} ([0-9.]+)$", text, re.MULTILINE)
         assert float(handoffs) >= 1
 
 

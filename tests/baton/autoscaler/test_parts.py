@@ -12,7 +12,8 @@ from baton.autoscaler.observation import Observation, PoolObservation, WorkerSam
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from baton.autoscaler.step_model import StepModel
-from cluster.telemetry.arrivals import Arrivals
+from cluster.membership.status import WorkerStatus
+from worker.arrivals import Arrivals
 
 
 def test_rates_survive_workers_that_come_go_and_start_again() -> None:
@@ -32,7 +33,7 @@ def test_what_a_worker_publishes_is_what_the_policy_reads() -> None:
     arrivals.came(100)
     for seconds in (0.05, 0.4, 2.5, 99.0):
         arrivals.first_token(seconds)
-    before, after = sample("w", Arrivals().status()), sample("w", arrivals.status())
+    before, after = (sample("w", one.onto(WorkerStatus())) for one in (Arrivals(), arrivals))
     flows = Flows()
     flows.update(0.0, [before])
     flow = flows.update(1.0, [after])["w"]
