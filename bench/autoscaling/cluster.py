@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.autoscaler.observation import PoolObservation, WorkerSample, sample
+from baton.autoscaler.observation import PoolObservation, WorkerSample
 from bench.autoscaling import kernel
 from bench.autoscaling.day import Requests
 from bench.autoscaling.kernel import ABSENT, DRAINING, READY, SLOTS, STARTING
@@ -171,4 +171,4 @@ class SimulatedCluster:
         else:
             status["running"] = float(pool.batch[w])
             status["kv_usage_ratio"] = float(pool.load[w]) / self._times.kv_tokens
-        return sample(f"{role}-{w}@{self._life[role][w]}", WorkerStatus.decode(status))
+        return WorkerSample(f"{role}-{w}@{self._life[role][w]}", WorkerStatus.decode(status))

@@ -47,23 +47,15 @@ class RouterMetrics:
         self.not_shipped = declared.KV_NOT_SHIPPED_TOKENS.create(registry)
         self.attempts = declared.ATTEMPTS.create(registry)
         self.placements = declared.PLACEMENT_CALLS.create(registry)
-        self.e2e = declared.E2E.create()
-        self.ttft = declared.TTFT.create()
-        self.tpot = declared.TPOT.create()
-        self.prompt_lengths = declared.REQUEST_PROMPT_TOKENS.create()
-        self.output_lengths = declared.REQUEST_GENERATION_TOKENS.create()
+        self.e2e = declared.E2E.create(registry)
+        self.ttft = declared.TTFT.create(registry)
+        self.tpot = declared.TPOT.create(registry)
+        self.prompt_lengths = declared.REQUEST_PROMPT_TOKENS.create(registry)
+        self.output_lengths = declared.REQUEST_GENERATION_TOKENS.create(registry)
         stages = declared.STAGES.create_family()
         self._stages = [(f"{stage}_seconds", stages.of(stage)) for stage in _STAGES]
-        for collector in (
-            self.tenants,
-            stages,
-            declared.E2E.show(self.e2e),
-            declared.TTFT.show(self.ttft),
-            declared.TPOT.show(self.tpot),
-            declared.REQUEST_PROMPT_TOKENS.show(self.prompt_lengths),
-            declared.REQUEST_GENERATION_TOKENS.show(self.output_lengths),
-        ):
-            registry.register(collector)
+        registry.register(self.tenants)
+        registry.register(stages)
 
     def overloaded(self, tenant: str) -> None:
         """Refused before anything was done: a limit of requests in flight."""

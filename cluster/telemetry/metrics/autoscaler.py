@@ -14,10 +14,7 @@ DESIRED_REPLICAS = gauge(
 )
 CURRENT_REPLICAS = gauge("baton_autoscaling_current_replicas", "replicas", "Replicas that serve", "pool")
 NEEDED_REPLICAS = gauge(
-    "baton_autoscaling_needed_replicas",
-    "replicas",
-    "Replicas that the load asks for, before limits and budget",
-    "pool",
+    "baton_autoscaling_needed_replicas", "replicas", "Replicas for the load, before limits and budget", "pool"
 )
 GPUS_ASKED = gauge("baton_autoscaling_gpus_asked", "GPUs", "GPUs of both pools, draining replicas included")
 GPU_BUDGET = gauge("baton_autoscaling_gpu_budget", "GPUs", "GPUs that both pools may take")

@@ -73,9 +73,12 @@ class Distribution(Declaration):
         super().__init__(shown_by, name, unit, help_text, *labels)
         self.bounds = bounds
 
-    def create(self) -> Histogram:
-        """A histogram for its owner to observe."""
-        return Histogram(self.bounds)
+    def create(self, registry: CollectorRegistry | None = None) -> Histogram:
+        """A histogram for its owner to observe; without a registry, for others to show."""
+        made = Histogram(self.bounds)
+        if registry is not None:
+            registry.register(self.show(made))
+        return made
 
     def create_family(self) -> HistogramFamily:
         return HistogramFamily(self.name, self.help, self.bounds, self.labels)

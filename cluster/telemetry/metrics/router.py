@@ -26,7 +26,7 @@ TTFT = histogram("baton_time_to_first_token_seconds", "seconds", "Time to first 
 TPOT = histogram(
     "baton_request_time_per_output_token_seconds",
     "seconds",
-    "Of each request, the first token left out",
+    "Mean between tokens of a request",
     TOKEN_SECONDS,
 )
 ITL = histogram("baton_inter_token_latency_seconds", "seconds", "Between tokens", TOKEN_SECONDS)
@@ -42,9 +42,7 @@ PREFIX_CACHE_QUERIES = counter(
     "baton_router_prefix_cache_queries_total", "tokens", "Prompt tokens of placed requests"
 )
 PREFIX_CACHE_HITS = counter(
-    "baton_router_prefix_cache_hits_total",
-    "tokens",
-    "Prompt tokens of placed requests that no worker computed",
+    "baton_router_prefix_cache_hits_total", "tokens", "Prompt tokens of these that no worker computed"
 )
 KV_SHIPPED_BYTES = counter("baton_kv_shipped_bytes_total", "bytes", "KV handed over")
 KV_NOT_SHIPPED_TOKENS = counter(
@@ -87,7 +85,7 @@ PLACEMENT_CHARGED = gauge(
 PLACEMENT_COST = histogram(
     "baton_placement_cost_seconds",
     "seconds",
-    "As the cost model expected it of the workers it chose, by term",
+    "Expected cost of the workers chosen, by term",
     STAGE_SECONDS,
     "term",
 )
@@ -124,16 +122,12 @@ QUOTA_REFUSED = counter(
     "baton_quota_refused_total", "requests", "Requests beyond their tenant's quota", "limit"
 )
 QUOTA_UNCHECKED = counter(
-    "baton_quota_unchecked_total",
-    "requests",
-    "Requests let in without a look at their tenant's quota: Redis was gone",
+    "baton_quota_unchecked_total", "requests", "Requests whose quota was not checked: Redis was gone"
 )
 QUOTA_TAKEN_OVER = counter(
     "baton_quota_taken_over_total", "requests", "Charges of requests that came from another router"
 )
 QUOTA_UNSETTLED = gauge("baton_quota_unsettled", "settlements", "Quota settlements that wait for Redis")
 QUOTA_SETTLEMENTS_DROPPED = counter(
-    "baton_quota_settlements_dropped_total",
-    "settlements",
-    "Quota settlements dropped because they were too old or too many",
+    "baton_quota_settlements_dropped_total", "settlements", "Quota settlements dropped: too old or too many"
 )

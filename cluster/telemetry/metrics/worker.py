@@ -38,11 +38,7 @@ ENGINE_HEALTHY = gauge("baton_engine_healthy", "0 or 1", "0 once the engine has 
 ENGINE_BUSY = gauge("baton_engine_busy_seconds", "seconds", "How long the step in progress has run")
 ENGINE_STEPS = counter("baton_engine_steps_total", "steps", "Steps of the engine")
 ENGINE_STEP_SECONDS = histogram(
-    "baton_engine_step_seconds",
-    "seconds",
-    "Steps of the engine, by whether a prompt was in them",
-    STAGE_SECONDS,
-    "kind",
+    "baton_engine_step_seconds", "seconds", "Steps, by whether a prompt was in them", STAGE_SECONDS, "kind"
 )
 ENGINE_STEP_TOKENS = histogram(
     "baton_engine_step_tokens", "tokens", "Tokens computed in a step", TOKEN_COUNTS
@@ -57,12 +53,10 @@ PROMPT_TOKENS_WAITING = gauge("baton_waiting_prefill_tokens", "tokens", "Prompt 
 PREFILL_CHUNKS = counter("baton_prefill_chunks_total", "chunks", "Chunks of prompts that took several steps")
 GENERATION_TOKENS = counter("baton_worker_generation_tokens_total", "tokens", "Tokens sampled here")
 PREFIX_CACHE_QUERIES = counter(
-    "baton_worker_prefix_cache_queries_total",
-    "tokens",
-    "Prompt tokens looked up in this worker's prefix cache",
+    "baton_worker_prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache"
 )
 PREFIX_CACHE_HITS = counter(
-    "baton_worker_prefix_cache_hits_total", "tokens", "Prompt tokens found in this worker's prefix cache"
+    "baton_worker_prefix_cache_hits_total", "tokens", "Prompt tokens found in the prefix cache"
 )
 RESERVATIONS_EVICTED = counter(
     "baton_reservations_evicted_total", "reservations", "Reservations given up for running requests"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.autoscaler.config import ROLES, AutoscalingConfig
 from baton.autoscaler.decision import Decision
-from baton.autoscaler.observation import Observation, PoolObservation, sample
+from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from cluster.config.worker import Role
@@ -111,7 +111,8 @@ class FluidCluster:
                 target=self.targets[role],
                 ready=len(self.workers[role]),
                 workers=tuple(
-                    sample(w.name, WorkerStatus.decode({**w.counters, **gauges})) for w in self.workers[role]
+                    WorkerSample(w.name, WorkerStatus.decode({**w.counters, **gauges}))
+                    for w in self.workers[role]
                 ),
             )
         decision = decide(self.config, self.state, Observation(pools["prefill"], pools["decode"]), self.now)
