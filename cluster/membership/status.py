@@ -90,13 +90,12 @@ class WorkerStatus:
             if kinds is None:
                 continue
             if type(value) not in kinds:
-                raise TypeError(
-                    f"status.{name}: {value!r} is no {' or '.join(one.__name__ for one in kinds)}"
-                )
+                wanted = " or ".join(one.__name__ for one in kinds)
+                raise TypeError(f"status.{name}: {repr(value)[:80]} is no {wanted}")
             if kinds is _TEXT:
                 value.encode()  # a lone surrogate could not be shown
             elif not -_TOO_LARGE < value < _TOO_LARGE:
-                raise ValueError(f"status.{name}: {value!r} cannot be reckoned with")
+                raise ValueError(f"status.{name}: {repr(value)[:80]} is out of range")
             known[name] = value
         within = [known.pop(name, 0) for name in _WITHIN]
         return cls(**known, first_tokens_within=tuple(within))
