@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from tests.harness.unit import light_modules
 
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 settings.register_profile("same", derandomize=True, database=None, deadline=None, print_blob=True)
 settings.register_profile("new", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile("new" if os.environ.get("BATON_EXPLORE") else "same")
+if not os.environ.get("BATON_EXPLORE"):
+    # Hypothesis draws constants that it finds in the source of every module loaded so far. The examples of a test would
+    # change with the tests that ran before it in the same process, and a machine might miss a state that it has to reach.
+    no_constants = providers._local_constants  # empty: nothing was drawn yet
+    assert providers._get_local_constants and not len(no_constants)
+    providers._get_local_constants = lambda: no_constants
 
 Checkpoint = Callable[[str], Path]
 

@@ -112,12 +112,13 @@ class SenderMachine(RuleBasedStateMachine):
         epoch=st.sampled_from([EPOCH, EPOCH, EPOCH + 1]),
         calm=st.booleans(),
         finishing=st.booleans(),
+        fenced=st.sampled_from([False, False, False, True]),
     )
-    def build(self, know: int, epoch: int, calm: bool, finishing: bool) -> None:
+    def build(self, know: int, epoch: int, calm: bool, finishing: bool, fenced: bool) -> None:
         """`know` ranks open the hand-off at once; the decode worker has `epoch` at the start. `calm`: nothing fails, since
         otherwise hardly any hand-off would reach its commit. `finishing`: from the start, since which rules a run draws
-        depends on the modules that are loaded, and it may never draw `finish`."""
-        self.calm = calm
+        depends on the modules that are loaded, and it may never draw `finish`. `fenced`: at once, for the same reason."""
+        self.calm = calm and not fenced
 
         async def make() -> HandoffSender:
             return HandoffSender(
@@ -144,7 +145,9 @@ class SenderMachine(RuleBasedStateMachine):
             assert (opened.digests, opened.digest_kind) == ("all", "xxh3_128")
             if opened.prefill_epoch != EPOCH:
                 REACHED.hit("opened under a later epoch")
-        if finishing:
+        if fenced:
+            self.is_fenced()
+        elif finishing:
             self.finish()
 
     def inside(self, function: Any) -> Any:
@@ -280,11 +283,9 @@ class SenderMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(self.handoff.abort("no more"))
 
     @precondition(lambda self: not (self.calm or self.fenced) and self.finishing is None)
-    @rule(really=st.sampled_from([True, False, False]))
-    def is_fenced(self, really: bool) -> None:
+    @rule()
+    def is_fenced(self) -> None:
         """Rejoin: hand-offs of the old epoch end, and streams are opened anew."""
-        if not really:
-            return
         self.fenced = self.aborted = True
         self.note("failed")
         worker = common_pb2.WorkerRef(worker_id="p", epoch=self.epoch + 1, address="p:1")
