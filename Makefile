@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit test-long check test-system chaos soak cancels attack fuzz explore mutants proto settings chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
+.PHONY: help demo test unit test-long check test-system chaos soak cancels attack fuzz explore mutants proto settings metrics-docs check-subjects chart chart-golden bench bench-peers gpu-check screenshots demo-model clean
 
 help:  ## Show what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[36mmake %-12s\033[0m %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,11 @@ check: $(STAMP)  ## Lint, types, floors, generated files
 	@$(MAKE) --no-print-directory proto-check
 	@$(BIN)/python deploy/helm/generate.py --check
 	@$(BIN)/python -m deploy.settings_doc --check
+	@$(BIN)/python -m deploy.observability.metrics_doc --check
+
+SINCE ?= origin/main
+check-subjects:  ## Subjects of the commits since SINCE=origin/main: at most 72 characters each
+	@git log --format=%s "$(SINCE)..HEAD" | awk 'length($$0) > 72 { print "over 72 characters: " $$0; bad = 1 } END { exit bad }'
 
 test-system: $(STAMP)  ## Tests that need Debian or npm packages; a skip fails, what the machine forbids is named at the end
 	$(BIN)/python -m pytest -q -m system --durations 5 -o addopts="-ra --import-mode=importlib --strict-markers" tests/system $(MORE)
@@ -86,6 +91,9 @@ chart: $(STAMP)  ## Regenerate the chart's schema and README table from the comm
 
 settings: $(STAMP)  ## Regenerate docs/settings.md from the settings' models
 	$(BIN)/python -m deploy.settings_doc
+
+metrics-docs: $(STAMP)  ## Regenerate docs/metrics.md from the metrics' declarations
+	$(BIN)/python -m deploy.observability.metrics_doc
 
 chart-golden: $(STAMP)  ## Write the rendered examples that the tests compare with, after a wanted change
 	BATON_WRITE_GOLDEN=1 $(BIN)/python -m pytest -q -m system -o addopts="--import-mode=importlib --strict-markers" \

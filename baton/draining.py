@@ -138,5 +138,5 @@ def wait_exit(process: Process, seconds: float) -> None:
 def _shown(worker: WorkerInfo | None, worker_id: str) -> str:
     if worker is None:
         return worker_id
-    requests = worker.status.get("attempts", 0)
+    requests = worker.status.attempts
     return f"{worker_id}: {requests} request{'' if requests == 1 else 's'} left"

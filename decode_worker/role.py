@@ -16,7 +16,6 @@ from cluster.errors import (
     engine_request_error,
 )
 from cluster.faults.points import Point
-from cluster.telemetry.arrivals import Arrivals
 from decode_worker import attempt_trace
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from engine.request import EngineRequest, RequestDone, StepOutput, TokenOutput
@@ -24,6 +23,7 @@ from kv_transfer.contract import HandoffState
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2
 from worker.admission import Admission
+from worker.arrivals import Arrivals
 from worker.attempt_log import MAX_UNREAD_TOKENS, AttemptLog
 from worker.attempts import Attempts
 from worker.convert import outcome_counts, outcome_name, request_from_wire, token_to_wire

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from dataclasses import replace
 
 from cluster.config.worker import WorkerConfig
 from cluster.errors import InternalError
+from cluster.membership.status import WorkerStatus
 from decode_worker import metrics
 from decode_worker.doubt_watch import open_doubt_watch
 from decode_worker.engine_adapter import HandoffEngineAdapter
@@ -17,6 +18,7 @@ from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.decode_side.ring import SlotState
 from wire import decode_pb2_grpc
 from worker.core import WorkerCore
+from worker.metrics import of_requests
 from worker.role_worker import RoleWorker
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class DecodeWorker(RoleWorker):
         core.on_output = self._role.on_output
         core.status = self._status
         core.books = [self._role.admission.check_integrity, self._receiver.check_integrity]
-        core.collectors = metrics.collectors(self._role, self._receiver)
+        core.collectors = metrics.collectors(core, self._role, self._receiver)
         service = DecodeService(core, self._role, self._receiver)
         core.server.add(lambda server: decode_pb2_grpc.add_DecodeServicer_to_server(service, server))
 
@@ -63,26 +65,22 @@ class DecodeWorker(RoleWorker):
         log.error("the decode worker drains and ends: %s", reason)
         self._core.spawn(self.leave(InternalError(reason)))
 
-    def _status(self) -> dict[str, Any]:
-        counts = self._receiver.counts
-        rings = self._receiver.rings
-        return {
-            "attempts": len(self._role.attempts),
-            "queued": self._role.admission.waiting,
-            "queued_prefill_tokens": self._role.admission.tokens,
-            **self._role.arrivals.status(),
-            "handoffs": counts["committed"],
-            "handoffs_live": self._receiver.live,
-            "handoffs_aborted": counts["aborted"],
-            "handoffs_refused": counts["refused"],
-            "kv_bytes": counts["bytes"],
-            "parts": counts["parts"],
-            "digest_failures": counts["part_digest"],
-            "ring_slots": sum(len(ring.slots) for ring in rings),
-            "ring_free": sum(ring.count(SlotState.FREE) for ring in rings),
-            "ring_quarantined": sum(ring.count(SlotState.QUARANTINED) for ring in rings),
-            "transfer_rate_bytes_per_second": self._receiver.rate_bytes_per_second,
-        }
+    def _status(self, status: WorkerStatus) -> WorkerStatus:
+        role, counts, rings = self._role, self._receiver.counts, self._receiver.rings
+        return replace(
+            of_requests(status, role.attempts, role.admission, role.arrivals),
+            handoffs=counts["committed"],
+            handoffs_live=self._receiver.live,
+            handoffs_aborted=counts["aborted"],
+            handoffs_refused=counts["refused"],
+            kv_bytes=counts["bytes"],
+            parts=counts["parts"],
+            digest_failures=counts["part_digest"],
+            ring_slots=sum(len(ring.slots) for ring in rings),
+            ring_free=sum(ring.count(SlotState.FREE) for ring in rings),
+            ring_quarantined=sum(ring.count(SlotState.QUARANTINED) for ring in rings),
+            transfer_rate_bytes_per_second=self._receiver.rate_bytes_per_second,
+        )
 
 
 async def start(config: WorkerConfig) -> DecodeWorker:

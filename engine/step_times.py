@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cluster.telemetry.histogram import BATCH_SIZES, STAGE_SECONDS, TOKEN_COUNTS, Histogram
+from cluster.telemetry.metrics import worker as metrics
 
 
 class StepTimes:
@@ -12,9 +12,9 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.total_seconds = {"prefill": 0.0, "decode": 0.0}
-        self.seconds = {kind: Histogram(STAGE_SECONDS) for kind in self.total_seconds}
-        self.tokens = Histogram(TOKEN_COUNTS)
-        self.requests = Histogram(BATCH_SIZES)
+        self.seconds = {kind: metrics.ENGINE_STEP_SECONDS.create() for kind in self.total_seconds}
+        self.tokens = metrics.ENGINE_STEP_TOKENS.create()
+        self.requests = metrics.ENGINE_STEP_REQUESTS.create()
 
     def add(self, tokens: int, sequences: int, seconds: float) -> None:
         """A step that computes more than a token a sequence has a prompt in it."""

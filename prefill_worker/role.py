@@ -20,7 +20,6 @@ from cluster.errors import (
 )
 from cluster.faults.points import Point
 from cluster.protocol.first_token import ends_with_first_token
-from cluster.telemetry.arrivals import Arrivals
 from engine.request import EngineRequest, StepOutput
 from kv_transfer.contract import HandoffSpec
 from kv_transfer.prefill_side.part_times import PartTimes
@@ -29,6 +28,7 @@ from prefill_worker import attempt_trace
 from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
 from wire import common_pb2, prefill_pb2
 from worker.admission import Admission
+from worker.arrivals import Arrivals
 from worker.attempt_log import AttemptLog
 from worker.attempts import Attempts
 from worker.convert import outcome_counts, outcome_name, request_from_wire, token_to_wire

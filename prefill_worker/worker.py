@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from cluster.config.worker import WorkerConfig
 from cluster.errors import InternalError
+from cluster.membership.status import WorkerStatus
 from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker import metrics
 from prefill_worker.role import PrefillRole
 from prefill_worker.service import PrefillService
 from wire import prefill_pb2_grpc
 from worker.core import WorkerCore
+from worker.metrics import of_requests
 from worker.role_worker import RoleWorker
 
 
@@ -32,22 +34,20 @@ class PrefillWorker(RoleWorker):
         core.on_output = self._role.on_output
         core.status = self._status
         core.books = [self._role.admission.check_integrity]
-        core.collectors = metrics.collectors(self._role, self._sender)
+        core.collectors = metrics.collectors(core, self._role, self._sender)
         service = PrefillService(self._role)
         core.server.add(lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server))
 
-    def _status(self) -> dict[str, Any]:
-        return {
-            "attempts": len(self._role.attempts),
-            "queued": self._role.admission.waiting,
-            "queued_prefill_tokens": self._role.admission.tokens,
-            **self._role.arrivals.status(),
-            "handoffs": self._sender.handoffs,
-            "handoffs_live": self._sender.live,
-            "handoffs_refused": self._sender.counts["refused"],
-            "parts": self._sender.parts,
-            "resends": self._sender.resends,
-        }
+    def _status(self, status: WorkerStatus) -> WorkerStatus:
+        role, sender = self._role, self._sender
+        return replace(
+            of_requests(status, role.attempts, role.admission, role.arrivals),
+            handoffs=sender.handoffs,
+            handoffs_live=sender.live,
+            handoffs_refused=sender.counts["refused"],
+            parts=sender.parts,
+            resends=sender.resends,
+        )
 
 
 async def start(config: WorkerConfig) -> PrefillWorker:

@@ -24,18 +24,18 @@ from cluster.index.reporter import ChainReporter
 from cluster.kubernetes.pod import Pod, own_pod
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
+from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Locating
 from cluster.membership.types import Then, WorkerInfo
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.security.tls import worker_peers
-from cluster.telemetry.exporter import MetricsServer, StatusCollector
+from cluster.telemetry.exporter import MetricsServer
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing
 from engine.engine import Engine
 from engine.request import ChainReport, StepOutput
 from wire import common_pb2
-from worker import metrics
 from worker.engine_host import EngineHost
 from worker.health import Health, Phase
 from worker.model_id import make_model_id
@@ -71,7 +71,6 @@ class WorkerCore:
         self._advertised_host = advertised(config.host, config.advertise_host, config.redis_url)
         labels = {"worker": self.worker_id, "role": config.role}
         self._registry = Registry(labels, aliases=config.metrics_aliases, model=config.engine.model.name)
-        self._registry.add([StatusCollector(self._scraped)])
         probes = {"ready": self.health.why_not_ready, "live": self.health.why_not_live}
         self._exporter = MetricsServer(config.host, config.metrics_port, self._registry, probes, labels)
         self._loop = asyncio.get_running_loop()
@@ -90,8 +89,10 @@ class WorkerCore:
         self.on_output: Callable[[StepOutput], None] = lambda output: None
         self.on_failed: Callable[[BatonError], None] = lambda word: None
         self.on_fenced: Callable[[], Awaitable[None]] = _nothing
-        self.status: Callable[[], dict[str, Any]] = dict
-        self.collectors: list[Collector] = []  # of the role
+        self.status: Callable[[WorkerStatus], WorkerStatus] = lambda status: (
+            status
+        )  # adds what the role publishes
+        self.collectors: list[Collector] = []
         self.books: list[Callable[[], None]] = []  # of the role; AssertionError: one does not add up
         self.loop_lag = LoopLag()
         self.fenced = 0
@@ -201,7 +202,7 @@ class WorkerCore:
         if self.config.fault_orders is not None:
             self._self_check = SelfCheck(self.host, self.books)
             self._checking = self._loop.create_task(self._self_check.run())
-        self._registry.add([*metrics.collectors(self), *self.collectors])
+        self._registry.add(self.collectors)
         if self.config.redis_url:
             self._register()
         self.health.to(Phase.SERVING)
@@ -321,24 +322,22 @@ class WorkerCore:
             self.failed.set_result(error)
             self.on_failed(DrainingError(f"{self.worker_id} has failed and ends"))
 
-    def _scraped(self) -> dict[str, Any]:
-        """Nothing, until there is an engine to ask."""
-        return {} if self.health.phase in (Phase.LOADING, Phase.WARMING_UP) else self.published_status()
-
-    def published_status(self) -> dict[str, Any]:
-        """What `baton status` shows of this worker. Runs on the registration's thread: it only reads."""
+    def published_status(self) -> WorkerStatus:
+        """What `baton status` shows of this worker. Runs on the threads of registration and scrapes: it only reads."""
         stats = self.engine.stats()
         seen = stats.prompt_tokens_cached + stats.prompt_tokens_computed
-        return {
-            "pid": os.getpid(),
-            "phase": self.health.phase.name.lower(),
+        check = self._self_check
+        status = WorkerStatus(
+            pid=os.getpid(),
+            phase=self.health.phase.name.lower(),
             **asdict(stats),
-            "kv_usage_ratio": stats.blocks_held / max(1, stats.blocks_total),
-            "prompt_tokens_asked": seen,
-            "prefix_hit_ratio": stats.prompt_tokens_cached / max(1, seen),
-            **self.status(),
-            **(self._self_check.status() if self._self_check is not None else {}),
-        }
+            kv_usage_ratio=stats.blocks_held / max(1, stats.blocks_total),
+            prompt_tokens_asked=seen,
+            prefix_hit_ratio=stats.prompt_tokens_cached / max(1, seen),
+            self_checks=check.looks if check is not None else None,
+            self_check_wrong=check.wrong if check is not None else None,
+        )
+        return self.status(status)
 
     def _chain_changed(self, chain: ChainReport) -> None:
         if self._reporter is not None:

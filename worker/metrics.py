@@ -1,71 +1,81 @@
-"""What a worker of either role shows beside its status: the engine's steps, its place in the cluster."""
+"""What a worker of either role publishes and shows of its engine, its attempts and its place in the cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from cluster.telemetry.histogram import STAGE_SECONDS, HistogramFamily, shown
-from cluster.telemetry.scrape import ScrapeCollector, ScrapedMetric, counter, gauge
+from cluster.membership.registration import Registration
+from cluster.membership.status import WorkerStatus
+from cluster.telemetry.metrics import process
+from cluster.telemetry.metrics import worker as declared
+from cluster.telemetry.scrape import ScrapeCollector, ScrapedMetric
+from worker.admission import Admission
+from worker.arrivals import Arrivals
+from worker.attempts import Attempts
+from worker.core import WorkerCore
 
-if TYPE_CHECKING:
-    from cluster.membership.registration import Registration
-    from worker.admission import Admission
-    from worker.core import WorkerCore
 
-
-def collectors(core: WorkerCore) -> list[Collector]:
-    engine = core.engine
-    steps = HistogramFamily(
-        "baton_engine_step_seconds",
-        "Steps of the engine, by whether a prompt was in them",
-        STAGE_SECONDS,
-        ["kind"],
-    )
-    for kind, histogram in engine.step_times.seconds.items():
+def of_worker(core: WorkerCore) -> list[Collector]:
+    times = core.engine.step_times
+    steps = declared.ENGINE_STEP_SECONDS.create_family()
+    for kind, histogram in times.seconds.items():
         steps.adopt(histogram, kind)
     return [
+        _Published(core),
         steps,
-        shown("baton_engine_step_tokens", "Tokens computed in a step", engine.step_times.tokens),
-        shown("baton_engine_step_requests", "Sequences in a step", engine.step_times.requests),
-        shown(
-            "baton_event_loop_lag_seconds", "How late the event loop runs its timers", core.loop_lag.seconds
+        declared.ENGINE_STEP_TOKENS.show(times.tokens),
+        declared.ENGINE_STEP_REQUESTS.show(times.requests),
+        process.EVENT_LOOP_LAG.show(core.loop_lag.seconds),
+        ScrapeCollector(
+            [
+                declared.READY.read(lambda: not core.health.why_not_ready()),
+                declared.DRAINING.read(lambda: core.health.draining),
+                declared.ENGINE_HEALTHY.read(core.host.healthy),
+                declared.ENGINE_BUSY.read(core.host.busy_seconds),
+                declared.FENCED.read(lambda: core.fenced),
+                declared.REDIS_UP.read(_of(core, lambda r: not r.unreachable)),
+                declared.REDIS_ERRORS.read(_of(core, lambda r: r.errors)),
+                declared.REGISTERED.read(_of(core, lambda r: r.slot != 0)),
+                declared.INDEX_REPORTS_WAITING.read(lambda: core.reports_waiting),
+            ]
         ),
-        ScrapeCollector(_readings(core)),
     ]
 
 
-def _readings(core: WorkerCore) -> list[ScrapedMetric]:
-    return [
-        gauge("baton_worker_ready", "1 while new work is taken", lambda: _ready(core)),
-        gauge("baton_worker_draining", "1 while it only finishes what it has", lambda: core.health.draining),
-        gauge("baton_engine_healthy", "0 once the engine has failed or stands still", core.host.healthy),
-        gauge("baton_engine_busy_seconds", "How long the step in progress has run", core.host.busy_seconds),
-        counter(
-            "baton_worker_fenced", "Lives ended because others had gone on without it", lambda: core.fenced
-        ),
-        gauge("baton_redis_up", "1 while this worker reaches Redis", _of(core, lambda r: not r.unreachable)),
-        counter("baton_redis_errors", "Calls that Redis did not answer", _of(core, lambda r: r.errors)),
-        gauge(
-            "baton_worker_registered", "1 while Redis has given it a slot", _of(core, lambda r: r.slot != 0)
-        ),
-        gauge("baton_index_reports_waiting", "Prefix chains not yet reported", lambda: core.reports_waiting),
-    ]
+class _Published(Collector):
+    """The worker's status."""
+
+    def __init__(self, core: WorkerCore):
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
+        for metric, value in self._core.published_status().metrics(self._core.config.role):
+            family = metric.empty()
+            family.add_metric((), value)
+            yield family
 
 
-def of_queue(queue: Admission) -> list[ScrapedMetric]:
+def of_requests(
+    status: WorkerStatus, attempts: Attempts[Any], queue: Admission, arrivals: Arrivals
+) -> WorkerStatus:
+    """The status, with what either role publishes of its requests."""
+    told = replace(status, attempts=len(attempts), queued=queue.waiting, queued_prefill_tokens=queue.tokens)
+    return arrivals.onto(told)
+
+
+def of_queue(queue: Admission, ended: Mapping[str, float]) -> list[ScrapedMetric]:
     """Of the prompts that wait for their turn: all of them at a prefill worker, local ones at a decode worker."""
     return [
-        gauge("baton_prefill_queue_requests", "Requests queued here", queue.waiting_by_class, "class"),
-        gauge("baton_prefill_queue_oldest_seconds", "How long the first has queued", queue.oldest_seconds),
-        gauge("baton_prefill_admitted_tokens", "Prompt tokens past the queue", lambda: queue.inside_tokens),
+        declared.QUEUE_REQUESTS.read(queue.waiting_by_class),
+        declared.QUEUE_OLDEST.read(queue.oldest_seconds),
+        declared.ADMITTED_TOKENS.read(lambda: queue.inside_tokens),
+        declared.ATTEMPTS_ENDED.read(lambda: ended),
     ]
-
-
-def _ready(core: WorkerCore) -> bool:
-    return not core.health.why_not_ready()
 
 
 def _of(core: WorkerCore, read: Callable[[Registration], float]) -> Callable[[], float]:

@@ -7,6 +7,7 @@ import logging
 from typing import Any, Protocol
 
 from cluster.errors import BatonError
+from cluster.membership.status import WorkerStatus
 from cluster.membership.types import Then
 from worker.attempts import Attempts
 from worker.core import WorkerCore
@@ -51,7 +52,7 @@ class RoleWorker:
     def metrics_address(self) -> str:
         return self._core.metrics_address
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> WorkerStatus:
         """What it publishes of itself."""
         return self._core.published_status()
 

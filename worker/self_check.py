@@ -38,6 +38,3 @@ class SelfCheck:
             except Exception as error:  # books so wrong that they can't even be read
                 self.wrong = repr(error)
             self.looks += 1
-
-    def status(self) -> dict[str, object]:
-        return {"self_checks": self.looks, "self_check_wrong": self.wrong}

@@ -15,7 +15,7 @@ from baton.autoscaler.decision import Decision, PoolDecision
 from baton.autoscaler.explained import Explained
 from baton.autoscaler.leader import Leadership
 from baton.autoscaler.metrics import AutoscalingMetrics
-from baton.autoscaler.observation import Observation, PoolObservation, sample
+from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.platforms.base import Platform, PlatformPool
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
@@ -118,5 +118,5 @@ def _observe(role: Role, workers: Sequence[WorkerInfo], pool: PlatformPool) -> P
         draining=max(draining, pool.terminating),
         starting=pool.starting,
         unschedulable=pool.unschedulable,
-        workers=tuple(sample(one.name, one.status) for one in there),
+        workers=tuple(WorkerSample(one.name, one.status) for one in there),
     )

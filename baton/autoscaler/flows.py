@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.autoscaler.observation import WorkerSample
-from cluster.telemetry.arrivals import BOUNDS_SECONDS
+from cluster.membership.status import BOUNDS_SECONDS, WorkerStatus
 
 KEEP_SECONDS = 3600.0
-_COUNTERS = (
-    "arrived_requests",
-    "arrived_tokens",
-    "computed_tokens",
-    "prefill_seconds",
-    "output_tokens",
-    "steps",
-    "step_seconds",
-    "first_tokens_total",
-)
+_COUNTERS: dict[str, Callable[[WorkerStatus], float]] = {
+    "arrived_requests": lambda one: one.arrived_requests,
+    "arrived_tokens": lambda one: one.arrived_prompt_tokens,
+    "computed_tokens": lambda one: one.prompt_tokens_computed,
+    "prefill_seconds": lambda one: one.prefill_seconds,
+    "output_tokens": lambda one: one.output_tokens,
+    "steps": lambda one: one.steps,
+    "step_seconds": lambda one: one.prefill_seconds + one.decode_seconds,
+    "first_tokens": lambda one: one.first_tokens,
+}
+_PLACES = {name: place for place, name in enumerate(_COUNTERS, start=1)}
 _SIZE = 1 + len(_COUNTERS) + len(BOUNDS_SECONDS)
 Vector = NDArray[np.float64]
 
@@ -34,7 +35,7 @@ class Flow:
     values: Vector
 
     def _value(self, name: str) -> float:
-        return float(self.values[1 + _COUNTERS.index(name)])
+        return float(self.values[_PLACES[name]])
 
     @property
     def seconds(self) -> float:
@@ -70,7 +71,7 @@ class Flow:
 
     @property
     def first_tokens(self) -> float:
-        return self._value("first_tokens_total")
+        return self._value("first_tokens")
 
     def per_second(self, value: float) -> float:
         return value / self.seconds if self.seconds > 0 else 0.0
@@ -83,9 +84,8 @@ class Flow:
         return float(np.interp(seconds, (0.0, *BOUNDS_SECONDS), (0.0, *within))) / self.first_tokens
 
 
-def _vector(one: WorkerSample) -> Vector:
-    within = one.first_tokens or (0.0,) * len(BOUNDS_SECONDS)
-    return np.array((0.0, *(getattr(one, name) for name in _COUNTERS), *within))
+def _vector(one: WorkerStatus) -> Vector:
+    return np.array((0.0, *(read(one) for read in _COUNTERS.values()), *one.first_tokens_within))
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Flows:
     def update(self, now: float, workers: Sequence[WorkerSample]) -> dict[str, Flow]:
         """Takes in samples of `now` (seconds, never going back). Returns what each known worker has done."""
         seconds = now - self._times[-1] if self._times else 0.0
-        vectors = {one.name: _vector(one) for one in workers}
+        vectors = {one.name: _vector(one.status) for one in workers}
         shares = {}
         for name, vector in vectors.items():
             if name in self._last:

@@ -348,7 +348,7 @@ class LocalCluster:
     def _state(self, routers: list[RouterState], workers: list[WorkerInfo]) -> ClusterState:
         def of_role(role: Role) -> list[WorkerState]:
             return [
-                WorkerState(w.worker_id, int(w.status.get("pid", 0)), w.address, w.metrics_address)
+                WorkerState(w.worker_id, w.status.pid, w.address, w.metrics_address)
                 for w in workers
                 if w.role == role
             ]

@@ -13,11 +13,12 @@ from typing import Any
 
 from baton.autoscaler.config import ROLES, ServeAutoscalingConfig
 from baton.autoscaler.explained import Explained
-from baton.autoscaler.observation import Observation, PoolObservation, sample
+from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.serve_metrics import ServeMetrics
 from baton.autoscaler.state import PolicyState
 from cluster.config.worker import Role
+from cluster.membership.status import WorkerStatus
 
 Decisions = dict[Any, int]  # by Serve's deployment ids
 States = dict[Any, dict[str, Any]]
@@ -62,5 +63,5 @@ def _observe(context: Any) -> PoolObservation:
     return PoolObservation(
         target=context.target_num_replicas,
         ready=len(context.running_replicas),
-        workers=tuple(sample(name, status) for name, status in statuses.items()),
+        workers=tuple(WorkerSample(name, WorkerStatus.decode(status)) for name, status in statuses.items()),
     )

@@ -53,7 +53,8 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the policy reads: the numbers that this worker publishes in Redis too."""
-        return {name: float(n) for name, n in self._keeper.status().items() if isinstance(n, int | float)}
+        told = self._keeper.status().encode()
+        return {name: float(number) for name, number in told.items() if not isinstance(number, str)}
 
     def __del__(self) -> None:
         if (supervisor := getattr(self, "_keeper", None)) is not None:

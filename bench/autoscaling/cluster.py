@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from baton.autoscaler.observation import PoolObservation, WorkerSample, sample
+from baton.autoscaler.observation import PoolObservation, WorkerSample
 from bench.autoscaling import kernel
 from bench.autoscaling.day import Requests
 from bench.autoscaling.kernel import ABSENT, DRAINING, READY, SLOTS, STARTING
 from bench.autoscaling.service_times import ServiceTimes
 from cluster.config.worker import Role
-from cluster.telemetry.arrivals import BOUNDS_SECONDS
+from cluster.membership.status import BOUNDS_SECONDS, WorkerStatus
 
 SLICE_SECONDS = 0.25
 WITHIN = tuple(f"first_tokens_within_{bound:g}s" for bound in BOUNDS_SECONDS)
@@ -171,4 +171,4 @@ class SimulatedCluster:
         else:
             status["running"] = float(pool.batch[w])
             status["kv_usage_ratio"] = float(pool.load[w]) / self._times.kv_tokens
-        return sample(f"{role}-{w}@{self._life[role][w]}", status)
+        return WorkerSample(f"{role}-{w}@{self._life[role][w]}", WorkerStatus.decode(status))

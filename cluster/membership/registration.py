@@ -7,13 +7,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, cast
+from typing import cast
 
 import redis
 
 from cluster.membership import keys, scripts
+from cluster.membership.status import WorkerStatus
 from cluster.membership.types import LEASE_DEAD_SECONDS, RENEW_SECONDS, Then, WorkerInfo
 from cluster.redis.connect import connect
 from cluster.redis.elsewhere import leave
@@ -49,7 +50,7 @@ class Registration:
         info: WorkerInfo,
         *,
         healthy: Callable[[], bool] = lambda: True,
-        status: Callable[[], Mapping[str, Any]] = dict,
+        status: Callable[[], WorkerStatus] = WorkerStatus,
         on_registered: Callable[[int], None] = lambda slot: None,
         on_drain: Callable[[Then], None] = lambda then: None,
         rejoin: Callable[[], int] | None = None,
@@ -172,7 +173,7 @@ class Registration:
                     info.worker_id,
                     info.name,
                     encode(info),
-                    json.dumps(self._status()),
+                    json.dumps(self._status().encode()),
                     info.process,
                     self._drain or "",
                 ],
@@ -185,7 +186,7 @@ class Registration:
     def _do_renew(self) -> None:
         info = self._info
         drain = self._renew(
-            keys=self._keys, args=[info.worker_id, info.name, info.slot, json.dumps(self._status())]
+            keys=self._keys, args=[info.worker_id, info.name, info.slot, json.dumps(self._status().encode())]
         )
         if drain is None:
             self._do_register()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from cluster.config.worker import Role
 from cluster.kubernetes.pod import Pod
+from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Location
 
 LEASE_SUSPECT_SECONDS = 2.0
@@ -40,7 +40,7 @@ class WorkerInfo:
     process: str = ""  # one for its whole process: epochs change when it rejoins
     state: Literal["ready", "draining"] = "ready"
     lease: Lease = "live"
-    status: Mapping[str, Any] = field(default_factory=dict)
+    status: WorkerStatus = WorkerStatus()
 
     @property
     def name(self) -> str:

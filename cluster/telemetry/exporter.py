@@ -1,4 +1,4 @@
-"""Metrics on a port of their own; a worker's are read from its status when somebody asks."""
+"""Metrics on a port of their own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import sys
 import threading
 import time
 import wsgiref.simple_server
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
@@ -24,57 +23,6 @@ from cluster.telemetry.probes import Probe, ProbeApp
 log = logging.getLogger(__name__)
 CONNECTION_SECONDS = 10.0  # Prometheus gives a scrape as long
 MAX_CONNECTIONS = 64
-
-# status field → (metric, help). vLLM's words where it has one; base units.
-GAUGES: dict[str, tuple[str, str]] = {
-    "running": ("baton_requests_running", "Sequences in the batch"),
-    "waiting": ("baton_requests_waiting", "Sequences waiting for the batch"),
-    "waiting_for_kv": ("baton_requests_waiting_for_kv", "Reserved, KV on its way"),
-    "waiting_prefill_tokens": ("baton_waiting_prefill_tokens", "Prompt tokens not computed yet"),
-    "resident_tokens": ("baton_resident_tokens", "Tokens whose KV running sequences hold"),
-    "attempts": ("baton_attempts_in_progress", "Attempts this worker knows"),
-    "blocks_total": ("baton_kv_blocks", "KV blocks of the pool"),
-    "blocks_free": ("baton_kv_blocks_free", "KV blocks free or only cached"),
-    "kv_usage_ratio": ("baton_kv_cache_usage_ratio", "Share of KV blocks in use"),
-    "handoffs_live": ("baton_handoffs_in_progress", "Hand-offs reserved or on their way"),
-    "ring_slots": ("baton_ring_slots", "Landing slots"),
-    "ring_free": ("baton_ring_slots_free", "Landing slots free"),
-    "ring_quarantined": ("baton_ring_slots_quarantined", "Landing slots in doubt"),
-    "transfer_rate_bytes_per_second": ("baton_transfer_rate_bytes_per_second", "Measured KV rate"),
-}
-COUNTERS: dict[str, tuple[str, str]] = {
-    "steps": ("baton_engine_steps", "Steps of the engine"),
-    "prompt_tokens_computed": ("baton_prompt_tokens_computed", "Prompt tokens computed here"),
-    "prompt_tokens_asked": ("baton_prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
-    "prompt_tokens_cached": ("baton_prefix_cache_hits", "Prompt tokens found in the prefix cache"),
-    "output_tokens": ("baton_generation_tokens", "Tokens sampled here"),
-    "prefill_chunks": ("baton_prefill_chunks", "Chunks of prompts that took several steps"),
-    "reservations_evicted": ("baton_reservations_evicted", "Reservations given up for running requests"),
-    "preemptions": ("baton_preemptions", "Sequences pushed out of the batch"),
-    "prefill_seconds": ("baton_prefill_seconds", "Seconds in steps with prefill"),
-    "decode_seconds": ("baton_decode_seconds", "Seconds in steps of decode only"),
-    "handoffs": ("baton_handoffs", "Hand-offs begun (prefill) or committed (decode)"),
-    "handoffs_aborted": ("baton_handoffs_aborted", "Hand-offs aborted"),
-    "handoffs_refused": ("baton_handoffs_refused", "Reservations refused"),
-    "kv_bytes": ("baton_kv_received_bytes", "KV bytes received"),
-    "parts": ("baton_kv_parts", "Parts sent or verified"),
-    "resends": ("baton_kv_parts_resent", "Parts sent again"),
-    "digest_failures": ("baton_kv_digest_failures", "Parts that arrived corrupted"),
-}
-
-
-class StatusCollector(Collector):
-    def __init__(self, status: Callable[[], Mapping[str, Any]]):
-        self._status = status
-
-    def collect(self) -> Iterator[Metric]:
-        status = self._status()
-        for field, (name, help_text) in GAUGES.items():
-            if field in status:
-                yield GaugeMetricFamily(name, help_text, value=float(status[field]))
-        for field, (name, help_text) in COUNTERS.items():
-            if field in status:
-                yield CounterMetricFamily(name, help_text, value=float(status[field]))
 
 
 class _Silent(wsgiref.simple_server.WSGIRequestHandler):

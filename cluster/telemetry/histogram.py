@@ -21,6 +21,7 @@ TOKEN_SECONDS = (
 )
 CALL_SECONDS = (0.0002, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 TOKEN_COUNTS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+TENANT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -84,10 +85,3 @@ class HistogramFamily(Collector):
         for values, member in list(self._members.items()):
             family.add_metric(values, member.buckets(), member.sum)
         yield family
-
-
-def shown(name: str, help_text: str, histogram: Histogram) -> HistogramFamily:
-    """A family of one, without labels."""
-    family = HistogramFamily(name, help_text, histogram.bounds)
-    family.adopt(histogram)
-    return family

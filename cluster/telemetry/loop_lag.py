@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.telemetry.histogram import CALL_SECONDS, Histogram
+from cluster.telemetry.metrics import process
 
 LOOK_SECONDS = 0.25
 
 
 class LoopLag:
     def __init__(self) -> None:
-        self.seconds = Histogram(CALL_SECONDS)
+        self.seconds = process.EVENT_LOOP_LAG.create()
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.config.shared import MetricsAliases
+from cluster.telemetry.metrics import process
+from cluster.telemetry.scrape import ScrapeCollector
 from cluster.telemetry.vllm_names import vllm_aliases
 
 
@@ -23,7 +25,8 @@ class Registry(CollectorRegistry):
         self._constant = dict(constant or {})
         self._aliases = aliases
         self._model = model
-        self.register(_Build())
+        version = _version()
+        self.register(ScrapeCollector([process.BUILD_INFO.read(lambda: {version: 1.0})]))
         ProcessCollector(registry=self)
 
     def add(self, collectors: Iterable[Collector]) -> None:
@@ -40,13 +43,6 @@ class Registry(CollectorRegistry):
                     sample._replace(labels={**self._constant, **sample.labels}) for sample in metric.samples
                 ]
             yield metric
-
-
-class _Build(Collector):
-    def collect(self) -> Iterator[Metric]:
-        build = GaugeMetricFamily("baton_build_info", "Always 1; the version is a label", labels=["version"])
-        build.add_metric([_version()], 1.0)
-        yield build
 
 
 def _version() -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -16,13 +15,10 @@ Read = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
 
 @dataclass(frozen=True)
 class ScrapedMetric:
-    """`read` runs on the scraping thread: it looks and changes nothing. A counter's name ends without _total."""
+    """`read` runs on the scraping thread: it looks and changes nothing. `family` makes one without samples."""
 
-    kind: Literal["gauge", "counter"]
-    name: str
-    help: str
+    family: Callable[[], CounterMetricFamily | GaugeMetricFamily]
     read: Callable[[], Read]
-    labels: Sequence[str] = ()
 
     def samples(self) -> Iterable[tuple[tuple[str, ...], float]]:
         value = _steadily(self.read)
@@ -31,25 +27,16 @@ class ScrapedMetric:
         return [((key,) if isinstance(key, str) else key, float(number)) for key, number in value.items()]
 
 
-def gauge(name: str, help_text: str, read: Callable[[], Read], *labels: str) -> ScrapedMetric:
-    return ScrapedMetric("gauge", name, help_text, read, labels)
-
-
-def counter(name: str, help_text: str, read: Callable[[], Read], *labels: str) -> ScrapedMetric:
-    return ScrapedMetric("counter", name, help_text, read, labels)
-
-
 class ScrapeCollector(Collector):
-    def __init__(self, readings: Iterable[ScrapedMetric]):
-        self._readings = list(readings)
+    def __init__(self, metrics: Iterable[ScrapedMetric]):
+        self._metrics = list(metrics)
 
     def collect(self) -> Iterator[Metric]:
-        for reading in self._readings:
-            family = GaugeMetricFamily if reading.kind == "gauge" else CounterMetricFamily
-            metric = family(reading.name, reading.help, labels=reading.labels)
-            for values, number in reading.samples():
-                metric.add_metric(values, number)
-            yield metric
+        for one in self._metrics:
+            family = one.family()
+            for values, number in one.samples():
+                family.add_metric(values, number)
+            yield family
 
 
 def _steadily(read: Callable[[], Read]) -> Read:

@@ -9,25 +9,29 @@ from collections.abc import Sequence
 
 from prometheus_client.core import Metric
 
-# Baton's family → vLLM's (vllm/v1/metrics). Counters without their _total.
-_NAMES = {
-    "baton_requests_running": "vllm:num_requests_running",
-    "baton_requests_waiting": "vllm:num_requests_waiting",
-    "baton_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
-    "baton_prefix_cache_queries": "vllm:prefix_cache_queries",
-    "baton_prefix_cache_hits": "vllm:prefix_cache_hits",
-    "baton_preemptions": "vllm:num_preemptions",
-    "baton_prompt_tokens": "vllm:prompt_tokens",
-    "baton_generation_tokens": "vllm:generation_tokens",
-    "baton_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "baton_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
-    "baton_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
-    "baton_request_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
-    "baton_request_prompt_tokens": "vllm:request_prompt_tokens",
-    "baton_request_generation_tokens": "vllm:request_generation_tokens",
+from cluster.telemetry.metrics import router, worker
+from cluster.telemetry.metrics.declaration import Declaration
+
+# vLLM's families (vllm/v1/metrics) and what shows the same here
+_NAMES: dict[str, Sequence[Declaration]] = {
+    "vllm:num_requests_running": [worker.REQUESTS_RUNNING],
+    "vllm:num_requests_waiting": [worker.REQUESTS_WAITING],
+    "vllm:kv_cache_usage_perc": [worker.KV_USAGE],
+    "vllm:prefix_cache_queries": [worker.PREFIX_CACHE_QUERIES, router.PREFIX_CACHE_QUERIES],
+    "vllm:prefix_cache_hits": [worker.PREFIX_CACHE_HITS, router.PREFIX_CACHE_HITS],
+    "vllm:num_preemptions": [worker.PREEMPTIONS],
+    "vllm:prompt_tokens": [router.PROMPT_TOKENS],
+    "vllm:generation_tokens": [worker.GENERATION_TOKENS, router.GENERATION_TOKENS],
+    "vllm:time_to_first_token_seconds": [router.TTFT],
+    "vllm:inter_token_latency_seconds": [router.ITL],
+    "vllm:e2e_request_latency_seconds": [router.E2E],
+    "vllm:request_time_per_output_token_seconds": [router.TPOT],
+    "vllm:request_prompt_tokens": [router.REQUEST_PROMPT_TOKENS],
+    "vllm:request_generation_tokens": [router.REQUEST_GENERATION_TOKENS],
 }
-# baton_stage_seconds{stage=…} → vLLM's one histogram per stage
-_STAGES = {
+VLLM_NAMES = {one.family: name for name, ours in _NAMES.items() for one in ours}
+# The stage of baton_stage_seconds → vLLM's histogram of it
+STAGES = {
     "prefill_queue": "vllm:request_queue_time_seconds",
     "prefill": "vllm:request_prefill_time_seconds",
     "decode": "vllm:request_decode_time_seconds",
@@ -37,10 +41,10 @@ _STAGES = {
 def vllm_aliases(metrics: Sequence[Metric], model: str) -> list[Metric]:
     aliases = []
     for metric in metrics:
-        if metric.name in _NAMES:
-            aliases.append(_renamed(metric, _NAMES[metric.name], model))
-        elif metric.name == "baton_stage_seconds":
-            aliases += [_renamed(metric, name, model, stage) for stage, name in _STAGES.items()]
+        if metric.name in VLLM_NAMES:
+            aliases.append(_renamed(metric, VLLM_NAMES[metric.name], model))
+        elif metric.name == router.STAGES.family:
+            aliases += [_renamed(metric, name, model, stage) for stage, name in STAGES.items()]
     return aliases
 
 

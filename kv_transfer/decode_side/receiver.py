@@ -13,7 +13,7 @@ from cluster import errors
 from cluster.background_tasks import FollowUps
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
-from cluster.telemetry.histogram import STAGE_SECONDS, Histogram
+from cluster.telemetry.metrics import worker as metrics
 from kv_transfer import messages as m
 from kv_transfer.contract import DecodeEngine, HandoffState
 from kv_transfer.decode_side.incoming import IncomingHandoff, as_baton_error, error_of, untrue
@@ -59,7 +59,7 @@ class HandoffReceiver:
         self._peers: dict[str, PeerLink] = {}
         self._rate = ASSUMED_RATE
         self.counts: Counter[str] = Counter()
-        self.handoff_seconds = Histogram(STAGE_SECONDS)
+        self.handoff_seconds = metrics.HANDOFF_SECONDS.create()
         self._follow_ups = FollowUps()
         self.spawn = self._spawn = self._follow_ups.spawn
         self.on_exhausted: Callable[[str], None] = lambda reason: None

@@ -13,7 +13,7 @@ from cluster import errors
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
 from cluster.security.tls import Peers
-from cluster.telemetry.histogram import STAGE_SECONDS, Histogram
+from cluster.telemetry.metrics import worker as metrics
 from kv_transfer import messages as m
 from kv_transfer.contract import HandoffReport, HandoffSpec
 from kv_transfer.layout.geometry import plan_flows
@@ -252,7 +252,7 @@ class HandoffSender:
         self.resends = 0
         self.counts: Counter[str] = Counter()
         self.sent_bytes = Counter(dict.fromkeys(TRANSPORTS, 0))
-        self.exposed_seconds = Histogram(STAGE_SECONDS)
+        self.exposed_seconds = metrics.HANDOFF_EXPOSED.create()
         self.on_failed: Callable[[str], None] = lambda reason: None
         for rank in ranks:
             rank.on_event = self._from_rank

@@ -14,7 +14,7 @@ from cluster.faults.orders import open_faults
 from cluster.faults.points import Point
 from cluster.membership.reader import Members
 from cluster.protocol.block_hash import make_salt
-from cluster.telemetry.histogram import TOKEN_SECONDS, Histogram
+from cluster.telemetry.metrics import router as metrics
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
 from router.dispatch.unreachable_pairs import UnreachablePairs
@@ -61,7 +61,7 @@ class Services:
         self.at_token = faults.point(Point.ROUTER_TOKEN)
         self.at_done = faults.point(Point.ROUTER_DONE)
         self.tracing: Tracing | None = None
-        self.inter_token_seconds = Histogram(TOKEN_SECONDS)
+        self.inter_token_seconds = metrics.ITL.create()
         self._cleanups = FollowUps()
 
     def begin_trace(self, arrival: Arrival, completion: Completion) -> RequestTrace | None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from prometheus_client.registry import Collector
 
 from cluster.membership.topology import LEVELS
-from cluster.telemetry.histogram import STAGE_SECONDS, Histogram, HistogramFamily, shown
-from cluster.telemetry.scrape import ScrapeCollector, ScrapedMetric, counter, gauge
+from cluster.telemetry.histogram import Histogram
+from cluster.telemetry.metrics import process
+from cluster.telemetry.metrics import router as declared
+from cluster.telemetry.scrape import ScrapeCollector, ScrapedMetric
 
 if TYPE_CHECKING:
     from router.dispatch.services import Services
@@ -19,27 +21,16 @@ _LEASES = ("live", "suspect", "dead")
 
 
 def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
-    calls = HistogramFamily(
-        "baton_redis_call_seconds",
-        "Calls that a request waits for",
-        services.placement.seconds.bounds,
-        ["call"],
-    )
+    calls, costs = declared.REDIS_CALLS.create_family(), declared.PLACEMENT_COST.create_family()
     calls.adopt(services.placement.seconds, "place")
     calls.adopt(services.quota.seconds, "quota")
-    costs = HistogramFamily(
-        "baton_placement_cost_seconds",
-        "As the cost model expected it of the workers it chose, by term",
-        STAGE_SECONDS,
-        ["term"],
-    )
     for term, histogram in services.placement.cost_terms.items():
         costs.adopt(histogram, term)
     return [
         calls,
         costs,
-        shown("baton_inter_token_latency_seconds", "Between tokens", services.inter_token_seconds),
-        shown("baton_event_loop_lag_seconds", "How late the event loop runs its timers", loop_lag),
+        declared.ITL.show(services.inter_token_seconds),
+        process.EVENT_LOOP_LAG.show(loop_lag),
         ScrapeCollector([*_cluster(services), *_placement(services), *_redis(services)]),
     ]
 
@@ -47,23 +38,11 @@ def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
 def _cluster(services: Services) -> list[ScrapedMetric]:
     members, config = services.members, services.config
     return [
-        gauge("baton_workers", "Registered workers", lambda: _workers(services), "role", "lease"),
-        gauge("baton_workers_draining", "Workers that take nothing new", lambda: _draining(services), "role"),
-        gauge(
-            "baton_workers_suspect",
-            "Workers that have been silent on streams of ours",
-            services.liveness.silent,
-        ),
-        gauge(
-            "baton_membership_age_seconds",
-            "Since the membership was read",
-            lambda: time.monotonic() - members.refreshed,
-        ),
-        gauge(
-            "baton_requests_limit",
-            "Requests that may be in flight here",
-            lambda: config.max_concurrent_requests,
-        ),
+        declared.WORKERS.read(lambda: _workers(services)),
+        declared.WORKERS_DRAINING.read(lambda: _draining(services)),
+        declared.WORKERS_SUSPECT.read(services.liveness.silent),
+        declared.MEMBERSHIP_AGE.read(lambda: time.monotonic() - members.refreshed),
+        declared.REQUESTS_LIMIT.read(lambda: config.max_concurrent_requests),
     ]
 
 
@@ -85,64 +64,29 @@ def _placement(services: Services) -> list[ScrapedMetric]:
     placement = services.placement
     calibration = placement.calibration
     return [
-        counter(
-            "baton_placements", "By who prefills and who decided", lambda: placement.decided, "prefill", "by"
-        ),
-        counter("baton_placements_refused", "Placed nowhere, by reason", lambda: placement.refused, "reason"),
-        gauge(
-            "baton_placement_charged_tokens",
-            "Placed from here and not done yet",
-            placement.charged_tokens,
-            "stage",
-        ),
-        gauge(
-            "baton_placement_learned_prefill_seconds_per_token",
-            "As the cost model learned it",
-            lambda: calibration.a,
-        ),
-        gauge(
-            "baton_placement_learned_bandwidth_bytes_per_second",
-            "As the cost model learned or assumes it, by what a pair shares at least",
-            lambda: dict(zip(LEVELS, calibration.rates(), strict=True)),
-            "level",
-        ),
+        declared.PLACEMENTS.read(lambda: placement.decided),
+        declared.PLACEMENTS_REFUSED.read(lambda: placement.refused),
+        declared.PLACEMENT_CHARGED.read(placement.charged_tokens),
+        declared.LEARNED_PREFILL.read(lambda: calibration.a),
+        declared.LEARNED_BANDWIDTH.read(lambda: dict(zip(LEVELS, calibration.rates(), strict=True))),
     ]
 
 
 def _redis(services: Services) -> list[ScrapedMetric]:
-    placement, quota = services.placement, services.quota
+    members, placement, quota = services.members, services.placement, services.quota
     return [
-        gauge(
-            "baton_redis_memory_used_bytes",
-            "Redis' used_memory; above 0.7 of its maxmemory placements are not predicted",
-            lambda: placement.memory.used_bytes,
-        ),
-        gauge(
-            "baton_redis_memory_max_bytes",
-            "Redis' maxmemory; 0 = not set",
-            lambda: placement.memory.max_bytes,
-        ),
-        gauge(
-            "baton_redis_evicts_index_only",
-            "1 while Redis' maxmemory-policy is one of volatile-…, which evicts the prefix index only",
-            lambda: placement.memory.evicts_index_only,
-        ),
-        gauge("baton_quota_unsettled", "Quota settlements that wait for Redis", lambda: quota.unsettled),
-        counter(
-            "baton_quota_settlements_dropped",
-            "Quota settlements dropped because they were too old or too many",
-            lambda: quota.settlements_dropped,
-        ),
-        gauge("baton_redis_up", "1 while the membership can be read", lambda: services.members.redis_ok),
-        counter(
-            "baton_redis_errors",
-            "Calls that Redis did not answer in time",
+        declared.REDIS_UP.read(lambda: members.redis_ok),
+        declared.REDIS_ERRORS.read(
             lambda: {
-                "membership": services.members.errors,
-                "place": services.placement.errors["place"],
-                "settle": services.placement.errors["settle"],
-                "quota": services.quota.errors,
-            },
-            "call",
+                "membership": members.errors,
+                "place": placement.errors["place"],
+                "settle": placement.errors["settle"],
+                "quota": quota.errors,
+            }
         ),
+        declared.REDIS_MEMORY_USED.read(lambda: placement.memory.used_bytes),
+        declared.REDIS_MEMORY_MAX.read(lambda: placement.memory.max_bytes),
+        declared.REDIS_EVICTS_INDEX_ONLY.read(lambda: placement.memory.evicts_index_only),
+        declared.QUOTA_UNSETTLED.read(lambda: quota.unsettled),
+        declared.QUOTA_SETTLEMENTS_DROPPED.read(lambda: quota.settlements_dropped),
     ]

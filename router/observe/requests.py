@@ -1,4 +1,4 @@
-"""The router's metrics of requests, in vLLM's words where it has one; base units."""
+"""The router's metrics of requests."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
 from cluster.errors import BatonError
-from cluster.telemetry.histogram import (
-    STAGE_SECONDS,
-    TOKEN_COUNTS,
-    TOKEN_SECONDS,
-    Histogram,
-    HistogramFamily,
-    shown,
-)
+from cluster.telemetry.metrics import router as declared
 from router.dispatch.dispatcher import RequestDispatcher
 from router.observe.tenants import Tenants, result_of
 from router.request.completion import Outcome
@@ -43,57 +36,26 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry):
         self.registry = registry
         self.tenants = Tenants()
-        registry.register(self.tenants)
-        self.requests = Counter(
-            "baton_requests_total", "Requests by how they ended", ["outcome"], registry=registry
-        )
-        for outcome in _OUTCOMES:  # a series that appears with its first increase hides it from rate()
-            self.requests.labels(outcome)
-        self.in_flight = Gauge("baton_requests_in_flight", "Requests now in the router", registry=registry)
-        self._histograms(registry)
-        self._counters(registry)
-
-    def _histograms(self, registry: CollectorRegistry) -> None:
-        self.e2e = Histogram(STAGE_SECONDS)
-        self.ttft = Histogram(TOKEN_SECONDS)
-        self.tpot = Histogram(TOKEN_SECONDS)
-        self.prompt_lengths = Histogram(TOKEN_COUNTS)
-        self.output_lengths = Histogram(TOKEN_COUNTS)
-        stages = HistogramFamily("baton_stage_seconds", "Seconds by stage", STAGE_SECONDS, ["stage"])
+        self.requests = declared.REQUESTS.create(registry, _OUTCOMES)
+        self.in_flight = declared.REQUESTS_IN_FLIGHT.create(registry)
+        self.retries = declared.RETRIES.create(registry, _RETRIES)
+        self.prompt_tokens = declared.PROMPT_TOKENS.create(registry)
+        self.asked_tokens = declared.PREFIX_CACHE_QUERIES.create(registry)
+        self.cached_tokens = declared.PREFIX_CACHE_HITS.create(registry)
+        self.output_tokens = declared.GENERATION_TOKENS.create(registry)
+        self.shipped = declared.KV_SHIPPED_BYTES.create(registry)
+        self.not_shipped = declared.KV_NOT_SHIPPED_TOKENS.create(registry)
+        self.attempts = declared.ATTEMPTS.create(registry)
+        self.placements = declared.PLACEMENT_CALLS.create(registry)
+        self.e2e = declared.E2E.create(registry)
+        self.ttft = declared.TTFT.create(registry)
+        self.tpot = declared.TPOT.create(registry)
+        self.prompt_lengths = declared.REQUEST_PROMPT_TOKENS.create(registry)
+        self.output_lengths = declared.REQUEST_GENERATION_TOKENS.create(registry)
+        stages = declared.STAGES.create_family()
         self._stages = [(f"{stage}_seconds", stages.of(stage)) for stage in _STAGES]
-        for family in (
-            stages,
-            shown("baton_e2e_request_latency_seconds", "Whole requests", self.e2e),
-            shown("baton_time_to_first_token_seconds", "Time to first token", self.ttft),
-            shown(
-                "baton_request_time_per_output_token_seconds",
-                "Of each request, the first token left out",
-                self.tpot,
-            ),
-            shown("baton_request_prompt_tokens", "Prompt tokens of each request", self.prompt_lengths),
-            shown("baton_request_generation_tokens", "Tokens sent for each request", self.output_lengths),
-        ):
-            registry.register(family)
-
-    def _counters(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, help_text: str) -> Counter:
-            return Counter(name, help_text, registry=registry)
-
-        self.prompt_tokens = counter("baton_prompt_tokens_total", "Prompt tokens")
-        self.asked_tokens = counter("baton_prefix_cache_queries_total", "Prompt tokens of placed requests")
-        self.cached_tokens = counter("baton_prefix_cache_hits_total", "Prompt tokens that nobody computed")
-        self.output_tokens = counter("baton_generation_tokens_total", "Tokens sent")
-        self.shipped = counter("baton_kv_shipped_bytes_total", "KV handed over")
-        self.not_shipped = counter(
-            "baton_kv_not_shipped_tokens_total", "Prompt tokens the decode worker already held"
-        )
-        self.attempts = counter("baton_attempts_total", "Dispatch attempts")
-        self.placements = counter("baton_placement_calls_total", "Placement calls")
-        self.retries = Counter(
-            "baton_retries_total", "Attempts that did not end their request", ["reason"], registry=registry
-        )
-        for reason in _RETRIES:
-            self.retries.labels(reason)
+        registry.register(self.tenants)
+        registry.register(stages)
 
     def overloaded(self, tenant: str) -> None:
         """Refused before anything was done: a limit of requests in flight."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.telemetry.histogram import Histogram
+from cluster.telemetry.metrics import router as declared
+from cluster.telemetry.scrape import ScrapeCollector
 
 MAX_TENANTS = 64
 OTHER = "other"  # all beyond them, together
 NOBODY = "none"  # without keys everyone is the same nameless tenant
-TENANT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 RESULTS = ("ok", "cancelled", "refused", "failed")
 
 
@@ -24,7 +25,7 @@ class Tenant:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    first_token: Histogram = field(default_factory=lambda: Histogram(TENANT_SECONDS))
+    first_token: Histogram = field(default_factory=declared.TENANT_TTFT.create)
 
 
 def result_of(outcome: str) -> str:
@@ -38,6 +39,16 @@ class Tenants(Collector):
     def __init__(self, max_tenants: int = MAX_TENANTS):
         self._max_tenants = max_tenants
         self._tenants: dict[str, Tenant] = {}
+        each = self._all
+        self._counts = ScrapeCollector(
+            [
+                declared.TENANT_REQUESTS.read(self._requests),
+                declared.TENANT_PROMPT_TOKENS.read(lambda: {n: t.prompt_tokens for n, t in each()}),
+                declared.TENANT_PREFIX_CACHE_HITS.read(lambda: {n: t.cached_tokens for n, t in each()}),
+                declared.TENANT_GENERATION_TOKENS.read(lambda: {n: t.output_tokens for n, t in each()}),
+                declared.TENANT_REQUESTS_IN_FLIGHT.read(lambda: {n: t.in_flight for n, t in each()}),
+            ]
+        )
 
     def of(self, name: str) -> Tenant:
         """The tenant's account, or the common one of those that came too late for their own."""
@@ -50,39 +61,14 @@ class Tenants(Collector):
         return known
 
     def collect(self) -> Iterator[Metric]:
-        yield self._requests()
-        yield self._counter("prompt_tokens", "Prompt tokens", {n: t.prompt_tokens for n, t in self._all()})
-        yield self._counter(
-            "prefix_cache_hits", "Prompt tokens nobody computed", {n: t.cached_tokens for n, t in self._all()}
-        )
-        yield self._counter("generation_tokens", "Tokens sent", {n: t.output_tokens for n, t in self._all()})
-        in_flight = GaugeMetricFamily(
-            "baton_tenant_requests_in_flight", "Requests now in the router", labels=["tenant"]
-        )
-        first_token = HistogramMetricFamily(
-            "baton_tenant_time_to_first_token_seconds", "Time to first token", labels=["tenant"]
-        )
+        yield from self._counts.collect()
+        first_token = declared.TENANT_TTFT.create_family()
         for name, tenant in self._all():
-            in_flight.add_metric([name], tenant.in_flight)
-            first_token.add_metric([name], tenant.first_token.buckets(), tenant.first_token.sum)
-        yield in_flight
-        yield first_token
+            first_token.adopt(tenant.first_token, name)
+        yield from first_token.collect()
+
+    def _requests(self) -> dict[tuple[str, ...], float]:
+        return {(name, result): n for name, one in self._all() for result, n in one.requests.items()}
 
     def _all(self) -> list[tuple[str, Tenant]]:
         return list(self._tenants.items())
-
-    def _requests(self) -> Metric:
-        family = CounterMetricFamily(
-            "baton_tenant_requests", "Requests by how they ended", labels=["tenant", "result"]
-        )
-        for name, tenant in self._all():
-            for result, count in tenant.requests.items():
-                family.add_metric([name, result], count)
-        return family
-
-    @staticmethod
-    def _counter(what: str, help_text: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(f"baton_tenant_{what}", help_text, labels=["tenant"])
-        for name, value in values.items():
-            family.add_metric([name], value)
-        return family

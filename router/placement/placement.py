@@ -21,7 +21,7 @@ from cluster.membership.topology import LEVELS
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect_async
 from cluster.redis.memory import RedisMemory
-from cluster.telemetry.histogram import CALL_SECONDS, STAGE_SECONDS, Histogram
+from cluster.telemetry.metrics import router as metrics
 from router.placement.calibration import Calibration
 from router.placement.calls import Calls
 from router.placement.candidates import Candidates
@@ -96,8 +96,8 @@ class Placement:
         self._closed = False
         self._task: asyncio.Task[None] | None = None
         self.calls = 0
-        self.seconds = Histogram(CALL_SECONDS)  # of the script, as a request waits for it
-        self.cost_terms = {name: Histogram(STAGE_SECONDS) for name in _TERMS}  # of the chosen pairs
+        self.seconds = metrics.REDIS_CALLS.create()  # of the script, as a request waits for it
+        self.cost_terms = {name: metrics.PLACEMENT_COST.create() for name in _TERMS}  # of the chosen pairs
         # By the role that prefills, and by the reason
         self.decided: Counter[tuple[str, ...]] = Counter(dict.fromkeys(_DECISIONS, 0))
         self.refused = Counter(dict.fromkeys(_REFUSALS, 0))  # by reason

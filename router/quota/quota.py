@@ -29,13 +29,12 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 
 import redis
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from cluster.background_tasks import FollowUps
 from cluster.errors import OverloadedError
 from cluster.security.keys import RateLimits
-from cluster.telemetry.histogram import CALL_SECONDS as LATENCIES
-from cluster.telemetry.histogram import Histogram
+from cluster.telemetry.metrics import router as metrics
 from router.placement.redis_backoff import RedisBackoff
 from router.placement.script_call import Argument, ScriptCall
 from router.quota.unsettled import Unsettled
@@ -106,26 +105,13 @@ class Quota:
         self._unsettled: Unsettled[_Settlement] = Unsettled()
         self._repeating = False
         self._closed = asyncio.Event()
-        self.seconds = Histogram(LATENCIES)
+        self.seconds = metrics.REDIS_CALLS.create()
         self.errors = 0  # calls that Redis did not answer in time
         self._is_down = False
         self._follow_ups = FollowUps()
-        self.unchecked = Counter(
-            "baton_quota_unchecked_total",
-            "Requests let in without a look at their tenant's quota: Redis was gone",
-            registry=registry,
-        )
-        self.taken_over = Counter(
-            "baton_quota_taken_over_total",
-            "Charges of requests that came from another router",
-            registry=registry,
-        )
-        self.refused = Counter(
-            "baton_quota_refused_total", "Requests beyond their tenant's quota", ["limit"], registry=registry
-        )
-
-        for name in _LIMITS:
-            self.refused.labels(name)
+        self.unchecked = metrics.QUOTA_UNCHECKED.create(registry)
+        self.taken_over = metrics.QUOTA_TAKEN_OVER.create(registry)
+        self.refused = metrics.QUOTA_REFUSED.create(registry, _LIMITS)
 
     async def charge(
         self, tenant: str, limits: RateLimits, tokens: int, claim: Claim | None = None

@@ -76,7 +76,9 @@ def test_one_whose_values_make_no_sense_does_not_take_the_others_along(wrong):
     Candidates(workers, workers, "auto")
 
 
-@pytest.mark.parametrize("status", [b"[]", b"7", b"null", b'"x"', b"{"])
+@pytest.mark.parametrize(
+    "status", [b"[]", b"7", b"null", b'"x"', b"{", b'{"running": "many"}', b'{"steps": NaN}']
+)
 def test_a_status_that_is_none(status):
     told = answer(facts("a"), facts("broken"), facts("c"))
     told[2 + 5 + 3] = status

@@ -12,6 +12,7 @@ from cluster.membership import keys
 from cluster.membership import registration as module
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
+from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 from tests.waiting import wait_for
@@ -20,12 +21,12 @@ from tests.waiting import wait_for
 def test_a_status_that_cannot_be_told_ends_nothing(redis_url, namespace, monkeypatch, caplog):
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     failures = [RuntimeError("changed while it was read")] * 3
-    told: list[dict[str, Any]] = []
+    told: list[WorkerStatus] = []
 
-    def status() -> dict[str, Any]:
+    def status() -> WorkerStatus:
         if told and failures:
             raise failures.pop()
-        told.append({"steps": len(told)})
+        told.append(WorkerStatus(steps=len(told)))
         return told[-1]
 
     info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
@@ -45,10 +46,10 @@ def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     now, broken, rejoined = [1000.0], [False], []
 
-    def status() -> dict[str, Any]:
+    def status() -> WorkerStatus:
         if broken[0]:
             raise RuntimeError("its own doing")
-        return {}
+        return WorkerStatus()
 
     def rejoin() -> int:
         rejoined.append(now[0])
@@ -79,7 +80,7 @@ def test_a_registry_that_lost_a_part_is_made_whole(lost, junk, redis_url, namesp
     """By an eviction policy that takes any key, or by another user of the server."""
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
-    registration = Registration(redis_url, namespace, info, status=lambda: {"steps": 1})
+    registration = Registration(redis_url, namespace, info, status=lambda: WorkerStatus(steps=1))
     registration.start()
     key = getattr(keys, {"owners": "slot_owners"}.get(lost, lost))(namespace)
     try:
@@ -98,7 +99,7 @@ def test_a_registry_that_lost_a_part_is_made_whole(lost, junk, redis_url, namesp
 
 def self_description(redis_url, namespace) -> tuple[Any, ...] | None:
     found = read_workers(redis_url, namespace)
-    return (found[0].worker_id, found[0].lease, found[0].status.get("steps")) if found else None
+    return (found[0].worker_id, found[0].lease, found[0].status.steps) if found else None
 
 
 def test_one_that_has_left_stays_away(redis_url, namespace):
@@ -127,10 +128,10 @@ def test_the_first_connection_to_redis_is_not_logged_as_a_return(redis_url, name
     info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
     away = [True]
 
-    def status() -> dict[str, Any]:
+    def status() -> WorkerStatus:
         if away[0]:
             raise redis.ConnectionError("connection refused")
-        return {}
+        return WorkerStatus()
 
     registration = Registration(redis_url, namespace, info, status=status)
     registration.start()

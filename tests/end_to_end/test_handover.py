@@ -20,6 +20,7 @@ from engine.request import SamplingParams
 from tests.checkpoints import VARIANTS, prompt_ids
 from tests.end_to_end.conftest import Cluster, run_cluster, run_under_orders
 from tests.exactness import assert_greedy, judge
+from tests.observability.scraped import differences, scrape
 from tests.waiting import wait_for
 
 PROCESS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
@@ -184,21 +185,25 @@ def _held(cluster: Cluster, *roles: str) -> list[float]:
         with urllib.request.urlopen(f"http://{worker['metrics']}/metrics", timeout=1) as answer:
             found = re.findall(r"^baton_(\w+){.*} ([0-9.e+]+)$", answer.read().decode(), re.MULTILINE)
         shown = {name: float(value) for name, value in found}
-        held += [shown["kv_blocks"] - shown["kv_blocks_free"], shown["handoffs_in_progress"]]
+        live = shown.get("handoffs_sending", shown.get("handoffs_receiving"))
+        assert live is not None, "a worker of either role shows its hand-offs"
+        held += [shown["kv_blocks"] - shown["kv_blocks_free"], live]
     return held
 
 
-def test_every_worker_tells_its_metrics(llama):
+def test_every_process_shows_the_metrics_that_are_declared_for_it(llama):
     _, cluster = llama
     with Client(cluster.grpc) as client:
         client.generate(prompt_ids(40, seed=77), max_tokens=3, temperature=0, ignore_eos=True)
     for role in ("prefill", "decode"):
         (worker,) = cluster.state[role]
-        with urllib.request.urlopen(f"http://{worker['metrics']}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
+        text = scrape(worker["metrics"])
+        assert differences(text, role) == []
         assert f'baton_kv_cache_usage_ratio{{role="{role}",worker="{worker["id"]}"}}' in text
-        (handoffs,) = re.findall(r"^baton_handoffs_total{.*} ([0-9.]+)$", text, re.MULTILINE)
+        name = {"prefill": "started", "decode": "committed"}[role]
+        (handoffs,) = re.findall(rf"^baton_handoffs_{name}_total{{.*}} ([0-9.]+)$", text, re.MULTILINE)
         assert float(handoffs) >= 1
+    assert differences(scrape(cluster.http.removeprefix("http://")), "router") == []
 
 
 def test_sampling_repeats_with_its_seed(llama):

@@ -18,6 +18,7 @@ from typing import Any
 from baton.ray_pools.supervision import worker_sockets
 from baton.ray_pools.supervision.worker_sockets import Facts, Place
 from cluster.errors import SetupError
+from cluster.membership.status import WorkerStatus
 
 log = logging.getLogger(__name__)
 OnGone = Callable[[Facts], None]
@@ -110,8 +111,8 @@ class WorkerSupervisor:
         """It was drained because this node goes away: there is to be no successor here."""
         return self._left == "stay"
 
-    def status(self) -> dict[str, Any]:
-        return dict(self._last.get("status", {}))
+    def status(self) -> WorkerStatus:
+        return WorkerStatus.decode(self._last.get("status", {}))
 
     def wait_ended(self) -> tuple[str | None, str]:
         """What it left for (`baton drain`), and what it failed of, if it said so."""

@@ -143,7 +143,9 @@ async def _serve(worker: RunningWorker, door: SupervisorEndpoint) -> str | None:
     stop = asyncio.create_task(door.stop_wanted.wait())
     ends: set[asyncio.Task[Any]] = {drained, failed, stop}
     while not any(task.done() for task in ends) and not door.abandoned():
-        door.tell({"worker": worker.worker_id, "healthy": worker.healthy(), "status": worker.status()})
+        door.tell(
+            {"worker": worker.worker_id, "healthy": worker.healthy(), "status": worker.status().encode()}
+        )
         await asyncio.wait(ends, timeout=TELL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     if failed.done():
         door.tell({"failed": repr(failed.result())})

@@ -6,6 +6,7 @@ from deploy.observability.boards.parts import Board, Panel, Query, Row, by, quan
 
 
 def handoff() -> Board:
+    in_progress = " or ".join(total(f"baton_handoffs_{way}", "worker") for way in ("sending", "receiving"))
     return Board(
         "handoff",
         "Hand-off",
@@ -41,7 +42,7 @@ def handoff() -> Board:
                 [
                     quantiles("Exposed: after prefill has ended", "baton_handoff_exposed_seconds"),
                     quantiles("From Reserve to the commit", "baton_handoff_seconds"),
-                    by("In progress", "short", total("baton_handoffs_in_progress", "worker"), "{{worker}}"),
+                    by("In progress", "short", in_progress, "{{worker}}"),
                 ],
             ),
             Row(
@@ -51,7 +52,7 @@ def handoff() -> Board:
                         "Hand-offs",
                         "ops",
                         [
-                            Query(rate("baton_handoffs_total", "", 'role="decode"'), "committed"),
+                            Query(rate("baton_handoffs_committed_total"), "committed"),
                             Query(rate("baton_handoffs_aborted_total"), "aborted"),
                             Query(rate("baton_handoffs_refused_total"), "refused"),
                         ],
@@ -61,7 +62,7 @@ def handoff() -> Board:
                         "Parts",
                         "ops",
                         [
-                            Query(rate("baton_kv_parts_total", "", 'role="decode"'), "verified"),
+                            Query(rate("baton_kv_parts_verified_total"), "verified"),
                             Query(rate("baton_kv_parts_resent_total"), "sent again"),
                             Query(rate("baton_kv_digest_failures_total"), "corrupted"),
                         ],

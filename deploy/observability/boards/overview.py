@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from deploy.observability.boards.parts import (
-    ROUTERS,
     Board,
     Panel,
     Query,
@@ -45,7 +44,7 @@ def overview() -> Board:
                     Panel(
                         "Tokens a second",
                         "short",
-                        [Query(rate("baton_generation_tokens_total", "", ROUTERS))],
+                        [Query(rate("baton_router_generation_tokens_total"))],
                         kind="stat",
                     ),
                 ],
@@ -68,8 +67,8 @@ def overview() -> Board:
                         "short",
                         [
                             Query(rate("baton_prompt_tokens_total"), "prompt"),
-                            Query(rate("baton_generation_tokens_total", "", ROUTERS), "generated"),
-                            Query(rate("baton_prefix_cache_hits_total", "", ROUTERS), "prompt, cached"),
+                            Query(rate("baton_router_generation_tokens_total"), "generated"),
+                            Query(rate("baton_router_prefix_cache_hits_total"), "prompt, cached"),
                         ],
                     ),
                     stages,

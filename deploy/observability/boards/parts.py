@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-ROUTERS = 'role=""'  # what they share a name of with workers: only workers have a role
 NS = 'namespace=~"$namespace"'
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from deploy.observability.boards.parts import (
-    ROUTERS,
     Board,
     Panel,
     Query,
@@ -17,6 +16,7 @@ from deploy.observability.boards.parts import (
 
 
 def placement() -> Board:
+    reached = " or ".join(total(f"baton_{of}_redis_up", "instance", "", "min") for of in ("router", "worker"))
     return Board(
         "placement",
         "Placement",
@@ -54,15 +54,15 @@ def placement() -> Board:
                         "percentunit",
                         [
                             Query(
-                                f"{rate('baton_prefix_cache_hits_total', '', ROUTERS)} / "
-                                f"{rate('baton_prefix_cache_queries_total', '', ROUTERS)}"
+                                f"{rate('baton_router_prefix_cache_hits_total')} / "
+                                f"{rate('baton_router_prefix_cache_queries_total')}"
                             )
                         ],
                     ),
                     by(
                         "Hits by worker",
                         "short",
-                        rate("baton_prefix_cache_hits_total", "worker", 'role!=""'),
+                        rate("baton_worker_prefix_cache_hits_total", "worker"),
                         "{{worker}}",
                     ),
                     by(
@@ -80,10 +80,10 @@ def placement() -> Board:
                     by(
                         "Calls without an answer",
                         "ops",
-                        rate("baton_redis_errors_total", "call", ROUTERS),
+                        rate("baton_router_redis_errors_total", "call"),
                         "{{call}}",
                     ),
-                    by("Reached", "short", total("baton_redis_up", "instance", "", "min"), "{{instance}}"),
+                    by("Reached", "short", reached, "{{instance}}"),
                     Panel(
                         "Memory",
                         "bytes",

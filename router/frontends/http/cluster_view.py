@@ -39,5 +39,5 @@ def _worker(worker: WorkerInfo) -> dict[str, Any]:
         "state": worker.state,
         "lease": worker.lease,
         "metrics": worker.metrics_address,
-        "status": dict(worker.status),
+        "status": worker.status.encode(),
     }

@@ -75,7 +75,7 @@ def _router(name: str, told: RouterCounts, history: History) -> dict[str, Any]:
 
 
 def _worker(worker: WorkerInfo, rates: RatesOfWorkers) -> dict[str, Any]:
-    shown = {name: worker.status[name] for name in _STATUS if name in worker.status}
+    shown = {name: getattr(worker.status, name) for name in _STATUS}
     return {
         "id": worker.worker_id,
         "role": worker.role,

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from cluster.membership.types import WorkerInfo
 from router.observe.live.history import RECENT_SECONDS, TICK_SECONDS, WINDOW_SECONDS
 
-_COUNTERS = ("prompt_tokens_computed", "prompt_tokens_cached", "output_tokens", "handoffs")
-
 
 class WorkerRates(NamedTuple):
     """The hit ratio is that of the last minute, or since the worker's start where nothing came in that time."""
@@ -40,7 +38,9 @@ class RatesOfWorkers:
         length = round(RECENT_SECONDS / TICK_SECONDS) + 1
         for worker in workers:
             counters = seen[worker.name] = self._seen.get(worker.name) or deque(maxlen=length)
-            counters.append(_Counters(now, *(_number(worker, name) for name in _COUNTERS)))
+            one = worker.status
+            read = one.prompt_tokens_computed, one.prompt_tokens_cached, one.output_tokens, one.handoffs
+            counters.append(_Counters(now, *read))
         self._seen = seen
 
     def of(self, worker: WorkerInfo) -> WorkerRates:
@@ -59,8 +59,3 @@ class RatesOfWorkers:
             (last.handoffs - then.handoffs) / seconds,
             cached / (cached + computed) if cached + computed > 0 else None,
         )
-
-
-def _number(worker: WorkerInfo, name: str) -> float:
-    value = worker.status.get(name, 0)
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from baton.autoscaler.config import ROLES, AutoscalingConfig
 from baton.autoscaler.decision import Decision
-from baton.autoscaler.observation import Observation, PoolObservation, sample
+from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from cluster.config.worker import Role
-from cluster.telemetry.arrivals import BOUNDS_SECONDS
+from cluster.membership.status import BOUNDS_SECONDS, WorkerStatus
 
 PROMPT, OUTPUT = 1000.0, 200.0  # tokens
 PREFILL_TOKENS_PER_SECOND = 1000.0  # of a replica: one request a second
@@ -110,7 +110,10 @@ class FluidCluster:
             pools[role] = PoolObservation(
                 target=self.targets[role],
                 ready=len(self.workers[role]),
-                workers=tuple(sample(w.name, {**w.counters, **gauges}) for w in self.workers[role]),
+                workers=tuple(
+                    WorkerSample(w.name, WorkerStatus.decode({**w.counters, **gauges}))
+                    for w in self.workers[role]
+                ),
             )
         decision = decide(self.config, self.state, Observation(pools["prefill"], pools["decode"]), self.now)
         self.history.append(decision)

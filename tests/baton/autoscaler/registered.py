@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from cluster.config.worker import Role
 from cluster.membership.registration import Registration
+from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
-from cluster.telemetry.arrivals import Arrivals
+from worker.arrivals import Arrivals
 
 
 class RegisteredWorker:
@@ -27,12 +28,12 @@ class RegisteredWorker:
             max_model_len=4096,
             blocks_total=100,
         )
-        self._status: Mapping[str, Any] = {}
+        self._status = WorkerStatus()
         self.registration = Registration(redis_url, namespace, info, status=lambda: self._status)
 
-    def publish(self, **status: float) -> None:
+    def publish(self, **status: Any) -> None:
         """At once."""
-        self._status = {**Arrivals().status(), **status}
+        self._status = replace(Arrivals().onto(WorkerStatus()), **status)
         self.registration.register_again()
 
 

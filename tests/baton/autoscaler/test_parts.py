@@ -8,19 +8,23 @@ from pydantic import ValidationError
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.autoscaler.decision import PoolDecision, Reason
 from baton.autoscaler.flows import Flows
-from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample, sample
+from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from baton.autoscaler.step_model import StepModel
-from cluster.telemetry.arrivals import Arrivals
+from cluster.membership.status import WorkerStatus
+from worker.arrivals import Arrivals
 
 
 def test_rates_survive_workers_that_come_go_and_start_again() -> None:
+    def made(name: str, tokens: float) -> WorkerSample:
+        return WorkerSample(name, WorkerStatus(output_tokens=tokens))
+
     flows = Flows()
-    flows.update(0.0, [WorkerSample("a", output_tokens=1e9)])  # an old worker, seen for the first time
-    flows.update(10.0, [WorkerSample("a", output_tokens=1e9 + 50), WorkerSample("b", output_tokens=400)])
+    flows.update(0.0, [made("a", 1e9)])  # an old worker, seen for the first time
+    flows.update(10.0, [made("a", 1e9 + 50), made("b", 400)])
     assert flows.over(60.0).output_tokens == 50
-    flows.update(20.0, [WorkerSample("b", output_tokens=450), WorkerSample("a", output_tokens=3)])
+    flows.update(20.0, [made("b", 450), made("a", 3)])
     assert flows.over(60.0).output_tokens == 100
     assert flows.over(10.0).output_tokens == 50
     assert flows.over(10.0, skip=10.0).output_tokens == 50
@@ -32,7 +36,7 @@ def test_what_a_worker_publishes_is_what_the_policy_reads() -> None:
     arrivals.came(100)
     for seconds in (0.05, 0.4, 2.5, 99.0):
         arrivals.first_token(seconds)
-    before, after = sample("w", Arrivals().status()), sample("w", arrivals.status())
+    before, after = (WorkerSample("w", one.onto(WorkerStatus())) for one in (Arrivals(), arrivals))
     flows = Flows()
     flows.update(0.0, [before])
     flow = flows.update(1.0, [after])["w"]
@@ -88,7 +92,8 @@ def test_scale_to_zero_is_asked_for_and_wakes_up() -> None:
             PoolObservation(
                 targets[role],
                 targets[role],
-                workers=(WorkerSample(role, arrived_requests=arrived * (role == "decode")),) * targets[role],
+                workers=(WorkerSample(role, WorkerStatus(arrived_requests=arrived * (role == "decode"))),)
+                * targets[role],
             )
             for role in ("prefill", "decode")
         ]

@@ -34,7 +34,7 @@ from baton.ray_pools.supervision.supervisor import WorkerSupervisor
 
 keeper = WorkerSupervisor.take_over_or_start(Path(sys.argv[1]), json.loads(sys.argv[2]), {})
 keeper.wait_serving(120.0)
-print(keeper.status()["pid"], flush=True)
+print(keeper.status().pid, flush=True)
 sys.stdin.read()
 """
 
@@ -82,7 +82,7 @@ def test_it_is_taken_over_and_leaves_with_the_clusters_owner(where: Path, config
         replica.wait(30)
 
         second = keep(where, config)
-        assert second.status()["pid"] == worker
+        assert second.status().pid == worker
         second.drop()
         assert list(worker_sockets.places(where, worker_sockets.key_of({**config, "port": 1}, {}))) == [], (
             "other settings"
@@ -103,13 +103,13 @@ def test_one_that_hangs_is_replaced_and_one_that_is_stopped_leaves_nothing(
     where: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = keep(where, config)
-    hangs = first.status()["pid"]
+    hangs = first.status().pid
     first.drop()
     os.kill(hangs, signal.SIGSTOP)
     monkeypatch.setattr(module, "GREETING_SECONDS", 0.5)  # it says nothing ever again
     second = keep(where, config)
     assert gone(hangs)
-    worker = second.status()["pid"]
+    worker = second.status().pid
     assert worker != hangs and second.healthy()
     second.stop(60.0)
     assert second.wait_ended() == (None, "")
@@ -160,7 +160,7 @@ def test_whoever_keeps_it_hears_once_that_it_is_gone(where: Path, config: dict[s
     heard: list[Facts] = []
     supervisor = WorkerSupervisor.take_over_or_start(where, config, {}, heard.append)
     supervisor.wait_serving(START_SECONDS)
-    pid = supervisor.status()["pid"]
+    pid = supervisor.status().pid
     os.kill(pid, signal.SIGKILL)
     supervisor.wait_ended()
     supervisor.stop(1.0)
@@ -168,7 +168,7 @@ def test_whoever_keeps_it_hears_once_that_it_is_gone(where: Path, config: dict[s
 
     second = WorkerSupervisor.take_over_or_start(where, config, {}, heard.append)
     second.wait_serving(START_SECONDS)
-    worker = second.status()["pid"]
+    worker = second.status().pid
     second.drop()
     os.kill(worker, signal.SIGKILL)  # while nobody keeps it
     wait_for(lambda: gone(worker), 30.0, "it is dead")

@@ -9,14 +9,16 @@ from prometheus_client import Histogram as Reference
 from prometheus_client.openmetrics.exposition import generate_latest as open_metrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from cluster.telemetry.histogram import STAGE_SECONDS, Histogram, HistogramFamily, shown
+from cluster.telemetry.histogram import STAGE_SECONDS, HistogramFamily
+from cluster.telemetry.metrics.declaration import Distribution
 
 
 @given(st.lists(st.floats(0, 100, allow_nan=False) | st.sampled_from(STAGE_SECONDS), max_size=50))
 def test_it_shows_what_the_reference_shows(values: list[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    histogram = Histogram(STAGE_SECONDS)
-    ours.register(shown("a_seconds", "A", histogram))
+    declared = Distribution(("router",), "a_seconds", "seconds", "A", STAGE_SECONDS)
+    histogram = declared.create()
+    ours.register(declared.show(histogram))
     reference = Reference("a_seconds", "A", buckets=STAGE_SECONDS, registry=theirs)
     for value in values:
         histogram.observe(value)

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.errors import ConfigError
-from cluster.telemetry.exporter import MetricsServer, StatusCollector
+from cluster.telemetry.exporter import MetricsServer
+from cluster.telemetry.metrics.worker import REQUESTS_RUNNING
 from cluster.telemetry.registry import Registry
+from cluster.telemetry.scrape import ScrapeCollector
 
 
 class Worker:
@@ -32,7 +34,7 @@ def worker() -> Worker:
 def exporter(worker: Worker) -> Iterator[MetricsServer]:
     labels = {"worker": "d-1", "role": "decode"}
     registry = Registry(labels)
-    registry.add([StatusCollector(lambda: {"running": 3})])
+    registry.add([ScrapeCollector([REQUESTS_RUNNING.read(lambda: 3)])])
     server = MetricsServer("127.0.0.1", 0, registry, {"ready": worker.probe}, labels)
     yield server
     server.close()

@@ -10,8 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config.shared import MetricsAliases
 from cluster.telemetry.histogram import STAGE_SECONDS, HistogramFamily
+from cluster.telemetry.metrics.declaration import Counter, Gauge
 from cluster.telemetry.registry import Registry
-from cluster.telemetry.scrape import ScrapeCollector, counter, gauge
+from cluster.telemetry.scrape import ScrapeCollector
 
 
 def _samples(registry: Registry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -29,9 +30,13 @@ def _registry(aliases: MetricsAliases = "none") -> Registry:
     stages.of("prefill_queue").observe(0.2)
     stages.of("placement").observe(0.1)
     readings = [
-        gauge("baton_requests_running", "Running", lambda: 3),
-        counter("baton_parts", "Parts", lambda: {"late": 1, "stale": 0}, "reason"),
-        gauge("baton_workers", "Workers", lambda: {("decode", "live"): 2}, "of", "lease"),
+        Gauge(("decode",), "baton_requests_running", "requests", "Running").read(lambda: 3),
+        Counter(("decode",), "baton_parts_total", "parts", "Parts", "reason").read(
+            lambda: {"late": 1, "stale": 0}
+        ),
+        Gauge(("decode",), "baton_workers", "workers", "Workers", "of", "lease").read(
+            lambda: {("decode", "live"): 2}
+        ),
     ]
     registry.add([ScrapeCollector(readings), stages])
     return registry
@@ -74,7 +79,7 @@ def test_a_table_that_grows_while_it_is_read_is_read_again() -> None:
         return table
 
     def twice() -> Iterator[tuple[tuple[str, ...], float]]:
-        yield from gauge("g", "G", read, "label").samples()
+        yield from Gauge(("decode",), "g", "", "G", "label").read(read).samples()
 
     assert list(twice()) == [(("a",), 1.0)]
     assert table.reads == 2

@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
     },
     "BatonRedisEviction": {
         "baton_redis_evicts_index_only": _gauge(1, 0),
-        'baton_redis_up{role=""}': _gauge(1, 1),
+        "baton_router_redis_up": _gauge(1, 1),
     },
     "BatonEventLoopLate": {
         "baton_event_loop_lag_seconds_sum": _counter(0.1, 12),
@@ -85,8 +85,8 @@ CASES: dict[str, dict[str, Fault | Callable[[Labels], Fault]]] = {
     },
     "BatonRingExhausted": {"baton_handoffs_exhausted": _gauge(0, 1)},
     "BatonHandoffsRefused": {
-        'baton_handoffs_total{role="decode"}': _counter(10, 10),
-        'baton_handoffs_refused_total{role="decode"}': _counter(0, 10),
+        "baton_handoffs_committed_total": _counter(10, 10),
+        "baton_handoffs_refused_total": _counter(0, 10),
     },
     "BatonAutoscalingShort": {
         "baton_autoscaling_needed_replicas": _gauge(2, 3),

@@ -6,13 +6,14 @@ import json
 import math
 import re
 import time
-import urllib.request
 
 import pytest
 
-from deploy.observability import boards, dashboards, metrics_doc
+from cluster.telemetry.metrics.declaration import Process
+from deploy.observability import boards, dashboards
+from tests.observability.scraped import differences, scrape
 from tests.system.observability.conftest import HEALTHY_SECONDS, Watched
-from tests.system.observability.debian_prometheus import ROOT, promtool
+from tests.system.observability.debian_prometheus import promtool
 from tests.system.observability.rules import (
     FILES,
     RUNBOOKS,
@@ -84,9 +85,11 @@ def test_no_alert_fires(healthy: Watched) -> None:
     assert healthy.prometheus.has_fired(seconds) - excused == set()
 
 
-def test_the_list_of_metrics_is_up_to_date(healthy: Watched) -> None:
-    scraped = [_scrape(target) for target in healthy.targets]
-    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_doc.document(scraped)
+def test_each_process_shows_the_metrics_that_are_declared_for_it(healthy: Watched) -> None:
+    """The list of metrics is made from the declarations."""
+    processes: tuple[Process, ...] = ("router", "prefill", "decode", "autoscaler")
+    for target, process in zip(healthy.targets, processes, strict=True):
+        assert differences(scrape(target), process) == []
 
 
 def test_exemplars_lead_to_traces(healthy: Watched) -> None:
@@ -111,8 +114,3 @@ def test_vllm_names_show_the_same(healthy: Watched) -> None:
     ):
         assert healthy.prometheus.query(f"{theirs} - ignoring(model_name) {ours} == 0"), theirs
     assert healthy.prometheus.query('vllm:request_queue_time_seconds_count{model_name!=""} > 0')
-
-
-def _scrape(target: str) -> str:
-    with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())

@@ -1,0 +1,1 @@
+"""Every metric of every process, declared once."""

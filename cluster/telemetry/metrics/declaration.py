@@ -1,0 +1,90 @@
+"""What a metric is declared with; the code that counts, the exposition, docs/metrics.md and the tests read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Literal
+
+import prometheus_client
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from cluster.telemetry.histogram import Histogram, HistogramFamily
+from cluster.telemetry.scrape import Read, ScrapedMetric
+
+Process = Literal["router", "prefill", "decode", "autoscaler"]
+
+
+class Declaration:
+    kind: ClassVar[str]
+
+    def __init__(self, shown_by: tuple[Process, ...], name: str, unit: str, help_text: str, *labels: str):
+        """`name`: as it is scraped, so a counter's ends in _total. `help_text` goes into documents and exposition."""
+        self.shown_by, self.name, self.unit, self.help, self.labels = shown_by, name, unit, help_text, labels
+        self.family = name.removesuffix("_total")
+
+
+class Scrapable(Declaration):
+    """A metric whose owner keeps a number, or numbers by labels."""
+
+    made_of: ClassVar[type[CounterMetricFamily | GaugeMetricFamily]]
+
+    def empty(self) -> CounterMetricFamily | GaugeMetricFamily:
+        return self.made_of(self.family, self.help, labels=self.labels)
+
+    def read(self, read: Callable[[], Read]) -> ScrapedMetric:
+        return ScrapedMetric(self.empty, read)
+
+
+class Counter(Scrapable):
+    kind = "counter"
+    made_of = CounterMetricFamily
+
+    def create(
+        self, registry: CollectorRegistry, series: Iterable[str | tuple[str, ...]] = ()
+    ) -> prometheus_client.Counter:
+        """A series that appears with its first increase hides it from rate(): `series` are there from the beginning."""
+        made = prometheus_client.Counter(self.name, self.help, self.labels, registry=registry)
+        for values in series:
+            made.labels(*([values] if isinstance(values, str) else values))
+        return made
+
+
+class Gauge(Scrapable):
+    kind = "gauge"
+    made_of = GaugeMetricFamily
+
+    def create(self, registry: CollectorRegistry) -> prometheus_client.Gauge:
+        return prometheus_client.Gauge(self.name, self.help, self.labels, registry=registry)
+
+
+class Distribution(Declaration):
+    kind = "histogram"
+
+    def __init__(
+        self,
+        shown_by: tuple[Process, ...],
+        name: str,
+        unit: str,
+        help_text: str,
+        bounds: tuple[float, ...],
+        *labels: str,
+    ):
+        super().__init__(shown_by, name, unit, help_text, *labels)
+        self.bounds = bounds
+
+    def create(self, registry: CollectorRegistry | None = None) -> Histogram:
+        """A histogram for its owner to observe; without a registry, for others to show."""
+        made = Histogram(self.bounds)
+        if registry is not None:
+            registry.register(self.show(made))
+        return made
+
+    def create_family(self) -> HistogramFamily:
+        return HistogramFamily(self.name, self.help, self.bounds, self.labels)
+
+    def show(self, histogram: Histogram) -> HistogramFamily:
+        """A family of one, without labels."""
+        family = self.create_family()
+        family.adopt(histogram)
+        return family

@@ -1,0 +1,13 @@
+"""Metrics of routers and workers alike, which say the same of each process."""
+
+from __future__ import annotations
+
+from cluster.telemetry.histogram import CALL_SECONDS
+from cluster.telemetry.metrics.declaration import Distribution, Gauge, Process
+
+_BOTH: tuple[Process, ...] = ("router", "prefill", "decode")
+
+BUILD_INFO = Gauge(_BOTH, "baton_build_info", "", "Always 1; the version is a label", "version")
+EVENT_LOOP_LAG = Distribution(
+    _BOTH, "baton_event_loop_lag_seconds", "seconds", "How late the event loop runs its timers", CALL_SECONDS
+)

@@ -1,0 +1,133 @@
+"""Metrics of routers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cluster.telemetry.histogram import (
+    CALL_SECONDS,
+    STAGE_SECONDS,
+    TENANT_SECONDS,
+    TOKEN_COUNTS,
+    TOKEN_SECONDS,
+)
+from cluster.telemetry.metrics.declaration import Counter, Distribution, Gauge, Process
+
+_OF: tuple[Process, ...] = ("router",)
+counter, gauge, histogram = partial(Counter, _OF), partial(Gauge, _OF), partial(Distribution, _OF)
+
+# Requests, in vLLM's words where it has one
+REQUESTS = counter("baton_requests_total", "requests", "Requests by how they ended", "outcome")
+REQUESTS_IN_FLIGHT = gauge("baton_requests_in_flight", "requests", "Requests now in the router")
+REQUESTS_LIMIT = gauge("baton_requests_limit", "requests", "Requests that may be in flight here")
+STAGES = histogram("baton_stage_seconds", "seconds", "Seconds by stage", STAGE_SECONDS, "stage")
+E2E = histogram("baton_e2e_request_latency_seconds", "seconds", "Whole requests", STAGE_SECONDS)
+TTFT = histogram("baton_time_to_first_token_seconds", "seconds", "Time to first token", TOKEN_SECONDS)
+TPOT = histogram(
+    "baton_request_time_per_output_token_seconds",
+    "seconds",
+    "Mean between tokens of a request",
+    TOKEN_SECONDS,
+)
+ITL = histogram("baton_inter_token_latency_seconds", "seconds", "Between tokens", TOKEN_SECONDS)
+REQUEST_PROMPT_TOKENS = histogram(
+    "baton_request_prompt_tokens", "tokens", "Prompt tokens of each request", TOKEN_COUNTS
+)
+REQUEST_GENERATION_TOKENS = histogram(
+    "baton_request_generation_tokens", "tokens", "Tokens sent for each request", TOKEN_COUNTS
+)
+PROMPT_TOKENS = counter("baton_prompt_tokens_total", "tokens", "Prompt tokens")
+GENERATION_TOKENS = counter("baton_router_generation_tokens_total", "tokens", "Tokens sent")
+PREFIX_CACHE_QUERIES = counter(
+    "baton_router_prefix_cache_queries_total", "tokens", "Prompt tokens of placed requests"
+)
+PREFIX_CACHE_HITS = counter(
+    "baton_router_prefix_cache_hits_total", "tokens", "Prompt tokens of these that no worker computed"
+)
+KV_SHIPPED_BYTES = counter("baton_kv_shipped_bytes_total", "bytes", "KV handed over")
+KV_NOT_SHIPPED_TOKENS = counter(
+    "baton_kv_not_shipped_tokens_total", "tokens", "Prompt tokens the decode worker already held"
+)
+ATTEMPTS = counter("baton_attempts_total", "attempts", "Dispatch attempts")
+RETRIES = counter("baton_retries_total", "attempts", "Attempts that did not end their request", "reason")
+
+# By tenant; the first ones have series of their own, all others share one
+TENANT_REQUESTS = counter(
+    "baton_tenant_requests_total", "requests", "Requests by how they ended", "tenant", "result"
+)
+TENANT_REQUESTS_IN_FLIGHT = gauge(
+    "baton_tenant_requests_in_flight", "requests", "Requests now in the router", "tenant"
+)
+TENANT_PROMPT_TOKENS = counter("baton_tenant_prompt_tokens_total", "tokens", "Prompt tokens", "tenant")
+TENANT_PREFIX_CACHE_HITS = counter(
+    "baton_tenant_prefix_cache_hits_total", "tokens", "Prompt tokens that no worker computed", "tenant"
+)
+TENANT_GENERATION_TOKENS = counter("baton_tenant_generation_tokens_total", "tokens", "Tokens sent", "tenant")
+TENANT_TTFT = histogram(
+    "baton_tenant_time_to_first_token_seconds", "seconds", "Time to first token", TENANT_SECONDS, "tenant"
+)
+
+# Workers and placement
+WORKERS = gauge("baton_workers", "workers", "Registered workers", "role", "lease")
+WORKERS_DRAINING = gauge("baton_workers_draining", "workers", "Workers that take nothing new", "role")
+WORKERS_SUSPECT = gauge(
+    "baton_workers_suspect", "workers", "Workers that have been silent on streams of this router"
+)
+MEMBERSHIP_AGE = gauge("baton_membership_age_seconds", "seconds", "Since the membership was read")
+PLACEMENTS = counter("baton_placements_total", "attempts", "By who prefills and who decided", "prefill", "by")
+PLACEMENTS_REFUSED = counter(
+    "baton_placements_refused_total", "attempts", "Placed nowhere, by reason", "reason"
+)
+PLACEMENT_CALLS = counter("baton_placement_calls_total", "calls", "Placement calls")
+PLACEMENT_CHARGED = gauge(
+    "baton_placement_charged_tokens", "tokens", "Placed from here and not done yet", "stage"
+)
+PLACEMENT_COST = histogram(
+    "baton_placement_cost_seconds",
+    "seconds",
+    "Expected cost of the workers chosen, by term",
+    STAGE_SECONDS,
+    "term",
+)
+LEARNED_PREFILL = gauge(
+    "baton_placement_learned_prefill_seconds_per_token", "seconds per token", "As the cost model learned it"
+)
+LEARNED_BANDWIDTH = gauge(
+    "baton_placement_learned_bandwidth_bytes_per_second",
+    "bytes per second",
+    "As the cost model learned or assumes it, by what a pair shares at least",
+    "level",
+)
+
+# Redis and quotas
+REDIS_UP = gauge("baton_router_redis_up", "0 or 1", "1 while the membership can be read")
+REDIS_ERRORS = counter(
+    "baton_router_redis_errors_total", "calls", "Calls that Redis did not answer in time", "call"
+)
+REDIS_CALLS = histogram(
+    "baton_redis_call_seconds", "seconds", "Calls that a request waits for", CALL_SECONDS, "call"
+)
+REDIS_MEMORY_USED = gauge(
+    "baton_redis_memory_used_bytes",
+    "bytes",
+    "Redis' used_memory; above 0.7 of its maxmemory placements are not predicted",
+)
+REDIS_MEMORY_MAX = gauge("baton_redis_memory_max_bytes", "bytes", "Redis' maxmemory; 0 = not set")
+REDIS_EVICTS_INDEX_ONLY = gauge(
+    "baton_redis_evicts_index_only",
+    "0 or 1",
+    "1 while Redis' maxmemory-policy is one of volatile-…, which evicts the prefix index only",
+)
+QUOTA_REFUSED = counter(
+    "baton_quota_refused_total", "requests", "Requests beyond their tenant's quota", "limit"
+)
+QUOTA_UNCHECKED = counter(
+    "baton_quota_unchecked_total", "requests", "Requests whose quota was not checked: Redis was gone"
+)
+QUOTA_TAKEN_OVER = counter(
+    "baton_quota_taken_over_total", "requests", "Charges of requests that came from another router"
+)
+QUOTA_UNSETTLED = gauge("baton_quota_unsettled", "settlements", "Quota settlements that wait for Redis")
+QUOTA_SETTLEMENTS_DROPPED = counter(
+    "baton_quota_settlements_dropped_total", "settlements", "Quota settlements dropped: too old or too many"
+)

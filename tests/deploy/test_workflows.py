@@ -1,0 +1,130 @@
+"""The workflows and hooks as far as they can be checked here: what they call exists, is pinned, and has limits."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+# Beside make, only what builds and starts an image.
+COMMANDS = {"make", "docker"}
+
+
+def _workflow(path: Path) -> dict[Any, Any]:
+    loaded: dict[Any, Any] = yaml.safe_load(path.read_text())
+    return loaded
+
+
+def _steps(path: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [(job, step) for job in _workflow(path)["jobs"].values() for step in job["steps"]]
+
+
+def _commands(path: Path) -> list[str]:
+    """Lines that a workflow runs, one for each value of its matrix."""
+    lines = []
+    for job, step in _steps(path):
+        values = job.get("strategy", {}).get("matrix", {})
+        variants = [("", "")]
+        for name, several in values.items():
+            variants = [(f"${{{{ matrix.{name} }}}}", value) for value in several]
+        if "run" in step:
+            lines += [step["run"].replace(*variant) if variant[0] else step["run"] for variant in variants]
+    return lines
+
+
+def _targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_there_are_workflows_for_code_tests_images_and_chart() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["chart", "check", "images", "test"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_targets_of_the_makefile(path: Path) -> None:
+    for line in _commands(path):
+        words = shlex.split(line)
+        while words[0] in ("sudo", "env") or words[0].startswith("-") or "=" in words[0]:
+            words.pop(0)
+        assert words[0] in COMMANDS, line
+        if words[0] == "make":
+            assert words[1] in _targets(), line
+        assert "${{ github." not in line, "values of an event go through the environment, quoted by the shell"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_has_limits_and_may_only_read(path: Path) -> None:
+    workflow = _workflow(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["concurrency"]["cancel-in-progress"] is True
+    for name, job in workflow["jobs"].items():
+        assert 0 < job["timeout-minutes"] <= 60, name
+        assert not job["runs-on"].endswith("-latest"), "a runner of a named version"
+        assert "permissions" not in job
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_and_keep_no_credentials(path: Path) -> None:
+    used = [step for _, step in _steps(path) if "uses" in step]
+    assert used
+    for step in used:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+@v\d+\.\d+\.\d+", step["uses"]), step["uses"]
+        if step["uses"].startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False
+
+
+def test_the_images_that_are_built_are_stages_of_the_dockerfile() -> None:
+    stages = set(re.findall(r" AS ([a-z-]+)", (ROOT / "deploy" / "docker" / "Dockerfile").read_text()))
+    built = [
+        words[words.index("--target") + 1]
+        for words in map(shlex.split, _commands(ROOT / ".github" / "workflows" / "images.yml"))
+        if "--target" in words
+    ]
+    assert built == ["router", "prefill", "decode"]
+    assert set(built) <= stages
+
+
+def _hooks() -> dict[str, dict[str, Any]]:
+    loaded = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    return {hook["id"]: hook for repo in loaded["repos"] for hook in repo["hooks"]}
+
+
+def test_hooks_run_what_make_check_runs() -> None:
+    """Except proto-check, which generates code, and takes longer than a commit should."""
+    rule = (ROOT / "Makefile").read_text().partition("\ncheck: ")[2].partition("\n\n")[0]
+    checks = [line.strip("\t@").replace("$(BIN)", ".venv/bin") for line in rule.splitlines()[1:]]
+    entries = [hook["entry"].replace(" --force-exclude", "") for hook in _hooks().values()]
+    for check in checks:
+        if "$(MAKE)" in check:
+            continue
+        wanted = check.replace(" --check .", "").removesuffix(" .") if "ruff" in check else check
+        assert wanted in entries, check
+
+
+@pytest.mark.parametrize(("length", "refused"), [(72, False), (73, True)])
+def test_subjects_have_72_characters_at_most(tmp_path: Path, length: int, refused: bool) -> None:
+    """By the hook's pattern, over a message with a long body, and by the Makefile's target, over a history."""
+    message = "s" * length + "\n\n" + "b" * 200 + "\n"
+    hook = _hooks()["subject"]
+    assert hook["stages"] == ["commit-msg"] and hook["args"] == ["--multiline"]
+    assert bool(re.search(hook["entry"], message)) is refused
+
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, timeout=60)
+
+    git("init", "-q", "-b", "main")
+    git("commit", "-q", "--allow-empty", "-m", "x" * 100)
+    git("tag", "since")
+    git("commit", "-q", "--allow-empty", "-m", message)
+    command = ["make", "-s", "-f", str(ROOT / "Makefile"), "check-subjects", "SINCE=since"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) is refused
+    assert ("s" * length in done.stdout) is refused and "x" * 100 not in done.stdout
