@@ -9,27 +9,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("baton", "bench", "demo", "deploy", "docs", "examples", "tests")
-NOT_RUN = re.compile(r"<!-- not run: (\S.*) -->")
+# Pages that tell of earlier days name the files and flags of those days.
+HISTORY = ("docs/reviews/", "CHANGELOG.md")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its page, the line of its fence, its language, and why it is not run, if it says so."""
+    """A fenced block: its page, the line of its fence, its language, and the comment right above it."""
 
     page: str
     line: int
     language: str
     text: str
-    not_run: str = ""
+    marker: str
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
 
 def pages() -> list[Path]:
-    """Every page that is written by hand or generated; what tools left beside them is not one."""
-    found = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-    return sorted(found)
+    return sorted(
+        [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+    )
+
+
+def present_pages() -> list[Path]:
+    return [page for page in pages() if not str(page.relative_to(ROOT)).startswith(HISTORY)]
 
 
 def blocks() -> list[Block]:
@@ -38,17 +43,19 @@ def blocks() -> list[Block]:
 
 def _blocks(page: Path) -> Iterator[Block]:
     lines = page.read_text().splitlines()
-    name = str(page.relative_to(ROOT))
     start = 0
     while start < len(lines):
         if not lines[start].startswith("```"):
             start += 1
             continue
-        end = start + 1
-        while not lines[end].startswith("```"):
-            end += 1
+        end = next(n for n in range(start + 1, len(lines)) if lines[n].startswith("```"))
         above = next((line for line in reversed(lines[:start]) if line), "")
-        reason = NOT_RUN.fullmatch(above)
-        text = "\n".join(lines[start + 1 : end])
-        yield Block(name, start + 1, lines[start][3:].strip(), text, reason[1] if reason else "")
+        comment = re.fullmatch(r"<!-- (.+) -->", above)
+        yield Block(
+            str(page.relative_to(ROOT)),
+            start + 1,
+            lines[start][3:].strip(),
+            "\n".join(lines[start + 1 : end]),
+            comment[1] if comment else "",
+        )
         start = end + 1

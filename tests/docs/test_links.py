@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, pages
+from tests.docs.pages import HISTORY, ROOT, pages
 
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]*)\)|(?:src|href)=\"(?!https?://)([^\"]+)\"")
 NAMED = re.compile(r"`((?:[a-z_]+/)+[A-Za-z0-9_.{},*-]*)`")
-# Reviews name the tree of their day.
-HISTORY = ("docs/reviews/", "CHANGELOG.md")
 TOP = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - {"out"}
 
 
