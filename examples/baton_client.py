@@ -9,4 +9,4 @@ with baton.Client("127.0.0.1:50051") as client:
     timings = stream.timings
     if timings is not None:
         print(f"\nprefill {timings.prefill_seconds * 1000:.1f} ms on {timings.prefill_worker}, ", end="")
-        print(f"{timings.kv_bytes_shipped} bytes of KV by {timings.transport or 'nobody'}")
+        print(f"{timings.kv_bytes_shipped} bytes of KV by {timings.transport or 'none'}")

@@ -23,8 +23,8 @@ from baton.cli.main import main
 OWN = {own!r}
 name = sys.argv[1] if len(sys.argv) > 1 else ""
 for flag, value in OWN.get(name, ()):
-    if not any(word.split("=")[0] in (flag, "--url") for word in sys.argv):
-        sys.argv += [flag, value]
+    if flag not in sys.argv:
+        sys.argv[2:2] = [flag, value]
 main()
 """
 

@@ -40,3 +40,8 @@ def test_links_and_named_files_exist(page: Path) -> None:
         named = [one for name in NAMED.findall(text) if name.split("/")[0] in TOP for one in spread(name)]
         missing += [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
     assert not missing
+
+
+def test_the_list_of_pages_names_every_page() -> None:
+    listed = {first.partition("#")[0] for first, _ in LINK.findall((ROOT / "docs" / "README.md").read_text())}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
