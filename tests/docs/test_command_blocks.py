@@ -99,12 +99,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DocumentedClus
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)  # the first one starts the cluster
 @pytest.mark.parametrize("block", of_kind(NEEDS), ids=str)
 def test_blocks_against_the_cluster(block: Block, cluster: DocumentedCluster, tmp_path: Path) -> None:
     run(block, folder(tmp_path), environment(cluster.programs), cluster.here(block.text))
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)  # the first one starts the cluster
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_examples_against_the_cluster(example: Path, cluster: DocumentedCluster, tmp_path: Path) -> None:
     block = Block(example.name, 1, "python", example.read_text(), NEEDS)
