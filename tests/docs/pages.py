@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("baton", "bench", "demo", "deploy", "docs", "examples", "tests")
-# Pages that tell of earlier days name the files and flags of those days.
-HISTORY = ("docs/reviews/", "CHANGELOG.md")
+# A page that tells of earlier days names the files and flags of those days.
+HISTORY = ("CHANGELOG.md",)
 
 
 @dataclass(frozen=True)

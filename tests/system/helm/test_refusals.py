@@ -16,8 +16,8 @@ pytestmark = pytest.mark.system
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "traces that no policy lets out": (
         {"observability": {"otlpEndpoint": "http://collector:4318"}},
-        "no NetworkPolicy lets traces out",
-        "set networkPolicy.collector to where the collector is",
+        "no NetworkPolicy allows traces to leave",
+        "set networkPolicy.collector to the address of the collector",
     ),
     "gpus are not the ranks": (
         {"prefill": {"gpus": 2}},
@@ -71,12 +71,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "autoscaling and a fixed number": (
         {"autoscaling": {"enabled": True}, "prefill": {"replicas": 3}},
-        "autoscaling.enabled and prefill.replicas = 3 fight",
+        "autoscaling.enabled and prefill.replicas = 3 both set",
         "remove prefill.replicas",
     ),
     "routers' autoscaling and a fixed number": (
         {"router": {"autoscaling": {"enabled": True}, "replicas": 3}},
-        "router.autoscaling.enabled and router.replicas = 3 fight",
+        "router.autoscaling.enabled and router.replicas = 3 both set",
         "remove router.replicas",
     ),
     "pool bounds upside down": (
@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "killed before it has loaded": (
         {"prefill": {"startupFailures": 20}},
-        "kills a worker after 100 s, but model.loadSeconds says it may load for 600 s",
+        "kills a worker after 100 s, but model.loadSeconds allows 600 s for loading",
         "raise startupFailures to 120 or set it to 0",
     ),
     "wide workers without the chart's Ray": (
@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "no certificate for the chart's Redis": (
         {"tls": {"enabled": True, "source": "secrets", "secrets": {"router": "a", "worker": "b"}}},
-        "tls.enabled makes the chart's Redis speak TLS",
+        "with tls.enabled the chart's Redis requires TLS",
         "set tls.secrets.redis to an existing Secret (tls.crt for t-baton-redis, tls.key, ca.crt), or use externalRedis",
     ),
     "clients' certificates without TLS": (
@@ -167,17 +167,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "tls.clientCaSecret and tls.doorSecret need tls.enabled",
         "turn it on, or empty them",
     ),
-    "nobody could prefill": (
+    "no worker could prefill": (
         {"prefill": {"replicas": 0}, "router": {"localPrefill": "never"}},
-        "nobody could prefill",
+        "no worker could prefill",
         "set localPrefill to fallback or auto, or add a replica",
     ),
-    "nobody could prefill once the pool is empty": (
+    "no worker could prefill once the pool is empty": (
         {
             "autoscaling": {"enabled": True, "scaleToZero": True, "prefill": {"minReplicas": 0}},
             "router": {"localPrefill": "never"},
         },
-        "with no prefill worker left nobody could prefill",
+        "without a prefill worker no prompt could be computed",
         "set localPrefill to fallback or auto, or minReplicas to 1",
     ),
     "a hand-off tested over what nobody uses": (

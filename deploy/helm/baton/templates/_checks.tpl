@@ -29,7 +29,7 @@
 {{- fail (printf "%s.drainSeconds = %d is not below %s.terminationGracePeriodSeconds = %d: Kubernetes would kill the worker while it drains; raise the grace period or drain for a shorter time" $role (int $pool.drainSeconds) $role (int $pool.terminationGracePeriodSeconds)) }}
 {{- end }}
 {{- if and $values.autoscaling.enabled (not (kindIs "invalid" $pool.replicas)) }}
-{{- fail (printf "autoscaling.enabled and %s.replicas = %d fight over the pool's size: remove %s.replicas and set autoscaling.%s.minReplicas, or turn autoscaling off" $role (int $pool.replicas) $role $role) }}
+{{- fail (printf "autoscaling.enabled and %s.replicas = %d both set the pool's size: remove %s.replicas and set autoscaling.%s.minReplicas, or turn autoscaling off" $role (int $pool.replicas) $role $role) }}
 {{- end }}
 {{- if eq (int $pool.port) (int $pool.metricsPort) }}
 {{- fail (printf "%s.port and %s.metricsPort are both %d: change one" $role $role (int $pool.port)) }}
@@ -40,10 +40,10 @@
 {{- end }}
 {{- $startup := mul (int $pool.startupFailures) 5 | int }}
 {{- if and (gt $startup 0) (lt $startup (int $values.model.loadSeconds)) }}
-{{- fail (printf "%s.startupFailures = %d kills a worker after %d s, but model.loadSeconds says it may load for %d s: raise startupFailures to %d or set it to 0" $role (int $pool.startupFailures) $startup (int $values.model.loadSeconds) (divf $values.model.loadSeconds 5 | ceil | int)) }}
+{{- fail (printf "%s.startupFailures = %d kills a worker after %d s, but model.loadSeconds allows %d s for loading: raise startupFailures to %d or set it to 0" $role (int $pool.startupFailures) $startup (int $values.model.loadSeconds) (divf $values.model.loadSeconds 5 | ceil | int)) }}
 {{- end }}
 {{- if and (eq $pool.probe "grpc") $values.tls.enabled }}
-{{- fail (printf "%s.probe = grpc with tls.enabled: a worker's gRPC port asks for a certificate, and no version of Kubernetes lets a probe show one; set %s.probe to http" $role $role) }}
+{{- fail (printf "%s.probe = grpc with tls.enabled: a worker's gRPC port requires a certificate, and probes have none in any version of Kubernetes; set %s.probe to http" $role $role) }}
 {{- end }}
 {{- if and (gt (int $pool.nodes) 1) (ne $values.ray.mode "embedded") }}
 {{- fail (printf "%s.nodes = %d needs ray.mode embedded: set it, or give the worker one pod with all of its GPUs" $role (int $pool.nodes)) }}
@@ -126,7 +126,7 @@
 {{- fail "tls.source is secrets: set tls.secrets.router and tls.secrets.worker to existing Secrets, or tls.source to certManager" }}
 {{- end }}
 {{- if and $tls.enabled (eq $tls.source "secrets") .Values.redis.enabled (not $tls.secrets.redis) }}
-{{- fail (printf "tls.enabled makes the chart's Redis speak TLS: set tls.secrets.redis to an existing Secret (tls.crt for %s, tls.key, ca.crt), or use externalRedis" (include "baton.redisAddress" .)) }}
+{{- fail (printf "with tls.enabled the chart's Redis requires TLS: set tls.secrets.redis to an existing Secret (tls.crt for %s, tls.key, ca.crt), or use externalRedis" (include "baton.redisAddress" .)) }}
 {{- end }}
 {{- if and $tls.enabled (eq $tls.source "certManager") (not (.Capabilities.APIVersions.Has "cert-manager.io/v1")) }}
 {{- fail "tls.source is certManager, but this cluster has no cert-manager.io/v1: install cert-manager, or set tls.source to secrets" }}
@@ -141,14 +141,14 @@
 
 {{- define "baton.checkNetwork" -}}
 {{- if and .Values.networkPolicy.enabled .Values.observability.otlpEndpoint (not .Values.networkPolicy.collector) }}
-{{- fail "observability.otlpEndpoint is set, and no NetworkPolicy lets traces out: set networkPolicy.collector to where the collector is, e.g. [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: observability}}}]" }}
+{{- fail "observability.otlpEndpoint is set, and no NetworkPolicy allows traces to leave: set networkPolicy.collector to the address of the collector, e.g. [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: observability}}}]" }}
 {{- end }}
 {{- end -}}
 
 {{- define "baton.checkRouter" -}}
 {{- $router := .Values.router -}}
 {{- if and $router.autoscaling.enabled (not (kindIs "invalid" $router.replicas)) }}
-{{- fail (printf "router.autoscaling.enabled and router.replicas = %d fight over the number of routers: remove router.replicas and set router.autoscaling.minReplicas, or turn autoscaling off" (int $router.replicas)) }}
+{{- fail (printf "router.autoscaling.enabled and router.replicas = %d both set the number of routers: remove router.replicas and set router.autoscaling.minReplicas, or turn autoscaling off" (int $router.replicas)) }}
 {{- end }}
 {{- if and $router.autoscaling.enabled (gt (int $router.autoscaling.minReplicas) (int $router.autoscaling.maxReplicas)) }}
 {{- fail (printf "router.autoscaling.minReplicas = %d is above maxReplicas = %d: lower one or raise the other" (int $router.autoscaling.minReplicas) (int $router.autoscaling.maxReplicas)) }}
@@ -159,14 +159,14 @@
 {{- end }}
 {{- if le (float64 $router.drainDelaySeconds) (mulf 1.1 $router.maxConnectionSeconds) }}
 {{- if gt (int $router.maxConnectionSeconds) 0 }}
-{{- fail (printf "router.drainDelaySeconds = %d is not above 1.1 × router.maxConnectionSeconds = %d: connections of a router that leaves would not all have been told to come anew; raise the delay or lower the age" (int $router.drainDelaySeconds) (int $router.maxConnectionSeconds)) }}
+{{- fail (printf "router.drainDelaySeconds = %d is not above 1.1 × router.maxConnectionSeconds = %d: some connections of a draining router would not reach their maximum age in time; raise the delay or lower the age" (int $router.drainDelaySeconds) (int $router.maxConnectionSeconds)) }}
 {{- end }}
 {{- end }}
 {{- if and .Values.autoscaling.enabled (eq (int .Values.autoscaling.prefill.minReplicas) 0) (eq $router.localPrefill "never") }}
-{{- fail "autoscaling.prefill.minReplicas is 0 and router.localPrefill is never: with no prefill worker left nobody could prefill, nor would a request be seen that brings one back; set localPrefill to fallback or auto, or minReplicas to 1" }}
+{{- fail "autoscaling.prefill.minReplicas is 0 and router.localPrefill is never: without a prefill worker no prompt could be computed, and no request would scale the pool up again; set localPrefill to fallback or auto, or minReplicas to 1" }}
 {{- end }}
 {{- if and (not .Values.autoscaling.enabled) (eq (include "baton.replicas" .Values.prefill) "0") (eq $router.localPrefill "never") }}
-{{- fail "prefill.replicas is 0 and router.localPrefill is never: nobody could prefill; set localPrefill to fallback or auto, or add a replica" }}
+{{- fail "prefill.replicas is 0 and router.localPrefill is never: no worker could prefill; set localPrefill to fallback or auto, or add a replica" }}
 {{- end }}
 {{- if and (include "baton.apiKeysOn" .) .Values.tests.enabled (not .Values.tests.apiKeySecret.name) }}
 {{- fail "apiKeys are on and helm test has none: put a key into a Secret and name it in tests.apiKeySecret.name, or turn tests.enabled off" }}

@@ -93,8 +93,8 @@ secretKeyRef: {name: {{ .reference.name | default (include "baton.base" .root) }
 {{- end -}}
 
 {{- define "baton.redisHost" -}}{{ include "baton.base" . }}-redis{{- end -}}
-{{- /* Where our processes find the chart's Redis. The deployment of the Serve application tells it to Ray's nodes too, and a Ray of
-       somebody else's may be in another namespace, where the short name means nothing. */ -}}
+{{- /* Address of the chart's Redis. The deployment of the Serve application passes it to Ray's nodes too, and an external
+       Ray may be in another namespace, where the short name does not resolve. */ -}}
 {{- define "baton.redisAddress" -}}
 {{- include "baton.redisHost" . }}{{ if eq .Values.ray.mode "external" }}.{{ .Release.Namespace }}.svc{{ end }}
 {{- end -}}

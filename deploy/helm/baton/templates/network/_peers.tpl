@@ -46,7 +46,7 @@
 {{- end }}
 {{- end -}}
 
-{{- /* A rule to a list of peers, or to everyone where the list is empty. Takes direction (from, to), peers. */ -}}
+{{- /* A rule to a list of peers, or to all where the list is empty. Takes direction (from, to), peers. */ -}}
 {{- define "baton.anyPeer" -}}
 {{- if .peers }}
 {{ .direction }}: {{- toYaml .peers | nindent 2 }}
