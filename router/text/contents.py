@@ -15,12 +15,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError
 
-ROLES = ("system", "developer", "user", "assistant")
+AskingRole = Literal["system", "developer", "user"]
+ROLES = (*get_args(AskingRole), "assistant")
 _MARKS = range(0xF0000, 0xF0100)  # of a private-use plane: no template and hardly any text has them
 _SPACE = re.compile(r"\s*")
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from cluster.errors import BatonError, CancelledError, InvalidRequestError, UnknownModelError
+from cluster.errors import BatonError, CancelledError, InvalidRequestError
 from cluster.rpc import errors
 from cluster.security.keys import Caller
 from router.dispatch.bounded_queue import BoundedQueue
@@ -22,7 +22,10 @@ from router.gateway import RequestGateway
 from router.observe.traces.arrival import Arrival
 from router.request.completion import Completion, Delta
 from router.request.disclosure import timings_for, workers_for
-from router.request.validator import RawRequest
+from router.request.fields import read
+from router.request.limits import FieldLimits
+from router.request.options import GrpcOptions
+from router.request.validator import Envelope
 from router.text.contents import Rendered, role_of
 from router.text.tokenizer import MESSAGE_CHARACTERS
 from wire import inference_pb2 as pb
@@ -85,14 +88,17 @@ class InferenceService:
     async def _completion(self, request: pb.GenerateRequest, context: Context, caller: Caller) -> Completion:
         kind = request.WhichOneof("prompt")
         prompt: Sequence[int]
-        self._gateway.validator.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
+        limits = self._gateway.validator.limits
+        limits.check_model(request.model)
+        limits.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
+        options = _options(request, limits)
         if kind == "token_ids":
             prompt = request.token_ids.ids
         elif kind is not None:
             prompt = await self._encode(request, caller)
         else:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
-        return self._gateway.validator.completion(prompt, _asked(request, context))
+        return self._gateway.validator.completion(prompt, options, _envelope(request, context))
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """As costly as a prompt's way to its dispatch, so it takes the same places and turns, and counts as a request."""
@@ -103,7 +109,7 @@ class InferenceService:
             async with self._gateway.counted(caller):
                 request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority)
                 del raw
-                self._check_model(request.model)
+                self._gateway.validator.limits.check_model(request.model)
                 ids = await self._encode(request, caller)
             await self._answer(pb.TokenizeResponse(token_ids=ids), context)
 
@@ -124,11 +130,6 @@ class InferenceService:
             return await self._gateway.encode(request.text, tenant=caller.tenant)
         rendered = await _render(self._gateway, request.chat, caller)
         return await self._gateway.encode(rendered, special=False, tenant=caller.tenant)
-
-    def _check_model(self, model: str) -> None:
-        served = self._gateway.validator.served_name
-        if model and model != served:
-            raise UnknownModelError(f"model: {model!r} is not served here; {served!r} is", field="model")
 
 
 def _refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) -> Any:
@@ -162,7 +163,7 @@ def _values(context: Context, name: str) -> list[str]:
 async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller) -> Rendered:
     if not chat.messages:
         raise InvalidRequestError("chat: has no messages", field="chat")
-    gateway.validator.check_messages(len(chat.messages))
+    gateway.validator.limits.check_messages(len(chat.messages))
     size = chat.ByteSize() + MESSAGE_CHARACTERS * len(chat.messages)
     return await gateway.text.chat(
         lambda: [
@@ -174,33 +175,13 @@ async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller
     )
 
 
-def _asked(request: pb.GenerateRequest, context: Context) -> RawRequest:
-    """Lists are passed as they are: the validator counts them before anything copies them."""
-    o = request.options
+def _options(request: pb.GenerateRequest, limits: FieldLimits) -> GrpcOptions:
+    """Lists are passed as they are: the model counts them before anything copies them."""
+    return read(GrpcOptions, {field.name: value for field, value in request.options.ListFields()}, limits)
 
-    def given(name: Any) -> Any:
-        return getattr(o, name) if o.HasField(name) else None
 
-    return RawRequest(
-        model=request.model,
-        max_tokens=given("max_tokens"),
-        temperature=given("temperature"),
-        top_k=given("top_k"),
-        top_p=given("top_p"),
-        min_p=given("min_p"),
-        repetition_penalty=given("repetition_penalty"),
-        presence_penalty=given("presence_penalty"),
-        frequency_penalty=given("frequency_penalty"),
-        seed=given("seed"),
-        n=given("n"),
-        stop=o.stop,
-        stop_token_ids=o.stop_token_ids,
-        min_tokens=given("min_tokens"),
-        ignore_eos=o.ignore_eos,
-        logprobs=given("logprobs"),
-        logit_bias=o.logit_bias,
-        include_stop_text=o.include_stop_text,
-        priority=o.priority,
+def _envelope(request: pb.GenerateRequest, context: Context) -> Envelope:
+    return Envelope(
         request_id=request.request_id,
         resume_tokens=request.resume_tokens.ids,
         resume_ticket=request.resume_ticket,

@@ -14,8 +14,9 @@ from typing import Any
 
 import orjson
 
+from router.frontends.http.requests import StreamOptions
 from router.frontends.http.shapes import Shape, baton
-from router.frontends.http.usage import StreamUsage, UsageSoFar, usage
+from router.frontends.http.usage import UsageSoFar, usage
 from router.request.completion import Delta, Outcome
 
 _DONE = b"data: [DONE]\n\n"
@@ -24,7 +25,7 @@ _DONE = b"data: [DONE]\n\n"
 class Events:
     """Encodes the events of one answer with `choices` choices over all its prompts."""
 
-    def __init__(self, shape: Shape, choices: int, wanted: StreamUsage, prompt_tokens: int):
+    def __init__(self, shape: Shape, choices: int, wanted: StreamOptions, prompt_tokens: int):
         self._shape = shape
         self._unfinished = choices
         self._wanted = wanted
@@ -32,7 +33,7 @@ class Events:
         self._begun: set[int] = set()
         self._last: Delta | None = None  # the delta that ends the last choice, held back for `end`
         self._before = shape.before_choice()
-        self._after = b'],"usage":null}\n\n' if wanted.at_end else b"]}\n\n"
+        self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"
 
     def of(self, came: Sequence[Delta]) -> bytes:
         """Encode deltas that arrived together as one write."""
@@ -48,12 +49,12 @@ class Events:
         assert self._last is not None, "an answer ends with its last choice"
         last = self._shape.chunk([self._choice(self._last)])
         last["baton"] = baton(outcomes[-1], admin=self._shape.admin)
-        if self._wanted.continuous:
+        if self._wanted.continuous_usage_stats:
             last["usage"] = orjson.Fragment(self._so_far.with_delta(self._last))
-        elif self._wanted.at_end:
+        elif self._wanted.include_usage:
             last["usage"] = None
         frames = event(last)
-        if self._wanted.at_end:
+        if self._wanted.include_usage:
             frames += event({**self._shape.chunk([]), "usage": usage(outcomes)})
         return frames + _DONE
 
@@ -69,7 +70,7 @@ class Events:
 
     def _add(self, frames: list[bytes], delta: Delta) -> None:
         frames += (self._before, orjson.dumps(self._choice(delta)))
-        if self._wanted.continuous:
+        if self._wanted.continuous_usage_stats:
             frames += (b'],"usage":', self._so_far.with_delta(delta), b"}\n\n")
         else:
             frames.append(self._after)

@@ -51,7 +51,7 @@ def build_document(gateway: RequestGateway) -> dict[str, Any]:
         },
         "paths": _paths(gateway),
         "components": {
-            "schemas": {**request_schemas(gateway), **answer_schemas(gateway)},
+            "schemas": {**request_schemas(gateway.validator.limits), **answer_schemas(gateway)},
             "securitySchemes": {
                 "apiKey": {"type": "http", "scheme": "bearer", "description": "baton-<id>-<secret>"}
             },
