@@ -54,7 +54,7 @@ class Validator:
         return self.limits.max_model_len
 
     def _read_defaults(self, generation: dict[str, Any]) -> GenerationOptions:
-        """Raises ModelError: what the model's own file says wrongly must not look like a client's fault later."""
+        """Raises ModelError if they are wrong: later the error would blame a client's request."""
         given = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
         try:
             return read(GenerationOptions, given, self.limits)

@@ -1,4 +1,4 @@
-"""The Inference service. Messages are parsed here and not by grpc.aio, which answers malformed ones with UNKNOWN."""
+"""The Inference service. It parses messages itself: grpc.aio would answer malformed ones with UNKNOWN."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class InferenceService:
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
         methods = {
-            # Streams to the server: the one message is read once there is a place for it. Clients see no difference.
+            # Declared as streams of messages, so that the one message is read only once the request holds a place.
+            # Clients see no difference.
             "Generate": grpc.stream_stream_rpc_method_handler(_refusing(self.Generate), None, serialize),
             "Tokenize": grpc.stream_stream_rpc_method_handler(_refusing(self.Tokenize), None, serialize),
             "ListModels": grpc.stream_stream_rpc_method_handler(_refusing(self.ListModels), None, serialize),
@@ -64,14 +65,14 @@ class InferenceService:
                 await self._write(_responses(dispatcher, completion, caller), context)
 
     async def _answer(self, response: Message, context: Context) -> None:
-        # Sent with a message that is never read, it would be sent again with the status, which gRPC refuses.
+        # If it were sent with a message that is never read, the status would repeat it, which gRPC refuses.
         await context.send_initial_metadata(())
         await self._write(_only(response), context)
 
     async def _write(self, responses: AsyncGenerator[Message, None], context: Context) -> None:
         deadline = WriteDeadline(self._gateway.config.write_seconds)
         try:
-            # Closed here whatever happens: that cancels the request at its workers.
+            # However this ends, closing the responses cancels the request at its workers.
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     with deadline:
@@ -79,9 +80,10 @@ class InferenceService:
         except asyncio.CancelledError:
             if not deadline.expired:
                 raise
-            # grpc.aio would leave the call open without a status, and its client waiting.
+            # If this task were cancelled, grpc.aio would leave the call open without a status.
             deadline.uncancel()
-            raise CancelledError(f"nothing was read for {self._gateway.config.write_seconds:g} s") from None
+            seconds = self._gateway.config.write_seconds
+            raise CancelledError(f"the client read nothing for {seconds:g} s (write_seconds)") from None
         finally:
             deadline.close()
 
@@ -101,7 +103,8 @@ class InferenceService:
         return self._gateway.validator.completion(prompt, options, _envelope(request, context))
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        """As costly as a prompt's way to its dispatch, so it takes the same places and turns, and counts as a request."""
+        """Tokenise a text or a conversation. That costs as much as the preparation of a generation, so it takes a place
+        and counts as a request."""
         caller = caller_of(self._gateway, context)
         with self._gateway.place(caller, context.peer()) as held:
             raw = await read_message(context, self._gateway.config, held)
@@ -125,7 +128,7 @@ class InferenceService:
             await self._answer(pb.ListModelsResponse(models=[model]), context)
 
     async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller) -> list[int]:
-        """Of a text or a conversation."""
+        """Token ids of a text or a conversation."""
         if request.WhichOneof("prompt") != "chat":
             return await self._gateway.encode(request.text, tenant=caller.tenant)
         rendered = await _render(self._gateway, request.chat, caller)
@@ -133,10 +136,10 @@ class InferenceService:
 
 
 def _refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) -> Any:
-    """End a call that raises a BatonError with its status.
+    """End a call that raises a BatonError with the error's status.
 
-    grpc.aio keeps what `abort` raises in the call's state, a cycle that lives until Python's collector runs. The exception
-    therefore leaves from a frame that holds nothing of the request: the error's frames hold its message, of megabytes.
+    grpc.aio keeps the exception of `abort` in the call's state until Python's garbage collector runs. It is therefore
+    raised in a frame that holds nothing of the request: the frames of the original error hold its message, of megabytes.
     """
 
     async def answered(messages: AsyncIterator[bytes], context: Context) -> None:
@@ -149,7 +152,7 @@ def _refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) 
         try:
             await errors.abort(context, refusal)
         except grpc.aio.InternalError:
-            # The status waited behind an answer that was not read, until the client had gone.
+            # The client disconnected while the status waited behind an answer that it did not read.
             raise asyncio.CancelledError from None
 
     return answered
@@ -199,8 +202,8 @@ async def _responses(
     dispatcher: RequestDispatcher, completion: Completion, caller: Caller
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     deltas: BoundedQueue[Delta] = BoundedQueue(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
-    # A charged request gets its ticket before the first token, so that another router does not charge it again if this
-    # one dies. Others get it with the first token, which saves a message.
+    # A request that was charged gets its ticket before the first token: another router will not charge it again if this
+    # one dies. Other requests get it with the first token, which saves a message.
     dispatcher.on_charged = lambda: deltas.add(_CHARGED)
     dispatcher.start(deltas)
     started: pb.Started | None = None
@@ -236,7 +239,7 @@ def _started(dispatcher: RequestDispatcher, completion: Completion, caller: Call
 
 
 def _chunks(deltas: Sequence[Delta]) -> Iterator[pb.Chunk]:
-    """Tokens of one choice that came together go out together: a message costs more than what it carries."""
+    """Put tokens of one choice that arrived together into one message: a message costs more than its tokens."""
     begin = 0
     for end in range(1, len(deltas) + 1):
         last = deltas[end - 1]

@@ -151,7 +151,7 @@ def _for_admins(gateway: RequestGateway, endpoint: Endpoint) -> Endpoint:
 async def _http_error(request: Request, error: Exception) -> Response:
     known = error if isinstance(error, HTTPException) else None
     body = error_body(InvalidRequestError(f"{request.method} {request.url.path}: {error}"))
-    # With its headers: 405 says which methods are allowed.
+    # With its headers: those of 405 name the allowed methods.
     return _json(body, known.status_code if known else 500, known.headers if known else None)
 
 

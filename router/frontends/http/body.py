@@ -1,4 +1,4 @@
-"""Reading a request's body within its limits."""
+"""Reads a request's body within its limits."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class BodyLimits:
 async def read_json(
     request: Request, limits: BodyLimits, held: HeldBytes, low_priority: LowPriority
 ) -> dict[str, Any]:
-    """The body as an object. It is scanned while it arrives and parsed within its limits only: the parser holds the
-    interpreter, on any thread, for as long as it makes objects.
+    """Return the body as an object. It is scanned while it arrives, and parsed only if it is within its limits: the parser
+    holds the interpreter lock, on any thread, while it makes objects.
 
-    Raises RequestTooLargeError, OverloadedError and InvalidRequestError as soon as they are certain, CancelledError when
-    the client has gone meanwhile.
+    Raises RequestTooLargeError, OverloadedError and InvalidRequestError as soon as they are certain, CancelledError if the
+    client disconnects.
     """
     raw, scan = bytearray(), JsonScan()
     try:
@@ -51,7 +51,7 @@ async def read_json(
                 await low_priority.step()
                 _scan(scan, raw, limits)
     except ClientDisconnect:
-        raise CancelledError("the client has gone") from None
+        raise CancelledError("the client disconnected") from None
     if scan.seen or _may_exceed(raw, limits):
         _scan(scan, raw, limits)
     try:
@@ -64,19 +64,19 @@ async def read_json(
 
 
 async def discard_body(request: Request, low_priority: LowPriority) -> None:
-    """Read the body without holding it: an answer that closes the connection would be lost by a client still sending."""
+    """Read the body and drop it: a client that still sends would lose an answer that closes the connection."""
     with contextlib.suppress(ClientDisconnect):
         async for _ in request.stream():
             await low_priority.step()
 
 
 def _may_exceed(raw: bytearray, limits: BodyLimits) -> bool:
-    """Most bodies are too short for too many elements, and have too few brackets for too many levels."""
+    """Whether a scan is needed: most bodies are too short, and have too few brackets, to exceed the limits."""
     return len(raw) * MAX_COST_PER_BYTE > limits.elements or raw.count(b"[") + raw.count(b"{") > limits.depth
 
 
 def _scan(scan: JsonScan, raw: bytearray, limits: BodyLimits) -> None:
-    """Read what is new. Raises InvalidRequestError."""
+    """Scan the bytes that were not scanned yet. Raises InvalidRequestError."""
     scan.read(raw[scan.seen :])
     if scan.depth > limits.depth:
         message = f"the body is nested deeper than {limits.depth}"

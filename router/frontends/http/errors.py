@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them."""
+"""Error answers in the form that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def error_response(error: BatonError) -> Response:
     if isinstance(error, UnauthenticatedError):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, DrainingError):
-        headers["connection"] = "close"  # its next request is for another router
+        headers["connection"] = "close"  # the client's next request must reach another router
     if error.http_status >= 500 and not error.retryable:
-        headers["x-should-retry"] = "false"  # OpenAI's clients repeat every 5xx unless told so
+        headers["x-should-retry"] = "false"  # OpenAI's clients retry any other 5xx
     if error.retry_after_seconds:
         headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
     return Response(

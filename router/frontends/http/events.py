@@ -1,7 +1,7 @@
 """The events of a streamed answer.
 
 choice, choice, … choice     one event per batch of tokens; with continuous_usage_stats each has the usage so far
-the last choice's finish     with `baton`, which is known only after the last text was sent
+the last choice's finish     with `baton`, which is complete only after the last text was sent
 usage                        without choices; only with include_usage
 [DONE]
 """
@@ -36,7 +36,7 @@ class Events:
         self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"
 
     def of(self, came: Sequence[Delta]) -> bytes:
-        """Encode deltas that arrived together as one write."""
+        """Encode deltas that arrived together, for one write."""
         frames: list[bytes] = []
         for delta in came:
             shown = delta if delta.finish is None else self._without_last_finish(delta)
@@ -46,7 +46,7 @@ class Events:
 
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
         """Encode the end of the stream; call it once every choice has finished."""
-        assert self._last is not None, "an answer ends with its last choice"
+        assert self._last is not None, "every choice has finished"
         last = self._shape.chunk([self._choice(self._last)])
         last["baton"] = baton(outcomes[-1], admin=self._shape.admin)
         if self._wanted.continuous_usage_stats:

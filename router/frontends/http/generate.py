@@ -21,7 +21,7 @@ from router.frontends.http.errors import error_body
 from router.frontends.http.events import Events, event
 from router.frontends.http.gate import caller_of, connection_of
 from router.frontends.http.messages import chat_size, read_messages
-from router.frontends.http.reading import EventStream, ScrapedMetric
+from router.frontends.http.reading import AnswerReader, EventStream
 from router.frontends.http.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -77,7 +77,7 @@ class Generate:
             return await self._answer(request, wanted, kind, prefix, held)
 
     async def _read(self, request: Request, read: Reader, held: HeldBytes) -> ParsedRequest:
-        """Nothing of the body outlives this but what is returned."""
+        """Read and check a request. Only the result keeps anything of the body in memory."""
         body = await read_json(request, self._limits, held, self._gateway.low_priority)
         return await read(request, body, Arrival(request.headers.getlist))
 
@@ -128,7 +128,7 @@ class Generate:
         prefix: str,
         held: contextlib.ExitStack,
     ) -> Response:
-        """`held`: the request's places, kept until the end of a stream."""
+        """`held`: the request's places, released at the end of the answer."""
         caller, completions = caller_of(request), wanted.completions
         shape = kind(
             completions[0],
@@ -147,8 +147,8 @@ class Generate:
         headers = {"x-request-id": completions[0].request_id}
         if not wanted.stream:
             return await self._whole(request, shape, dispatchers, headers)
-        reading = ScrapedMetric(dispatchers, request)
-        # The first delta decides between an HTTP error and a stream.
+        reading = AnswerReader(dispatchers, request)
+        # Until the first delta, a failure is an HTTP error; after it, an event of the stream.
         try:
             first = await reading.take()
         except BaseException:
@@ -172,7 +172,7 @@ class Generate:
         answers = [
             Answer(shape, index) for index in range(sum(dispatcher.choices for dispatcher in dispatchers))
         ]
-        reading = ScrapedMetric(dispatchers, request)
+        reading = AnswerReader(dispatchers, request)
         try:
             while came := await reading.take():
                 for delta in came:
@@ -188,7 +188,7 @@ class Generate:
         )
 
 
-async def _stream(events: Events, reading: ScrapedMetric, first: list[Delta]) -> AsyncIterator[bytes]:
+async def _stream(events: Events, reading: AnswerReader, first: list[Delta]) -> AsyncIterator[bytes]:
     came = first
     try:
         while came:

@@ -1,15 +1,15 @@
-"""uvicorn's HTTP/1.1 with what it does not bound: heads, connections, and the time a client may take.
+"""uvicorn's HTTP/1.1 with bounds that it lacks: on heads, on connections, and on the time that a client takes.
 
-    connected ──head──► asked ──body──► answered ──► asked …, or idle: closed          each arrow has a deadline
+    connected ──head──► requested ──body──► answered ──► requested …, or idle: closed       each arrow has a deadline
                  │ too large, too many, too late
                  ▼
-              an OpenAI error, and the connection ends
+              an OpenAI error, and the connection is closed
 
-An answer that is not read stops the request at the socket first: uvicorn stops sending, tokens queue up to a bound,
-and the decode worker pauses. If the client then reads less than `MIN_READ_BYTES` in `write_seconds`, the connection is
-cut, which cancels the request; so is one that was closed and whose last bytes are not read.
+If an answer is not read, uvicorn stops sending, tokens queue up to a bound, and the decode worker pauses. If the client
+then reads less than `MIN_READ_BYTES` in `write_seconds`, the connection is aborted, which cancels the request. So is a
+closed connection whose last bytes are not read.
 
-Where there are too many connections, the one that has waited longest for a request makes room.
+If there are too many connections, the one that has been without a request for longest is aborted.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from router.frontends.http.errors import error_body
 from router.frontends.http.upgrade import read_on
 
 log = logging.getLogger(__name__)
-# Closing at once, with bytes of the client's still unread, would reset the connection under our answer.
+# Closing at once, with unread bytes of the client's, would reset the connection before the client reads the answer.
 LINGER_SECONDS = 0.5
 RETRY_SECONDS = 1
-# Above the limit, where each connection has a request: up to this many get 429, more are closed at once.
+# Connections beyond the limit, if each has a request: this many get 429, further ones are closed at once.
 TOLD = 64
-# In `write_seconds`, of an answer that waits to be read: slower clients would hold a connection and its answer for hours.
+# Least to be read of an answer in `write_seconds`: slower clients would hold a connection and its answer for hours.
 MIN_READ_BYTES = 1 << 16
-MAX_PIPELINED = 64  # requests sent before the answer to the one that runs
+MAX_PIPELINED = 64  # requests received before the current one is answered
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class HttpLimits:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. `limits` and `waiting` are set by `limited`, for uvicorn makes protocols itself."""
+    """One connection. `limits` and `waiting` are class attributes, set by `limited`: uvicorn makes the instances."""
 
     limits: HttpLimits
     waiting: dict[
@@ -79,7 +79,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._head_bytes = 0
         self._ended_in_read = False  # a request's last bytes were in the bytes received last
-        self._body_came = False  # bytes of the body arrived since this was last reset
+        self._body_came = False  # bytes of the body arrived in the bytes received last
         self._between_bytes = 0  # bytes of chunk framing and trailers since the last bytes of the body itself
         self._refused = False
         self._refusal: tuple[int, BatonError] | None = None
@@ -87,10 +87,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._acknowledged = 0  # bytes that the client had received when the write deadline was set
         self._write_deadline = 0.0
-        # The request that runs or ran last; uvicorn's `cycle` is the one that came last.
+        # The request that runs or ran last; uvicorn's `cycle` is the one received last.
         self._running: RequestResponseCycle | None = None
 
-    # --- asyncio's side --------------------------------------------------------------------------------------
+    # --- called by asyncio --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parse(data)
         if self._refused or self.transport.is_closing():
             return
-        if self._in_head and not self._ended_in_read:  # else most of it may be of the request before
+        if self._in_head and not self._ended_in_read:  # else most of it may be the previous request's
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.header_bytes:
                 self._refuse(431, _too_large(self.limits.header_bytes))
@@ -164,10 +164,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_reading()
         super().resume_writing()
 
-    # --- httptools' side -------------------------------------------------------------------------------------
+    # --- called by httptools -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        # Here and not where bytes come: line ends, and what is left of an answered request's body, begin no request.
+        # Not in data_received: line ends, and the rest of an answered request's body, begin no request.
         self._unset_keepalive_if_required()
         self._in_head, self._head_bytes = True, 0
         super().on_message_begin()
@@ -199,7 +199,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # so says the parser that reads no further than the head
+            return  # called for the head; the parser of upgrade.py reads the body
         self._in_body, self._ended_in_read = False, True
         super().on_message_complete()
         if self.cycle.response_complete:
@@ -221,13 +221,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _disconnect(self) -> None:
-        """The application must neither wait for more nor answer."""
+        """Tell the application that the client disconnected: it must neither wait for more nor answer."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
 
     def _await_request(self) -> None:
-        """No request runs. What is on its way has a deadline of its own."""
+        """Start the idle timer if no part of a request has arrived; a request that arrives has its own deadline."""
         self._unset_keepalive_if_required()
         if not self._in_head and not self._in_body:
             seconds = self.limits.idle_seconds
@@ -237,10 +237,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
         self._expect_reading()
 
-    # --- the ends --------------------------------------------------------------------------------------------
+    # --- ends of a connection --------------------------------------------------------------------------------------------
 
     def _give_up(self, status: int, error: BatonError) -> None:
-        """Out of the parser, which then calls send_400_response."""
+        """Leave the parser by an exception; it then calls send_400_response."""
         self._refusal = (status, error)
         raise ValueError(error.message)
 
@@ -249,7 +249,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(status, error)
 
     def _refuse(self, status: int, error: BatonError) -> None:
-        """Says so, if no answer is on its way, and lets the connection end."""
+        """Send the error, unless an answer has begun, and close the connection."""
         self._refused = True
         self.pipeline.clear()
         self._stop_timer()
@@ -260,7 +260,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
 
     def _cut(self) -> None:
-        """At once, so that the number of connections is bounded however fast they come."""
+        """Abort at once: the number of connections stays bounded however fast they arrive."""
         self._refused = True
         self.connections.discard(self)
         self.waiting.pop(self, None)
@@ -272,14 +272,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(seconds, self._late, seconds)
 
     def _expect_body(self) -> None:
-        """Of the request that runs: while one is answered, the body of the next is not read."""
+        """Start the timer of the current request's body; the body of the next one is not read meanwhile."""
         if self._in_body and self._timer is None and self.cycle is self._running:
             self._expect(self.limits.body_seconds)
 
     def _late(self, seconds: float) -> None:
         self._timer = None
         what = "head" if self._in_head else "body"
-        self._refuse(408, DeadlineError(f"the request's {what} did not come within {seconds:g} s"))
+        self._refuse(408, DeadlineError(f"the request's {what} did not arrive within {seconds:g} s"))
 
     def _expect_reading(self) -> None:
         if self._write_timer is None:
@@ -291,13 +291,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_deadline = self.loop.time() + self.limits.write_seconds
 
     def _check_reading(self) -> None:
-        """Several times before the deadline: what the client's kernel takes unread comes before the first time."""
+        """Runs several times before the deadline; the client's kernel has filled its buffer before the first."""
         if acknowledged_bytes(self.transport) - self._acknowledged >= MIN_READ_BYTES:
             self._set_write_deadline()
         elif self.loop.time() >= self._write_deadline:
             self._write_timer = None
-            text = "a client read less than %d bytes in %g s (write_seconds): its connection is cut"
-            log.info(text, MIN_READ_BYTES, self.limits.write_seconds)
+            text = "client %s read less than %d bytes in %g s (write_seconds); its connection is aborted"
+            log.info(text, self.client, MIN_READ_BYTES, self.limits.write_seconds)
             self.transport.abort()
             return
         self._write_timer = self.loop.call_later(self.limits.write_seconds / 4, self._check_reading)
@@ -314,10 +314,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _unframed(cycle: RequestResponseCycle, app: Any) -> Any:
-    """HTTP/1.0 has no chunks: the end of the connection ends a body of unknown length.
+    """An application whose answers have no chunks, which HTTP/1.0 lacks: the end of the connection ends the body.
 
-    uvicorn sends any body without a length in chunks unless `chunked_encoding` is set before. It then expects a body of
-    the announced length, so each piece is announced.
+    uvicorn chunks a body of unknown length unless `chunked_encoding` is set beforehand. It then expects a body of the
+    announced length, so the length of each piece is announced.
     """
     cycle.chunked_encoding = False
 

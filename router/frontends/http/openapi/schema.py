@@ -1,4 +1,4 @@
-"""Small words to write JSON Schema with."""
+"""Short functions that make JSON Schema."""
 
 from __future__ import annotations
 
