@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -151,6 +151,8 @@ class _Marker:
     """Checks a value before or after its type is checked, and adds to its schema."""
 
     before: ClassVar[bool] = False
+    check: Callable[..., Any]
+    bounds: Callable[[Schema], Mapping[str, Bound]]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if self.before:
@@ -160,12 +162,6 @@ class _Marker:
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
         schema = handler(core)
         return {**schema, **_named(self.bounds(schema))}
-
-    def check(self, value: Any, info: ValidationInfo) -> Any:
-        raise NotImplementedError
-
-    def bounds(self, schema: Schema) -> Mapping[str, Bound]:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

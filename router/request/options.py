@@ -50,7 +50,10 @@ StopText: TypeAlias = Annotated[
 
 
 class GenerationOptions(RequestModel):
-    """Fields with a default take the one of the model's generation_config.json before their own."""
+    """`GenerateOptions` of proto/wire/inference.proto, and the base of HTTP's requests.
+
+    Fields with a default take the one of the model's generation_config.json before their own.
+    """
 
     n: Annotated[int, Within(1, "max_choices")] | None = None
     temperature: Annotated[float, Within(0.0, 100.0)] | None = Field(
@@ -75,6 +78,7 @@ class GenerationOptions(RequestModel):
     logit_bias: (
         Annotated[dict[TokenKey, Annotated[float, Within(-100.0, 100.0)]], AtMost("max_logit_bias")] | None
     ) = Field(None, description="token ids, as strings, to what is added to their logits")
+    logprobs: LogprobCount | None = None
     include_stop_text: Flag = None
     priority: Priority | None = None
 
@@ -86,16 +90,6 @@ class GenerationOptions(RequestModel):
     @property
     def alternatives(self) -> int | None:
         """Tokens whose log probabilities are reported beside the chosen one's; None = no log probabilities."""
-        raise NotImplementedError
-
-
-class GrpcOptions(GenerationOptions):
-    """`GenerateOptions` of proto/wire/inference.proto."""
-
-    logprobs: LogprobCount | None = None
-
-    @property
-    def alternatives(self) -> int | None:
         return self.logprobs
 
 

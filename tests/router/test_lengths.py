@@ -35,7 +35,7 @@ from router.gateway import RequestGateway
 from router.observe.traces.arrival import Arrival
 from router.request.completion import Completion
 from router.request.fields import read
-from router.request.options import GrpcOptions
+from router.request.options import GenerationOptions
 from router.request.validator import OTHER_BYTES, TOKEN_ID_BYTES, Validator
 from router.text.bound import most_bytes
 from router.text.contents import Rendered
@@ -336,8 +336,8 @@ def test_lists_of_options_are_counted_before_they_are_read(gateway, field, limit
     limits = gateway.validator.limits
     most = getattr(gateway.config, limit)
     with pytest.raises(Walked):
-        read(GrpcOptions, {field: entries(most)}, limits)
-    for model, more in ((GrpcOptions, {}), (CompletionRequest, {"prompt": "a"})):
+        read(GenerationOptions, {field: entries(most)}, limits)
+    for model, more in ((GenerationOptions, {}), (CompletionRequest, {"prompt": "a"})):
         with pytest.raises(InvalidRequestError) as caught:
             read(model, {field: entries(most + 1), **more}, limits)
         assert (caught.value.field, caught.value.limit) == (field, str(most))

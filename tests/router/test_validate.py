@@ -23,7 +23,7 @@ from cluster.errors import (
 )
 from router.request.completion import Completion
 from router.request.fields import read
-from router.request.options import MAX_PRIORITY, GrpcOptions
+from router.request.options import MAX_PRIORITY, GenerationOptions
 from router.request.validator import MAX_REQUEST_ID, Envelope, Validator
 
 VOCAB, CONTEXT = 100, 64
@@ -53,7 +53,7 @@ def completed(prompt: Sequence[int], by: Validator | None = None, **fields: Any)
     """The completion that a request with these fields becomes."""
     by = by or validator()
     by.limits.check_model(fields.pop("model", ""))
-    options = read(GrpcOptions, {key: fields[key] for key in fields if key not in ENVELOPE}, by.limits)
+    options = read(GenerationOptions, {key: fields[key] for key in fields if key not in ENVELOPE}, by.limits)
     return by.completion(prompt, options, Envelope(**{key: fields[key] for key in fields if key in ENVELOPE}))
 
 

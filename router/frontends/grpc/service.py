@@ -24,7 +24,7 @@ from router.request.completion import Completion, Delta
 from router.request.disclosure import timings_for, workers_for
 from router.request.fields import read
 from router.request.limits import FieldLimits
-from router.request.options import GrpcOptions
+from router.request.options import GenerationOptions
 from router.request.validator import Envelope
 from router.text.contents import Rendered, role_of
 from router.text.tokenizer import MESSAGE_CHARACTERS
@@ -178,9 +178,11 @@ async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller
     )
 
 
-def _options(request: pb.GenerateRequest, limits: FieldLimits) -> GrpcOptions:
+def _options(request: pb.GenerateRequest, limits: FieldLimits) -> GenerationOptions:
     """Lists are passed as they are: the model counts them before anything copies them."""
-    return read(GrpcOptions, {field.name: value for field, value in request.options.ListFields()}, limits)
+    return read(
+        GenerationOptions, {field.name: value for field, value in request.options.ListFields()}, limits
+    )
 
 
 def _envelope(request: pb.GenerateRequest, context: Context) -> Envelope:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -34,7 +35,6 @@ from router.gateway import RequestGateway
 from router.observe.traces.arrival import Arrival
 from router.request.completion import Completion, Delta, Outcome
 from router.request.validator import MAX_REQUEST_ID, Envelope
-from router.text.contents import Rendered
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,15 @@ class Generate:
         rendered = await self._gateway.text.chat(
             lambda: read_messages(asked.messages, limits), size, asked.reasoning_effort, tenant=tenant
         )
-        prompt = await self._encode(asked, rendered, tenant, special=False)
+        prompt = await self._gateway.encode(rendered, special=False, truncated=asked.truncates, tenant=tenant)
         return self._parsed(request, asked, [prompt], arrival)
 
     async def _read_completion(
         self, request: Request, body: Mapping[str, Any], arrival: Arrival
     ) -> ParsedRequest:
         asked = read_request(CompletionRequest, body, self._gateway.validator.limits)
-        tenant = caller_of(request).tenant
-        prompts = [
-            await self._encode(asked, one, tenant) if isinstance(one, str) else one for one in asked.prompt
-        ]
+        encode = partial(self._gateway.encode, truncated=asked.truncates, tenant=caller_of(request).tenant)
+        prompts = [await encode(one) if isinstance(one, str) else one for one in asked.prompt]
         return self._parsed(request, asked, prompts, arrival)
 
     def _parsed(
@@ -114,11 +112,6 @@ class Generate:
             bool(asked.return_token_ids),
             arrival,
         )
-
-    async def _encode(
-        self, asked: HttpRequest, text: str | Rendered, tenant: str, *, special: bool = True
-    ) -> list[int]:
-        return await self._gateway.encode(text, special=special, truncated=asked.truncates, tenant=tenant)
 
     async def _answer(
         self,

@@ -210,16 +210,11 @@ class CompletionRequest(HttpRequest):
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, str | _Tokens | _Prompts)] = Field(
         description="text, token ids, or several of either"
     )
-    logprobs: LogprobCount | None = None
 
     @property
     def token_limit(self) -> int | None:
         given = super().token_limit
         return COMPLETION_TOKENS if given is None else given
-
-    @property
-    def alternatives(self) -> int | None:
-        return self.logprobs
 
 
 def _messages(value: object, info: ValidationInfo) -> list[Any]:

@@ -28,6 +28,14 @@ _REFUSALS = {
 }
 _ALWAYS = (400, 405, 408, 429, 431, 500)
 _GENERATE = (404, 413, 503, 504)
+# Settings that no field's schema shows
+_OTHER_LIMITS = (
+    "max_body_bytes", "max_body_bytes_in_flight", "max_body_bytes_in_flight_per_tenant", "max_text_bytes",
+    "max_json_depth", "max_json_elements", "max_answer_entries", "max_header_bytes", "max_headers",
+    "header_seconds", "body_seconds", "write_seconds", "request_seconds", "max_http_connections",
+    "http_idle_seconds", "max_grpc_connections", "grpc_idle_seconds", "max_health_watchers",
+    "max_concurrent_requests", "max_concurrent_requests_per_tenant", "max_concurrent_requests_per_connection",
+)  # fmt: skip
 _REQUEST_ID: Schema = {
     "name": "x-request-id",
     "in": "header",
@@ -62,32 +70,8 @@ def build_document(gateway: RequestGateway) -> dict[str, Any]:
 
 
 def _limits(gateway: RequestGateway) -> dict[str, float | int]:
-    """Limits that no field's schema shows."""
-    config = gateway.config
-    return {
-        "max_model_len": gateway.validator.max_model_len,
-        "max_body_bytes": config.max_body_bytes,
-        "max_body_bytes_in_flight": config.max_body_bytes_in_flight,
-        "max_body_bytes_in_flight_per_tenant": config.max_body_bytes_in_flight_per_tenant,
-        "max_text_bytes": config.max_text_bytes,
-        "max_json_depth": config.max_json_depth,
-        "max_json_elements": config.max_json_elements,
-        "max_answer_entries": config.max_answer_entries,
-        "max_header_bytes": config.max_header_bytes,
-        "max_headers": config.max_headers,
-        "header_seconds": config.header_seconds,
-        "body_seconds": config.body_seconds,
-        "write_seconds": config.write_seconds,
-        "request_seconds": config.request_seconds,
-        "max_http_connections": config.max_http_connections,
-        "http_idle_seconds": config.http_idle_seconds,
-        "max_grpc_connections": config.max_grpc_connections,
-        "grpc_idle_seconds": config.grpc_idle_seconds,
-        "max_health_watchers": config.max_health_watchers,
-        "max_concurrent_requests": config.max_concurrent_requests,
-        "max_concurrent_requests_per_tenant": config.max_concurrent_requests_per_tenant,
-        "max_concurrent_requests_per_connection": config.max_concurrent_requests_per_connection,
-    }
+    limits = {name: getattr(gateway.config, name) for name in _OTHER_LIMITS}
+    return {"max_model_len": gateway.validator.max_model_len, **limits}
 
 
 def _paths(gateway: RequestGateway) -> dict[str, Any]:
