@@ -20,14 +20,14 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from cluster.config.router import RouterConfig
+from cluster.config.router import RequestLimits, RouterConfig
 from cluster.errors import ContextLengthError, DrainingError, InvalidRequestError, RequestTooLargeError
 from cluster.security.keys import ANYONE
 from router.admission.limits import ByteBudget
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc.service import InferenceService
 from router.frontends.http import generate
-from router.frontends.http.body import BodyLimits, read_json
+from router.frontends.http.body import read_json
 from router.frontends.http.json_scan import JsonScan
 from router.frontends.http.messages import chat_size
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
@@ -424,7 +424,8 @@ def received(left: list[bytes], depth: int = ANY, elements: int = ANY, size: int
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
     held = ByteBudget(ANY, ANY, lambda tenant: None).hold("")
-    limits = BodyLimits(size, depth, elements)
+    most = {"max_body_bytes": size, "max_json_depth": depth, "max_json_elements": elements}
+    limits = RequestLimits().model_copy(update=most)
     return asyncio.run(
         read_json(Request({"type": "http", "headers": []}, receive), limits, held, LowPriority())
     )

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from cluster.errors import BatonError, CancelledError, DrainingError, InvalidRequestError
 from router.admission.limits import HeldBytes
 from router.dispatch.dispatcher import RequestDispatcher
-from router.frontends.http.body import BodyLimits, discard_body, read_json
+from router.frontends.http.body import discard_body, read_json
 from router.frontends.http.errors import error_body
 from router.frontends.http.events import Events, event
 from router.frontends.http.gate import caller_of, connection_of
@@ -54,7 +54,6 @@ Reader = Callable[[Request, Mapping[str, Any], Arrival], Awaitable[ParsedRequest
 class Generate:
     def __init__(self, gateway: RequestGateway):
         self._gateway = gateway
-        self._limits = BodyLimits.of(gateway.config)
 
     async def chat(self, request: Request) -> Response:
         return await self._serve(request, self._read_chat, ChatShape, "chatcmpl-")
@@ -78,7 +77,7 @@ class Generate:
 
     async def _read(self, request: Request, read: Reader, held: HeldBytes) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
-        body = await read_json(request, self._limits, held, self._gateway.low_priority)
+        body = await read_json(request, self._gateway.config, held, self._gateway.low_priority)
         return await read(request, body, Arrival(request.headers.getlist))
 
     async def _read_chat(self, request: Request, body: Mapping[str, Any], arrival: Arrival) -> ParsedRequest:

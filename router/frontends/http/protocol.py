@@ -17,14 +17,13 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from cluster.config.router import RouterConfig
+from cluster.config.router import ConnectionLimits
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from router.frontends.http.acknowledged import acknowledged_bytes
 from router.frontends.http.errors import error_body
@@ -41,40 +40,17 @@ MIN_READ_BYTES = 1 << 16
 MAX_PIPELINED = 64  # requests received before the current one is answered
 
 
-@dataclass(frozen=True)
-class HttpLimits:
-    header_bytes: int
-    headers: int
-    connections: int
-    header_seconds: float
-    body_seconds: float
-    write_seconds: float
-    idle_seconds: int
-
-    @classmethod
-    def of(cls, config: RouterConfig) -> HttpLimits:
-        return cls(
-            header_bytes=config.max_header_bytes,
-            headers=config.max_headers,
-            connections=config.max_http_connections,
-            header_seconds=config.header_seconds,
-            body_seconds=config.body_seconds,
-            write_seconds=config.write_seconds,
-            idle_seconds=config.http_idle_seconds,
-        )
-
-
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. `limits` and `waiting` are class attributes, set by `limited`: uvicorn makes the instances."""
 
-    limits: HttpLimits
+    limits: ConnectionLimits
     waiting: dict[
         LimitedProtocol, None
     ]  # connections on which no request runs, in the order in which that began
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        self.timeout_keep_alive = self.limits.idle_seconds
+        self.timeout_keep_alive = self.limits.http_idle_seconds
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0
@@ -94,7 +70,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        limit = self.limits.connections
+        limit = self.limits.max_http_connections
         if len(self.connections) > limit and self.waiting:
             next(iter(self.waiting))._cut()
         if len(self.connections) > limit + TOLD:
@@ -114,14 +90,14 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._in_head and not self._ended_in_read:  # else most of it may be the previous request's
             self._head_bytes += len(data)
-            if self._head_bytes > self.limits.header_bytes:
-                self._refuse(431, _too_large(self.limits.header_bytes))
+            if self._head_bytes > self.limits.max_header_bytes:
+                self._refuse(431, _too_large(self.limits.max_header_bytes))
                 return
         if self._in_body:
             # The parser buffers a trailer or a chunk extension until it is complete, so both need a bound.
             self._between_bytes = 0 if self._body_came else self._between_bytes + len(data)
-            if self._between_bytes > self.limits.header_bytes:
-                self._refuse(431, _too_large(self.limits.header_bytes))
+            if self._between_bytes > self.limits.max_header_bytes:
+                self._refuse(431, _too_large(self.limits.max_header_bytes))
                 return
         if not self._in_head and not self._in_body:
             self._stop_timer()
@@ -175,16 +151,16 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
             return  # a trailer is ignored: authentication and routing used the head only
-        if len(self.headers) >= self.limits.headers:
-            limit = self.limits.headers
+        if len(self.headers) >= self.limits.max_headers:
+            limit = self.limits.max_headers
             error = InvalidRequestError(f"headers: at most {limit}", field="headers", limit=str(limit))
             self._give_up(431, error)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self.limits.header_bytes:
-            self._give_up(431, _too_large(self.limits.header_bytes))
+        if size > self.limits.max_header_bytes:
+            self._give_up(431, _too_large(self.limits.max_header_bytes))
         if len(self.pipeline) >= MAX_PIPELINED:
             text, limit = f"at most {MAX_PIPELINED} requests before their answers", str(MAX_PIPELINED)
             self._give_up(429, OverloadedError(text, field="pipeline", limit=limit))
@@ -230,7 +206,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Start the idle timer if no part of a request has arrived; a request that arrives has its own deadline."""
         self._unset_keepalive_if_required()
         if not self._in_head and not self._in_body:
-            seconds = self.limits.idle_seconds
+            seconds = self.limits.http_idle_seconds
             self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -331,7 +307,7 @@ def _unframed(cycle: RequestResponseCycle, app: Any) -> Any:
     return answered
 
 
-def limited(limits: HttpLimits) -> type[asyncio.Protocol]:
+def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     """A protocol class with these limits."""
     return type("Limited", (LimitedProtocol,), {"limits": limits, "waiting": {}})
 
