@@ -72,8 +72,8 @@ def range_error(value: float, low: float, high: float) -> tuple[str, str] | None
         return None
     limit = f"{low} … {high}"
     if isinstance(value, float) and not math.isfinite(value):
-        return f"{value} is not a number", limit
-    return f"{value} is outside {limit}", limit
+        return f"{shown(value)} is not a number", limit
+    return f"{shown(value)} is outside {limit}", limit
 
 
 def same_json(value: object, other: object) -> bool:
