@@ -170,13 +170,13 @@ class Validator:
         value = getattr(options, name) if name in options.model_fields_set else None
         return getattr(self._defaults, name) if value is None else value
 
-    def _max_tokens(self, asked: int | None, prompt: int, entries: int) -> int:
+    def _max_tokens(self, given: int | None, prompt: int, entries: int) -> int:
         """`entries`: what one token of each choice adds to the answer."""
         room = self.max_model_len - prompt
         most = self._config.max_answer_entries // entries
-        if asked is None and most:
+        if given is None and most:
             return min(room, most)
-        wanted = self._whole_number("max_tokens", asked, 1, 1, 2**31)
+        wanted = self._whole_number("max_tokens", given, 1, 1, 2**31)
         if wanted > room:
             raise ContextLengthError(
                 f"max_tokens: {prompt} prompt tokens + {wanted} new ones exceed the context of "

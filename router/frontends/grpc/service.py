@@ -210,11 +210,11 @@ async def _responses(
     dispatcher.start(deltas)
     started: pb.Started | None = None
     try:
-        while came := await deltas.take():
-            if came[0] is _CHARGED:
+        while arrived := await deltas.take():
+            if arrived[0] is _CHARGED:
                 yield pb.GenerateResponse(started=_started(dispatcher, completion, caller))
-                came = came[1:]
-            for chunk in _chunks(came):
+                arrived = arrived[1:]
+            for chunk in _chunks(arrived):
                 if started is None:
                     started = _started(dispatcher, completion, caller)
                     yield pb.GenerateResponse(started=started, chunk=chunk)

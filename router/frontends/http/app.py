@@ -116,7 +116,7 @@ def build_app(gateway: RequestGateway) -> App:
         app.add_api_route(path, _guard(_for_admins(gateway, endpoint)), methods=["GET"])
     if gateway.config.ui:
         for path, page in read_pages().items():
-            app.add_api_route(path, _guard(_page(page)), methods=["GET"], include_in_schema=False)
+            app.add_api_route(path, _guard(partial(_page, page)), methods=["GET"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _http_error)
     app.openapi = partial(build_document, gateway)  # type: ignore[method-assign]
     return App(app, direct)
@@ -159,8 +159,5 @@ def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = N
     return Response(orjson.dumps(content), status_code=status, media_type="application/json", headers=headers)
 
 
-def _page(page: Page) -> Endpoint:
-    async def answer(request: Request) -> Response:
-        return page.answer(request)
-
-    return answer
+async def _page(page: Page, request: Request) -> Response:
+    return page.answer(request)

@@ -35,10 +35,8 @@ _CODES: dict[type[BatonError], str] = {
 
 
 def error_body(error: BatonError) -> dict[str, Any]:
-    kind = "invalid_request_error" if isinstance(error, InvalidRequestError) else "server_error"
-    if isinstance(error, OverloadedError):
-        kind = "rate_limit_error"
-    if isinstance(error, RequestTooLargeError | UnauthenticatedError | ForbiddenError):
+    kind = "rate_limit_error" if isinstance(error, OverloadedError) else "server_error"
+    if isinstance(error, InvalidRequestError | RequestTooLargeError | UnauthenticatedError | ForbiddenError):
         kind = "invalid_request_error"
     return {
         "error": {

@@ -35,10 +35,10 @@ class Events:
         self._before = shape.before_choice()
         self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"
 
-    def of(self, came: Sequence[Delta]) -> bytes:
+    def of(self, deltas: Sequence[Delta]) -> bytes:
         """Encode deltas that arrived together, for one write."""
         frames: list[bytes] = []
-        for delta in came:
+        for delta in deltas:
             shown = delta if delta.finish is None else self._without_last_finish(delta)
             if shown is not None:
                 self._add(frames, shown)

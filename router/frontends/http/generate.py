@@ -69,11 +69,11 @@ class Generate:
             except DrainingError:
                 await discard_body(request, self._gateway.low_priority)
                 raise
-            wanted = await self._read(request, read, body_bytes)
+            parsed = await self._read(request, read, body_bytes)
             body_bytes.release()
-            for _ in wanted.completions[1:]:
+            for _ in parsed.completions[1:]:
                 held.enter_context(self._gateway.place(caller, connection))
-            return await self._answer(request, wanted, kind, prefix, held)
+            return await self._answer(request, parsed, kind, prefix, held)
 
     async def _read(self, request: Request, read: Reader, held: HeldBytes) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
@@ -82,62 +82,64 @@ class Generate:
 
     async def _read_chat(self, request: Request, body: Mapping[str, Any], arrival: Arrival) -> ParsedRequest:
         limits, tenant = self._gateway.validator.limits, caller_of(request).tenant
-        asked = read_request(ChatCompletionRequest, body, limits)
-        size = chat_size(asked.messages)
+        options = read_request(ChatCompletionRequest, body, limits)
+        size = chat_size(options.messages)
         rendered = await self._gateway.text.chat(
-            lambda: read_messages(asked.messages, limits), size, asked.reasoning_effort, tenant=tenant
+            lambda: read_messages(options.messages, limits), size, options.reasoning_effort, tenant=tenant
         )
-        prompt = await self._gateway.encode(rendered, special=False, truncated=asked.truncates, tenant=tenant)
-        return self._parsed(request, asked, [prompt], arrival)
+        prompt = await self._gateway.encode(
+            rendered, special=False, truncated=options.truncates, tenant=tenant
+        )
+        return self._parsed(request, options, [prompt], arrival)
 
     async def _read_completion(
         self, request: Request, body: Mapping[str, Any], arrival: Arrival
     ) -> ParsedRequest:
-        asked = read_request(CompletionRequest, body, self._gateway.validator.limits)
-        encode = partial(self._gateway.encode, truncated=asked.truncates, tenant=caller_of(request).tenant)
-        prompts = [await encode(one) if isinstance(one, str) else one for one in asked.prompt]
-        return self._parsed(request, asked, prompts, arrival)
+        options = read_request(CompletionRequest, body, self._gateway.validator.limits)
+        encode = partial(self._gateway.encode, truncated=options.truncates, tenant=caller_of(request).tenant)
+        prompts = [await encode(one) if isinstance(one, str) else one for one in options.prompt]
+        return self._parsed(request, options, prompts, arrival)
 
     def _parsed(
-        self, request: Request, asked: HttpRequest, prompts: list[list[int]], arrival: Arrival
+        self, request: Request, options: HttpRequest, prompts: list[list[int]], arrival: Arrival
     ) -> ParsedRequest:
         validator = self._gateway.validator
-        envelope = Envelope(_request_id(request), asked.cache_salt or "", prompts=len(prompts))
-        kept = (asked.kept(prompt, validator.max_model_len) for prompt in prompts)
+        envelope = Envelope(_request_id(request), options.cache_salt or "", prompts=len(prompts))
+        kept = (options.kept(prompt, validator.max_model_len) for prompt in prompts)
         return ParsedRequest(
-            [validator.completion(prompt, asked, envelope) for prompt in kept],
-            bool(asked.stream),
-            asked.stream_options or StreamOptions(),
-            bool(asked.return_token_ids),
+            [validator.completion(prompt, options, envelope) for prompt in kept],
+            bool(options.stream),
+            options.stream_options or StreamOptions(),
+            bool(options.return_token_ids),
             arrival,
         )
 
     async def _answer(
         self,
         request: Request,
-        wanted: ParsedRequest,
+        parsed: ParsedRequest,
         kind: type[Shape],
         prefix: str,
         held: contextlib.ExitStack,
     ) -> Response:
         """`held`: the request's places, released at the end of the answer."""
-        caller, completions = caller_of(request), wanted.completions
+        caller, completions = caller_of(request), parsed.completions
         shape = kind(
             completions[0],
             self._gateway.text,
             int(time.time()),
             prefix + secrets.token_hex(12),
-            wanted.token_ids,
+            parsed.token_ids,
             caller.admin,
         )
         dispatchers = [
             held.enter_context(
-                self._gateway.request(one, caller, sum(c.n for c in completions[:i]), wanted.arrival)
+                self._gateway.request(one, caller, sum(c.n for c in completions[:i]), parsed.arrival)
             )
             for i, one in enumerate(completions)
         ]
         headers = {"x-request-id": completions[0].request_id}
-        if not wanted.stream:
+        if not parsed.stream:
             return await self._whole(request, shape, dispatchers, headers)
         reading = AnswerReader(dispatchers, request)
         # Until the first delta, a failure is an HTTP error; after it, an event of the stream.
@@ -150,7 +152,7 @@ class Generate:
         kept.callback(reading.stop)
         prompt_tokens = sum(len(one.prompt_tokens) for one in completions)
         events = Events(
-            shape, sum(dispatcher.choices for dispatcher in dispatchers), wanted.usage, prompt_tokens
+            shape, sum(dispatcher.choices for dispatcher in dispatchers), parsed.usage, prompt_tokens
         )
         return EventStream(_stream(events, reading, first), headers, kept.close)
 
@@ -166,8 +168,8 @@ class Generate:
         ]
         reading = AnswerReader(dispatchers, request)
         try:
-            while came := await reading.take():
-                for delta in came:
+            while deltas := await reading.take():
+                for delta in deltas:
                     answers[delta.choice].add(delta)
         finally:
             reading.stop()
@@ -181,12 +183,12 @@ class Generate:
 
 
 async def _stream(events: Events, reading: AnswerReader, first: list[Delta]) -> AsyncIterator[bytes]:
-    came = first
+    deltas = first
     try:
-        while came:
-            if frames := events.of(came):
+        while deltas:
+            if frames := events.of(deltas):
                 yield frames
-            came = await reading.take()
+            deltas = await reading.take()
     except CancelledError:
         return
     except BatonError as error:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 LINGER_SECONDS = 0.5
 RETRY_SECONDS = 1
 # Connections beyond the limit, if each has a request: this many get 429, further ones are closed at once.
-TOLD = 64
+MAX_REFUSED = 64
 # Least to be read of an answer in `write_seconds`: slower clients would hold a connection and its answer for hours.
 MIN_READ_BYTES = 1 << 16
 MAX_PIPELINED = 64  # requests received before the current one is answered
@@ -55,7 +55,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._head_bytes = 0
         self._ended_in_read = False  # a request's last bytes were in the bytes received last
-        self._body_came = False  # bytes of the body arrived in the bytes received last
+        self._body_arrived = False  # bytes of the body arrived in the bytes received last
         self._between_bytes = 0  # bytes of chunk framing and trailers since the last bytes of the body itself
         self._refused = False
         self._refusal: tuple[int, BatonError] | None = None
@@ -72,9 +72,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]
         limit = self.limits.max_http_connections
         if len(self.connections) > limit and self.waiting:
-            next(iter(self.waiting))._cut()
-        if len(self.connections) > limit + TOLD:
-            self._cut()
+            next(iter(self.waiting))._abort()
+        if len(self.connections) > limit + MAX_REFUSED:
+            self._abort()
         elif len(self.connections) > limit:
             self._refuse(429, _too_many(limit))
         else:
@@ -84,7 +84,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._body_came = self._ended_in_read = False
+        self._body_arrived = self._ended_in_read = False
         self._parse(data)
         if self._refused or self.transport.is_closing():
             return
@@ -95,7 +95,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
         if self._in_body:
             # The parser buffers a trailer or a chunk extension until it is complete, so both need a bound.
-            self._between_bytes = 0 if self._body_came else self._between_bytes + len(data)
+            self._between_bytes = 0 if self._body_arrived else self._between_bytes + len(data)
             if self._between_bytes > self.limits.max_header_bytes:
                 self._refuse(431, _too_large(self.limits.max_header_bytes))
                 return
@@ -166,11 +166,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._give_up(429, OverloadedError(text, field="pipeline", limit=limit))
         self._stop_timer()
         self.waiting.pop(self, None)
-        self._in_head, self._in_body, self._body_came = False, True, True
+        self._in_head, self._in_body, self._body_arrived = False, True, True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._body_came = True
+        self._body_arrived = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -235,7 +235,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disconnect()
         self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
 
-    def _cut(self) -> None:
+    def _abort(self) -> None:
         """Abort at once: the number of connections stays bounded however fast they arrive."""
         self._refused = True
         self.connections.discard(self)

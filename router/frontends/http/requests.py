@@ -230,7 +230,7 @@ class ChatCompletionRequest(HttpRequest):
     logprobs: Flag = None
     top_logprobs: LogprobCount | None = Field(None, description="needs logprobs = true")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="for chat templates that know it"
+        None, description="for chat templates that use it"
     )
 
     @property

@@ -177,7 +177,7 @@ async def test_a_connection_that_is_gone_makes_no_room(server: Server) -> None:
 
 
 async def test_a_connection_with_a_request_makes_no_room(server: Server, monkeypatch: Any) -> None:
-    monkeypatch.setattr(protocol, "TOLD", 1)
+    monkeypatch.setattr(protocol, "MAX_REFUSED", 1)
     running = await busy(server)
     assert await (await server.connect()).status() == 429
     refused = [await server.connect() for _ in range(4)]
