@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
 
@@ -15,17 +15,28 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+MAX_PENALTY = 1e6
+
+
+def _between(low: float, high: float, default: float) -> float:
+    number: float = field(default=default, metadata={"bounds": (low, high)})
+    return number
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen; engine/sampling documents the order of operations."""
+    """How the next token is chosen; engine/sampling documents the order of operations.
 
-    temperature: float = 1.0
+    Numbers with bounds can be computed within them; a router's bounds for clients are narrower.
+    """
+
+    temperature: float = _between(0.0, 1e6, default=1.0)
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    top_p: float = _between(0.0, 1.0, default=1.0)
+    min_p: float = _between(0.0, 1.0, default=0.0)
+    repetition_penalty: float = _between(0.0, MAX_PENALTY, default=1.0)
+    presence_penalty: float = _between(-MAX_PENALTY, MAX_PENALTY, default=0.0)
+    frequency_penalty: float = _between(-MAX_PENALTY, MAX_PENALTY, default=0.0)
     seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0
@@ -34,6 +45,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     logprobs: bool = False
     top_logprobs: int = 0
+
+
+SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {
+    one.name: one.metadata["bounds"] for one in fields(SamplingParams) if one.metadata
+}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from router.frontends.http.app import build_app
 from router.frontends.http.cors import with_cors
 from router.frontends.http.gate import Gate
 from router.frontends.http.listener import HttpServer
-from router.frontends.http.protocol import HttpLimits, limited
+from router.frontends.http.protocol import limited
 from router.gateway import RequestGateway
 from router.heap import return_long_blocks
 from router.observe import cluster
@@ -131,7 +131,7 @@ class Router:
         self._http = HttpServer(
             uvicorn.Config(
                 with_cors(Gate(build_app(self.gateway), self.gateway), config.cors_origins),
-                http=limited(HttpLimits.of(config)),
+                http=limited(config),
                 ws="none",
                 log_config=None,
                 access_log=False,

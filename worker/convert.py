@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import fields
 
 from cluster.protocol.block_hash import unpack_tokens
 from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
@@ -14,6 +15,7 @@ _FINISH_TO_WIRE = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+_SAMPLING = tuple(field.name for field in fields(SamplingParams))
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 
@@ -29,23 +31,10 @@ def outcome_name(outcome: common_pb2.AttemptOutcome.ValueType) -> str:
 
 
 def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
-    return SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p or 1.0,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty or 1.0,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        seed=params.seed,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        ignore_eos=params.ignore_eos,
-        stop_token_ids=tuple(params.stop_token_ids),
-        logit_bias=dict(params.logit_bias),
-        logprobs=params.logprobs,
-        top_logprobs=params.top_logprobs,
-    )
+    values = {name: getattr(params, name) for name in _SAMPLING}
+    unset_is_1 = {name: values[name] or 1.0 for name in ("top_p", "repetition_penalty")}
+    lists = {"stop_token_ids": tuple(params.stop_token_ids), "logit_bias": dict(params.logit_bias)}
+    return SamplingParams(**{**values, **unset_is_1, **lists})
 
 
 def request_from_wire(

@@ -10,11 +10,11 @@ import numpy as np
 
 from cluster.errors import InvalidRequestError
 from cluster.protocol.block_hash import HASH_BYTES
+from engine.request import SAMPLING_BOUNDS
 from wire import common_pb2
 
 TRANSFER_ID_BYTES = 16
 MAX_NAME = 1024  # characters of a request id, a tenant
-MAX_PENALTY = 1e6
 MAX_LOGIT_BIAS = 1e6
 MAX_TOKENS = 2**31
 
@@ -68,12 +68,8 @@ def _check_packed(field: str, packed: bytes, vocab_size: int) -> None:
 
 def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
     """An unset message is all zeros; 0 is read as "off" where it makes no sense otherwise."""
-    _check_number("temperature", sampling.temperature, 0.0, 1e6)
-    _check_number("top_p", sampling.top_p, 0.0, 1.0)
-    _check_number("min_p", sampling.min_p, 0.0, 1.0)
-    _check_number("repetition_penalty", sampling.repetition_penalty, 0.0, MAX_PENALTY)
-    _check_number("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_number("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    for name, (low, high) in SAMPLING_BOUNDS.items():
+        _check_number(name, getattr(sampling, name), low, high)
     if not 1 <= sampling.max_tokens <= MAX_TOKENS:
         raise _wrong("max_tokens", f"{sampling.max_tokens} is outside 1 … {MAX_TOKENS}")
     if sampling.top_logprobs > vocab_size:

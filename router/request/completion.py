@@ -1,4 +1,4 @@
-"""A request, whichever door it came through, and what comes back of it."""
+"""A request as both frontends pass it on, and the results of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Completion:
-    """Validated: nothing here can be refused by a worker for its form."""
+    """A validated request: workers accept every value in it."""
 
     request_id: str
     model: str
@@ -26,18 +26,18 @@ class Completion:
     include_stop_text: bool = False
     priority: int = 0
     resume_tokens: list[int] = field(default_factory=list)
-    resume_ticket: bytes = (
-        b""  # proves that the request was taken in already (router/request/resume_tickets.py)
-    )
-    reconnects: int = 0  # routers that were lost with it before
+    resume_ticket: bytes = b""  # proves that a router admitted it before (router/request/resume_tickets.py)
+    reconnects: int = 0  # routers that failed with it before
     explain: bool = False
     deadline_seconds: float = 600.0
-    tenant: str = ""  # whose key it came with
+    tenant: str = ""  # the owner of its API key
     weight: float = 1.0  # of the tenant, beside other tenants'
     rate_limits: RateLimits = NO_LIMITS
     # From the client: within its tenant, only requests with the same salt share prefixes
     cache_salt: str = ""
-    prefix_scope: str = ""  # who shares its prefixes; goes into the salt of its block hashes
+    prefix_scope: str = (
+        ""  # requests with the same scope share prefixes; part of the salt of its block hashes
+    )
 
     @cached_property
     def stop_strings(self) -> StopStrings:
@@ -46,7 +46,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Delta:
-    """What came at once for one choice."""
+    """Tokens and text of one choice that arrived together."""
 
     choice: int
     text: str
@@ -56,7 +56,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The truth about a finished request."""
+    """Usage and timings of a finished request."""
 
     usage: inference_pb2.Usage
     timings: inference_pb2.Timings

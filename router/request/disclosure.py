@@ -1,4 +1,4 @@
-"""Which parts of an answer only admins' keys see: the workers of a request, its queueing times, its placement."""
+"""Parts of an answer that only admins' keys see: workers, queueing times, placement."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The proof that some router of this deployment has admitted a request already.
+"""Tickets that prove that a router of this deployment admitted a request before.
 
     ticket = time of issue (u64, Unix seconds) ‖ BLAKE2b(key, time ‖ name ‖ seed)        24 bytes
     name   = BLAKE2b(tenant, request id, prompt)
 
-The stream's first event carries it. A client whose router died sends it to another one with the tokens it holds, so that
-half an answer is not refused for being late. Tokens without a ticket are refused: a client could make them up. A ticket
-without tokens belongs to a request whose router died before the first token; it has been charged.
+The stream's first event carries the ticket. If the router dies, the client sends it to another one with the tokens that it
+has received, and the request is not refused for being late. Tokens without a ticket are refused: a client could invent
+them. A ticket without tokens belongs to a request that was charged and whose router died before the first token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GRACE_SECONDS = 60.0  # routers' clocks may differ by as much, and a client may 
 
 
 def name_of(tenant: str, request_id: str, packed_prompt: bytes) -> bytes:
-    """What every router calls a request: of two that have the same name, prompt and owner are the same."""
+    """The name of a request at every router: requests with the same name have the same prompt and owner."""
     digest = hashlib.blake2b(digest_size=NAME_BYTES)
     for part in (tenant.encode(), request_id.encode()):
         digest.update(struct.pack("<I", len(part)) + part)
@@ -34,10 +34,10 @@ def name_of(tenant: str, request_id: str, packed_prompt: bytes) -> bytes:
 
 
 class Tickets:
-    """Made and checked with the deployment's secret: no router has to remember any, or ask Redis."""
+    """Makes and checks tickets with the deployment's secret, without any state in routers or Redis."""
 
     def __init__(self, secret: str, request_seconds: float, clock: Callable[[], float] = time.time):
-        """`request_seconds`: the longest life of a request; a ticket is worth nothing much later."""
+        """`request_seconds`: the longest duration of a request; tickets expire GRACE_SECONDS after it."""
         self._key = hashlib.blake2b(secret.encode(), digest_size=32, person=b"baton-resume").digest()
         self._seconds = request_seconds + GRACE_SECONDS
         self._clock = clock
@@ -46,9 +46,9 @@ class Tickets:
         return self._ticket(int(self._clock()), name, seed)
 
     def check(self, completion: Completion, name: bytes) -> bool:
-        """Whether a router of this deployment admitted this request, not too long ago.
+        """Whether the ticket is valid for this request.
 
-        Raises InvalidRequestError if not and the request holds tokens.
+        Raises InvalidRequestError if it is not and the request holds tokens.
         """
         valid = self._is_valid(completion.resume_ticket, name, completion.sampling.seed)
         if completion.resume_tokens and not valid:

@@ -1,62 +1,35 @@
-"""One place that decides what is a valid request, for both doors: names the field and the limit."""
+"""Checks of a whole request, for both frontends: those that its fields alone do not decide."""
 
 from __future__ import annotations
 
-import math
-import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.config.router import RouterConfig
-from cluster.errors import ContextLengthError, InvalidRequestError, ModelError, UnknownModelError
+from cluster.errors import ContextLengthError, InvalidRequestError, ModelError
 from router.request.completion import Completion
+from router.request.fields import range_error, read, refuse
+from router.request.limits import FieldLimits
+from router.request.options import DEFAULTS, GenerationOptions
 from router.text.tokenizer import ModelText
 from wire import common_pb2
 
-MAX_PRIORITY = 2**15
 MAX_REQUEST_ID = 256  # characters: it goes into logs, headers and errors
-# The least normal float of 32 bits: smaller values arrive over gRPC as 0, which there means "not set"
-LEAST_POSITIVE = 2.0**-126
 # Of a message: a token id in a packed list, prompt and resumed ones; and everything that is neither text nor token ids.
 TOKEN_ID_BYTES = 2 * 5
 OTHER_BYTES = 1 << 20
-
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = 200
-
-
-def shown(value: Any) -> str:
-    """`repr` of a value that may be of any type and size, cut."""
-    return _SHOWN.repr(value)
+# Options that workers get as they are, or their default
+_PLAIN = [name for name in DEFAULTS if name != "top_k"]
 
 
-@dataclass
-class RawRequest:
-    """What a client asked for, before validation. None = not given."""
+@dataclass(frozen=True)
+class Envelope:
+    """What comes with a prompt and its options."""
 
-    model: str = ""
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    min_tokens: int | None = None
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    include_stop_text: bool = False
-    priority: int = 0
-    cache_salt: str = ""
     request_id: str = ""
+    cache_salt: str = ""
     resume_tokens: Sequence[int] = ()
     resume_ticket: bytes = b""
     reconnects: int = 0
@@ -65,76 +38,63 @@ class RawRequest:
     prompts: int = 1  # of the whole request, which share max_answer_entries
 
 
-def _refuse(name: str, message: str, limit: object = "") -> InvalidRequestError:
-    return InvalidRequestError(f"{name}: {message}", field=name, limit=str(limit))
-
-
 class Validator:
     def __init__(self, config: RouterConfig, text: ModelText):
         self._config = config
         self._text = text
-        self.served_name = config.served_model_name or config.model.name
-        own = text.max_position_embeddings
-        self.max_model_len = min(config.max_model_len or own, own)
-        self._check_defaults()
+        self.limits = FieldLimits.of(config, text)
+        self._defaults = self._read_defaults(text.generation)
 
-    def _check_defaults(self) -> None:
-        """Raises ModelError: what the model's own file says wrongly must not look like a client's fault later."""
+    @property
+    def served_name(self) -> str:
+        return self.limits.served_model
+
+    @property
+    def max_model_len(self) -> int:
+        return self.limits.max_model_len
+
+    def _read_defaults(self, generation: dict[str, Any]) -> GenerationOptions:
+        """Raises ModelError if they are wrong: later the error would blame a client's request."""
+        given = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
         try:
-            self._sampling(RawRequest(), 0, 1)
+            return read(GenerationOptions, given, self.limits)
         except InvalidRequestError as error:
             raise ModelError(f"generation_config.json: {error.message}", field=error.field) from error
 
-    def completion(self, prompt: Sequence[int], asked: RawRequest) -> Completion:
-        """Raises InvalidRequestError, UnknownModelError or ContextLengthError."""
-        if asked.model and asked.model != self.served_name:
-            raise UnknownModelError(
-                f"model: {shown(asked.model)} is not served here; {self.served_name!r} is",
-                field="model",
-            )
-        self.check_lengths(len(prompt), len(asked.resume_tokens))
+    def completion(self, prompt: Sequence[int], options: GenerationOptions, envelope: Envelope) -> Completion:
+        """Raises InvalidRequestError or ContextLengthError."""
+        self.limits.check_lengths(len(prompt), len(envelope.resume_tokens))
         tokens = self._tokens("prompt", prompt)
         if not tokens:
-            raise _refuse("prompt", "is empty; at least one token is needed", 1)
-        resumed = self._tokens("resume_tokens", asked.resume_tokens)
-        n = self._integer("n", asked.n, 1, 1, self._config.max_choices)
+            raise refuse("prompt", "is empty; at least one token is needed", 1)
+        resumed = self._tokens("resume_tokens", envelope.resume_tokens)
+        n = options.n or 1
         if resumed and n > 1:
-            raise _refuse("resume_tokens", "a resumed request has one choice", "n = 1")
-        sampling = self._sampling(asked, len(tokens), n)
+            raise refuse("resume_tokens", "a resumed request has one choice", "n = 1")
+        sampling = self._sampling(options, len(tokens), envelope.prompts * n)
         if resumed and len(resumed) >= sampling.max_tokens:
-            raise _refuse(
+            raise refuse(
                 "resume_tokens",
                 f"{len(resumed)} tokens leave none of max_tokens = {sampling.max_tokens} to generate",
                 f"< max_tokens = {sampling.max_tokens}",
             )
+        longest = self._config.request_seconds
         return Completion(
-            request_id=self._request_id(asked.request_id),
+            request_id=self._request_id(envelope.request_id),
             model=self.served_name,
             prompt_tokens=tokens,
             sampling=sampling,
             n=n,
-            stop=self._stops(asked.stop),
-            include_stop_text=asked.include_stop_text,
-            priority=self._integer("priority", asked.priority, 0, -MAX_PRIORITY, MAX_PRIORITY),
-            cache_salt=asked.cache_salt,
+            stop=tuple(options.stop or ()),
+            include_stop_text=bool(options.include_stop_text),
+            priority=options.priority or 0,
+            cache_salt=envelope.cache_salt,
             resume_tokens=resumed,
-            resume_ticket=asked.resume_ticket,
-            reconnects=asked.reconnects,
-            explain=asked.explain,
-            deadline_seconds=min(
-                self._config.request_seconds, asked.deadline_seconds or self._config.request_seconds
-            ),
+            resume_ticket=envelope.resume_ticket,
+            reconnects=envelope.reconnects,
+            explain=envelope.explain,
+            deadline_seconds=min(longest, envelope.deadline_seconds or longest),
         )
-
-    def check_lengths(self, prompt_tokens: int, resume_tokens: int = 0) -> None:
-        """Check counts before anything iterates over the tokens: one may hold millions. Raises ContextLengthError."""
-        for name, tokens in (("prompt", prompt_tokens), ("resume_tokens", prompt_tokens + resume_tokens)):
-            if tokens >= self.max_model_len:
-                raise ContextLengthError(
-                    f"{name}: {tokens} tokens leave no room in a context of {self.max_model_len}",
-                    field=name,
-                    limit=str(self.max_model_len),
-                )
 
     def check_text(self, text: str, *, truncated: bool = False) -> None:
         """Refuse a text before it is tokenised: one that cannot fit the context, unless it is to be `truncated`, and one
@@ -150,8 +110,7 @@ class Validator:
         if fits is not None and size > fits:
             raise self._too_long("prompt", size)
         if size > allowed:
-            message = f"prompt: {size} bytes of text; max_text_bytes is {allowed}"
-            raise InvalidRequestError(message, field="prompt", limit=str(allowed))
+            raise refuse("prompt", f"{size} bytes of text; max_text_bytes is {allowed}", allowed)
 
     def check_message(self, size: int) -> None:
         """Refuse a message of so many bytes, before it is parsed, if no request that fits the context is as long.
@@ -176,79 +135,48 @@ class Validator:
             limit=str(self.max_model_len),
         )
 
-    def check_messages(self, count: int) -> None:
-        """Refuse more messages than the context has tokens, before they are rendered: each takes at least one token.
-
-        Raises ContextLengthError.
-        """
-        if count >= self.max_model_len:
-            raise ContextLengthError(
-                f"messages: {count} messages do not fit a context of {self.max_model_len} tokens",
-                field="messages",
-                limit=str(self.max_model_len),
-            )
-
     @staticmethod
     def _request_id(given: str) -> str:
         if len(given) > MAX_REQUEST_ID or not given.isprintable():
-            raise _refuse("request_id", f"at most {MAX_REQUEST_ID} printable characters", MAX_REQUEST_ID)
+            raise refuse("request_id", f"at most {MAX_REQUEST_ID} printable characters", MAX_REQUEST_ID)
         return given or f"req-{secrets.token_hex(12)}"
 
-    def _tokens(self, name: str, ids: Sequence[int]) -> list[int]:
-        vocab = self._text.vocab_size
-        tokens = list(ids)
-        if tokens and not (min(tokens) >= 0 and max(tokens) < vocab):
-            raise _refuse(name, f"token ids must lie in 0 … {vocab - 1}", vocab - 1)
+    def _tokens(self, name: str, ids: Iterable[int] | None) -> list[int]:
+        tokens, last = list(ids or ()), self.limits.last_token
+        if tokens and not (min(tokens) >= 0 and max(tokens) <= last):
+            raise refuse(name, f"token ids must lie in 0 … {last}", last)
         return tokens
 
-    def _sampling(self, asked: RawRequest, prompt: int, n: int) -> common_pb2.SamplingParams:
-        defaults = self._text.generation
-        vocab = self._text.vocab_size
-
-        def number(name: str, default: float, low: float, high: float) -> float:
-            given = getattr(asked, name)
-            if given is None:
-                given = defaults.get(name)
-            return self._number(name, default if given is None else given, low, high)
-
-        most = self._config.max_stop_token_ids
-        if len(asked.stop_token_ids) > most:
-            raise _refuse("stop_token_ids", f"at most {most} are allowed", most)
-        stop_ids = self._tokens("stop_token_ids", asked.stop_token_ids)
-        top_logprobs = self._integer("logprobs", asked.logprobs, 0, 0, self._config.max_logprobs)
-        max_tokens = self._max_tokens(asked, prompt, asked.prompts * n * (1 + top_logprobs))
-        seed = self._integer("seed", asked.seed, secrets.randbits(63), -(2**63), 2**64 - 1)
+    def _sampling(self, options: GenerationOptions, prompt: int, choices: int) -> common_pb2.SamplingParams:
+        """`choices`: of all the request's prompts."""
+        alternatives = self._whole_number("logprobs", options.alternatives, 0, 0, self._config.max_logprobs)
+        max_tokens = self._max_tokens(options.token_limit, prompt, choices * (1 + alternatives))
+        seed = secrets.randbits(63) if options.seed is None else options.seed
+        self._tokens("logit_bias", options.logit_bias)
         return common_pb2.SamplingParams(
-            temperature=number("temperature", 1.0, 0.0, 100.0),
-            top_k=self._top_k(asked.top_k, defaults.get("top_k"), vocab),
-            top_p=self._positive("top_p", number("top_p", 1.0, 0.0, 1.0)),
-            min_p=number("min_p", 0.0, 0.0, 1.0),
-            repetition_penalty=self._positive(
-                "repetition_penalty", number("repetition_penalty", 1.0, 0.0, 100.0)
-            ),
-            presence_penalty=number("presence_penalty", 0.0, -2.0, 2.0),
-            frequency_penalty=number("frequency_penalty", 0.0, -2.0, 2.0),
+            **{name: self._value(options, name) for name in _PLAIN},
+            top_k=max(0, self._value(options, "top_k")),  # 0 and less = all, as vLLM has it
             seed=seed % 2**64,
             max_tokens=max_tokens,
-            min_tokens=self._integer("min_tokens", asked.min_tokens, 0, 0, max_tokens),
-            ignore_eos=asked.ignore_eos,
-            stop_token_ids=stop_ids,
-            logit_bias=self._bias(asked.logit_bias),
-            logprobs=asked.logprobs is not None,
-            top_logprobs=top_logprobs,
+            min_tokens=self._whole_number("min_tokens", options.min_tokens, 0, 0, max_tokens),
+            ignore_eos=bool(options.ignore_eos),
+            stop_token_ids=self._tokens("stop_token_ids", options.stop_token_ids),
+            logit_bias=options.logit_bias,
+            logprobs=options.alternatives is not None,
+            top_logprobs=alternatives,
         )
 
-    def _top_k(self, asked: int | None, default: Any, vocab: int) -> int:
-        """0 and less = all, as vLLM has it."""
-        return max(0, self._integer("top_k", default if asked is None else asked, 0, -(2**31), vocab))
+    def _value(self, options: GenerationOptions, name: str) -> Any:
+        value = getattr(options, name) if name in options.model_fields_set else None
+        return getattr(self._defaults, name) if value is None else value
 
-    def _max_tokens(self, asked: RawRequest, prompt: int, entries: int) -> int:
+    def _max_tokens(self, given: int | None, prompt: int, entries: int) -> int:
         """`entries`: what one token of each choice adds to the answer."""
         room = self.max_model_len - prompt
         most = self._config.max_answer_entries // entries
-        if asked.max_tokens is None and most:
+        if given is None and most:
             return min(room, most)
-        wanted = self._integer("max_tokens", asked.max_tokens, 1, 1, 2**31)
+        wanted = self._whole_number("max_tokens", given, 1, 1, 2**31)
         if wanted > room:
             raise ContextLengthError(
                 f"max_tokens: {prompt} prompt tokens + {wanted} new ones exceed the context of "
@@ -258,44 +186,13 @@ class Validator:
             )
         if wanted > most:
             limit = self._config.max_answer_entries
-            raise _refuse("max_tokens", f"prompts x n x max_tokens x (1 + logprobs) exceeds {limit}", limit)
+            raise refuse("max_tokens", f"prompts x n x max_tokens x (1 + logprobs) exceeds {limit}", limit)
         return wanted
 
-    def _bias(self, given: Mapping[int, float]) -> dict[int, float]:
-        most = self._config.max_logit_bias
-        if len(given) > most:
-            raise _refuse("logit_bias", f"at most {most} entries are allowed", most)
-        self._tokens("logit_bias", list(given))
-        return {key: self._number("logit_bias", value, -100.0, 100.0) for key, value in given.items()}
-
-    def _stops(self, stops: Sequence[str]) -> tuple[str, ...]:
-        if len(stops) > self._config.max_stop_strings:
-            raise _refuse("stop", f"at most {self._config.max_stop_strings}", self._config.max_stop_strings)
-        longest = self._config.max_stop_string_characters
-        if any(not stop or len(stop) > longest for stop in stops):
-            raise _refuse("stop", f"each must have 1 … {longest} characters", longest)
-        return tuple(stops)
-
     @staticmethod
-    def _number(name: str, value: Any, low: float, high: float) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _refuse(name, f"{shown(value)} is not a number", f"{low} … {high}")
-        if not low <= value <= high:
-            raise _refuse(name, f"{value} is outside {low} … {high}", f"{low} … {high}")
-        return float(value)
-
-    @staticmethod
-    def _positive(name: str, value: float) -> float:
-        if value == 0.0:
-            raise _refuse(name, "must be greater than 0", "> 0")
-        return max(value, LEAST_POSITIVE)
-
-    @staticmethod
-    def _integer(name: str, value: Any, default: int, low: int, high: int) -> int:
+    def _whole_number(name: str, value: int | None, default: int, low: int, high: int) -> int:
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise _refuse(name, f"{shown(value)} is not a whole number", f"{low} … {high}")
-        if not low <= value <= high:
-            raise _refuse(name, f"{value} is outside {low} … {high}", f"{low} … {high}")
+        if error := range_error(value, low, high):
+            raise refuse(name, *error)
         return value

@@ -1,1 +1,1 @@
-"""Text to tokens and back, off the event loop where it takes long."""
+"""Text to tokens and back; long texts are processed on threads, beside the event loop."""

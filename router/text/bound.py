@@ -1,8 +1,8 @@
-"""The most bytes of text that one token can stand for, by which a text too long for the context is refused untokenised.
+"""The most bytes of text that one token covers. With it, a text that is too long for the context is refused before it is
+tokenised: if a token covers at most L bytes, a text of B bytes has at least B / L tokens.
 
-If a token covers at most L bytes, a text of B bytes has at least B / L tokens. This holds for lossless tokenizers only:
-every byte ends up in some token, and no token covers more than its vocabulary entry. For others there is no bound, and
-only the limit on a message's size applies.
+This holds for lossless tokenizers only: every byte becomes part of a token, and no token covers more than its vocabulary
+entry. For others there is no bound, and only the limit on a message's size applies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEEPS_ALL = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split", "Unico
 
 
 def most_bytes(tokenizer: Tokenizer) -> int | None:
-    """The bound in bytes; None if this tokenizer may drop text or cover any amount of it with one token."""
+    """The bound in bytes; None if this tokenizer may drop text, or cover any amount of it with one token."""
     added = tokenizer.get_added_tokens_decoder().values()
     if tokenizer.truncation is not None or any(token.lstrip or token.rstrip for token in added):
         return None  # lstrip and rstrip make a token cover the white space around it

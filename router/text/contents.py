@@ -1,13 +1,13 @@
-"""Keeps a conversation's turns apart from what its messages contain.
+"""Encodes special tokens' texts within messages as plain text, so that a message cannot forge the turns of a conversation.
 
 A tokenizer reads the text of a special token as that token wherever it stands: `<|im_end|>` in a user's message would end
-the message and begin whatever follows. Roles are therefore of a fixed set, and the texts of special tokens within contents
-are marked before the template is rendered and encoded as plain text afterwards:
+the message and begin another turn. Roles are therefore from a fixed set, and the texts of special tokens within contents
+are marked before the template is rendered, and encoded as plain text afterwards:
 
     content ──mark──► template ──► rendered ──► [special][piece][special][marked piece]…
-                                                    the tokenizer's own     as plain text
+                                                    as special tokens       as plain text
 
-Conversations without such texts, nearly all, are encoded as a whole and cost one search.
+Nearly all conversations are without such texts: they cost one search, and are encoded as a whole.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequestError
 
-ROLES = ("system", "developer", "user", "assistant")
+AskingRole = Literal["system", "developer", "user"]
+ROLES = (*get_args(AskingRole), "assistant")
 _MARKS = range(0xF0000, 0xF0100)  # of a private-use plane: no template and hardly any text has them
 _SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as the template has rendered it. `mark` stands within texts of contents that must not become special
-    tokens; empty if there are none."""
+    """A conversation as rendered by the template. `mark` is a character that breaks the texts of special tokens within
+    contents; empty if there are none."""
 
     text: str
     mark: str = ""
@@ -53,10 +55,10 @@ class Contents:
         self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._lstrip = {one.content for one in special if one.lstrip}
         self._rstrip = {one.content for one in special if one.rstrip}
-        # A mark breaks no single character, and what the normalizer makes of a text is not known beforehand.
+        # A mark cannot break a single character, nor a text that only the normalizer turns into a special token's.
         normalizes = tokenizer.normalizer is not None
         self._unmarkable = any(len(one.content) == 1 or (normalizes and one.normalized) for one in special)
-        # Made now: for a large vocabulary it takes the interpreter some tenths of a second.
+        # Made at the start: for a large vocabulary it takes some tenths of a second, under the interpreter lock.
         self._plain, self._inside = _without_special(tokenizer)
         self._ids = frozenset(
             token_id for token_id, one in tokenizer.get_added_tokens_decoder().items() if one.special

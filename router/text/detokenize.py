@@ -1,4 +1,4 @@
-"""Tokens to text, as they come: text is given out only once no later token can change it."""
+"""Turns tokens into text as they arrive; text is returned only once no later token can change it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Collection
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-MAX_IN_HAND = 64  # tokens; so many that never made a character are bytes out of place
-_SPLIT_BYTES = 3  # that a character can still wait for the rest of, and a token is a byte at least
+MAX_IN_HAND = 64  # tokens; if so many do not complete a character, their bytes are not valid UTF-8
+_SPLIT_BYTES = 3  # of an incomplete character; a token has at least one byte
 
 
 class Detokenizer:
-    """One choice's text. Decodes a short window again with each token, never the whole answer.
+    """The text of one choice. Each token decodes a short window again, never the whole answer.
 
     ids   ──────prefix──────read──────►
                 │ shown     │ in hand: decoded together with its prefix, so that a space or a split
@@ -26,8 +26,8 @@ class Detokenizer:
         special: Collection[int] = (),
     ):
         """`before`: tokens that precede the answer; the text of the first token may depend on the last ones.
-        `special`: ids that never show. A model that may not end gives out nothing else at last: kept, each would
-        make the window longer that is decoded again.
+        `special`: ids that have no text. A model that may not end may emit nothing else at last; if they were kept, each
+        would lengthen the window that is decoded again.
         """
         self._tokenizer = tokenizer
         self._special = special
@@ -36,7 +36,7 @@ class Detokenizer:
         self._read = len(self._ids)
 
     def add(self, token_id: int) -> str:
-        """The text that is certain now; "" while a character is incomplete."""
+        """Add a token; returns the text that no later token can change, "" while a character is incomplete."""
         if token_id in self._special:
             return ""
         self._ids.append(token_id)
@@ -50,8 +50,8 @@ class Detokenizer:
         return ""
 
     def _without_the_split(self, shown: str, text: str) -> str:
-        """All that the last character, which may yet become whole, has no part in. Waiting on would decode more and
-        more again with each token."""
+        """The text before the last character, which may still be completed. Waiting longer would make each token decode
+        more."""
         for end in range(len(self._ids) - _SPLIT_BYTES, len(self._ids) - 3 * _SPLIT_BYTES, -1):
             certain = self._decode(self._prefix, end)
             if text.startswith(certain):
@@ -67,7 +67,7 @@ class Detokenizer:
             self._prefix = 0
 
     def flush(self) -> str:
-        """At the end: what is in hand, incomplete characters as replacement characters."""
+        """At the end: the rest of the text, with replacement characters for incomplete ones."""
         shown = self._decode(self._prefix, self._read)
         text = self._decode(self._prefix, len(self._ids))
         self._prefix = self._read = len(self._ids)

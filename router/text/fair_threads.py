@@ -1,4 +1,4 @@
-"""Threads that tenants take in turns."""
+"""Threads that run functions for tenants in turns."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ class FairThreads:
     def __init__(self, threads: int, name: str):
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free = threads
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant first
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = (
+            OrderedDict()
+        )  # the tenant whose turn is next comes first
 
     async def run(self, tenant: str, function: Callable[..., T], *arguments: object) -> T:
         await self._turn(tenant)
         running = self._executor.submit(function, *arguments)
         loop = asyncio.get_running_loop()
-        # Not before the function has ended, even if its caller was cancelled: a thread is busy until then.
+        # The turn ends with the function, even if the caller was cancelled: until then the thread is busy.
         running.add_done_callback(lambda _: _on(loop, self._give_back))
         return await asyncio.wrap_future(running)
 
@@ -44,7 +46,7 @@ class FairThreads:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._forget(tenant, turn)
-            else:  # its turn came in the same moment
+            else:  # cancelled after it got its turn
                 self._give_back()
             raise
 

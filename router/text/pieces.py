@@ -1,4 +1,4 @@
-"""What single tokens add to a text, in bytes: a character may lie across several tokens."""
+"""The bytes that single tokens add to a text: a character may be split across several tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _alphabet() -> dict[str, int]:
-    """How byte-level tokenizers write bytes (GPT-2's `bytes_to_unicode`): printable ones of Latin-1 as themselves,
-    the others as the characters from U+0100 on."""
+    """Bytes by the characters that stand for them in byte-level tokenizers (GPT-2's `bytes_to_unicode`): printable
+    Latin-1 as itself, the others as the characters from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -30,7 +30,7 @@ def _decoders(settings: Any) -> Iterator[str]:
 
 
 class TokenPieces:
-    """One tokenizer's tokens as they stand within a text: where Metaspace begins a word there is a space."""
+    """A tokenizer's tokens as they stand within a text: one that begins a word for Metaspace begins with a space."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -59,13 +59,13 @@ class TokenPieces:
             return piece.encode()  # an added token: the decoder leaves it as it is
         if self._falls_back and (byte := _FALLBACK.fullmatch(piece)):
             return bytes.fromhex(byte[1])
-        # What it adds behind another token: the first of a text may lose its space.
+        # The text that it adds behind another token: the first one of a text may lose its space.
         alone = self._tokenizer.decode([token_id], skip_special_tokens=False)
         twice = self._tokenizer.decode([token_id, token_id], skip_special_tokens=False)
         return str(twice[len(alone) :]).encode()
 
     def text_of(self, token_id: int) -> str:
-        """Bytes that are no whole characters as OpenAI writes them: `\\xf0\\x9f`."""
+        """The token's text, with bytes that are not whole characters as OpenAI writes them: `\\xf0\\x9f`."""
         return self.bytes_of(token_id).decode(errors="backslashreplace")
 
     def in_answer(self, token_id: int) -> bytes:
@@ -74,7 +74,7 @@ class TokenPieces:
 
 
 class TextOffsets:
-    """Where in an answer each token begins, in characters; one that ends a character begins where that one does."""
+    """The position of each token in an answer, in characters. A token that completes a character begins with it."""
 
     def __init__(self, pieces: TokenPieces):
         self._pieces = pieces

@@ -1,4 +1,4 @@
-"""Stop strings across token borders: holds back any text that may begin one.
+"""Finds stop strings across token borders; text that may begin one is held back.
 
 An Aho–Corasick automaton over characters (Aho and Corasick, 1975): its state is the longest suffix of the text that is a
 prefix of a stop string, so the cost of a character does not depend on the list. Nodes are made when a text first reaches

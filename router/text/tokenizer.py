@@ -17,13 +17,11 @@ from router.text.fair_threads import FairThreads
 from router.text.pieces import TokenPieces
 from router.text.templates import template_environment
 
-# A thread and the way back cost a request 0.2 to 0.3 ms. So much text is encoded in about 0.2 ms; all others leave the
-# loop free.
+# Text up to this length is encoded on the event loop, in about 0.2 ms; a thread would cost a request 0.2 to 0.3 ms.
 INLINE_CHARACTERS = 1024
-# Some 50 ms. Longer texts have a thread of their own: two messages whose encoding takes seconds would otherwise hold both
-# threads.
+# Encoded in about 50 ms. Longer texts share a separate thread: two whose encoding takes seconds would block both others.
 LONG_CHARACTERS = 1 << 17
-# Conversations up to this size render fast enough for the event loop; longer ones go to a thread.
+# Conversations up to this size are rendered on the event loop, longer ones on a thread.
 INLINE_CHAT_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 256  # cost of a message beside its text, in characters
 
@@ -45,7 +43,7 @@ def _token_text(value: Any) -> str:
 
 
 class ModelText:
-    """Everything about a model that concerns text. Raises ModelError when the directory lacks a tokenizer."""
+    """A model's tokenizer, chat template and text settings. Raises ModelError if the directory lacks a tokenizer."""
 
     def __init__(self, directory: Path):
         path = directory / "tokenizer.json"
@@ -57,7 +55,7 @@ class ModelText:
             raise ModelError(f"{path}: {error}", field=path.name) from error
         self.pieces = TokenPieces(self.tokenizer)
         self._contents = Contents(self.tokenizer)
-        self.most_bytes = most_bytes(self.tokenizer)  # of text that one token can stand for; None = no bound
+        self.most_bytes = most_bytes(self.tokenizer)  # of text that one token can cover; None = no bound
         self.config = _read(directory / "config.json")
         self.generation = _read(directory / "generation_config.json")
         self._check()
@@ -69,11 +67,11 @@ class ModelText:
         self._template = self._compile(directory, settings)
         self._pool = FairThreads(2, "tokenize")
         self._long = FairThreads(1, "tokenize-long")
-        # One thread: rendering holds the interpreter's lock.
+        # One thread: rendering holds the interpreter lock.
         self._rendering = FairThreads(1, "render")
 
     def _check(self) -> None:
-        """What requests will rely on. Raises ModelError: later it would look like the client's fault, or ours."""
+        """Check the settings that requests rely on. Raises ModelError: later, the error would blame a request."""
         for key in ("vocab_size", "max_position_embeddings"):
             value = self.config.get(key)
             if value is not None and (type(value) is not int or not 0 < value < 2**31):
@@ -134,8 +132,8 @@ class ModelText:
         *,
         tenant: str = "",
     ) -> Rendered:
-        """Render the conversation that `read` returns; if its size in `characters` is large, on a thread that tenants take
-        in turns."""
+        """Render the conversation that `read` returns. A large one, by its size in `characters`, is rendered on a thread
+        that tenants use in turns."""
 
         def rendered() -> Rendered:
             messages, mark = self._contents.marked(read())
@@ -146,7 +144,7 @@ class ModelText:
         return await self._rendering.run(tenant, rendered)
 
     async def encode(self, given: str | Rendered, *, special: bool = True, tenant: str = "") -> list[int]:
-        """Token ids. Long texts are encoded on a thread (the tokenizer releases the GIL), on which tenants take turns."""
+        """Token ids. Long texts are encoded on a thread that tenants use in turns; the tokenizer releases the GIL."""
         text = given if isinstance(given, str) else given.text
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(given, special)
@@ -158,7 +156,7 @@ class ModelText:
             if given.mark:
                 return self._contents.encode(given)
             given = given.text
-        # The fast variant leaves out where in the text each token lies.
+        # The fast variant leaves out the tokens' positions in the text.
         (encoding,) = self.tokenizer.encode_batch_fast([given], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids

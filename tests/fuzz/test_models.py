@@ -17,7 +17,8 @@ from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError, InvalidRequestError, ModelError
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
-from router.request.validator import RawRequest, Validator
+from router.request.options import GenerationOptions
+from router.request.validator import Envelope, Validator
 from router.text.tokenizer import ModelText
 from tests.fuzz.conftest import few
 from tests.fuzz.strategies import anything
@@ -70,7 +71,7 @@ def _text(directory: Path) -> None:
     text = ModelText(directory)
     with contextlib.closing(text), contextlib.suppress(InvalidRequestError):
         assert text.vocab_size > 0 and text.max_position_embeddings > 0
-        Validator(RouterConfig(model=directory), text).completion([1], RawRequest())
+        Validator(RouterConfig(model=directory), text).completion([1], GenerationOptions(), Envelope())
         text.render([{"role": "user", "content": "hello"}])
 
 

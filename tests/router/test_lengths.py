@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +16,26 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from cluster.config.router import RouterConfig
+from cluster.config.router import RequestLimits, RouterConfig
 from cluster.errors import ContextLengthError, DrainingError, InvalidRequestError, RequestTooLargeError
 from cluster.security.keys import ANYONE
 from router.admission.limits import ByteBudget
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc.service import InferenceService
 from router.frontends.http import generate
-from router.frontends.http.body import BodyLimits, read_json
+from router.frontends.http.body import read_json
 from router.frontends.http.json_scan import JsonScan
-from router.frontends.http.lengths import chat_size
+from router.frontends.http.messages import chat_size
+from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
 from router.gateway import RequestGateway
+from router.observe.traces.arrival import Arrival
+from router.request.completion import Completion
+from router.request.fields import read
+from router.request.options import GenerationOptions
 from router.request.validator import OTHER_BYTES, TOKEN_ID_BYTES, Validator
 from router.text.bound import most_bytes
 from router.text.contents import Rendered
@@ -147,6 +154,7 @@ class Front_(SimpleNamespace):
 
 
 CONTEXT = 64
+ARRIVAL = Arrival(lambda name: [])
 
 
 class Text:
@@ -212,16 +220,24 @@ async def test_a_truncation_is_checked_before_its_text_is_tokenised(gateway, kin
         body = {"truncate_prompt_tokens": 0, "messages": [{"role": "user", "content": "a"}]}
     request: Any = SimpleNamespace(scope={}, headers={})
     with pytest.raises(InvalidRequestError) as caught:
-        await getattr(generate.Generate(gateway), f"_read_{kind}")(request, body)
+        await getattr(generate.Generate(gateway), f"_read_{kind}")(request, body, ARRIVAL)
     assert caught.value.field == "truncate_prompt_tokens"
     assert not gateway.text.encoded and not gateway.text.rendered
 
 
+async def completions(gateway: Any, body: dict[str, Any]) -> list[Completion]:
+    """Those that a request for completions becomes."""
+    request: Any = SimpleNamespace(scope={}, headers=Headers())
+    read = generate.Generate(gateway)._read_completion
+    return (await read(request, {"max_tokens": 1, **body}, ARRIVAL)).completions
+
+
 async def test_what_is_truncated_may_exceed_the_context(gateway):
     asked = {"prompt": "a" * (3 * CONTEXT + 1)}
-    assert await generate.Generate(gateway)._prompts({**asked, "truncate_prompt_tokens": 4}, "") == [[1]]
+    (made,) = await completions(gateway, {**asked, "truncate_prompt_tokens": 4})
+    assert made.prompt_tokens == [1]
     with pytest.raises(ContextLengthError):
-        await generate.Generate(gateway)._prompts(asked, "")
+        await completions(gateway, asked)
 
 
 def many(count: int, content: Any = "") -> list[dict[str, Any]]:
@@ -238,12 +254,13 @@ async def test_more_messages_than_tokens_are_not_rendered(gateway):
         return pb.GenerateRequest(chat=pb.ChatMessages(messages=messages))
 
     await service._completion(chat(CONTEXT - 1), context, ANYONE)
-    chat_size(many(CONTEXT - 1), gateway.validator)
+    limits = gateway.validator.limits
+    read_request(ChatCompletionRequest, {"messages": many(CONTEXT - 1)}, limits)
     assert gateway.text.rendered == 1
     with pytest.raises(ContextLengthError):
         await service._completion(chat(CONTEXT), context, ANYONE)
     with pytest.raises(ContextLengthError):
-        chat_size(many(CONTEXT), gateway.validator)
+        read_request(ChatCompletionRequest, {"messages": many(CONTEXT)}, limits)
     assert gateway.text.rendered == 1
 
 
@@ -260,8 +277,8 @@ async def test_held_tokens_beyond_the_context_are_refused_before_the_prompt_is_t
 
 
 async def test_prompts_of_token_ids_are_measured_first(gateway):
-    async def prompts(value: Any, **more: Any) -> list[list[int]]:
-        return await generate.Generate(gateway)._prompts({"prompt": value, **more}, "")
+    async def prompts(value: Any) -> list[list[int]]:
+        return [made.prompt_tokens for made in await completions(gateway, {"prompt": value})]
 
     assert await prompts([1] * (CONTEXT - 1)) == [[1] * (CONTEXT - 1)]
     assert await prompts([[1] * (CONTEXT - 1)]) == [[1] * (CONTEXT - 1)]
@@ -271,39 +288,59 @@ async def test_prompts_of_token_ids_are_measured_first(gateway):
             await prompts(value)
     assert len(await prompts(["a"] * most)) == most
     # What is to be cut may be longer than the context.
-    (whole,) = await prompts([[1] * 2 * CONTEXT], truncate_prompt_tokens=CONTEXT // 2)
-    assert len(whole) == 2 * CONTEXT
+    longer = {"prompt": [[1] * 2 * CONTEXT], "truncate_prompt_tokens": CONTEXT // 2}
+    asked = read_request(CompletionRequest, longer, gateway.validator.limits)
+    assert asked.prompt == longer["prompt"]
+    assert len((await completions(gateway, longer))[0].prompt_tokens) == CONTEXT // 2
 
 
-class Unread(list[Any]):
+class Walked(Exception):
+    """An element was read."""
+
+
+class Unread(Sequence[Any]):
+    """As many entries as wanted, which must not be read."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        raise Walked
+
+
+class UnreadObject(Mapping[str, Any]):
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
     def __iter__(self) -> Any:
-        raise AssertionError("walked over")
+        raise Walked
 
-
-class UnreadObject(dict[str, Any]):
-    def __iter__(self) -> Any:
-        raise AssertionError("walked over")
-
-    items = __iter__  # type: ignore[assignment]
+    __getitem__ = __iter__  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
     ("field", "limit", "entries"),
     [
-        ("stop", "max_stop_strings", lambda count: Unread(["a"] * count)),
-        ("stop_token_ids", "max_stop_token_ids", lambda count: Unread([1] * count)),
-        ("logit_bias", "max_logit_bias", lambda count: UnreadObject({str(i): 0 for i in range(count)})),
+        ("stop", "max_stop_strings", Unread),
+        ("stop_token_ids", "max_stop_token_ids", Unread),
+        ("logit_bias", "max_logit_bias", UnreadObject),
     ],
 )
 def test_lists_of_options_are_counted_before_they_are_read(gateway, field, limit, entries):
-    asked = generate.Generate(gateway)._asked
-    request: Any = SimpleNamespace(headers={})
+    limits = gateway.validator.limits
     most = getattr(gateway.config, limit)
-    with pytest.raises(AssertionError, match="walked over"):
-        asked(request, {field: entries(most)}, None, None)
-    with pytest.raises(InvalidRequestError) as caught:
-        asked(request, {field: entries(most + 1)}, None, None)
-    assert (caught.value.field, caught.value.limit) == (field, str(most))
+    with pytest.raises(Walked):
+        read(GenerationOptions, {field: entries(most)}, limits)
+    for model, more in ((GenerationOptions, {}), (CompletionRequest, {"prompt": "a"})):
+        with pytest.raises(InvalidRequestError) as caught:
+            read(model, {field: entries(most + 1), **more}, limits)
+        assert (caught.value.field, caught.value.limit) == (field, str(most))
 
 
 # --- what is done beside the loop --------------------------------------------------------------------------------------
@@ -358,28 +395,21 @@ async def test_errors_in_a_long_conversation_are_reported(text):
     assert caught.value.field == "messages[3]"
 
 
-def test_what_a_conversation_costs(gateway):
-    gateway.validator.max_model_len = 10**6
-
-    def size(messages: Any) -> int:
-        return chat_size(messages, gateway.validator)
-
+def test_what_a_conversation_costs():
+    size = chat_size
     assert size(many(2, "abc")) == 2 * (MESSAGE_CHARACTERS + 3)
     assert size(many(1, [{"type": "text", "text": "abc"}] * 2)) == MESSAGE_CHARACTERS * 3 + 6
     few = INLINE_CHAT_CHARACTERS // MESSAGE_CHARACTERS
     for long in (many(few + 1), many(1, "x" * INLINE_CHAT_CHARACTERS), many(1, [{}] * few)):
         assert size(long) > INLINE_CHAT_CHARACTERS
     for odd in (
-        None,
-        "x",
-        {},
         [None],
         [{}],
         [{"content": 3}],
         [{"content": [3]}],
         [{"content": [{"text": 3}]}],
     ):
-        assert size(odd) <= 2 * MESSAGE_CHARACTERS, "whoever reads it says what is wrong"
+        assert size(odd) <= 2 * MESSAGE_CHARACTERS, "read_messages says what is wrong"
 
 
 # --- depth and elements ------------------------------------------------------------------------------------------------
@@ -387,14 +417,15 @@ def test_what_a_conversation_costs(gateway):
 ANY = 1 << 30
 
 
-def read(left: list[bytes], depth: int = ANY, elements: int = ANY, size: int = 1 << 24) -> dict[str, Any]:
+def received(left: list[bytes], depth: int = ANY, elements: int = ANY, size: int = 1 << 24) -> dict[str, Any]:
     """A body that arrives in these pieces; those that were not read stay in the list."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
     held = ByteBudget(ANY, ANY, lambda tenant: None).hold("")
-    limits = BodyLimits(size, depth, elements)
+    most = {"max_body_bytes": size, "max_json_depth": depth, "max_json_elements": elements}
+    limits = RequestLimits().model_copy(update=most)
     return asyncio.run(
         read_json(Request({"type": "http", "headers": []}, receive), limits, held, LowPriority())
     )
@@ -405,7 +436,7 @@ def pieces_of(raw: bytes, size: int) -> list[bytes]:
 
 
 def body(value: Any, depth: int = ANY, elements: int = ANY) -> dict[str, Any]:
-    return read([orjson.dumps(value)], depth, elements)
+    return received([orjson.dumps(value)], depth, elements)
 
 
 VALUES = st.recursive(
@@ -485,21 +516,21 @@ def test_too_much_is_refused_before_all_of_it_has_come():
     for piece in (b"[", b"{", b"[],", b'"":', b"1,"):
         left = pieces_of((1 << 22) // len(piece) * piece, 1 << 16)
         with pytest.raises(InvalidRequestError, match=r"nested|elements"):
-            read(left, 32, 1 << 20)
+            received(left, 32, 1 << 20)
         assert len(left) > 20
 
 
 def test_large_bodies_within_the_limits_are_read():
     value = {"a": 200_000 * [1], "b": '["\\' * 200_000, "c": {str(i): [i] for i in range(10_000)}}
-    assert read(pieces_of(orjson.dumps(value), 70_001), 3, 1 << 20) == value
+    assert received(pieces_of(orjson.dumps(value), 70_001), 3, 1 << 20) == value
 
 
 def test_a_body_has_as_many_bytes_as_it_may_and_no_more():
     raw = orjson.dumps({"a": "b" * 100})
-    assert read(pieces_of(raw, 10), size=len(raw)) == {"a": "b" * 100}
+    assert received(pieces_of(raw, 10), size=len(raw)) == {"a": "b" * 100}
     left = pieces_of(raw + 100 * b" ", 10)
     with pytest.raises(RequestTooLargeError):
-        read(left, size=len(raw) - 1)
+        received(left, size=len(raw) - 1)
     assert len(left) > 5, "nor is the rest read"
 
 

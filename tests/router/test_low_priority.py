@@ -11,11 +11,12 @@ import pytest
 from prometheus_client import Counter
 from starlette.requests import Request
 
+from cluster.config.router import RequestLimits
 from cluster.errors import UnauthenticatedError
 from cluster.security.keys import Caller
 from router.admission.limits import ByteBudget
 from router.admission.low_priority import LowPriority
-from router.frontends.http.body import SCAN_BYTES, BodyLimits, read_json
+from router.frontends.http.body import SCAN_BYTES, read_json
 from router.frontends.http.gate import Gate
 
 
@@ -109,7 +110,7 @@ async def test_a_long_body_takes_a_step_for_each_piece_and_a_short_one_none():
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
 
-        order, limits = Counting(), BodyLimits(1 << 24, 10, 1 << 20)
+        order, limits = Counting(), RequestLimits(max_body_bytes=1 << 24, max_json_depth=10)
         held = ByteBudget(1 << 30, 1 << 30, lambda tenant: None).hold("")
         request = Request({"type": "http", "headers": []}, receive)
         asyncio.run(read_json(request, limits, held, order))

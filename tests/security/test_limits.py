@@ -175,7 +175,7 @@ def test_bodies_have_a_size_also_without_a_length(router):
 def test_heads_and_bodies_must_come_in_time(router):
     for pieces in ((b"GET /hea",), (HEAD + b"content-length: 10\r\n\r\n{",)):
         began = time.monotonic()
-        assert "did not come within 1 s" in str(error_of(talk(router, *pieces), 408)["message"])
+        assert "did not arrive within 1 s" in str(error_of(talk(router, *pieces), 408)["message"])
         assert 0.9 < time.monotonic() - began < 4
 
 

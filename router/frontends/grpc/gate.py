@@ -1,4 +1,4 @@
-"""What every RPC passes before its message is read: who is it? Only health is open."""
+"""Authenticates every RPC before its message is read. Health checks need no key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPEN = "/grpc.health.v1.Health/"
 
 
 def caller_of(gateway: RequestGateway, context: Context) -> Caller:
-    """Raises UnauthenticatedError where keys are on."""
+    """Raises UnauthenticatedError if the router requires a key and the call has no valid one."""
     return _check(gateway, context.invocation_metadata()) if gateway.keys.on else ANYONE
 
 
@@ -29,7 +29,7 @@ def _check(gateway: RequestGateway, metadata: Any) -> Caller:
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Installed where keys are on. Refused calls get a handler that reads nothing."""
+    """Installed if the router requires API keys. Refused calls get a handler that reads nothing."""
 
     def __init__(self, gateway: RequestGateway):
         self._gateway = gateway
@@ -49,7 +49,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _refuse(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
-    """Stream to stream serves every kind of call, and waits for no message."""
+    """A handler from stream to stream serves every kind of call, and waits for no message."""
 
     async def refuse(request_iterator: AsyncIterator[bytes], context: Context) -> None:
         await errors.abort(context, error)

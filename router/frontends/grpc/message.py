@@ -1,4 +1,4 @@
-"""Reading the message of an RPC: within the budget for bodies, and parsed only once its fields have been counted."""
+"""Reads the message of an RPC within the budget for bodies, and parses it only after its fields have been counted."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
 from router.admission.limits import HeldBytes
 from router.admission.low_priority import LowPriority
 
-# gRPC tells how long a message is once all of it has arrived. One that takes longer than this is counted as the longest.
+# gRPC reports a message's length only once it is complete. One that takes longer than this counts as the longest allowed.
 QUICK_SECONDS = 0.1
-# Of one message, at any depth; a packed list is one field. An empty field takes two bytes, and 40 of memory once parsed.
+# In one message, at any depth; a packed list is one field. An empty field has 2 bytes, and takes 40 once it is parsed.
 MAX_FIELDS = 1 << 16
-FIELDS_AT_ONCE = 1 << 8  # in a step: about 0.25 ms
+FIELDS_AT_ONCE = 1 << 8  # counted in one step of about 0.25 ms
 MAX_VARINT_BYTES = 10
 M = TypeVar("M", bound=Message)
 
@@ -26,9 +26,9 @@ M = TypeVar("M", bound=Message)
 async def read_message(
     context: grpc.aio.ServicerContext[Any, Any], config: RouterConfig, held: HeldBytes
 ) -> bytes:
-    """The call's message.
+    """Return the call's message.
 
-    Raises OverloadedError if the budget has no room for it, DeadlineError if it does not come within `body_seconds`,
+    Raises OverloadedError if the budget has no room for it, DeadlineError if it does not arrive within `body_seconds`,
     InvalidRequestError if the call ends without one.
     """
     loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ async def read_message(
     except TimeoutError:
         if refusal:
             raise refusal[0] from None
-        message = f"the request's message did not come within {config.body_seconds:g} s"
+        message = f"the request's message did not arrive within {config.body_seconds:g} s"
         raise DeadlineError(message, field="message", limit=f"{config.body_seconds:g} s") from None
     finally:
         timer.cancel()
@@ -59,7 +59,7 @@ async def read_message(
 
 
 async def parse(message: M, raw: bytes, low_priority: LowPriority) -> M:
-    """`message`, filled from its bytes. Raises InvalidRequestError."""
+    """Fill `message` from its bytes and return it. Raises InvalidRequestError."""
     if len(raw) > 2 * MAX_FIELDS:
         await _check_fields(raw, message.DESCRIPTOR, low_priority)
     try:
@@ -79,7 +79,7 @@ async def _check_fields(raw: bytes, kind: Any, low_priority: LowPriority) -> Non
 
 
 def _fields(raw: memoryview, kind: Any) -> Iterator[None]:
-    """One step per field of a message, whose descriptor is `kind`, and of those in it. Ends where the parser refuses."""
+    """Yield once per field, at any depth, of a message of this `kind`. Ends where the parser will refuse the message."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)
@@ -100,7 +100,7 @@ def _fields(raw: memoryview, kind: Any) -> Iterator[None]:
 
 
 def _varint(raw: memoryview, at: int) -> tuple[int, int]:
-    """A number, and where it ends; what is left of one that is cut off, or too long, is skipped."""
+    """Read a number and the position of its end; for one that is cut off or too long, that is the end of the message."""
     value = 0
     for shift, byte in enumerate(raw[at : at + MAX_VARINT_BYTES]):
         value |= (byte & 127) << 7 * shift

@@ -1,8 +1,7 @@
-"""Reads the messages of calls of gRPC's own services (health, reflection) within bounds.
+"""Bounds the reading of messages for gRPC's own services, health and reflection.
 
-Places and the budget for bodies bound Inference's messages; these services' calls take neither, and health asks for no
-key. grpc.aio waits for a call's message without end, before any handler runs, and the connection of a call that waits is
-not idle.
+Their calls take no place and nothing of the budget for bodies, which bound the messages of Inference, and health needs no
+key. Without this, grpc.aio waits for a call's message without a time limit, and its connection does not count as idle.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import grpc
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from cluster.rpc import errors
 
-# These messages have a few bytes, and come with the call. gRPC takes long ones as well, so only so many are read at a
-# time, each in a short time. One more ends the oldest: calls that send nothing must not hold those up that do.
+# These messages have a few bytes and arrive with the call, but gRPC accepts long ones. So only this many are read at a
+# time, each within a short time. A further one ends the oldest: calls that send nothing must not delay others.
 READS = 32
 READ_SECONDS = 1.0
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -46,7 +45,7 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
 
     def _single(self, handler: Handler) -> Any:
-        """To the client a stream of one message is the same, and here it can be read."""
+        """Serve a call with one message as a stream, whose reading can be bounded. Clients see no difference."""
         call: Any = handler.unary_stream or handler.unary_unary
 
         async def single(_: AsyncIterator[Any], context: Context) -> None:
@@ -72,7 +71,7 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if deadline not in self._reads:
                 many = f"more than {READS} calls of these services had sent no message yet; try again"
                 raise OverloadedError(many, field="message", limit=str(READS)) from None
-            late = f"the call's message did not come within {READ_SECONDS:g} s"
+            late = f"the call's message did not arrive within {READ_SECONDS:g} s"
             raise DeadlineError(late, field="message", limit=f"{READ_SECONDS:g} s") from None
         finally:
             self._reads.pop(deadline, None)
@@ -82,7 +81,7 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _end_oldest(self) -> None:
         oldest = next(iter(self._reads))
-        if not oldest.expired():  # else it is about to end
+        if not oldest.expired():  # otherwise it is about to end
             del self._reads[oldest]
             oldest.reschedule(asyncio.get_running_loop().time())
 

@@ -1,4 +1,4 @@
-"""The Inference service. Messages are parsed here and not by grpc.aio, which answers malformed ones with UNKNOWN."""
+"""The Inference service. It parses messages itself: grpc.aio would answer malformed ones with UNKNOWN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from cluster.errors import BatonError, CancelledError, InvalidRequestError, UnknownModelError
+from cluster.errors import BatonError, CancelledError, InvalidRequestError
 from cluster.rpc import errors
 from cluster.security.keys import Caller
 from router.dispatch.bounded_queue import BoundedQueue
@@ -22,7 +22,10 @@ from router.gateway import RequestGateway
 from router.observe.traces.arrival import Arrival
 from router.request.completion import Completion, Delta
 from router.request.disclosure import timings_for, workers_for
-from router.request.validator import RawRequest
+from router.request.fields import read
+from router.request.limits import FieldLimits
+from router.request.options import GenerationOptions
+from router.request.validator import Envelope
 from router.text.contents import Rendered, role_of
 from router.text.tokenizer import MESSAGE_CHARACTERS
 from wire import inference_pb2 as pb
@@ -39,7 +42,8 @@ class InferenceService:
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
         methods = {
-            # Streams to the server: the one message is read once there is a place for it. Clients see no difference.
+            # Declared as streams of messages, so that the one message is read only once the request holds a place.
+            # Clients see no difference.
             "Generate": grpc.stream_stream_rpc_method_handler(_refusing(self.Generate), None, serialize),
             "Tokenize": grpc.stream_stream_rpc_method_handler(_refusing(self.Tokenize), None, serialize),
             "ListModels": grpc.stream_stream_rpc_method_handler(_refusing(self.ListModels), None, serialize),
@@ -61,14 +65,14 @@ class InferenceService:
                 await self._write(_responses(dispatcher, completion, caller), context)
 
     async def _answer(self, response: Message, context: Context) -> None:
-        # Sent with a message that is never read, it would be sent again with the status, which gRPC refuses.
+        # If it were sent with a message that is never read, the status would repeat it, which gRPC refuses.
         await context.send_initial_metadata(())
         await self._write(_only(response), context)
 
     async def _write(self, responses: AsyncGenerator[Message, None], context: Context) -> None:
         deadline = WriteDeadline(self._gateway.config.write_seconds)
         try:
-            # Closed here whatever happens: that cancels the request at its workers.
+            # However this ends, closing the responses cancels the request at its workers.
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     with deadline:
@@ -76,26 +80,31 @@ class InferenceService:
         except asyncio.CancelledError:
             if not deadline.expired:
                 raise
-            # grpc.aio would leave the call open without a status, and its client waiting.
+            # If this task were cancelled, grpc.aio would leave the call open without a status.
             deadline.uncancel()
-            raise CancelledError(f"nothing was read for {self._gateway.config.write_seconds:g} s") from None
+            seconds = self._gateway.config.write_seconds
+            raise CancelledError(f"the client read nothing for {seconds:g} s (write_seconds)") from None
         finally:
             deadline.close()
 
     async def _completion(self, request: pb.GenerateRequest, context: Context, caller: Caller) -> Completion:
         kind = request.WhichOneof("prompt")
         prompt: Sequence[int]
-        self._gateway.validator.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
+        limits = self._gateway.validator.limits
+        limits.check_model(request.model)
+        limits.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
+        options = _options(request, limits)
         if kind == "token_ids":
             prompt = request.token_ids.ids
         elif kind is not None:
             prompt = await self._encode(request, caller)
         else:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
-        return self._gateway.validator.completion(prompt, _asked(request, context))
+        return self._gateway.validator.completion(prompt, options, _envelope(request, context))
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        """As costly as a prompt's way to its dispatch, so it takes the same places and turns, and counts as a request."""
+        """Tokenise a text or a conversation. That costs as much as the preparation of a generation, so it takes a place
+        and counts as a request."""
         caller = caller_of(self._gateway, context)
         with self._gateway.place(caller, context.peer()) as held:
             raw = await read_message(context, self._gateway.config, held)
@@ -103,7 +112,7 @@ class InferenceService:
             async with self._gateway.counted(caller):
                 request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority)
                 del raw
-                self._check_model(request.model)
+                self._gateway.validator.limits.check_model(request.model)
                 ids = await self._encode(request, caller)
             await self._answer(pb.TokenizeResponse(token_ids=ids), context)
 
@@ -119,23 +128,18 @@ class InferenceService:
             await self._answer(pb.ListModelsResponse(models=[model]), context)
 
     async def _encode(self, request: pb.GenerateRequest | pb.TokenizeRequest, caller: Caller) -> list[int]:
-        """Of a text or a conversation."""
+        """Token ids of a text or a conversation."""
         if request.WhichOneof("prompt") != "chat":
             return await self._gateway.encode(request.text, tenant=caller.tenant)
         rendered = await _render(self._gateway, request.chat, caller)
         return await self._gateway.encode(rendered, special=False, tenant=caller.tenant)
 
-    def _check_model(self, model: str) -> None:
-        served = self._gateway.validator.served_name
-        if model and model != served:
-            raise UnknownModelError(f"model: {model!r} is not served here; {served!r} is", field="model")
-
 
 def _refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) -> Any:
-    """End a call that raises a BatonError with its status.
+    """End a call that raises a BatonError with the error's status.
 
-    grpc.aio keeps what `abort` raises in the call's state, a cycle that lives until Python's collector runs. The exception
-    therefore leaves from a frame that holds nothing of the request: the error's frames hold its message, of megabytes.
+    grpc.aio keeps the exception of `abort` in the call's state until Python's garbage collector runs. It is therefore
+    raised in a frame that holds nothing of the request: the frames of the original error hold its message, of megabytes.
     """
 
     async def answered(messages: AsyncIterator[bytes], context: Context) -> None:
@@ -148,7 +152,7 @@ def _refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) 
         try:
             await errors.abort(context, refusal)
         except grpc.aio.InternalError:
-            # The status waited behind an answer that was not read, until the client had gone.
+            # The client disconnected while the status waited behind an answer that it did not read.
             raise asyncio.CancelledError from None
 
     return answered
@@ -162,7 +166,7 @@ def _values(context: Context, name: str) -> list[str]:
 async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller) -> Rendered:
     if not chat.messages:
         raise InvalidRequestError("chat: has no messages", field="chat")
-    gateway.validator.check_messages(len(chat.messages))
+    gateway.validator.limits.check_messages(len(chat.messages))
     size = chat.ByteSize() + MESSAGE_CHARACTERS * len(chat.messages)
     return await gateway.text.chat(
         lambda: [
@@ -174,33 +178,15 @@ async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller
     )
 
 
-def _asked(request: pb.GenerateRequest, context: Context) -> RawRequest:
-    """Lists are passed as they are: the validator counts them before anything copies them."""
-    o = request.options
+def _options(request: pb.GenerateRequest, limits: FieldLimits) -> GenerationOptions:
+    """Lists are passed as they are: the model counts them before anything copies them."""
+    return read(
+        GenerationOptions, {field.name: value for field, value in request.options.ListFields()}, limits
+    )
 
-    def given(name: Any) -> Any:
-        return getattr(o, name) if o.HasField(name) else None
 
-    return RawRequest(
-        model=request.model,
-        max_tokens=given("max_tokens"),
-        temperature=given("temperature"),
-        top_k=given("top_k"),
-        top_p=given("top_p"),
-        min_p=given("min_p"),
-        repetition_penalty=given("repetition_penalty"),
-        presence_penalty=given("presence_penalty"),
-        frequency_penalty=given("frequency_penalty"),
-        seed=given("seed"),
-        n=given("n"),
-        stop=o.stop,
-        stop_token_ids=o.stop_token_ids,
-        min_tokens=given("min_tokens"),
-        ignore_eos=o.ignore_eos,
-        logprobs=given("logprobs"),
-        logit_bias=o.logit_bias,
-        include_stop_text=o.include_stop_text,
-        priority=o.priority,
+def _envelope(request: pb.GenerateRequest, context: Context) -> Envelope:
+    return Envelope(
         request_id=request.request_id,
         resume_tokens=request.resume_tokens.ids,
         resume_ticket=request.resume_ticket,
@@ -218,17 +204,17 @@ async def _responses(
     dispatcher: RequestDispatcher, completion: Completion, caller: Caller
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     deltas: BoundedQueue[Delta] = BoundedQueue(MAX_UNREAD_DELTAS, pace_seconds=PIECE_SECONDS)
-    # A charged request gets its ticket before the first token, so that another router does not charge it again if this
-    # one dies. Others get it with the first token, which saves a message.
+    # A request that was charged gets its ticket before the first token: another router will not charge it again if this
+    # one dies. Other requests get it with the first token, which saves a message.
     dispatcher.on_charged = lambda: deltas.add(_CHARGED)
     dispatcher.start(deltas)
     started: pb.Started | None = None
     try:
-        while came := await deltas.take():
-            if came[0] is _CHARGED:
+        while arrived := await deltas.take():
+            if arrived[0] is _CHARGED:
                 yield pb.GenerateResponse(started=_started(dispatcher, completion, caller))
-                came = came[1:]
-            for chunk in _chunks(came):
+                arrived = arrived[1:]
+            for chunk in _chunks(arrived):
                 if started is None:
                     started = _started(dispatcher, completion, caller)
                     yield pb.GenerateResponse(started=started, chunk=chunk)
@@ -255,7 +241,7 @@ def _started(dispatcher: RequestDispatcher, completion: Completion, caller: Call
 
 
 def _chunks(deltas: Sequence[Delta]) -> Iterator[pb.Chunk]:
-    """Tokens of one choice that came together go out together: a message costs more than what it carries."""
+    """Put tokens of one choice that arrived together into one message: a message costs more than its tokens."""
     begin = 0
     for end in range(1, len(deltas) + 1):
         last = deltas[end - 1]

@@ -1,4 +1,4 @@
-"""Ends a call whose client has stopped reading."""
+"""Cancels a call whose client has stopped reading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Self
 class WriteDeadline:
     """Cancels the task that made it when one write inside `with writing:` takes longer than `seconds`.
 
-    One timer per call that looks now and then: a timer per token would cost more than the write.
+    One timer per call checks at intervals: a timer per token would cost more than the write.
     """
 
     def __init__(self, seconds: float):
@@ -21,7 +21,7 @@ class WriteDeadline:
         self._seconds = seconds
         self._since = 0.0  # 0 = not writing
         self.expired = False
-        self._timer = asyncio.get_running_loop().call_later(seconds / 4, self._look)
+        self._timer = asyncio.get_running_loop().call_later(seconds / 4, self._check)
 
     def __enter__(self) -> Self:
         self._since = time.monotonic()
@@ -33,15 +33,15 @@ class WriteDeadline:
         self._since = 0.0
 
     def uncancel(self) -> None:
-        """The cancellation was ours, and has been heard."""
+        """Take back this deadline's cancellation of the task, once it has been handled."""
         self._task.uncancel()
 
     def close(self) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._since and time.monotonic() - self._since > self._seconds:
             self.expired = True
             self._task.cancel()
             return
-        self._timer = asyncio.get_running_loop().call_later(self._seconds / 4, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._seconds / 4, self._check)

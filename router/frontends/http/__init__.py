@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP door."""
+"""The HTTP frontend, compatible with OpenAI's API."""

@@ -1,4 +1,4 @@
-"""How much of what was sent on a connection its client's system has received."""
+"""The number of bytes sent on a connection that the client's system has received."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _OFFSET, _FIELD = 120, struct.Struct("=Q")
 
 
 def acknowledged_bytes(transport: asyncio.BaseTransport) -> int:
-    """Bytes acknowledged since the connection began, with TLS of its records; 0 where the system does not tell.
+    """Bytes acknowledged since the connection began, counting TLS records; 0 on systems that do not report it.
 
-    A transport's own buffer says less: bytes leave it for the kernel's, a quarter of a megabyte at a time, and with TLS
-    it is empty while the one below it is full.
+    The transport's own buffer is no measure: its bytes move to the kernel's buffer a quarter of a megabyte at a time, and
+    with TLS it is empty while the buffer below it is full.
     """
     sock = transport.get_extra_info("socket")
     try:

@@ -1,15 +1,14 @@
-"""Reading a request's body within its limits."""
+"""Reads a request's body within its limits."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from cluster.config.router import RouterConfig
+from cluster.config.router import RequestLimits
 from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
 from router.admission.limits import HeldBytes
 from router.admission.low_priority import LowPriority
@@ -18,40 +17,31 @@ from router.frontends.http.json_scan import MAX_COST_PER_BYTE, JsonScan
 SCAN_BYTES = 1 << 16
 
 
-@dataclass(frozen=True)
-class BodyLimits:
-    bytes: int
-    depth: int
-    elements: int
-
-    @classmethod
-    def of(cls, config: RouterConfig) -> BodyLimits:
-        return cls(config.max_body_bytes, config.max_json_depth, config.max_json_elements)
-
-
 async def read_json(
-    request: Request, limits: BodyLimits, held: HeldBytes, low_priority: LowPriority
+    request: Request, limits: RequestLimits, held: HeldBytes, low_priority: LowPriority
 ) -> dict[str, Any]:
-    """The body as an object. It is scanned while it arrives and parsed within its limits only: the parser holds the
-    interpreter, on any thread, for as long as it makes objects.
+    """Return the body as an object. It is scanned while it arrives, and parsed only if it is within its limits: the parser
+    holds the interpreter lock, on any thread, while it makes objects.
 
-    Raises RequestTooLargeError, OverloadedError and InvalidRequestError as soon as they are certain, CancelledError when
-    the client has gone meanwhile.
+    Raises RequestTooLargeError, OverloadedError and InvalidRequestError as soon as they are certain, CancelledError if the
+    client disconnects.
     """
     raw, scan = bytearray(), JsonScan()
     try:
         async for piece in request.stream():
             raw += piece
-            if len(raw) > limits.bytes:
+            if len(raw) > limits.max_body_bytes:
                 raise RequestTooLargeError(
-                    f"the body exceeds {limits.bytes} bytes", field="body", limit=str(limits.bytes)
+                    f"the body exceeds {limits.max_body_bytes} bytes",
+                    field="body",
+                    limit=str(limits.max_body_bytes),
                 )
             held.grow_to(len(raw))
             if len(raw) - scan.seen > SCAN_BYTES:
                 await low_priority.step()
                 _scan(scan, raw, limits)
     except ClientDisconnect:
-        raise CancelledError("the client has gone") from None
+        raise CancelledError("the client disconnected") from None
     if scan.seen or _may_exceed(raw, limits):
         _scan(scan, raw, limits)
     try:
@@ -64,25 +54,27 @@ async def read_json(
 
 
 async def discard_body(request: Request, low_priority: LowPriority) -> None:
-    """Read the body without holding it: an answer that closes the connection would be lost by a client still sending."""
+    """Read the body and drop it: a client that still sends would lose an answer that closes the connection."""
     with contextlib.suppress(ClientDisconnect):
         async for _ in request.stream():
             await low_priority.step()
 
 
-def _may_exceed(raw: bytearray, limits: BodyLimits) -> bool:
-    """Most bodies are too short for too many elements, and have too few brackets for too many levels."""
-    return len(raw) * MAX_COST_PER_BYTE > limits.elements or raw.count(b"[") + raw.count(b"{") > limits.depth
+def _may_exceed(raw: bytearray, limits: RequestLimits) -> bool:
+    """Whether a scan is needed: most bodies are too short, and have too few brackets, to exceed the limits."""
+    return (
+        len(raw) * MAX_COST_PER_BYTE > limits.max_json_elements
+        or raw.count(b"[") + raw.count(b"{") > limits.max_json_depth
+    )
 
 
-def _scan(scan: JsonScan, raw: bytearray, limits: BodyLimits) -> None:
-    """Read what is new. Raises InvalidRequestError."""
+def _scan(scan: JsonScan, raw: bytearray, limits: RequestLimits) -> None:
+    """Scan the bytes that were not scanned yet. Raises InvalidRequestError."""
     scan.read(raw[scan.seen :])
-    if scan.depth > limits.depth:
-        message = f"the body is nested deeper than {limits.depth}"
-        raise InvalidRequestError(message, field="body", limit=str(limits.depth))
-    if scan.elements > limits.elements:
-        message = (
-            f"the body has more than {limits.elements} elements; lists, objects and their members count as 16"
-        )
-        raise InvalidRequestError(message, field="body", limit=str(limits.elements))
+    if scan.depth > limits.max_json_depth:
+        message = f"the body is nested deeper than {limits.max_json_depth}"
+        raise InvalidRequestError(message, field="body", limit=str(limits.max_json_depth))
+    most = limits.max_json_elements
+    if scan.elements > most:
+        message = f"the body has more than {most} elements; lists, objects and their members count as 16"
+        raise InvalidRequestError(message, field="body", limit=str(most))

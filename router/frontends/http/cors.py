@@ -1,4 +1,4 @@
-"""Cross-origin requests: which other origins' pages may ask this router from a browser."""
+"""Cross-origin requests: lets pages of other origins call this router from a browser."""
 
 from __future__ import annotations
 

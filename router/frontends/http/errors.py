@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them."""
+"""Error answers in the form that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -35,10 +35,8 @@ _CODES: dict[type[BatonError], str] = {
 
 
 def error_body(error: BatonError) -> dict[str, Any]:
-    kind = "invalid_request_error" if isinstance(error, InvalidRequestError) else "server_error"
-    if isinstance(error, OverloadedError):
-        kind = "rate_limit_error"
-    if isinstance(error, RequestTooLargeError | UnauthenticatedError | ForbiddenError):
+    kind = "rate_limit_error" if isinstance(error, OverloadedError) else "server_error"
+    if isinstance(error, InvalidRequestError | RequestTooLargeError | UnauthenticatedError | ForbiddenError):
         kind = "invalid_request_error"
     return {
         "error": {
@@ -55,9 +53,9 @@ def error_response(error: BatonError) -> Response:
     if isinstance(error, UnauthenticatedError):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, DrainingError):
-        headers["connection"] = "close"  # its next request is for another router
+        headers["connection"] = "close"  # the client's next request must reach another router
     if error.http_status >= 500 and not error.retryable:
-        headers["x-should-retry"] = "false"  # OpenAI's clients repeat every 5xx unless told so
+        headers["x-should-retry"] = "false"  # OpenAI's clients retry any other 5xx
     if error.retry_after_seconds:
         headers["retry-after"] = str(math.ceil(error.retry_after_seconds))
     return Response(

@@ -1,7 +1,7 @@
 """The events of a streamed answer.
 
 choice, choice, … choice     one event per batch of tokens; with continuous_usage_stats each has the usage so far
-the last choice's finish     with `baton`, which is known only after the last text was sent
+the last choice's finish     with `baton`, which is complete only after the last text was sent
 usage                        without choices; only with include_usage
 [DONE]
 """
@@ -14,8 +14,9 @@ from typing import Any
 
 import orjson
 
+from router.frontends.http.requests import StreamOptions
 from router.frontends.http.shapes import Shape, baton
-from router.frontends.http.usage import StreamUsage, UsageSoFar, usage
+from router.frontends.http.usage import UsageSoFar, usage
 from router.request.completion import Delta, Outcome
 
 _DONE = b"data: [DONE]\n\n"
@@ -24,7 +25,7 @@ _DONE = b"data: [DONE]\n\n"
 class Events:
     """Encodes the events of one answer with `choices` choices over all its prompts."""
 
-    def __init__(self, shape: Shape, choices: int, wanted: StreamUsage, prompt_tokens: int):
+    def __init__(self, shape: Shape, choices: int, wanted: StreamOptions, prompt_tokens: int):
         self._shape = shape
         self._unfinished = choices
         self._wanted = wanted
@@ -32,12 +33,12 @@ class Events:
         self._begun: set[int] = set()
         self._last: Delta | None = None  # the delta that ends the last choice, held back for `end`
         self._before = shape.before_choice()
-        self._after = b'],"usage":null}\n\n' if wanted.at_end else b"]}\n\n"
+        self._after = b'],"usage":null}\n\n' if wanted.include_usage else b"]}\n\n"
 
-    def of(self, came: Sequence[Delta]) -> bytes:
-        """Encode deltas that arrived together as one write."""
+    def of(self, deltas: Sequence[Delta]) -> bytes:
+        """Encode deltas that arrived together, for one write."""
         frames: list[bytes] = []
-        for delta in came:
+        for delta in deltas:
             shown = delta if delta.finish is None else self._without_last_finish(delta)
             if shown is not None:
                 self._add(frames, shown)
@@ -45,15 +46,15 @@ class Events:
 
     def end(self, outcomes: Sequence[Outcome]) -> bytes:
         """Encode the end of the stream; call it once every choice has finished."""
-        assert self._last is not None, "an answer ends with its last choice"
+        assert self._last is not None, "every choice has finished"
         last = self._shape.chunk([self._choice(self._last)])
         last["baton"] = baton(outcomes[-1], admin=self._shape.admin)
-        if self._wanted.continuous:
+        if self._wanted.continuous_usage_stats:
             last["usage"] = orjson.Fragment(self._so_far.with_delta(self._last))
-        elif self._wanted.at_end:
+        elif self._wanted.include_usage:
             last["usage"] = None
         frames = event(last)
-        if self._wanted.at_end:
+        if self._wanted.include_usage:
             frames += event({**self._shape.chunk([]), "usage": usage(outcomes)})
         return frames + _DONE
 
@@ -69,7 +70,7 @@ class Events:
 
     def _add(self, frames: list[bytes], delta: Delta) -> None:
         frames += (self._before, orjson.dumps(self._choice(delta)))
-        if self._wanted.continuous:
+        if self._wanted.continuous_usage_stats:
             frames += (b'],"usage":', self._so_far.with_delta(delta), b"}\n\n")
         else:
             frames.append(self._after)

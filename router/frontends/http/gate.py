@@ -1,6 +1,6 @@
 """Authenticates every HTTP request before it reaches the application. The application checks what its key may access.
 
-Refusals are made from the head alone: the body has not been read, let alone parsed.
+A request is refused by its head alone, before its body is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.frontends.http.ui.pages import PATHS
 from router.gateway import RequestGateway
 
 # Probes send no keys, nor does a browser that loads the page; the page's own requests for data send one. Every other
-# path requires a key, also one that does not exist.
+# path requires a key, even if it does not exist.
 OPEN = frozenset({"/health", "/live", "/ready"})
 # They show every tenant's load and the workers' addresses. The routes check the key (router/frontends/http/app.py),
 # because their patterns also match other spellings, such as "/metrics\n".
@@ -38,7 +38,7 @@ class Gate:
             except BatonError as error:
                 await self._gateway.low_priority.step()
                 response = error_response(error)
-                # The body is still on its way, and nobody will read it.
+                # The body may still arrive, and is not read.
                 response.headers["connection"] = "close"
                 self._gateway.metrics.requests.labels("refused").inc()
                 await response(scope, receive, send)
@@ -56,7 +56,7 @@ class Gate:
 
 
 def _goodbye(send: Send) -> Send:
-    """This answer is its connection's last: the client comes anew, and a load balancer takes it elsewhere."""
+    """Close the connection after this answer: the client reconnects, and a load balancer picks another router."""
 
     async def last(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -68,12 +68,12 @@ def _goodbye(send: Send) -> Send:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who the gate found."""
+    """The caller that the gate has authenticated."""
     caller: Caller = request.scope.get(_CALLER, ANYONE)
     return caller
 
 
 def connection_of(request: Request) -> str:
-    """The connection's name, as long as it lives."""
+    """A name of the connection, unique while it is open."""
     client = request.client
     return f"{client.host}:{client.port}" if client is not None else ""

@@ -1,12 +1,12 @@
-"""Depth and size of a JSON message from its bytes, before it is parsed: a message may hold millions of lists, and each
-costs memory, and time of the event loop."""
+"""Measures depth and size of a JSON message before it is parsed: a message may hold millions of lists, each of which costs
+memory and time of the event loop."""
 
 from __future__ import annotations
 
 import numpy as np
 
 _QUOTE = ord('"')
-# What an element costs the parser, in numbers of a list: lists, objects and members of objects cost far more than numbers.
+# The parser's cost of an element, in multiples of a number in a list. Lists, objects and members of objects cost far more.
 _COSTS = np.zeros(256, np.int64)
 _COSTS[ord(",")] = 1
 _COSTS[list(b"[{:")] = 16
@@ -18,7 +18,7 @@ _UNMARKED = bytes(code for code in range(256) if code != _QUOTE and not _COSTS[c
 
 
 class JsonScan:
-    """Reads a message piece by piece; right for valid JSON, whose texts may hold brackets, and quotes behind backslashes.
+    """Reads a message piece by piece. The result is exact for valid JSON, also if texts hold brackets and escaped quotes.
 
     `depth` is the deepest nesting of lists and objects so far. `elements` counts commas, and 16 for each list, object and
     member of an object. `seen` is the number of bytes read.
@@ -32,7 +32,7 @@ class JsonScan:
 
     def read(self, piece: bytes | bytearray) -> None:
         self.seen += len(piece)
-        # Deleting is five times as fast as looking for the few bytes that matter, and most bytes are text or digits.
+        # Most bytes are text or digits: deleting them is five times as fast as searching for the bytes that matter.
         marks = np.frombuffer(self._unescaped(piece).translate(None, _UNMARKED), np.uint8)
         is_quote = marks == _QUOTE
         quotes = self._quotes + np.cumsum(is_quote, dtype=np.int32)
@@ -46,7 +46,7 @@ class JsonScan:
             self.elements += int(np.bincount(outside, minlength=256) @ _COSTS)
 
     def _unescaped(self, piece: bytes | bytearray) -> bytes:
-        """The piece without backslashes and the quotes behind them."""
+        """The piece without backslashes and escaped quotes."""
         whole = self._held + piece
         alone = (len(whole) - len(whole.rstrip(b"\\"))) % 2
         self._held = whole[len(whole) - alone :]

@@ -3,7 +3,7 @@
     accepted ──first bytes──► ready ──► TLS handshake ──► protocol, whose limits hold from there on
         │ silent for too long               │ too slow
         ▼                                   ▼
-    closed                               closed           where there are too many of either, the oldest makes room
+    closed                               closed           if there are too many of either, the oldest is closed
 
 A connection that sends nothing costs a descriptor only: no TLS state, no protocol.
 """
@@ -19,26 +19,26 @@ from typing import Any
 
 import uvicorn
 
-MAX_HANDSHAKES = 256  # at a time; the oldest makes room
-LOOK_SECONDS = 0.5  # between two looks for connections that were silent for too long
+MAX_HANDSHAKES = 256  # at a time; beyond, the oldest is cancelled
+LOOK_SECONDS = 0.5  # between two checks for connections that were silent for too long
 RETRY_SECONDS = 0.05
-ACCEPTS_PER_TURN = 128  # fewer leave newcomers behind a flood in the backlog, more hold up streams
-# Where the first bytes of thousands arrive in one turn, none is closed before its handshake could go on.
+ACCEPTS_PER_TURN = 128  # fewer leave new clients waiting behind a flood in the backlog, more delay streams
+# If the first bytes of thousands arrive in one turn, none is closed before its handshake could proceed.
 OPENED_PER_TURN = 32
 
 
 class HttpServer(uvicorn.Server):
-    """Accepts connections itself: uvloop accepts all that wait in one turn, and thousands would hold up every stream."""
+    """Accepts connections itself: uvloop accepts all that wait in one turn, and thousands would delay every stream."""
 
     def __init__(self, config: uvicorn.Config, seconds: float, max_silent: int):
-        """`seconds`: for a client's first bytes, and for the handshake. `max_silent`: connections at a time whose client
-        has sent nothing yet; the oldest makes room."""
+        """`seconds`: limit for a client's first bytes, and for the handshake. `max_silent`: limit of connections whose
+        client has sent nothing yet; beyond, the oldest is closed."""
         super().__init__(config)
         self._seconds = seconds
         self._max_silent = max_silent
         self._accepting: list[asyncio.Task[None]] = []
-        self._silent: dict[socket.socket, float] = {}  # until when; oldest first
-        self._ready: deque[socket.socket] = deque()  # their first bytes are there
+        self._silent: dict[socket.socket, float] = {}  # to their deadline; oldest first
+        self._ready: deque[socket.socket] = deque()  # their first bytes have arrived
         self._handshakes: dict[asyncio.Task[None], None] = {}  # oldest first
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -65,11 +65,11 @@ class HttpServer(uvicorn.Server):
             if count % ACCEPTS_PER_TURN == 0:
                 # While connections wait, `sock_accept` returns without giving up the turn.
                 await asyncio.sleep(0)
-            while len(self._ready) > self._max_silent:  # the others stay in the backlog
+            while len(self._ready) > self._max_silent:  # further ones stay in the backlog
                 await asyncio.sleep(0)
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError:  # of the client, or no descriptor is free: then this must not spin
+            except OSError:  # the client's, or no descriptor is free: the pause prevents a busy loop
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             self._silent[connection] = loop.time() + self._seconds
@@ -91,7 +91,7 @@ class HttpServer(uvicorn.Server):
         connection.close()
 
     def _begin(self, connection: socket.socket) -> None:
-        """Its first bytes are there, or its end."""
+        """Queue a connection whose first bytes, or whose end, have arrived."""
         del self._silent[connection]
         loop = asyncio.get_running_loop()
         loop.remove_reader(connection.fileno())

@@ -1,15 +1,15 @@
-"""uvicorn's HTTP/1.1 with what it does not bound: heads, connections, and the time a client may take.
+"""uvicorn's HTTP/1.1 with bounds that it lacks: on heads, on connections, and on the time that a client takes.
 
-    connected ──head──► asked ──body──► answered ──► asked …, or idle: closed          each arrow has a deadline
+    connected ──head──► requested ──body──► answered ──► requested …, or idle: closed       each arrow has a deadline
                  │ too large, too many, too late
                  ▼
-              an OpenAI error, and the connection ends
+              an OpenAI error, and the connection is closed
 
-An answer that is not read stops the request at the socket first: uvicorn stops sending, tokens queue up to a bound,
-and the decode worker pauses. If the client then reads less than `MIN_READ_BYTES` in `write_seconds`, the connection is
-cut, which cancels the request; so is one that was closed and whose last bytes are not read.
+If an answer is not read, uvicorn stops sending, tokens queue up to a bound, and the decode worker pauses. If the client
+then reads less than `MIN_READ_BYTES` in `write_seconds`, the connection is aborted, which cancels the request. So is a
+closed connection whose last bytes are not read.
 
-Where there are too many connections, the one that has waited longest for a request makes room.
+If there are too many connections, the one that has been without a request for longest is aborted.
 """
 
 from __future__ import annotations
@@ -17,69 +17,45 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from cluster.config.router import RouterConfig
+from cluster.config.router import ConnectionLimits
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from router.frontends.http.acknowledged import acknowledged_bytes
 from router.frontends.http.errors import error_body
 from router.frontends.http.upgrade import read_on
 
 log = logging.getLogger(__name__)
-# Closing at once, with bytes of the client's still unread, would reset the connection under our answer.
+# Closing at once, with unread bytes of the client's, would reset the connection before the client reads the answer.
 LINGER_SECONDS = 0.5
 RETRY_SECONDS = 1
-# Above the limit, where each connection has a request: up to this many get 429, more are closed at once.
-TOLD = 64
-# In `write_seconds`, of an answer that waits to be read: slower clients would hold a connection and its answer for hours.
+# Connections beyond the limit, if each has a request: this many get 429, further ones are closed at once.
+MAX_REFUSED = 64
+# Least to be read of an answer in `write_seconds`: slower clients would hold a connection and its answer for hours.
 MIN_READ_BYTES = 1 << 16
-MAX_PIPELINED = 64  # requests sent before the answer to the one that runs
-
-
-@dataclass(frozen=True)
-class HttpLimits:
-    header_bytes: int
-    headers: int
-    connections: int
-    header_seconds: float
-    body_seconds: float
-    write_seconds: float
-    idle_seconds: int
-
-    @classmethod
-    def of(cls, config: RouterConfig) -> HttpLimits:
-        return cls(
-            header_bytes=config.max_header_bytes,
-            headers=config.max_headers,
-            connections=config.max_http_connections,
-            header_seconds=config.header_seconds,
-            body_seconds=config.body_seconds,
-            write_seconds=config.write_seconds,
-            idle_seconds=config.http_idle_seconds,
-        )
+MAX_PIPELINED = 64  # requests received before the current one is answered
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. `limits` and `waiting` are set by `limited`, for uvicorn makes protocols itself."""
+    """One connection. `limits` and `waiting` are class attributes, set by `limited`: uvicorn makes the instances."""
 
-    limits: HttpLimits
+    limits: ConnectionLimits
     waiting: dict[
         LimitedProtocol, None
     ]  # connections on which no request runs, in the order in which that began
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        self.timeout_keep_alive = self.limits.idle_seconds
+        self.timeout_keep_alive = self.limits.http_idle_seconds
         self._in_head = True
         self._in_body = False
         self._head_bytes = 0
         self._ended_in_read = False  # a request's last bytes were in the bytes received last
-        self._body_came = False  # bytes of the body arrived since this was last reset
+        self._body_arrived = False  # bytes of the body arrived in the bytes received last
         self._between_bytes = 0  # bytes of chunk framing and trailers since the last bytes of the body itself
         self._refused = False
         self._refusal: tuple[int, BatonError] | None = None
@@ -87,18 +63,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._acknowledged = 0  # bytes that the client had received when the write deadline was set
         self._write_deadline = 0.0
-        # The request that runs or ran last; uvicorn's `cycle` is the one that came last.
+        # The request that runs or ran last; uvicorn's `cycle` is the one received last.
         self._running: RequestResponseCycle | None = None
 
-    # --- asyncio's side --------------------------------------------------------------------------------------
+    # --- called by asyncio --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        limit = self.limits.connections
+        limit = self.limits.max_http_connections
         if len(self.connections) > limit and self.waiting:
-            next(iter(self.waiting))._cut()
-        if len(self.connections) > limit + TOLD:
-            self._cut()
+            next(iter(self.waiting))._abort()
+        if len(self.connections) > limit + MAX_REFUSED:
+            self._abort()
         elif len(self.connections) > limit:
             self._refuse(429, _too_many(limit))
         else:
@@ -108,20 +84,20 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._body_came = self._ended_in_read = False
+        self._body_arrived = self._ended_in_read = False
         self._parse(data)
         if self._refused or self.transport.is_closing():
             return
-        if self._in_head and not self._ended_in_read:  # else most of it may be of the request before
+        if self._in_head and not self._ended_in_read:  # else most of it may be the previous request's
             self._head_bytes += len(data)
-            if self._head_bytes > self.limits.header_bytes:
-                self._refuse(431, _too_large(self.limits.header_bytes))
+            if self._head_bytes > self.limits.max_header_bytes:
+                self._refuse(431, _too_large(self.limits.max_header_bytes))
                 return
         if self._in_body:
             # The parser buffers a trailer or a chunk extension until it is complete, so both need a bound.
-            self._between_bytes = 0 if self._body_came else self._between_bytes + len(data)
-            if self._between_bytes > self.limits.header_bytes:
-                self._refuse(431, _too_large(self.limits.header_bytes))
+            self._between_bytes = 0 if self._body_arrived else self._between_bytes + len(data)
+            if self._between_bytes > self.limits.max_header_bytes:
+                self._refuse(431, _too_large(self.limits.max_header_bytes))
                 return
         if not self._in_head and not self._in_body:
             self._stop_timer()
@@ -164,10 +140,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_reading()
         super().resume_writing()
 
-    # --- httptools' side -------------------------------------------------------------------------------------
+    # --- called by httptools -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        # Here and not where bytes come: line ends, and what is left of an answered request's body, begin no request.
+        # Not in data_received: line ends, and the rest of an answered request's body, begin no request.
         self._unset_keepalive_if_required()
         self._in_head, self._head_bytes = True, 0
         super().on_message_begin()
@@ -175,31 +151,31 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
             return  # a trailer is ignored: authentication and routing used the head only
-        if len(self.headers) >= self.limits.headers:
-            limit = self.limits.headers
+        if len(self.headers) >= self.limits.max_headers:
+            limit = self.limits.max_headers
             error = InvalidRequestError(f"headers: at most {limit}", field="headers", limit=str(limit))
             self._give_up(431, error)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > self.limits.header_bytes:
-            self._give_up(431, _too_large(self.limits.header_bytes))
+        if size > self.limits.max_header_bytes:
+            self._give_up(431, _too_large(self.limits.max_header_bytes))
         if len(self.pipeline) >= MAX_PIPELINED:
             text, limit = f"at most {MAX_PIPELINED} requests before their answers", str(MAX_PIPELINED)
             self._give_up(429, OverloadedError(text, field="pipeline", limit=limit))
         self._stop_timer()
         self.waiting.pop(self, None)
-        self._in_head, self._in_body, self._body_came = False, True, True
+        self._in_head, self._in_body, self._body_arrived = False, True, True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._body_came = True
+        self._body_arrived = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # so says the parser that reads no further than the head
+            return  # called for the head; the parser of upgrade.py reads the body
         self._in_body, self._ended_in_read = False, True
         super().on_message_complete()
         if self.cycle.response_complete:
@@ -221,26 +197,26 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _disconnect(self) -> None:
-        """The application must neither wait for more nor answer."""
+        """Tell the application that the client disconnected: it must neither wait for more nor answer."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
 
     def _await_request(self) -> None:
-        """No request runs. What is on its way has a deadline of its own."""
+        """Start the idle timer if no part of a request has arrived; a request that arrives has its own deadline."""
         self._unset_keepalive_if_required()
         if not self._in_head and not self._in_body:
-            seconds = self.limits.idle_seconds
+            seconds = self.limits.http_idle_seconds
             self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
         self._expect_reading()
 
-    # --- the ends --------------------------------------------------------------------------------------------
+    # --- ends of a connection --------------------------------------------------------------------------------------------
 
     def _give_up(self, status: int, error: BatonError) -> None:
-        """Out of the parser, which then calls send_400_response."""
+        """Leave the parser by an exception; it then calls send_400_response."""
         self._refusal = (status, error)
         raise ValueError(error.message)
 
@@ -249,7 +225,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(status, error)
 
     def _refuse(self, status: int, error: BatonError) -> None:
-        """Says so, if no answer is on its way, and lets the connection end."""
+        """Send the error, unless an answer has begun, and close the connection."""
         self._refused = True
         self.pipeline.clear()
         self._stop_timer()
@@ -259,8 +235,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disconnect()
         self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
 
-    def _cut(self) -> None:
-        """At once, so that the number of connections is bounded however fast they come."""
+    def _abort(self) -> None:
+        """Abort at once: the number of connections stays bounded however fast they arrive."""
         self._refused = True
         self.connections.discard(self)
         self.waiting.pop(self, None)
@@ -272,14 +248,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(seconds, self._late, seconds)
 
     def _expect_body(self) -> None:
-        """Of the request that runs: while one is answered, the body of the next is not read."""
+        """Start the timer of the current request's body; the body of the next one is not read meanwhile."""
         if self._in_body and self._timer is None and self.cycle is self._running:
             self._expect(self.limits.body_seconds)
 
     def _late(self, seconds: float) -> None:
         self._timer = None
         what = "head" if self._in_head else "body"
-        self._refuse(408, DeadlineError(f"the request's {what} did not come within {seconds:g} s"))
+        self._refuse(408, DeadlineError(f"the request's {what} did not arrive within {seconds:g} s"))
 
     def _expect_reading(self) -> None:
         if self._write_timer is None:
@@ -291,13 +267,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_deadline = self.loop.time() + self.limits.write_seconds
 
     def _check_reading(self) -> None:
-        """Several times before the deadline: what the client's kernel takes unread comes before the first time."""
+        """Runs several times before the deadline; the client's kernel has filled its buffer before the first."""
         if acknowledged_bytes(self.transport) - self._acknowledged >= MIN_READ_BYTES:
             self._set_write_deadline()
         elif self.loop.time() >= self._write_deadline:
             self._write_timer = None
-            text = "a client read less than %d bytes in %g s (write_seconds): its connection is cut"
-            log.info(text, MIN_READ_BYTES, self.limits.write_seconds)
+            text = "client %s read less than %d bytes in %g s (write_seconds); its connection is aborted"
+            log.info(text, self.client, MIN_READ_BYTES, self.limits.write_seconds)
             self.transport.abort()
             return
         self._write_timer = self.loop.call_later(self.limits.write_seconds / 4, self._check_reading)
@@ -314,10 +290,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _unframed(cycle: RequestResponseCycle, app: Any) -> Any:
-    """HTTP/1.0 has no chunks: the end of the connection ends a body of unknown length.
+    """An application whose answers have no chunks, which HTTP/1.0 lacks: the end of the connection ends the body.
 
-    uvicorn sends any body without a length in chunks unless `chunked_encoding` is set before. It then expects a body of
-    the announced length, so each piece is announced.
+    uvicorn chunks a body of unknown length unless `chunked_encoding` is set beforehand. It then expects a body of the
+    announced length, so the length of each piece is announced.
     """
     cycle.chunked_encoding = False
 
@@ -331,7 +307,7 @@ def _unframed(cycle: RequestResponseCycle, app: Any) -> Any:
     return answered
 
 
-def limited(limits: HttpLimits) -> type[asyncio.Protocol]:
+def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     """A protocol class with these limits."""
     return type("Limited", (LimitedProtocol,), {"limits": limits, "waiting": {}})
 

@@ -1,4 +1,4 @@
-"""From requests' lives to a connection: what came at once goes out at once; a client that has gone ends it all."""
+"""Reads the deltas of a request's dispatchers, and writes them to its connection."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from router.request.completion import Delta
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-class ScrapedMetric:
-    """Starts the lives of one answer and reads what they say, all together, in the order in which it came."""
+class AnswerReader:
+    """Starts the dispatchers of one answer and reads their deltas, in the order in which they arrive."""
 
     def __init__(self, dispatchers: Sequence[RequestDispatcher], request: Request):
         self.dispatchers = dispatchers
         self._deltas: BoundedQueue[Delta] = BoundedQueue(MAX_UNREAD_DELTAS, len(dispatchers), PIECE_SECONDS)
         for dispatcher in dispatchers:
             dispatcher.start(self._deltas)
-        # The server drops what it is told to send to a client that has gone: only asking tells.
+        # Writes to a client that has disconnected are dropped silently: only `receive` reports it.
         self._watch = asyncio.get_running_loop().create_task(self._until_disconnected(request))
 
     async def take(self) -> list[Delta]:
-        """Empty at the end. Raises the first life's BatonError; CancelledError (ours) once the client has gone."""
+        """The deltas that arrived since the last call; none at the end.
+
+        Raises the first BatonError of a dispatcher, or CancelledError (cluster.errors) if the client disconnects.
+        """
         return await self._deltas.take()
 
     def stop(self) -> None:
-        """Ends what is still going on."""
+        """Cancel the dispatchers that have not finished."""
         self._watch.cancel()
         for dispatcher in self.dispatchers:
             dispatcher.stop()
@@ -42,17 +45,17 @@ class ScrapedMetric:
         while True:
             message = await request.receive()
             if message["type"] == "http.disconnect":
-                self._deltas.discard(CancelledError("the client has gone"))
+                self._deltas.discard(CancelledError("the client disconnected"))
                 return
 
 
 class EventStream(Response):
-    """Server-sent events, sent as they come."""
+    """Server-sent events, sent as they are made."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str], release: Callable[[], None]):
-        """`release` is called once nothing more will be sent, whatever the reason."""
+        """`release` is called after the last write, also if the stream fails."""
         super().__init__(headers={**headers, **_STREAM_HEADERS})
         del self.headers["content-length"]
         self._events = events

@@ -1,4 +1,4 @@
-"""How answers look: OpenAI's objects for completions and chats, whole and in chunks."""
+"""OpenAI's objects for completions and chats, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def baton(outcome: Outcome, *, admin: bool) -> dict[str, Any]:
 class Answer:
     """One choice of a whole answer, collected delta by delta.
 
-    Log probabilities are encoded as they come: those of a large answer, encoded at its end, would stop the event loop for
-    half a second.
+    Log probabilities are encoded as they arrive: at the end of a large answer, encoding them would block the event loop
+    for half a second.
     """
 
     def __init__(self, shape: Shape, index: int):
@@ -42,9 +42,8 @@ class Answer:
         self.token_ids: list[int] = []
         self._shape = shape
         self._text: list[str] = []
-        self._logprobs: dict[
-            str, list[bytes]
-        ] = {}  # by field: entries of its list, as JSON with commas between them
+        # By field: pieces of its list, as JSON without brackets
+        self._logprobs: dict[str, list[bytes]] = {}
 
     @property
     def text(self) -> str:
@@ -59,7 +58,7 @@ class Answer:
                 self._logprobs.setdefault(name, []).append(orjson.dumps(values)[1:-1])
 
     def logprobs(self) -> dict[str, Any] | None:
-        """As the shape shows them, with lists that are JSON already."""
+        """The shape's object for them, with lists that are encoded already."""
         empty = self._shape.logprobs(self.index, ())
         if empty is None:
             return None
@@ -69,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Shape:
-    """One endpoint's objects. `offset` is where a prompt's choices begin in a request with several prompts."""
+    """One endpoint's objects."""
 
     completion: Completion
     text: ModelText
@@ -106,7 +105,7 @@ class Shape:
         raise TypeError("use ChatShape or CompletionShape")
 
     def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
-        """Lists by field, of tokens that follow each other in a choice; None if they are not wanted."""
+        """Lists by field for consecutive tokens of a choice; None if the request does not ask for them."""
         raise TypeError("use ChatShape or CompletionShape")
 
 
@@ -190,7 +189,7 @@ class CompletionShape(Shape):
         }
 
     def _name(self, token_id: int) -> str:
-        """OpenAI marks the tokens of this endpoint that are no whole characters: there is no field for bytes."""
+        """The token's text, marked as OpenAI does if it is not whole characters: this endpoint has no field for bytes."""
         pieces = self.text.pieces
         text = pieces.text_of(token_id)
         return text if text.encode() == pieces.bytes_of(token_id) else f"bytes:{text}"

@@ -1,8 +1,8 @@
-"""Requests that offer to go on in another protocol (`Upgrade: h2c`), as Java's HTTP client and `curl --http2` do with the
-first one of a connection. A server need not take the offer (RFC 9110, 7.8): they are served as if they had not made it.
+"""Serves requests that offer another protocol (`Upgrade: h2c`) as if they did not: a server may ignore the offer
+(RFC 9110, 7.8). Java's HTTP client and `curl --http2` make it in the first request of a connection.
 
-The parser takes what follows such a head for the other protocol. So another parser reads it, told of the head what says
-how long the body is.
+After such a head the parser expects the other protocol. A new parser therefore reads the rest; it is given the headers
+that state the length of the body.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class _Callbacks:
-    """The protocol's own, but for the head, which it has heard already."""
+    """The protocol's own callbacks, except those for the head, which have run already."""
 
     def __init__(self, protocol: HttpToolsProtocol):
         self._protocol = protocol

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from router.request.completion import Delta, Outcome
-
-
-@dataclass(frozen=True)
-class StreamUsage:
-    """The settings in `stream_options`."""
-
-    at_end: bool = False  # include_usage: a last chunk without choices
-    continuous: bool = False  # continuous_usage_stats: in each chunk, the usage so far
 
 
 def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from baton.client import ClientTls
+from cluster.config.router import ConnectionLimits
 from router.admission.descriptors import max_silent
 from router.frontends.http.listener import MAX_HANDSHAKES
-from router.frontends.http.protocol import HttpLimits, limited
+from router.frontends.http.protocol import limited
 from tests.security.routers import run_router
 from tests.waiting import until, wait_for
 
@@ -187,7 +188,9 @@ def test_handshakes_that_do_not_end_have_a_number_and_a_time(
 async def test_the_end_of_an_answer_that_nobody_reads_keeps_no_connection() -> None:
     """A transport that was closed waits for its buffer for ever, also below the size at which writing pauses."""
     loop = asyncio.get_running_loop()
-    limits = HttpLimits(4096, 20, LIMIT, 1, 1, write_seconds=0.2, idle_seconds=1)
+    limits = ConnectionLimits(
+        header_seconds=1, body_seconds=1, write_seconds=0.2, http_idle_seconds=1, max_http_connections=LIMIT
+    )
     state = ServerState()
     made = limited(limits)(config=Config(None, lifespan="off"), server_state=state, app_state={})  # type: ignore[call-arg, arg-type]
     ours, theirs = socket.socketpair()
@@ -230,7 +233,7 @@ class Reader:
 @contextlib.asynccontextmanager
 async def large_answer(size: int, write_seconds: float) -> Any:
     """A server that writes an answer of `size` bytes as soon as somebody connects; its address and its state."""
-    limits = HttpLimits(4096, 20, LIMIT, 60, 60, write_seconds=write_seconds, idle_seconds=60)
+    limits = ConnectionLimits(write_seconds=write_seconds, max_http_connections=LIMIT)
     state = ServerState()
 
     class Answers(limited(limits)):  # type: ignore[misc]

@@ -1,1 +1,1 @@
-"""The router's own OpenAPI document: what may be asked, with the limits of this very router, and what is answered."""
+"""The router's OpenAPI document: requests, with the limits of this router, and answers."""

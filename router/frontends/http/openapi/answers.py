@@ -1,4 +1,4 @@
-"""What a router answers: whole and in pieces, and how it says no."""
+"""Schemas of answers: whole, in chunks, and errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _usage() -> Schema:
 
 
 def _baton() -> Schema:
-    """Of Timings in inference.proto, field by field."""
+    """The fields of Timings in inference.proto."""
     kinds = {
         FieldDescriptor.CPPTYPE_DOUBLE: NUMBER,
         FieldDescriptor.CPPTYPE_STRING: text(),
@@ -151,7 +151,7 @@ def _completion_logprobs() -> Schema:
 
 
 def _cluster() -> Schema:
-    """Grows with what there is to see: only what it always has is named."""
+    """Names only the fields that are always there: further ones depend on the cluster."""
     worker = {
         "type": "object",
         "properties": {

@@ -1,4 +1,4 @@
-"""The document: every path with what it takes, what it answers, and every way it may say no."""
+"""The document: for every path its request, its answers and its errors."""
 
 from __future__ import annotations
 
@@ -16,23 +16,31 @@ _REFUSALS = {
     401: "No API key, or not a valid one.",
     403: "The key does not allow it: an administrator's is needed, or one with a higher max_priority.",
     404: "There is no such model.",
-    405: "This path knows another method.",
-    408: "The head or the body of the request did not come in time.",
+    405: "This path has another method.",
+    408: "The head or the body of the request did not arrive in time.",
     413: "The body is too large.",
     429: "Too much at once: the router, the tenant or the connection is full, a quota is used up, or the first "
     "token would come too late.",
     431: "The head is too large.",
-    500: "A fault of ours.",
-    503: "No worker of a needed role came in time.",
+    500: "An internal error.",
+    503: "No worker of a needed role was available in time.",
     504: "The deadline passed.",
 }
 _ALWAYS = (400, 405, 408, 429, 431, 500)
 _GENERATE = (404, 413, 503, 504)
+# Settings that no field's schema shows
+_OTHER_LIMITS = (
+    "max_body_bytes", "max_body_bytes_in_flight", "max_body_bytes_in_flight_per_tenant", "max_text_bytes",
+    "max_json_depth", "max_json_elements", "max_answer_entries", "max_header_bytes", "max_headers",
+    "header_seconds", "body_seconds", "write_seconds", "request_seconds", "max_http_connections",
+    "http_idle_seconds", "max_grpc_connections", "grpc_idle_seconds", "max_health_watchers",
+    "max_concurrent_requests", "max_concurrent_requests_per_tenant", "max_concurrent_requests_per_connection",
+)  # fmt: skip
 _REQUEST_ID: Schema = {
     "name": "x-request-id",
     "in": "header",
     "required": False,
-    "description": "comes back, and stands in the logs",
+    "description": "returned with the answer, and named in log lines",
     "schema": text(maxLength=MAX_REQUEST_ID),
 }
 
@@ -51,43 +59,19 @@ def build_document(gateway: RequestGateway) -> dict[str, Any]:
         },
         "paths": _paths(gateway),
         "components": {
-            "schemas": {**request_schemas(gateway), **answer_schemas(gateway)},
+            "schemas": {**request_schemas(gateway.validator.limits), **answer_schemas(gateway)},
             "securitySchemes": {
                 "apiKey": {"type": "http", "scheme": "bearer", "description": "baton-<id>-<secret>"}
             },
         },
-        # Where the router asks for no keys, one that is sent is not looked at.
+        # A router that requires no keys ignores one that is sent.
         "security": [{"apiKey": []}] if gateway.keys.on else [{}, {"apiKey": []}],
     }
 
 
 def _limits(gateway: RequestGateway) -> dict[str, float | int]:
-    """What is bounded beside the fields of a request."""
-    config = gateway.config
-    return {
-        "max_model_len": gateway.validator.max_model_len,
-        "max_body_bytes": config.max_body_bytes,
-        "max_body_bytes_in_flight": config.max_body_bytes_in_flight,
-        "max_body_bytes_in_flight_per_tenant": config.max_body_bytes_in_flight_per_tenant,
-        "max_text_bytes": config.max_text_bytes,
-        "max_json_depth": config.max_json_depth,
-        "max_json_elements": config.max_json_elements,
-        "max_answer_entries": config.max_answer_entries,
-        "max_header_bytes": config.max_header_bytes,
-        "max_headers": config.max_headers,
-        "header_seconds": config.header_seconds,
-        "body_seconds": config.body_seconds,
-        "write_seconds": config.write_seconds,
-        "request_seconds": config.request_seconds,
-        "max_http_connections": config.max_http_connections,
-        "http_idle_seconds": config.http_idle_seconds,
-        "max_grpc_connections": config.max_grpc_connections,
-        "grpc_idle_seconds": config.grpc_idle_seconds,
-        "max_health_watchers": config.max_health_watchers,
-        "max_concurrent_requests": config.max_concurrent_requests,
-        "max_concurrent_requests_per_tenant": config.max_concurrent_requests_per_tenant,
-        "max_concurrent_requests_per_connection": config.max_concurrent_requests_per_connection,
-    }
+    limits = {name: getattr(gateway.config, name) for name in _OTHER_LIMITS}
+    return {"max_model_len": gateway.validator.max_model_len, **limits}
 
 
 def _paths(gateway: RequestGateway) -> dict[str, Any]:
@@ -114,14 +98,14 @@ def _paths(gateway: RequestGateway) -> dict[str, Any]:
         },
         "/metrics": {"get": _metrics(keys)},
         "/openapi.json": {"get": _get("openapi", "This document", {"type": "object"}, keys)},
-        "/health": {"get": _open("health", "The router is there", health_schema(), {})},
-        "/live": {"get": _open("live", "The router's loop turns", probe_schema("live"), {})},
+        "/health": {"get": _open("health", "The router runs", health_schema(), {})},
+        "/live": {"get": _open("live", "The router's event loop runs", probe_schema("live"), {})},
         "/ready": {
             "get": _open(
                 "ready",
                 "Requests can be served",
                 probe_schema("ready"),
-                {"503": _content("They can't", probe_schema("ready"))},
+                {"503": _content("They cannot", probe_schema("ready"))},
             )
         },
     }
@@ -163,7 +147,7 @@ def _get(name: str, summary: str, schema: Schema, keys: bool, *more: int) -> dic
 
 
 def _open(name: str, summary: str, schema: Schema, more: dict[str, Any]) -> dict[str, Any]:
-    """Probes carry no keys."""
+    """An endpoint for probes, which send no keys."""
     return {**_get(name, summary, schema, keys=False), "security": []} | {
         "responses": {"200": _content(summary, schema), **_refusals(*_ALWAYS), **more}
     }

@@ -1,4 +1,4 @@
-"""The live view, as `router/observe/live/view.py` writes it."""
+"""The schema of the live view, which router/observe/live/view.py makes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PERCENTILES = ("ttft", "itl")
 
 
 def live_schema() -> Schema:
-    """Grows with what there is to see: only what it always has is named."""
+    """Names only the fields that are always there: further ones depend on the cluster."""
     router = _some(
         id=text(),
         state=one_of(["ready", "not ready", "draining", "gone"]),
@@ -48,7 +48,7 @@ def _now() -> Schema:
 
 
 def _history() -> Schema:
-    """A list for every line of a chart, oldest first; null where nothing was known."""
+    """A list for every line of a chart, oldest first; null for intervals without data."""
     line = array(optional(NUMBER), maxItems=POINTS)
     rates = [name for name in Point._fields if name not in _PERCENTILES]
     latencies = [f"{name}_{part}" for name in _PERCENTILES for part in Percentiles._fields]

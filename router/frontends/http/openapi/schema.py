@@ -1,4 +1,4 @@
-"""Small words to write JSON Schema with."""
+"""Short functions that make JSON Schema."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ def either(*schemas: Schema, **more: Any) -> Schema:
 
 
 def optional(schema: Schema) -> Schema:
-    """Null says the same as leaving the field out."""
-    if isinstance(schema.get("type"), str):
-        return {**schema, "type": [schema["type"], "null"]}
-    return {"anyOf": [schema, {"type": "null"}]}
+    """Null means the same as a missing field."""
+    if schema.keys() == {"anyOf"}:
+        return either(*schema["anyOf"], NULL)
+    if "const" in schema or not isinstance(schema.get("type"), str):
+        return either(schema, NULL)
+    null = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
+    return {**schema, **null, "type": [schema["type"], "null"]}
 
 
 def record(properties: Mapping[str, Schema], required: Sequence[str] | None = None, **more: Any) -> Schema:

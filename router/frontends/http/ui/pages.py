@@ -1,7 +1,7 @@
-"""Serves the page's files from memory. A fixed table of paths: nothing a client writes becomes a file name.
+"""Serves the page's files from memory, by a fixed table of paths: no text of a client becomes a file name.
 
-The policy lets the page run its own scripts, use its own styles and speak to this router, and nothing else. With
-`require-trusted-types-for` the browser refuses to make markup of text: what a model says can't become script.
+The policy lets the page run its own scripts, use its own styles and call this router, and nothing else. With
+`require-trusted-types-for` the browser makes no markup from text: a model's output cannot become a script.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # Looked up again at every visit, so that page and router are always of one version; 304 is all it costs.
+    # The browser asks at every visit, so that page and router have the same version; the answer is mostly 304.
     "cache-control": "no-cache",
 }
 _TYPES = {

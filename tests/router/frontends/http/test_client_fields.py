@@ -9,14 +9,19 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from starlette.requests import Request
 
 from cluster.config.router import RouterConfig
 from cluster.security.keys import ANYONE, Caller
-from router.frontends.http import fields
-from router.frontends.http.generate import Generate
+from router.frontends.http.messages import read_messages
+from router.frontends.http.requests import (
+    MAX_CACHE_SALT,
+    ChatCompletionRequest,
+    CompletionRequest,
+    read_request,
+)
 from router.gateway import RequestGateway
 from router.request.completion import Completion
+from router.request.limits import FieldLimits
 from router.request.prefix_scope import prefix_scope
 from tests.router.frontends.http.conftest import MESSAGES, NAME, PAGE
 from wire import common_pb2
@@ -53,7 +58,7 @@ REFUSED = [
     ({"truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
     ({"bad_words": ["x"]}, "bad_words"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"cache_salt": "x" * (fields.MAX_CACHE_SALT + 1)}, "cache_salt"),
+    ({"cache_salt": "x" * (MAX_CACHE_SALT + 1)}, "cache_salt"),
     ({"cache_salt": 7}, "cache_salt"),
     ({"best_of": 2}, "best_of"),
     ({"best_of": True}, "best_of"),
@@ -62,6 +67,8 @@ REFUSED = [
     ({"stream_options": {"continuous_usage_stats": 1}}, "continuous_usage_stats"),
     ({"stop": [""]}, "stop"),
 ]
+TEXT: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64)
+LIMITS = FieldLimits.of(RouterConfig(model="m", secret="x" * 16), TEXT)
 BOTH = {"completions": {"prompt": "abcdef"}, "chat/completions": {"messages": MESSAGES}}
 
 
@@ -97,7 +104,7 @@ def test_an_assistants_turn_may_have_no_content(client):
     for assistant in (empty.model_dump(), {"role": "assistant"}, {"role": "assistant", "content": None}):
         chat = [*MESSAGES, assistant, {"role": "user", "content": "go on"}]
         assert client.chat.completions.create(model=NAME, messages=chat, max_tokens=1).choices
-    said = fields.messages({"messages": [{"role": "assistant", "content": None}]})
+    said = read_messages([{"role": "assistant", "content": None}], LIMITS)
     assert said == [{"role": "assistant", "content": ""}]
     for wrong in (
         {"role": "user", "content": None},
@@ -124,8 +131,9 @@ def test_truncation_keeps_the_prompts_end(client):
 )
 def test_how_much_truncation_keeps(value, max_tokens, kept):
     prompt = list(range(20))
-    left = fields.truncated({"truncate_prompt_tokens": value}, prompt, 16, max_tokens)
-    assert left == prompt[20 - kept :]
+    body = {"messages": MESSAGES, "truncate_prompt_tokens": value, "max_tokens": max_tokens}
+    asked = read_request(ChatCompletionRequest, body, LIMITS)
+    assert asked.kept(prompt, 16) == prompt[20 - kept :]
 
 
 def test_prompts_share_prefixes_only_under_the_same_cache_salt():
@@ -187,10 +195,9 @@ def test_unknown_fields_are_ignored_where_the_router_says_so(router, tolerant):
     ],
 )
 def test_the_order_of_priority_numbers_is_a_setting(order, given, meant):
-    gateway = SimpleNamespace(config=RouterConfig(model="m", secret="x" * 16, priority_order=order))
-    request = Request({"type": "http", "headers": []})
-    asked = Generate(gateway)._asked(request, {"prompt": "a", "priority": given}, None, 2)
-    assert asked.priority == meant
+    limits = FieldLimits.of(RouterConfig(model="m", secret="x" * 16, priority_order=order), TEXT)
+    asked = read_request(CompletionRequest, {"prompt": "a", "priority": given}, limits)
+    assert (asked.priority or 0) == meant
 
 
 def test_a_priority_that_is_no_number_is_refused_in_either_order(router, tolerant):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,13 +14,17 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from cluster.config.router import ConnectionLimits
 from router.frontends.http import protocol
-from router.frontends.http.protocol import HttpLimits, limited
+from router.frontends.http.protocol import limited
 from router.frontends.http.reading import EventStream
 from tests.waiting import until
 
 LIMIT, HEADERS, HEAD_BYTES = 2, 5, 400
-LIMITS = HttpLimits(HEAD_BYTES, HEADERS, LIMIT, 30, 30, 30, 30)
+LIMITS = ConnectionLimits(
+    max_http_connections=LIMIT, header_seconds=30, body_seconds=30, http_idle_seconds=30
+)
+LIMITS = LIMITS.model_copy(update={"max_header_bytes": HEAD_BYTES, "max_headers": HEADERS})
 GET = b"GET /at-once HTTP/1.1\r\nhost: x\r\n\r\n"
 SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -32,7 +35,7 @@ async def _pieces() -> AsyncIterator[bytes]:
 
 
 class Server:
-    def __init__(self, limits: HttpLimits = LIMITS) -> None:
+    def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
         self.go_on = asyncio.Event()
         self.running = 0
         self._seen = 0
@@ -174,7 +177,7 @@ async def test_a_connection_that_is_gone_makes_no_room(server: Server) -> None:
 
 
 async def test_a_connection_with_a_request_makes_no_room(server: Server, monkeypatch: Any) -> None:
-    monkeypatch.setattr(protocol, "TOLD", 1)
+    monkeypatch.setattr(protocol, "MAX_REFUSED", 1)
     running = await busy(server)
     assert await (await server.connect()).status() == 429
     refused = [await server.connect() for _ in range(4)]
@@ -225,7 +228,7 @@ async def test_each_head_of_a_connection_has_the_whole_size(server: Server) -> N
 
 async def test_a_request_behind_another_has_its_time_for_the_body_once_it_runs() -> None:
     """Its body is not read before: the answer that runs must not end for it."""
-    async for server in Server(dataclasses.replace(LIMITS, body_seconds=0.4)).run():
+    async for server in Server(LIMITS.model_copy(update={"body_seconds": 0.4})).run():
         connection = await server.connect()
         connection.send(SLOW)
         await until(lambda one=server: one.running == 1, "it runs", 5)

@@ -13,17 +13,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from router.frontends.http.protocol import HttpLimits, limited
+from cluster.config.router import ConnectionLimits
+from router.frontends.http.protocol import limited
 from tests.waiting import until
 
-LIMITS = HttpLimits(
-    header_bytes=4096,
-    headers=20,
-    connections=10,
+LIMITS = ConnectionLimits(
+    max_header_bytes=4096,
+    max_headers=20,
+    max_http_connections=10,
     header_seconds=30,
     body_seconds=30,
     write_seconds=30,
-    idle_seconds=5,
+    http_idle_seconds=5,
 )
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nx-own: 1\r\n\r\n"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -25,7 +24,7 @@ def with_limits(monkeypatch, **changed):
     original = LimitedProtocol.connection_made
 
     def made(self, transport):
-        self.limits = replace(self.limits, **changed)
+        self.limits = self.limits.model_copy(update=changed)
         original(self, transport)
 
     monkeypatch.setattr(LimitedProtocol, "connection_made", made)
@@ -65,7 +64,7 @@ async def test_the_requests_behind_it_are_served_too(address):  # noqa: F811
 
 
 async def test_a_thousand_in_one_packet_are_no_recursion(address, monkeypatch):  # noqa: F811
-    with_limits(monkeypatch, header_bytes=1 << 20)
+    with_limits(monkeypatch, max_header_bytes=1 << 20)
     monkeypatch.setattr(protocol, "MAX_PIPELINED", 1500)
     reader, writer = await asyncio.open_connection(*address)
     writer.write(request(H2C, b"\r\n") * 1500)

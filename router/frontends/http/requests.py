@@ -1,0 +1,253 @@
+"""Requests for completions and chats as OpenAI's and vLLM's clients send them.
+
+Each model yields the checks of its endpoint and its schema in `/openapi.json`. What no field alone decides is checked by
+router/request/validator.py: prompt and max_tokens together fit the context, min_tokens ≤ max_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationInfo
+from pydantic.json_schema import WithJsonSchema
+
+from cluster.errors import UnsupportedFieldError
+from router.frontends.http.messages import AnyMessage
+from router.request.fields import (
+    Length,
+    OnlyNeutral,
+    RequestModel,
+    late,
+    limits_of,
+    read,
+    refuse,
+    same_json,
+    unsupported,
+    wrong,
+)
+from router.request.limits import FieldLimits
+from router.request.options import (
+    AnswerTokens,
+    Flag,
+    GenerationOptions,
+    LogprobCount,
+    Priority,
+    TokenId,
+)
+
+PRIORITIES = {"high": 1, "normal": 0, "batch": -1}
+MAX_CACHE_SALT = 256  # characters
+COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat takes what the context leaves
+# Objects have no other fields, where the router does not ignore unknown ones
+_CLOSED = ConfigDict(json_schema_extra={"additionalProperties": {"$limit": "ignore_unknown"}})
+
+Ignored: TypeAlias = Annotated[Any, WithJsonSchema({"description": "accepted, changes nothing"})]
+
+
+def _stream_options(value: object, info: ValidationInfo) -> object:
+    if (
+        isinstance(value, dict)
+        and not StreamOptions.names.issuperset(value)
+        and not limits_of(info).ignore_unknown
+    ):
+        raise wrong(f"may only hold {', '.join(sorted(StreamOptions.names))}")
+    return value
+
+
+def _priority(value: object, info: ValidationInfo) -> object:
+    """A class name, or a number whose sign names one."""
+    if isinstance(value, str):
+        if value not in PRIORITIES:
+            raise wrong(f"must be a whole number or one of {', '.join(PRIORITIES)}")
+        return PRIORITIES[value]
+    return -value if type(value) is int and limits_of(info).lower_first else value
+
+
+def _model(value: str, info: ValidationInfo) -> str:
+    limits_of(info).check_model(value)
+    return value
+
+
+def _truncation(value: object, info: ValidationInfo) -> int | None:
+    context = limits_of(info).max_model_len
+    if value is None or (type(value) is int and (value == -1 or 1 <= value <= context)):
+        return value
+    raise wrong(f"must be -1 or 1 … {context}")
+
+
+def _best_of(value: object, info: ValidationInfo) -> None:
+    """Choosing n of more candidates is not supported."""
+    if value is not None and not same_json(value, info.data.get("n") or 1):
+        raise unsupported("must equal n")
+
+
+class StreamOptions(RequestModel):
+    model_config = _CLOSED
+
+    include_usage: Flag = Field(None, description="a last chunk with the answer's usage and no choices")
+    include_obfuscation: Flag = Field(None, description="changes nothing")
+    continuous_usage_stats: Flag = Field(None, description="each chunk with the usage so far")
+
+
+class HttpRequest(GenerationOptions):
+    """The fields of both endpoints."""
+
+    model_config = _CLOSED
+    error_names: ClassVar[Mapping[str, str]] = {"max_completion_tokens": "max_tokens"}
+
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        PlainValidator(
+            _truncation, Annotated[int, late(minimum=1, maximum="max_model_len")] | Literal[-1] | None
+        ),
+    ] = Field(
+        None,
+        description="keeps only this many tokens of the prompt's end; -1: as many as leave room for max_tokens",
+    )
+    model: Annotated[
+        str, AfterValidator(_model), WithJsonSchema({"enum": ["", {"$limit": "served_model"}]})
+    ] = Field("", description="empty = the served one")
+    best_of: Annotated[
+        Any, PlainValidator(_best_of, Annotated[int, late(minimum=1, maximum="max_choices")] | None)
+    ] = Field(None, description="must equal n")
+    max_completion_tokens: AnswerTokens | None = Field(None, description="goes before max_tokens")
+    include_stop_text: Flag = Field(None, alias="include_stop_str_in_output")
+    priority: Annotated[
+        Priority | None, BeforeValidator(_priority, Priority | Literal["high", "normal", "batch"] | None)
+    ] = Field(None, json_schema_extra={"description": {"$limit": "priority_signs"}})
+    cache_salt: Annotated[str, Length(1, MAX_CACHE_SALT)] | None = Field(
+        None, description="cached prefixes are shared only among the tenant's requests with the same salt"
+    )
+    stream: Flag = None
+    stream_options: Annotated[StreamOptions, BeforeValidator(_stream_options)] | None = Field(
+        None, description="changes nothing without stream"
+    )
+    return_token_ids: Flag = None
+    spaces_between_special_tokens: Flag = Field(
+        None, description="changes nothing: special tokens are never shown"
+    )
+
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    parallel_tool_calls: Ignored = None
+    verbosity: Ignored = None
+
+    tools: Annotated[Any, OnlyNeutral([])] = None
+    tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None
+    functions: Annotated[Any, OnlyNeutral([])] = None
+    function_call: Annotated[Any, OnlyNeutral("none")] = None
+    response_format: Annotated[Any, OnlyNeutral({"type": "text"})] = None
+    echo: Annotated[Any, OnlyNeutral(False)] = None
+    suffix: Annotated[Any, OnlyNeutral("")] = None
+    modalities: Annotated[Any, OnlyNeutral(["text"])] = None
+    audio: Annotated[Any, OnlyNeutral()] = None
+    prediction: Annotated[Any, OnlyNeutral()] = None
+    web_search_options: Annotated[Any, OnlyNeutral()] = None
+    skip_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
+    bad_words: Annotated[Any, OnlyNeutral([])] = None
+    guided_json: Annotated[Any, OnlyNeutral()] = None
+    prompt_logprobs: Annotated[Any, OnlyNeutral()] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The newer name goes before the older one, which must make sense all the same."""
+        older, newer = self.max_tokens, self.max_completion_tokens
+        if newer is None:
+            return older
+        if older is not None and older < 1:
+            raise refuse("max_tokens", "must be a whole number above 0")
+        return newer
+
+    @property
+    def truncates(self) -> bool:
+        return self.truncate_prompt_tokens is not None
+
+    def kept(self, prompt: list[int], context: int) -> list[int]:
+        """The prompt's last `truncate_prompt_tokens` tokens; -1 keeps as many as leave room for max_tokens."""
+        count = self.truncate_prompt_tokens
+        if count is None:
+            return prompt
+        if count == -1:
+            count = max(1, context - max(1, self.token_limit or 1))
+        return prompt[-count:]
+
+
+def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
+    """A text, token ids, or a list of either."""
+    limits = limits_of(info)
+    most = limits.settings.max_prompts
+    truncates = info.data.get("truncate_prompt_tokens") is not None
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise wrong("must be text, token ids, or a list of either")
+    if len(value) > most and not truncates:  # token ids, or too many
+        limits.check_lengths(len(value))
+    if set(map(type, value)) == {int}:
+        return [value]
+    if len(value) > most:
+        raise wrong(f"at most {most} at once", most)
+    for one in value:
+        if isinstance(one, list) and not truncates:
+            limits.check_lengths(len(one))
+        if not (isinstance(one, str) or (isinstance(one, list) and set(map(type, one)) <= {int})):
+            raise wrong("a list must hold texts or token ids")
+    return value
+
+
+_Tokens: TypeAlias = Annotated[list[TokenId], late(minItems=1, maxItems="room")]
+_Prompts: TypeAlias = Annotated[list[str | _Tokens], late(minItems=1, maxItems="max_prompts")]
+
+
+class CompletionRequest(HttpRequest):
+    reasoning_effort: Annotated[Any, OnlyNeutral()] = None
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, str | _Tokens | _Prompts)] = Field(
+        description="text, token ids, or several of either"
+    )
+
+    @property
+    def token_limit(self) -> int | None:
+        given = super().token_limit
+        return COMPLETION_TOKENS if given is None else given
+
+
+def _messages(value: object, info: ValidationInfo) -> list[Any]:
+    """Counted only: those of a long conversation are read on a thread."""
+    if not isinstance(value, list) or not value:
+        raise wrong("must be a non-empty list")
+    limits_of(info).check_messages(len(value))
+    return value
+
+
+class ChatCompletionRequest(HttpRequest):
+    messages: Annotated[list[Any], PlainValidator(_messages, Annotated[list[AnyMessage], late(minItems=1)])]
+    logprobs: Flag = None
+    top_logprobs: LogprobCount | None = Field(None, description="needs logprobs = true")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="for chat templates that use it"
+    )
+
+    @property
+    def alternatives(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise refuse("top_logprobs", "needs logprobs = true")
+        return None
+
+
+R = TypeVar("R", bound=HttpRequest)
+
+
+def read_request(model: type[R], body: Mapping[str, Any], limits: FieldLimits) -> R:
+    """Check a body. Raises InvalidRequestError or UnsupportedFieldError naming a field."""
+    if not limits.ignore_unknown and not model.names.issuperset(body):
+        name = next(name for name in body if name not in model.names)
+        raise UnsupportedFieldError(f"{name}: unknown field of this request", field=name)
+    return read(model, body, limits)

@@ -1,0 +1,82 @@
+"""Bounds of a request that depend on a router's settings or on its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.config.router import RouterConfig
+from cluster.errors import ContextLengthError, UnknownModelError
+from router.text.tokenizer import ModelText
+
+MAX_SHOWN = 80  # characters of a client's value in an error
+
+
+@dataclass(frozen=True)
+class FieldLimits:
+    """Markers of fields (router/request/fields.py) hold the names of attributes, or of the router's settings."""
+
+    settings: RouterConfig
+    served_model: str
+    max_model_len: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, settings: RouterConfig, text: ModelText) -> FieldLimits:
+        own = text.max_position_embeddings
+        served = settings.served_model_name or settings.model.name
+        return cls(settings, served, min(settings.max_model_len or own, own), text.vocab_size)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self if hasattr(self, name) else self.settings, name)
+
+    @property
+    def last_token(self) -> int:
+        return self.vocab_size - 1
+
+    @property
+    def room(self) -> int:
+        """The longest answer: to the shortest prompt."""
+        return max(1, self.max_model_len - 1)
+
+    @property
+    def ignore_unknown(self) -> bool:
+        return self.settings.unknown_fields == "ignore"
+
+    @property
+    def lower_first(self) -> bool:
+        """Of two priorities that are numbers."""
+        return self.settings.priority_order == "lower_first"
+
+    @property
+    def priority_signs(self) -> str:
+        signs = (
+            "below 0 is high, 0 normal, above 0" if self.lower_first else "above 0 is high, 0 normal, below 0"
+        )
+        return f"a class: {signs} batch"
+
+    def check_model(self, model: str) -> None:
+        """Raises UnknownModelError."""
+        if model and model != self.served_model:
+            raise UnknownModelError(
+                f"model: {model[:MAX_SHOWN]!r} is not served here; {self.served_model!r} is", field="model"
+            )
+
+    def check_lengths(self, prompt_tokens: int, resume_tokens: int = 0) -> None:
+        """Check counts before anything iterates over the tokens: one may hold millions. Raises ContextLengthError."""
+        for name, tokens in (("prompt", prompt_tokens), ("resume_tokens", prompt_tokens + resume_tokens)):
+            if tokens >= self.max_model_len:
+                raise self._too_long(name, f"{tokens} tokens leave no room in")
+
+    def check_messages(self, count: int) -> None:
+        """Refuse more messages than the context has tokens, before they are rendered: each takes at least one token.
+
+        Raises ContextLengthError.
+        """
+        if count >= self.max_model_len:
+            raise self._too_long("messages", f"{count} messages do not fit")
+
+    def _too_long(self, name: str, what: str) -> ContextLengthError:
+        limit = self.max_model_len
+        message = f"{name}: {what} a context of {limit} tokens"
+        return ContextLengthError(message, field=name, limit=str(limit))

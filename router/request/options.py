@@ -1,0 +1,98 @@
+"""The options of a generation that both frontends take, each with its bounds and its default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BeforeValidator, Field
+from pydantic.json_schema import WithJsonSchema
+
+from router.request.fields import AtMost, Length, RequestModel, Within, late, wrong
+
+MAX_PRIORITY = 2**15
+MAX_TOKEN_DIGITS = 10  # of a token id that is a key
+TOKEN_KEY = f"^[0-9]{{1,{MAX_TOKEN_DIGITS}}}$"
+
+Flag: TypeAlias = bool | None  # null is false
+TokenId: TypeAlias = Annotated[int, late(minimum=0, maximum="last_token")]
+LogprobCount: TypeAlias = Annotated[int, late(minimum=0, maximum="max_logprobs")]
+Priority: TypeAlias = Annotated[int, Within(-MAX_PRIORITY, MAX_PRIORITY)]
+AnswerTokens: TypeAlias = Annotated[int, late(minimum=1, maximum="room")]
+
+
+def _token_key(key: object) -> object:
+    """A key of a JSON object; a map of a gRPC message has numbers."""
+    if not isinstance(key, str):
+        return key
+    if not (key.isascii() and key.isdigit() and len(key) <= MAX_TOKEN_DIGITS):
+        raise wrong("its keys must be token ids")
+    return int(key)
+
+
+def _one_or_many(value: object) -> object:
+    if isinstance(value, str):
+        return [value] if value else []
+    if value is not None and not isinstance(value, Sequence):
+        raise wrong("must be a string or a list of strings")
+    return value
+
+
+TokenKey: TypeAlias = Annotated[
+    int, BeforeValidator(_token_key), WithJsonSchema({"type": "string", "pattern": TOKEN_KEY})
+]
+StopStrings: TypeAlias = Annotated[
+    list[Annotated[str, Length(1, "max_stop_string_characters")]], AtMost("max_stop_strings")
+]
+StopText: TypeAlias = Annotated[
+    str, late(maxLength="max_stop_string_characters"), Field(description="empty = none")
+]
+
+
+class GenerationOptions(RequestModel):
+    """`GenerateOptions` of proto/wire/inference.proto, and the base of HTTP's requests.
+
+    Fields with a default take the one of the model's generation_config.json before their own.
+    """
+
+    n: Annotated[int, Within(1, "max_choices")] | None = None
+    temperature: Annotated[float, Within(0.0, 100.0)] | None = Field(
+        1.0, description="below 1e-5: greedy; from there to 1e-2: as 1e-2"
+    )
+    top_k: Annotated[int, Within(-(2**31), "vocab_size")] | None = Field(0, description="0 and less = all")
+    top_p: Annotated[float, Within(0.0, 1.0, above=True)] | None = 1.0
+    min_p: Annotated[float, Within(0.0, 1.0)] | None = 0.0
+    repetition_penalty: Annotated[float, Within(0.0, 100.0, above=True)] | None = 1.0
+    presence_penalty: Annotated[float, Within(-2.0, 2.0)] | None = 0.0
+    frequency_penalty: Annotated[float, Within(-2.0, 2.0)] | None = 0.0
+    seed: Annotated[int, Within(-(2**63), 2**64 - 1)] | None = Field(
+        None, description="drawn by the router where there is none"
+    )
+    max_tokens: AnswerTokens | None = Field(
+        None, description="of prompt and answer together the context is full"
+    )
+    min_tokens: Annotated[int, late(minimum=0, maximum="room")] | None = None
+    stop: Annotated[StopStrings | None, BeforeValidator(_one_or_many, StopText | StopStrings | None)] = None
+    stop_token_ids: Annotated[list[TokenId], AtMost("max_stop_token_ids")] | None = None
+    ignore_eos: Flag = None
+    logit_bias: (
+        Annotated[dict[TokenKey, Annotated[float, Within(-100.0, 100.0)]], AtMost("max_logit_bias")] | None
+    ) = Field(None, description="token ids, as strings, to what is added to their logits")
+    logprobs: LogprobCount | None = None
+    include_stop_text: Flag = None
+    priority: Priority | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The longest answer; None = what the context leaves."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """Tokens whose log probabilities are reported beside the chosen one's; None = no log probabilities."""
+        return self.logprobs
+
+
+DEFAULTS: Mapping[str, Any] = {
+    name: field.default for name, field in GenerationOptions.model_fields.items() if field.default is not None
+}

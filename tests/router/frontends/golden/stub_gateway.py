@@ -1,0 +1,111 @@
+"""A gateway that checks requests as the router does and answers accepted ones with one token per choice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from cluster.config.router import RouterConfig
+from cluster.security.keys import ANYONE, Caller
+from router.admission.limits import ByteBudget, HeldBytes
+from router.admission.low_priority import LowPriority
+from router.dispatch.bounded_queue import BoundedQueue
+from router.gateway import RequestGateway
+from router.observe.traces.arrival import Arrival
+from router.request.completion import Completion, Delta, Outcome
+from router.request.validator import Validator
+from router.text.tokenizer import ModelText
+from wire import common_pb2, inference_pb2
+
+# The prompts of bodies and messages that set options only
+BASE_PROMPTS = [[5, 6, 7, 8], [1, 3, 431, 203, 1439, 367, 4, 203, 3, 463, 203]]
+# What most requests ask for
+USUAL = {
+    "temperature": 0.5,
+    "top_k": 20,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "seed": 42,
+    "n": 1,
+    "deadline_seconds": 600.0,
+}
+_FIELDS = (
+    "n",
+    "stop",
+    "include_stop_text",
+    "priority",
+    "cache_salt",
+    "resume_tokens",
+    "deadline_seconds",
+    "explain",
+    "reconnects",
+)
+DEMO = Path(__file__).resolve().parents[4] / "demo" / "model"
+
+
+class StubDispatcher:
+    def __init__(self, completion: Completion, first_shown: int):
+        self.choices = completion.n
+        self._first = first_shown
+        self.outcome = Outcome(inference_pb2.Usage(), inference_pb2.Timings())
+
+    def start(self, deltas: BoundedQueue[Delta]) -> None:
+        for choice in range(self.choices):
+            token = common_pb2.Token(token_id=5, choice=choice)
+            deltas.add(Delta(self._first + choice, "x", (token,), "length"))
+        deltas.end()
+
+    def stop(self) -> None:
+        pass
+
+
+class StubGateway(RequestGateway):
+    """`accepted` lists the completions that would have been dispatched."""
+
+    def __init__(self, text: ModelText, settings: dict[str, Any]):
+        self.config = RouterConfig(model=DEMO, served_model_name="tiny", secret="x" * 16, **settings)
+        self.text = text
+        self.validator = Validator(self.config, text)
+        self.low_priority = LowPriority()
+        self.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
+        self.created_unix_seconds = 0
+        self.accepted: list[Completion] = []
+
+    @contextlib.contextmanager
+    def place(self, caller: Caller = ANYONE, connection: str = "") -> Iterator[HeldBytes]:
+        yield ByteBudget(1 << 40, 1 << 40, lambda tenant: None).hold("")
+
+    @contextlib.contextmanager
+    def request(  # type: ignore[override]
+        self,
+        completion: Completion,
+        caller: Caller = ANYONE,
+        first_shown: int = 0,
+        arrival: Arrival | None = None,
+    ) -> Iterator[StubDispatcher]:
+        self.accepted.append(completion)
+        yield StubDispatcher(completion, first_shown)
+
+
+def told(completion: Completion) -> dict[str, Any]:
+    """What a request asks for, as far as it differs from one that sets no options; null where it lacks what that has."""
+    sampling = completion.sampling
+    made = {
+        **{field.name: value for field, value in sampling.ListFields()},
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "logit_bias": {str(key): value for key, value in sorted(sampling.logit_bias.items())},
+        **{name: getattr(completion, name) for name in _FIELDS},
+        "prompt_tokens": _short(completion.prompt_tokens),
+        "request_id": completion.request_id if not completion.request_id.startswith("req-") else "",
+    }
+    found = {name: value for name, value in made.items() if value and USUAL.get(name) != value}
+    return found | dict.fromkeys(name for name in USUAL if not made.get(name))
+
+
+def _short(prompt: list[int]) -> list[int]:
+    if prompt in BASE_PROMPTS:
+        return []
+    return prompt if len(prompt) <= 12 else [len(prompt), *prompt[:4]]
