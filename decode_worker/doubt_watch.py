@@ -1,8 +1,8 @@
-"""Frees slots in doubt on Kubernetes, where no parent process reports that a prefill worker has exited.
+"""Ends the quarantine of slots on Kubernetes, where no parent process reports that a prefill worker has exited.
 
-in doubt for 2 s ─► the peer's pod, from its registration ─► container terminated? ─► its slots are free again
+in quarantine for 2 s ─► the peer's pod, from its registration ─► container terminated? ─► its slots are free again
 
-The API is asked only while slots are in doubt.
+The API is called only while slots are in quarantine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kv_transfer.decode_side.ring import SlotState
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
-PATIENCE_SECONDS = 2.0  # before the first query: most doubts end with the peer's own Drained
+PATIENCE_SECONDS = 2.0  # before the first query: most quarantines end with the peer's own Drained
 ASK_SECONDS = 5.0  # between two queries about the same peer
 
 
@@ -36,7 +36,7 @@ class PeerExitSource(Protocol):
 
 
 class DoubtWatch:
-    """Polls for slots in doubt and frees those of peers that have provably exited.
+    """Polls for slots in quarantine and frees those of peers that have provably exited.
 
     `registered` returns the workers of the registry; it may block. Peers are keyed by worker_id@epoch, so that a proof
     about one epoch is never applied to another. The pod of a peer is looked up when it connects: a worker that fails
@@ -54,7 +54,7 @@ class DoubtWatch:
         self._exits = exits
         self._registered = registered
         self._clock = clock
-        self._due: dict[str, float] = {}  # peer in doubt → time of the next query
+        self._due: dict[str, float] = {}  # peer with slots in quarantine → time of the next query
         self._pods: dict[str, Pod] = {}
         self._learn_at: dict[str, float] = {}  # connected peer without a known pod → time of the next look-up
         self._failing = False
@@ -74,7 +74,7 @@ class DoubtWatch:
         for peer in [peer for peer, due in self._due.items() if due <= now]:
             self._due[peer] = now + ASK_SECONDS
             if await self._proven(peer):
-                log.warning("%s has exited: its slots are no longer in doubt", peer)
+                log.warning("%s has exited: the quarantine of its slots ends", peer)
                 await self._receiver.process_exited(peer)
 
     def _doubtful(self) -> set[str]:
@@ -90,7 +90,7 @@ class DoubtWatch:
         self._learn_at = {peer: self._learn_at.get(peer, now) for peer in connected if peer not in self._pods}
         if any(at <= now for at in self._learn_at.values()):
             self._learn_at = dict.fromkeys(self._learn_at, now + ASK_SECONDS)
-            with contextlib.suppress(Exception):  # Redis is away: its other users say so
+            with contextlib.suppress(Exception):  # without Redis: its other users log that
                 await self._learn()
 
     async def _proven(self, peer: str) -> bool:
@@ -99,10 +99,10 @@ class DoubtWatch:
                 await self._learn()
             pod = self._pods.get(peer)
             proven = pod is not None and await asyncio.to_thread(self._exits.has_exited, pod)
-        except Exception as error:  # whatever it is: it is asked again, and other peers are asked about
+        except Exception as error:  # it is tried again, and other peers are checked
             if not self._failing:
                 log.warning(
-                    "the exit of %s can't be checked, its landing slots stay in doubt: %r", peer, error
+                    "cannot check whether %s has exited, its slots stay in quarantine: %r", peer, error
                 )
             self._failing = True
             return False

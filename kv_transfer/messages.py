@@ -274,3 +274,18 @@ class Confirmed:
 
     rank: int
     token: bytes
+
+
+ToSender = Connect | Disconnect | OpenTransfer | Granted | PartAnswered | CloseTransfer
+FromSender = (
+    TransferOpened
+    | SlotWanted
+    | PartBytes
+    | AllGathered
+    | TransferFailed
+    | TransferDrained
+    | ProbeFailed
+    | RankFailed
+)
+ToReceiver = ExpectTransfer | Expect | ForgetTransfer | Settle | Land | NewEpoch | Wake | AddSegment
+FromReceiver = PartsLanded | RankFailed | ProbeArrived | SegmentAdded | Confirmed

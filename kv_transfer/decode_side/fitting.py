@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.errors import ConfigError
 from kv_transfer import messages as m
 from wire import handoff_pb2
+
+
+def check_slot_bytes(slot_bytes: int, least: int) -> None:
+    """Raise ConfigError if a slot is shorter than `least`, the bytes of one layer of one block: the smallest part."""
+    if slot_bytes < least:
+        raise ConfigError(
+            f"transfer.slot_bytes is {slot_bytes}, but one layer of one block, the smallest part, has {least} bytes: set "
+            "at least that, rounded up to a multiple of 256",
+            field="transfer.slot_bytes",
+        )
 
 
 @dataclass(frozen=True)

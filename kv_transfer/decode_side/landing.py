@@ -17,7 +17,7 @@ from kv_transfer import messages as m
 from kv_transfer.decode_side.incoming import IncomingHandoff
 from kv_transfer.decode_side.ring import Ring, Slot, SlotState, worker_of
 from kv_transfer.decode_side.turns import Claim
-from kv_transfer.ranks import Rank
+from kv_transfer.ranks import ReceivingRank
 from wire import handoff_pb2
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Landing:
 
     def __init__(
         self,
-        ranks: Sequence[Rank],
+        ranks: Sequence[ReceivingRank],
         addresses: Sequence[Sequence[int]],
         config: TransferConfig,
         *,

@@ -22,7 +22,7 @@ from kv_transfer.decode_side.peer import PeerLink
 from kv_transfer.decode_side.reserve import take_on
 from kv_transfer.decode_side.ring import Slot, worker_of
 from kv_transfer.decode_side.turns import Claim
-from kv_transfer.ranks import Rank
+from kv_transfer.ranks import ReceivingRank
 from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,12 @@ class HandoffReceiver:
         *,
         worker: common_pb2.WorkerRef,
         layout: common_pb2.KvLayout,
-        ranks: Sequence[Rank],
+        ranks: Sequence[ReceivingRank],
         addresses: Sequence[Sequence[int]],
         engine: DecodeEngine,
         config: TransferConfig,
         is_ended: Callable[[bytes], bool],
+        on_exhausted: Callable[[str], None] = lambda reason: None,
         faults: Faults = NO_FAULTS,
     ):
         """`addresses[rank]`: of its first segment's slots. `is_ended`: which transfer ids are over here."""
@@ -62,14 +63,14 @@ class HandoffReceiver:
         self.handoff_seconds = metrics.HANDOFF_SECONDS.create()
         self._follow_ups = FollowUps()
         self.spawn = self._spawn = self._follow_ups.spawn
-        self.on_exhausted: Callable[[str], None] = lambda reason: None
+        self.on_exhausted = on_exhausted
         self.exhausted = ""  # why nothing new is taken any more
         self.landing = Landing(
             ranks, addresses, config, granted=self._grant, grown=self._grown, exhausted=self._exhausted
         )
         self.rings = self.landing.rings
         for rank in ranks:
-            rank.on_event = self._from_rank
+            rank.start(self._from_rank)
 
     # --- the pair's stream -------------------------------------------------------------------------------
 

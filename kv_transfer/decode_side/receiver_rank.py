@@ -19,10 +19,9 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from cluster.config.worker import TransferConfig
-from cluster.errors import ConfigError
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point, nothing
 from kv_transfer import messages as m
-from kv_transfer.decode_side.fitting import CacheShape, Place
+from kv_transfer.decode_side.fitting import CacheShape, Place, check_slot_bytes
 from kv_transfer.layout.digest import NONE, Digests, digest, kinds_on
 from kv_transfer.layout.geometry import scatter, wait_copied
 from kv_transfer.memory import aligned_bytes
@@ -72,6 +71,9 @@ class RingMemory:
 
 
 class ReceiverRank:
+    is_remote = False
+    staging_used_bytes = 0
+
     def __init__(
         self,
         *,
@@ -96,12 +98,7 @@ class ReceiverRank:
             slot_bytes=config.slot_bytes,
         )
         least = 2 * kv_cache.shape[3] * self._shape.page_size * self._shape.row_bytes
-        if config.slot_bytes < least:
-            raise ConfigError(
-                f"transfer.slot_bytes is {config.slot_bytes}, but one layer of one block, the smallest part, has {least} "
-                "bytes: set at least that, rounded up to a multiple of 256",
-                field="transfer.slot_bytes",
-            )
+        check_slot_bytes(config.slot_bytes, least)
         self._sample_share = config.digest_sample_share
         self._epoch = decode_epoch
         self._slots: list[Tensor] = []
@@ -123,6 +120,9 @@ class ReceiverRank:
         self._thread = threading.Thread(target=self._run, name=f"landing-{rank}", daemon=True)
         self._thread.start()
 
+    def start(self, on_event: Callable[[m.FromReceiver], None]) -> None:
+        self.on_event = on_event
+
     @property
     def hello(self) -> m.PeerRank:
         device, endpoint = self._cache.device, self._endpoint
@@ -135,7 +135,7 @@ class ReceiverRank:
             digest_kinds=kinds_on(device),
         )
 
-    def handle(self, message: Any) -> None:
+    def handle(self, message: m.ToReceiver) -> None:
         with self._wake:
             self._inbox.append(message)
             self._wake.notify()

@@ -23,7 +23,7 @@ from kv_transfer.prefill_side.link import ANSWER_SECONDS, LinkToDecode
 from kv_transfer.prefill_side.part_times import PartTimes
 from kv_transfer.prefill_side.pending_drain_notices import PendingDrainNotices
 from kv_transfer.prefill_side.sender_rank import SenderRank
-from kv_transfer.ranks import Rank
+from kv_transfer.ranks import SendingRank
 from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
@@ -230,9 +230,10 @@ class HandoffSender:
         *,
         worker: common_pb2.WorkerRef,
         layout: common_pb2.KvLayout,
-        ranks: Sequence[Rank],
+        ranks: Sequence[SendingRank],
         config: TransferConfig,
         peers: Peers | None = None,
+        on_failed: Callable[[str], None] = lambda reason: None,
         faults: Faults = NO_FAULTS,
     ):
         """`peers` opens the control streams; default: plain text."""
@@ -253,9 +254,9 @@ class HandoffSender:
         self.counts: Counter[str] = Counter()
         self.sent_bytes = Counter(dict.fromkeys(TRANSPORTS, 0))
         self.exposed_seconds = metrics.HANDOFF_EXPOSED.create()
-        self.on_failed: Callable[[str], None] = lambda reason: None
+        self.on_failed = on_failed
         for rank in ranks:
-            rank.on_event = self._from_rank
+            rank.start(self._from_rank)
 
     @property
     def live(self) -> int:

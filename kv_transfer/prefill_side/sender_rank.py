@@ -43,6 +43,8 @@ MIN_PIECE_BYTES = 64 << 10  # shorter ones are faster copied together first than
 class SenderRank:
     """Also the engine's ExportSink on this rank."""
 
+    is_remote = False
+
     def __init__(
         self,
         *,
@@ -84,6 +86,9 @@ class SenderRank:
         self._thread = threading.Thread(target=self._run, name=f"sender-{rank}", daemon=True)
         self._thread.start()
 
+    def start(self, on_event: Callable[[m.FromSender], None]) -> None:
+        self.on_event = on_event
+
     @property
     def hello(self) -> m.PeerRank:
         """Without metadata: we write to peers, and the keys to our own memory are for nobody."""
@@ -112,7 +117,7 @@ class SenderRank:
 
     # --- any thread --------------------------------------------------------------------------------------
 
-    def handle(self, message: Any) -> None:
+    def handle(self, message: m.ToSender) -> None:
         if isinstance(message, m.OpenTransfer):
             # At once, before the engine can compute a layer of it.
             transfer = Transfer(message, self._cutting)

@@ -41,6 +41,11 @@ class Rank:
     told: list[Any] = field(default_factory=list)
     on_event: Any = None
     hello = m.PeerRank(0, "", b"")
+    is_remote = True
+    staging_used_bytes = 0
+
+    def start(self, on_event: Any) -> None:
+        self.on_event = on_event
 
     def handle(self, message: Any) -> None:
         self.told.append(message)

@@ -23,7 +23,7 @@ from kv_transfer.prefill_side.sender_rank import SenderRank
 from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.role import PrefillRole
 from tests.engine.fake_model import PAGE, FakeRunner
-from tests.prefill_worker.fake_core import fake_core
+from tests.prefill_worker.fake_parts import fake_parts
 from tests.waiting import until
 from wire import common_pb2, handoff_pb2, prefill_pb2
 
@@ -153,8 +153,8 @@ class World:
         self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
         self.sender.reserve = self._reserve  # type: ignore[method-assign]
         self.rank.handle(m.Connect(self.link.name, [m.PeerRank(0, "agent", b"")], ""))
-        core = fake_core(self._call, max_batch_tokens=64, page_size=PAGE)
-        self.role = PrefillRole(core, self.sender)
+        parts = fake_parts(self._call, max_batch_tokens=64, page_size=PAGE)
+        self.role = PrefillRole(parts, self.sender)
 
     async def _call(self, function: Callable[[Engine], Any]) -> Any:
         await asyncio.sleep(0)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cluster.errors import InternalError
-from worker.role_worker import RoleWorker
+from worker.leaving import Leaving
 
 
-class Core:
+class Stopped:
     """Records the calls of a stopping worker, in order."""
 
     def __init__(self, failed: bool):
         self.did: list[str] = []
-        self.failed = asyncio.get_running_loop().create_future()
-        if failed:
-            self.failed.set_result(InternalError("rank 1 has died"))
-        self.worker_id = "w"
-        self.host = SimpleNamespace(healthy=lambda: not failed)
-        self.config = SimpleNamespace(drain_migrate_seconds=1.0, drain_seconds=1.0)
+        self.has_failed = failed
+        self.engine_healthy = lambda: not failed
 
     def __getattr__(self, name: str) -> Any:
         async def do() -> None:
@@ -31,36 +25,30 @@ class Core:
         return do
 
 
-def stopping(core: Any, broken: str = "") -> RoleWorker:
-    def part(name: str) -> Any:
+def stopping(worker: Any, broken: str = "") -> Leaving:
+    def closer(name: str) -> Any:
         async def close() -> None:
-            core.did.append(name)
+            worker.did.append(name)
             if name == broken:
                 raise RuntimeError("a defect")
 
-        return SimpleNamespace(close=close)
+        return close
 
-    role: Any = SimpleNamespace(idle=lambda: True, failed=lambda word: None)
-    return RoleWorker(core, role, part("attempts"), part("side"))
+    role: Any = SimpleNamespace(idle=lambda: True, closers=lambda: [closer("attempts"), closer("side")])
+    config: Any = SimpleNamespace(worker_id="w", drain_migrate_seconds=1.0, drain_seconds=1.0)
+    return Leaving(config, worker, role)
 
 
 @pytest.mark.parametrize("failed", [True, False])
 async def test_a_failed_worker_cuts_its_streams_off_first_and_silent_ranks_before_anything_waits(failed):
-    core = Core(failed)
-    await stopping(core).stop()
+    worker = Stopped(failed)
+    await stopping(worker).stop()
     first = ["cut_off"] if failed else []
-    assert core.did == [*first, "start_draining", "end_silent_ranks", "attempts", "side", "stop"]
+    assert worker.did == [*first, "start_draining", "end_silent_ranks", "attempts", "side", "close"]
 
 
 @pytest.mark.parametrize("broken", ["attempts", "side"])
 async def test_a_part_that_cannot_be_closed_leaves_the_others_to_be_closed(broken):
-    core = Core(failed=False)
-    await stopping(core, broken).stop()
-    assert core.did[-3:] == ["attempts", "side", "stop"]
-
-
-async def test_a_worker_that_has_failed_is_not_healthy_though_its_engine_moves():
-    core = Core(failed=True)
-    core.host.healthy = lambda: True
-    assert not stopping(core).healthy()
-    assert stopping(Core(failed=False)).healthy()
+    worker = Stopped(failed=False)
+    await stopping(worker, broken).stop()
+    assert worker.did[-3:] == ["attempts", "side", "close"]
