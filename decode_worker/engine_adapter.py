@@ -38,7 +38,7 @@ class HandoffEngineAdapter:
         if attempt is None:  # Reserve came before Attach
             attempt = self._attempts.open_new(spec.transfer_id, spec.request_id)
         attempt.choices = max(1, spec.spec.n)
-        asked = time.monotonic()
+        began = time.monotonic()
         attempt.first_choice, attempt.first_position = spec.spec.first_choice, spec.token_count
         reservation = await self._parts.host.call(self._reserve_blocks(attempt.engine_id, spec))
         try:
@@ -46,7 +46,7 @@ class HandoffEngineAdapter:
         except BaseException:
             await self._parts.host.call(lambda engine: engine.abort(attempt.engine_id))
             raise
-        attempt.reserved = asked
+        attempt.reserved = began
         self._at_reserved(spec.transfer_id)
         return reservation
 

@@ -175,7 +175,7 @@ class DecodeRole:
         return len(self.attempts) == 0
 
     async def return_waiting(self) -> None:
-        """Return attempts whose hand-off has not been asked for, and local prefills that wait for their turn."""
+        """Return attempts without a reservation, and local prefills that wait for their turn."""
         for attempt in self.attempts.all():
             if attempt.machine.state is DecodeState.EXPECTED:
                 await self._return(attempt)

@@ -20,7 +20,7 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.02
-SUCCESSOR_SECONDS = 0.5  # how often the registry is asked
+SUCCESSOR_SECONDS = 0.5  # between two reads of the registry
 END_SECONDS = 2.0  # for routers to read the ends of their attempts
 RETURN_SECONDS = 10.0  # for the engine to end a step in progress
 
@@ -50,13 +50,13 @@ async def drain(
 ) -> None:
     """Return when the role is idle, or has returned its attempts at the time limit."""
     began = clock()
-    asked, successor = -SUCCESSOR_SECONDS, False
+    checked, successor = -SUCCESSOR_SECONDS, False
     while not role.idle() and healthy():
         elapsed = clock() - began
         if elapsed >= drain_seconds:
             break
-        if elapsed - asked >= SUCCESSOR_SECONDS:
-            asked, successor = elapsed, await has_successor()
+        if elapsed - checked >= SUCCESSOR_SECONDS:
+            checked, successor = elapsed, await has_successor()
         if successor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETURN_SECONDS):

@@ -92,7 +92,7 @@ class EngineHost:
         return since is None or self._clock() - since < self._step_stall_seconds
 
     def busy_seconds(self) -> float:
-        """How long the step in progress has run; 0 between steps."""
+        """Duration of the step in progress; 0 between steps."""
         since = self._busy_since
         return self._clock() - since if since is not None else 0.0
 

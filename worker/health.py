@@ -81,7 +81,7 @@ class Health:
     def why_not_ready(self) -> list[str]:
         why = [] if self.phase is Phase.SERVING else [self.phase.value]
         if self.phase is Phase.SERVING and not self._registered():
-            why.append("not registered: Redis is out of reach, or has not been asked yet")
+            why.append("not registered: Redis is out of reach, or has not answered yet")
         return why + self.why_not_live()
 
     def why_not_live(self) -> list[str]:
