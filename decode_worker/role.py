@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MakeReceiver = Callable[[RoleParts, DecodeEngine, Callable[[bytes], bool]], HandoffReceiver]
 
 
-def make_receiver(
+def open_receiver(
     parts: RoleParts, engine: DecodeEngine, is_ended: Callable[[bytes], bool]
 ) -> HandoffReceiver:
     def exhausted(reason: str) -> None:
@@ -56,7 +56,7 @@ class DecodeRole:
     The receiver calls the engine adapter, the adapter the attempts; only the role calls the receiver.
     """
 
-    def __init__(self, parts: RoleParts, make_receiver: MakeReceiver = make_receiver):
+    def __init__(self, parts: RoleParts, make_receiver: MakeReceiver = open_receiver):
         """Raises SetupError."""
         self._parts = parts
         self.attempts = DecodeAttempts(parts, cancel=self.cancel, evicted=self.abort)

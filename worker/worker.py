@@ -40,15 +40,20 @@ class Worker:
         self._config = config
         host = advertised(config.host, config.advertise_host, config.redis_url)
         locating = Locating(config.topology)  # looks the node's labels up while the model is loaded
-        self.health = Health(config.worker_id, config.step_stall_seconds)
-        self._telemetry = WorkerTelemetry(config, self.health, host)
+        self._health = Health(config.worker_id, config.step_stall_seconds)
+        self._telemetry = WorkerTelemetry(config, self._health, host)
         self._ending = Ending(config.engine.tensor_parallel - 1)
         self._follow_ups = FollowUps()
         epoch = draw_epoch()
         try:
             model_id = make_model_id(config.engine.model, config.engine.dtype)
             self._engine = LoadedEngine(
-                config, epoch, self.health, self._ending, on_output=self._output, on_chain=self._chain_changed
+                config,
+                epoch,
+                self._health,
+                self._ending,
+                on_output=self._output,
+                on_chain=self._chain_changed,
             )
             peers = worker_peers(config)
             self._server = WorkerServer(config.host, config.port, peers, host)
@@ -77,7 +82,7 @@ class Worker:
             RoleParts(
                 config=config,
                 identity=self._identity,
-                health=self.health,
+                health=self._health,
                 host=self._engine.host,
                 ranks=self._engine.ranks,
                 server=self._server,
@@ -93,10 +98,10 @@ class Worker:
         self._ending.on_failure(self._failed)
         self._leaving = Leaving(config, self, self._role)
         self._self_check = SelfCheck(self._engine.host, self._role.check_integrity)
-        self.health.watch(
+        self._health.watch(
             engine_moves=self._engine.host.healthy, registered=lambda: self._membership.registered
         )
-        self.health.to(Phase.STARTING)
+        self._health.to(Phase.STARTING)
 
     # --- for baton and the Ray pools ---------------------------------------------------------------------
 
@@ -126,7 +131,7 @@ class Worker:
         checked = self._config.fault_orders is not None
         status = WorkerStatus(
             pid=os.getpid(),
-            phase=self.health.phase.name.lower(),
+            phase=self._health.phase.name.lower(),
             **asdict(stats),
             kv_usage_ratio=stats.blocks_held / max(1, stats.blocks_total),
             prompt_tokens_asked=seen,
@@ -147,12 +152,12 @@ class Worker:
         self._engine.start()
         await self._server.start()
         lag, status = self._telemetry.loop_lag, self.status
-        collectors = of_worker(self._engine, self.health, self._identity, self._membership, lag, status)
+        collectors = of_worker(self._engine, self._health, self._identity, self._membership, lag, status)
         self._telemetry.start([*collectors, *self._role.collectors()])
         if self._config.fault_orders is not None:
             self._self_check.start()
         self._membership.start()
-        self.health.to(Phase.SERVING)
+        self._health.to(Phase.SERVING)
         await self._role.start()
 
     async def drain(self) -> None:
@@ -199,7 +204,7 @@ class Worker:
         return await self._membership.has_successor()
 
     async def start_draining(self) -> None:
-        self.health.to(Phase.DRAINING)
+        self._health.to(Phase.DRAINING)
         await self._server.set_serving(False)
         await self._membership.set_draining(self._ending.then)
 
@@ -211,7 +216,7 @@ class Worker:
         await self._engine.end_silent_ranks()
 
     async def close(self) -> None:
-        self.health.to(Phase.LEAVING)
+        self._health.to(Phase.LEAVING)
         await self._membership.stop()
         await self._server.stop(GRACE_SECONDS)
         await self._follow_ups.wait(GRACE_SECONDS)
