@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from cluster.errors import BatonError, EngineFailedError, engine_request_error
 from cluster.faults.points import Point
@@ -30,7 +31,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         parts: RoleParts,
         *,
         cancel: Callable[[DecodeAttempt], Awaitable[None]],
-        evicted: Callable[[bytes], Awaitable[object]],
+        evicted: Callable[[bytes], Coroutine[Any, Any, object]],
     ):
         """`cancel` ends an attempt without a reader. `evicted`: the engine has taken a reservation's blocks back for
         running requests."""
@@ -113,10 +114,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
             except Exception as error:
                 self._attempt_failed(attempt, error)
         for engine_id in output.evicted_reservations:
-            self._parts.follow_ups.spawn(self._evict(bytes.fromhex(engine_id)))
-
-    async def _evict(self, transfer_id: bytes) -> None:
-        await self._evicted(transfer_id)
+            self._parts.follow_ups.spawn(self._evicted(bytes.fromhex(engine_id)))
 
     def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
         if attempt.token_came(step_began) and attempt.local:

@@ -66,7 +66,8 @@ class RankWatch:
         for rank in self._ranks:
             silent = rank.silent_seconds(self._leader)
             if silent >= seconds:
-                log.warning("killing rank %d, silent for %.1f s", rank.rank, silent)
+                if not rank.failure:
+                    log.warning("killing rank %d, silent for %.1f s", rank.rank, silent)
                 rank.kill()
 
     def kill_silent_until(
