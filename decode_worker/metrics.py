@@ -27,7 +27,7 @@ _DROPPED = {
 def collectors(core: WorkerCore, role: DecodeRole, receiver: HandoffReceiver) -> list[Collector]:
     return [
         *metrics.of_worker(core),
-        declared.HANDOFF_SECONDS.show(receiver.handoff_seconds),
+        declared.HANDOFF_SECONDS.show(receiver.stats.handoff_seconds),
         ScrapeCollector(
             [
                 *metrics.of_queue(role.admission, role.ended),
@@ -35,7 +35,7 @@ def collectors(core: WorkerCore, role: DecodeRole, receiver: HandoffReceiver) ->
                 declared.RING_CLAIMS_WAITING.read(lambda: sum(ring.waiting for ring in receiver.rings)),
                 declared.HANDOFFS_EXHAUSTED.read(lambda: bool(receiver.exhausted)),
                 declared.KV_PARTS_DROPPED.read(
-                    lambda: {reason: receiver.counts[name] for name, reason in _DROPPED.items()}
+                    lambda: {reason: receiver.stats.counts[name] for name, reason in _DROPPED.items()}
                 ),
             ]
         ),

@@ -37,10 +37,10 @@ class DecodeWorker(RoleWorker):
             config=config.transfer,
             is_ended=self._role.attempts.is_ended,
             faults=core.faults,
+            on_exhausted=self._exhausted,
         )
         super().__init__(core, self._role, self._role.attempts, self._receiver)
         self._role.receiver = self._receiver
-        self._receiver.on_exhausted = self._exhausted
         self._doubts = open_doubt_watch(config, self._receiver)
         self._watching: asyncio.Task[None] | None = None
         core.on_output = self._role.on_output
@@ -66,7 +66,8 @@ class DecodeWorker(RoleWorker):
         self._core.spawn(self.leave(InternalError(reason)))
 
     def _status(self, status: WorkerStatus) -> WorkerStatus:
-        role, counts, rings = self._role, self._receiver.counts, self._receiver.rings
+        role, stats, rings = self._role, self._receiver.stats, self._receiver.rings
+        counts = stats.counts
         return replace(
             of_requests(status, role.attempts, role.admission, role.arrivals),
             handoffs=counts["committed"],
@@ -79,7 +80,7 @@ class DecodeWorker(RoleWorker):
             ring_slots=sum(len(ring.slots) for ring in rings),
             ring_free=sum(ring.count(SlotState.FREE) for ring in rings),
             ring_quarantined=sum(ring.count(SlotState.QUARANTINED) for ring in rings),
-            transfer_rate_bytes_per_second=self._receiver.rate_bytes_per_second,
+            transfer_rate_bytes_per_second=stats.rate_bytes_per_second,
         )
 
 

@@ -1,21 +1,35 @@
-"""A rank's hand-off endpoint as its leader sees it, in this process or another."""
+"""A rank's hand-off endpoint as its leader sees it, in this process or in another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
-from kv_transfer.messages import PeerRank
+from kv_transfer.messages import FromReceiver, FromSender, PeerRank, ToReceiver, ToSender
+
+ToRank = TypeVar("ToRank", contravariant=True)
+FromRank = TypeVar("FromRank", covariant=True)
 
 
-class Rank(Protocol):
-    """`on_event` may be called on any thread."""
-
-    on_event: Callable[[Any], None]
-
+class Rank(Protocol[ToRank, FromRank]):
     @property
     def hello(self) -> PeerRank: ...
 
-    def handle(self, message: Any) -> None: ...
+    @property
+    def is_remote(self) -> bool:
+        """Whether messages reach the rank only some time after `handle` has returned."""
+
+    @property
+    def staging_used_bytes(self) -> int:
+        """0 of a receiving rank, and of one in another process."""
+
+    def start(self, on_event: Callable[[FromRank], None]) -> None:
+        """Begin to work. `on_event` may be called on any thread."""
+
+    def handle(self, message: ToRank) -> None: ...
 
     def close(self) -> None: ...
+
+
+SendingRank = Rank[ToSender, FromSender]
+ReceivingRank = Rank[ToReceiver, FromReceiver]

@@ -15,13 +15,13 @@ from worker.core import WorkerCore
 def collectors(core: WorkerCore, role: PrefillRole, sender: HandoffSender) -> list[Collector]:
     return [
         *metrics.of_worker(core),
-        declared.HANDOFF_EXPOSED.show(sender.exposed_seconds),
+        declared.HANDOFF_EXPOSED.show(sender.stats.exposed_seconds),
         ScrapeCollector(
             [
                 *metrics.of_queue(role.admission, role.ended),
-                declared.KV_SENT_BYTES.read(lambda: sender.sent_bytes),
-                declared.HANDOFFS_SENT.read(lambda: sender.counts["committed"]),
-                declared.HANDOFF_LINKS.read(sender.links_by_transport),
+                declared.KV_SENT_BYTES.read(lambda: sender.stats.sent_bytes),
+                declared.HANDOFFS_SENT.read(lambda: sender.stats.committed),
+                declared.HANDOFF_LINKS.read(sender.links.by_transport),
                 declared.KV_STAGING.read(lambda: sender.staging_bytes),
                 declared.KV_STAGING_USED.read(lambda: sender.staging_used_bytes),
             ]

@@ -27,10 +27,10 @@ class PrefillWorker(RoleWorker):
             config=config.transfer,
             peers=core.peers,
             faults=core.faults,
+            on_failed=lambda reason: core.fail(InternalError(reason)),
         )
         self._role = PrefillRole(core, self._sender)
         super().__init__(core, self._role, self._role.attempts, self._sender)
-        self._sender.on_failed = lambda reason: core.fail(InternalError(reason))
         core.on_output = self._role.on_output
         core.status = self._status
         core.books = [self._role.admission.check_integrity]
@@ -42,11 +42,11 @@ class PrefillWorker(RoleWorker):
         role, sender = self._role, self._sender
         return replace(
             of_requests(status, role.attempts, role.admission, role.arrivals),
-            handoffs=sender.handoffs,
+            handoffs=sender.stats.handoffs,
             handoffs_live=sender.live,
-            handoffs_refused=sender.counts["refused"],
-            parts=sender.parts,
-            resends=sender.resends,
+            handoffs_refused=sender.stats.refused,
+            parts=sender.stats.parts,
+            resends=sender.stats.resends,
         )
 
 

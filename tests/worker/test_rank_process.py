@@ -18,9 +18,10 @@ import pytest
 
 from cluster.errors import InternalError, SetupError
 from engine.parallel.group import Arrivals
-from kv_transfer.messages import Confirmed, Land, NewEpoch, PeerRank, Wake
+from kv_transfer.messages import Confirmed, NewEpoch, PeerRank, Wake
 from tests.waiting import wait_for
 from tests.worker.fake_rank import FakeRank
+from wire.handoff_pb2 import PartData
 from worker.ranks import ranks
 from worker.ranks.outbox import RankOutbox
 from worker.ranks.pipe import RankHello, RankPipe, Ready
@@ -28,7 +29,7 @@ from worker.ranks.process import START_SECONDS, RemoteRank, serve_pipe, spawn_ra
 from worker.ranks.ranks import Ranks
 from worker.ranks.watch import QUIET_SECONDS, RankWatch
 
-BIG = Land(b"", bytes(100_000))  # more than a pipe holds
+BIG = PartData(payload=bytes(100_000))  # more than a pipe holds
 MANY = 64
 HELLO = RankHello(PeerRank(1, "agent", b""), [])
 HANG, BREAK = Wake(), NewEpoch(0)
@@ -39,8 +40,8 @@ def pipes() -> tuple[RankPipe, RankPipe]:
     return RankPipe(ours), RankPipe(theirs)
 
 
-def small(size: int) -> Land:
-    return Land(b"", bytes(size))
+def small(size: int) -> PartData:
+    return PartData(payload=bytes(size))
 
 
 def sizes(events: list[Any]) -> list[int]:
@@ -57,6 +58,9 @@ class Echo:
 
     def __init__(self) -> None:
         self.on_event: Callable[[Any], None] = lambda event: None
+
+    def start(self, on_event: Callable[[Any], None]) -> None:
+        self.on_event = on_event
 
     def handle(self, message: Any) -> None:
         if message == HANG:

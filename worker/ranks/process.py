@@ -40,7 +40,7 @@ END_SECONDS = 10.0
 class RankEndpoint(Protocol):
     """A rank's share of the hand-off: told things by the leader, telling the leader things back."""
 
-    on_event: Callable[[Any], None]
+    def start(self, on_event: Callable[[Any], None]) -> None: ...
 
     def handle(self, message: Any) -> None: ...
 
@@ -204,7 +204,7 @@ def serve_pipe(
         with lock:
             pipe.send(event)
 
-    endpoint.on_event = send
+    endpoint.start(send)
     send(Ready(hello))
     threading.Thread(target=_receive, args=(pipe, endpoint), name="leader-pipe", daemon=True).start()
     threading.Thread(target=_beat, args=(arrivals, send), name="beats", daemon=True).start()

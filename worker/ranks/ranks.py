@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,7 +30,7 @@ from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.messages import PeerRank
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.ranks import Rank
-from worker.ranks.nixl_endpoint import open_endpoint
+from kv_transfer.transports.registry import open_endpoints
 from worker.ranks.pipe import RankHello, RankPipe
 from worker.ranks.process import (
     END_SECONDS,
@@ -50,7 +51,7 @@ class Ranks:
     """The leader's runner, and every rank's endpoint in order. `addresses[rank]` are landing slots (decode)."""
 
     runner: ModelRunner
-    endpoints: list[Rank]
+    endpoints: list[Rank[Any, Any]]
     addresses: list[list[int]]
     remote: list[RemoteRank]
     watch: RankWatch
@@ -91,17 +92,15 @@ class Ranks:
 class _RemoteEndpoint:
     """A RemoteRank with the face of an endpoint."""
 
+    is_remote = True
+    staging_used_bytes = 0  # of this process
+
     def __init__(self, remote: RemoteRank, hello: PeerRank):
         self._remote = remote
         self.hello = hello
 
-    @property
-    def on_event(self) -> Any:
-        return self._remote.on_event
-
-    @on_event.setter
-    def on_event(self, callback: Any) -> None:
-        self._remote.on_event = callback
+    def start(self, on_event: Callable[[Any], None]) -> None:
+        self._remote.on_event = on_event
 
     def handle(self, message: Any) -> None:
         self._remote.handle(message)
@@ -158,9 +157,11 @@ def _group(config: WorkerConfig, rank: int, address: str, listener: socket.socke
     return DistributedGroup(rank, size, address, device, listener)
 
 
-def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) -> tuple[Rank, list[int]]:
+def _endpoint(
+    config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner
+) -> tuple[Rank[Any, Any], list[int]]:
     """The rank's end of hand-offs; a sender is also its runner's export sink."""
-    transport = open_endpoint(
+    endpoints = open_endpoints(
         config.transfer,
         config.worker_id,
         epoch,
@@ -174,7 +175,7 @@ def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) 
             rank=rank,
             kv_cache=runner.kv_cache,
             kv_head_range=runner.kv_head_range,
-            endpoint=transport,
+            endpoints=endpoints,
             config=config.transfer,
             faults=faults,
         )
@@ -184,7 +185,7 @@ def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) 
         rank=rank,
         kv_cache=runner.kv_cache,
         kv_head_range=runner.kv_head_range,
-        endpoint=transport,
+        endpoints=endpoints,
         config=config.transfer,
         decode_epoch=epoch,
         faults=faults,
