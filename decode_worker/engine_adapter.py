@@ -11,8 +11,8 @@ from cluster.protocol.block_hash import hash_blocks
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from decode_worker.attempts import DecodeAttempts
 from engine.engine import Engine
-from kv_transfer.contract import HandoffSpec, Reservation, TransferId
-from wire import common_pb2
+from kv_transfer.contract import Reservation, TransferId
+from wire import common_pb2, handoff_pb2
 from worker.convert import request_from_wire, tokens_from_wire
 from worker.role import RoleParts
 from worker.validate import check_spec
@@ -31,43 +31,47 @@ class HandoffEngineAdapter:
         self._at_committing = parts.faults.point(Point.DECODE_COMMITTING)
         self._at_committed = parts.faults.point(Point.DECODE_COMMITTED)
 
-    async def reserve(self, spec: HandoffSpec) -> Reservation:
+    async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
         self._parts.health.check_accepting()
-        self._check(spec)
-        attempt = self._attempts.get(spec.transfer_id)
+        self._check(request)
+        attempt = self._attempts.get(request.transfer_id)
         if attempt is None:  # Reserve came before Attach
-            attempt = self._attempts.open_new(spec.transfer_id, spec.request_id)
-        attempt.choices = max(1, spec.spec.n)
+            attempt = self._attempts.open_new(request.transfer_id, request.request_id)
+        attempt.choices = max(1, request.spec.n)
         began = time.monotonic()
-        attempt.first_choice, attempt.first_position = spec.spec.first_choice, spec.token_count
-        reservation = await self._parts.host.call(self._reserve_blocks(attempt.engine_id, spec))
+        attempt.first_choice, attempt.first_position = request.spec.first_choice, request.token_count
+        reservation = await self._parts.host.call(self._reserve_blocks(attempt.engine_id, request))
         try:
-            self._reserved(attempt, spec, reservation)
+            self._reserved(attempt, request, reservation)
         except BaseException:
             await self._parts.host.call(lambda engine: engine.abort(attempt.engine_id))
             raise
         attempt.reserved = began
-        self._at_reserved(spec.transfer_id)
+        self._at_reserved(request.transfer_id)
         return reservation
 
-    def _reserved(self, attempt: DecodeAttempt, spec: HandoffSpec, reservation: Reservation) -> None:
+    def _reserved(
+        self, attempt: DecodeAttempt, request: handoff_pb2.Reserve, reservation: Reservation
+    ) -> None:
         if attempt.machine.state is not DecodeState.EXPECTED:  # it ended while the engine reserved
             raise CancelledError("the attempt ended while its blocks were being reserved")
-        attempt.trace = self._parts.trace_of(spec.spec)
+        attempt.trace = self._parts.trace_of(request.spec)
         attempt.report.not_shipped_tokens = reservation.held_tokens
         attempt.machine.to(DecodeState.RESERVED)
 
-    def _reserve_blocks(self, engine_id: str, spec: HandoffSpec) -> Callable[[Engine], Reservation]:
-        request = request_from_wire(engine_id, spec.spec)
-        left = request.sampling.max_tokens - len(request.output_tokens)
+    def _reserve_blocks(
+        self, engine_id: str, request: handoff_pb2.Reserve
+    ) -> Callable[[Engine], Reservation]:
+        wanted = request_from_wire(engine_id, request.spec)
+        left = wanted.sampling.max_tokens - len(wanted.output_tokens)
         growth = max(1, min(left, PROJECTED_GROWTH_TOKENS))
-        packed = spec.spec.prompt_tokens + spec.spec.output_tokens
+        packed = request.spec.prompt_tokens + request.spec.output_tokens
         page, secret = self._parts.identity.page_size, self._parts.config.secret.encode()
 
         def reserve(engine: Engine) -> Reservation:
             # Hashed here, from the tokens: a hash from the peer could name another prompt's blocks.
-            hashes = hash_blocks(packed, page, secret=secret, salt=request.salt)
-            taken = engine.reserve(request, hashes, growth)
+            hashes = hash_blocks(packed, page, secret=secret, salt=wanted.salt)
+            taken = engine.reserve(wanted, hashes, growth)
             return Reservation(list(taken.block_ids), taken.held_tokens)
 
         return reserve
@@ -99,12 +103,12 @@ class HandoffEngineAdapter:
             attempt.machine.to(DecodeState.DECODING)
         self._at_committed(transfer_id)
 
-    def _check(self, spec: HandoffSpec) -> None:
+    def _check(self, request: handoff_pb2.Reserve) -> None:
         """Check the request, and that `token_count` agrees with it. Raises InvalidRequestError."""
-        check_spec(spec.spec, self._parts.identity.spec_limits)
-        tokens = (len(spec.spec.prompt_tokens) + len(spec.spec.output_tokens)) // 4
-        if spec.token_count != tokens:
-            raise InvalidRequestError(f"token_count: {spec.token_count} of {tokens}", field="token_count")
+        check_spec(request.spec, self._parts.identity.spec_limits)
+        tokens = (len(request.spec.prompt_tokens) + len(request.spec.output_tokens)) // 4
+        if request.token_count != tokens:
+            raise InvalidRequestError(f"token_count: {request.token_count} of {tokens}", field="token_count")
 
     def _check_first(self, attempt: DecodeAttempt, tokens: Sequence[common_pb2.Token]) -> None:
         """Check that there is one token per choice, at the position after the prompt. Raises InvalidRequestError."""

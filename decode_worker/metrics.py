@@ -27,7 +27,7 @@ _DROPPED = {
 
 def collectors(attempts: DecodeAttempts, receiver: HandoffReceiver) -> list[Collector]:
     return [
-        declared.HANDOFF_SECONDS.show(receiver.handoff_seconds),
+        declared.HANDOFF_SECONDS.show(receiver.stats.handoff_seconds),
         ScrapeCollector(
             [
                 *of_queue(attempts.admission, attempts.ended),
@@ -35,7 +35,7 @@ def collectors(attempts: DecodeAttempts, receiver: HandoffReceiver) -> list[Coll
                 declared.RING_CLAIMS_WAITING.read(lambda: sum(ring.waiting for ring in receiver.rings)),
                 declared.HANDOFFS_EXHAUSTED.read(lambda: bool(receiver.exhausted)),
                 declared.KV_PARTS_DROPPED.read(
-                    lambda: {reason: receiver.counts[name] for name, reason in _DROPPED.items()}
+                    lambda: {reason: receiver.stats.counts[name] for name, reason in _DROPPED.items()}
                 ),
             ]
         ),
@@ -43,7 +43,7 @@ def collectors(attempts: DecodeAttempts, receiver: HandoffReceiver) -> list[Coll
 
 
 def add_status(status: WorkerStatus, attempts: DecodeAttempts, receiver: HandoffReceiver) -> WorkerStatus:
-    counts, rings = receiver.counts, receiver.rings
+    counts, rings = receiver.stats.counts, receiver.rings
     return replace(
         of_requests(status, attempts, attempts.admission, attempts.arrivals),
         handoffs=counts["committed"],
@@ -56,7 +56,7 @@ def add_status(status: WorkerStatus, attempts: DecodeAttempts, receiver: Handoff
         ring_slots=sum(len(ring.slots) for ring in rings),
         ring_free=sum(ring.count(SlotState.FREE) for ring in rings),
         ring_quarantined=sum(ring.count(SlotState.QUARANTINED) for ring in rings),
-        transfer_rate_bytes_per_second=receiver.rate_bytes_per_second,
+        transfer_rate_bytes_per_second=receiver.stats.rate_bytes_per_second,
     )
 
 

@@ -20,13 +20,13 @@ from worker.metrics import of_queue, of_requests
 
 def collectors(admission: Admission, ended: Mapping[str, float], sender: HandoffSender) -> list[Collector]:
     return [
-        declared.HANDOFF_EXPOSED.show(sender.exposed_seconds),
+        declared.HANDOFF_EXPOSED.show(sender.stats.exposed_seconds),
         ScrapeCollector(
             [
                 *of_queue(admission, ended),
-                declared.KV_SENT_BYTES.read(lambda: sender.sent_bytes),
-                declared.HANDOFFS_SENT.read(lambda: sender.counts["committed"]),
-                declared.HANDOFF_LINKS.read(sender.links_by_transport),
+                declared.KV_SENT_BYTES.read(lambda: sender.stats.sent_bytes),
+                declared.HANDOFFS_SENT.read(lambda: sender.stats.committed),
+                declared.HANDOFF_LINKS.read(sender.links.by_transport),
                 declared.KV_STAGING.read(lambda: sender.staging_bytes),
                 declared.KV_STAGING_USED.read(lambda: sender.staging_used_bytes),
             ]
@@ -39,9 +39,9 @@ def add_status(
 ) -> WorkerStatus:
     return replace(
         of_requests(status, attempts, prefilling.admission, prefilling.arrivals),
-        handoffs=sender.handoffs,
+        handoffs=sender.stats.handoffs,
         handoffs_live=sender.live,
-        handoffs_refused=sender.counts["refused"],
-        parts=sender.parts,
-        resends=sender.resends,
+        handoffs_refused=sender.stats.refused,
+        parts=sender.stats.parts,
+        resends=sender.stats.resends,
     )

@@ -11,10 +11,11 @@ from cluster.errors import BatonError, DrainingError, EngineRequestError, Intern
 from cluster.faults.points import Point
 from cluster.protocol.first_token import ends_with_first_token
 from engine.request import EngineRequest, StepOutput
-from kv_transfer.contract import HandoffSpec
+from kv_transfer.prefill_side.handoff import OutgoingHandoff
 from kv_transfer.prefill_side.part_times import PartTimes
-from kv_transfer.prefill_side.sender import HandoffSender, OutgoingHandoff
+from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
+from wire import handoff_pb2
 from worker.admission import Admission
 from worker.arrivals import Arrivals
 from worker.convert import request_from_wire, token_to_wire
@@ -95,9 +96,14 @@ class Prefilling:
 
     async def _reserve(self, attempt: PrefillAttempt) -> OutgoingHandoff:
         request = attempt.request
-        spec = HandoffSpec(request.transfer_id, request.request_id, request.spec, attempt.token_count)
+        reserve = handoff_pb2.Reserve(
+            transfer_id=request.transfer_id,
+            request_id=request.request_id,
+            spec=request.spec,
+            token_count=attempt.token_count,
+        )
         remaining = max(0.05, attempt.deadline - time.monotonic())
-        return await self._sender.reserve(request.decode, spec, remaining)
+        return await self._sender.reserve(request.decode, reserve, remaining)
 
     async def _compute(
         self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None, priority: int
@@ -109,8 +115,8 @@ class Prefilling:
         request = replace(request, priority=priority, export=handoff is not None)
         if handoff is not None:
             if attempt.trace is not None:
-                handoff.parts = attempt.parts = PartTimes()
-            await handoff.start(attempt.engine_id)
+                attempt.parts = PartTimes()
+            await handoff.start(attempt.engine_id, attempt.parts)
         await self._add(attempt, request)
         prefilled = await attempt.prefilled
         self.arrivals.first_token(time.monotonic() - attempt.received)

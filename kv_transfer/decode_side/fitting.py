@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
 
 from cluster.errors import ConfigError
 from kv_transfer import messages as m
@@ -37,6 +40,14 @@ class CacheShape:
     row_bytes: int  # bytes of one token in one head of one layer, K or V
     first_head: int  # this rank's first KV head, counted over the whole model
     slot_bytes: int
+
+    @classmethod
+    def of(cls, kv_cache: Tensor, first_head: int, slot_bytes: int) -> Self:
+        """Raises ConfigError if a slot is too short for any part."""
+        _, num_layers, _, num_heads, page_size, head_dim = kv_cache.shape
+        row_bytes = head_dim * kv_cache.element_size()
+        check_slot_bytes(slot_bytes, 2 * num_heads * page_size * row_bytes)
+        return cls(num_layers, page_size, row_bytes, first_head, slot_bytes)
 
     def place(self, header: handoff_pb2.PartHeader, told: m.ExpectTransfer, source_rank: int) -> Place | None:
         """The place of a part, or None if the header does not fit.

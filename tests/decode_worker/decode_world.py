@@ -54,6 +54,8 @@ class HandMovedRank:
     def __init__(self) -> None:
         self.on_event: Callable[[Any], None] = lambda event: None
         self.hello = m.PeerRank(0, "", b"", digest_kinds=(XXH3_128,))
+        self.is_remote = False
+        self.staging_used_bytes = 0
         self.expected: list[m.Expect] = []  # every one ever, for events that come late or twice
         self.told: dict[bytes, m.ExpectTransfer] = {}  # until ForgetTransfer
         self.blocks: dict[bytes, list[int]] = {}  # of every transfer ever
@@ -68,7 +70,7 @@ class HandMovedRank:
     def start(self, on_event: Callable[[Any], None]) -> None:
         self.on_event = on_event
 
-    def handle(self, message: Any) -> None:
+    def handle(self, message: m.ToReceiver) -> None:
         match message:
             case m.Expect():
                 assert message.slot not in self.writers, "a slot was granted while somebody may write into it"

@@ -43,7 +43,7 @@ async def ready_to_commit(world: DecodeWorld) -> Stream:
             (0, len(PROMPT)), 64, "",
         )  # fmt: skip
         world.rank.on_event(m.PartsLanded((landed,)))
-    await until(lambda: world.receiver.counts["parts"] == LAYERS, "verified")
+    await until(lambda: world.receiver.stats.counts["parts"] == LAYERS, "verified")
     world.fill_cache(TRANSFER.hex(), PROMPT)
     return stream
 

@@ -70,7 +70,7 @@ class Handoff:
     def over(self) -> bool:
         return self.finished or self.aborted > 0
 
-    async def start(self, request_id: str) -> None:
+    async def start(self, request_id: str, part_times: object = None) -> None:
         """Nothing is sent."""
 
     async def drained(self) -> None:

@@ -19,9 +19,10 @@ import pytest
 from cluster.errors import InternalError, SetupError
 from cluster.protocol.times import RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
-from kv_transfer.messages import Confirmed, Land, NewEpoch, PeerRank, Wake
+from kv_transfer.messages import Confirmed, NewEpoch, PeerRank, Wake
 from tests.waiting import wait_for
 from tests.worker.fake_rank import FakeRank, Reports
+from wire.handoff_pb2 import PartData
 from worker.ranks import ranks, watch
 from worker.ranks.outbox import RankOutbox
 from worker.ranks.pipe import RankHello, RankPipe, Ready
@@ -30,7 +31,7 @@ from worker.ranks.rank_main import serve_pipe
 from worker.ranks.ranks import Ranks
 from worker.ranks.watch import RankWatch
 
-BIG = Land(b"", bytes(100_000))  # more than a pipe holds
+BIG = PartData(payload=bytes(100_000))  # more than a pipe holds
 MANY = 64
 HELLO = RankHello(PeerRank(1, "agent", b""), [])
 HANG, BREAK = Wake(), NewEpoch(0)
@@ -41,8 +42,8 @@ def pipes() -> tuple[RankPipe[Any, Any], RankPipe[Any, Any]]:
     return RankPipe(ours), RankPipe(theirs)
 
 
-def small(size: int) -> Land:
-    return Land(b"", bytes(size))
+def small(size: int) -> PartData:
+    return PartData(payload=bytes(size))
 
 
 def sizes(events: list[Any]) -> list[int]:

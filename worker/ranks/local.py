@@ -18,7 +18,7 @@ from kv_transfer.decode_side.fitting import check_slot_bytes
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.ranks import Rank
-from worker.ranks import nixl_endpoint
+from kv_transfer.transports.registry import open_endpoints
 
 
 def check(config: WorkerConfig) -> None:
@@ -72,7 +72,7 @@ def open_endpoint(
 
     A sender is also its runner's export sink. Raises TransportError or ConfigError.
     """
-    transport = nixl_endpoint.open_endpoint(
+    endpoints = open_endpoints(
         config.transfer,
         config.worker_id,
         epoch,
@@ -86,7 +86,7 @@ def open_endpoint(
             rank=rank,
             kv_cache=runner.kv_cache,
             kv_head_range=runner.kv_head_range,
-            endpoint=transport,
+            endpoints=endpoints,
             config=config.transfer,
             faults=faults,
         )
@@ -96,7 +96,7 @@ def open_endpoint(
         rank=rank,
         kv_cache=runner.kv_cache,
         kv_head_range=runner.kv_head_range,
-        endpoint=transport,
+        endpoints=endpoints,
         config=config.transfer,
         decode_epoch=epoch,
         faults=faults,

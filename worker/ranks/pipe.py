@@ -1,4 +1,4 @@
-"""Messages between a leader and one of its ranks: the number of the message's class, then its fields as msgpack.
+"""Messages between a leader and one of its ranks: the number of the message's class, then its protobuf or msgpack.
 
 Not pickle: reading a pickle runs code that its writer chose, and ranks on other nodes write through a network.
 """
@@ -6,12 +6,13 @@ Not pickle: reading a pickle runs code that its writer chose, and ranks on other
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from google.protobuf.message import DecodeError, Message
 
 from kv_transfer import messages
 from kv_transfer.messages import FromReceiver, FromSender, PeerRank, ToReceiver, ToSender
@@ -74,8 +75,14 @@ In = TypeVar("In")
 _HAND_OFF = [
     kind for _, kind in inspect.getmembers(messages, inspect.isclass) if kind.__module__ == messages.__name__
 ]
-_KINDS: Sequence[type] = [Ready, Failed, Raised, Leaving, Beat, Close, *_HAND_OFF]
+_KINDS: Sequence[type] = [Ready, Failed, Raised, Leaving, Beat, Close, *_HAND_OFF, *messages.WIRE_MESSAGES]
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def _decoder(kind: type) -> Callable[[memoryview], Any]:
+    if issubclass(kind, Message):
+        return lambda frame: kind.FromString(bytes(frame))
+    return msgspec.msgpack.Decoder(kind).decode
 
 
 class RankPipe(Generic[Out, In]):
@@ -84,22 +91,23 @@ class RankPipe(Generic[Out, In]):
     def __init__(self, connection: Connection):
         self._connection = connection
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoders: list[msgspec.msgpack.Decoder[Any]] = [
-            msgspec.msgpack.Decoder(kind) for kind in _KINDS
-        ]
+        self._decoders: list[Callable[[memoryview], Any]] = [_decoder(kind) for kind in _KINDS]
 
     def send(self, message: Out) -> None:
         """Raises OSError if the other end is gone, and KeyError for an object that is no message."""
         frame = bytearray((_NUMBERS[type(message)],))
-        self._encoder.encode_into(message, frame, 1)
+        if isinstance(message, Message):
+            frame += message.SerializeToString()
+        else:
+            self._encoder.encode_into(message, frame, 1)
         self._connection.send_bytes(frame)
 
     def recv(self) -> In:
         """Wait for the next message. Raises EOFError at the end of the pipe, OSError for an invalid message."""
         frame = memoryview(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
         try:
-            message: In = self._decoders[frame[0]].decode(frame[1:])
-        except (IndexError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            message: In = self._decoders[frame[0]](frame[1:])
+        except (IndexError, ValueError, RecursionError, msgspec.MsgspecError, DecodeError) as error:
             raise OSError(f"invalid frame on the rank pipe, it is no message: {error}") from error
         return message
 
