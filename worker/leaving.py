@@ -4,45 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 from cluster.config.worker import WorkerConfig
 from cluster.errors import BatonError
 from worker.drain import drain
+from worker.ending import Ending
+from worker.health import Health, Phase
+from worker.loaded_engine import LoadedEngine
+from worker.membership import Membership
 from worker.role import Role
+from worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
 CLOSE_SECONDS = 15.0
-
-
-class LeavingSteps(Protocol):
-    """The worker that leaves."""
-
-    @property
-    def has_failed(self) -> bool: ...
-
-    def engine_healthy(self) -> bool: ...
-
-    async def has_successor(self) -> bool:
-        """Whether another worker could continue this one's requests."""
-
-    async def start_draining(self) -> None:
-        """Take nothing new; probes, gRPC health and the registry report it."""
-
-    async def cut_off(self) -> None:
-        """End all streams of a failed worker."""
-
-    async def end_silent_ranks(self) -> None: ...
-
-    async def close(self) -> None:
-        """Leave the registry and end everything that runs."""
+LAST_EVENT_SECONDS = 0.25
 
 
 class Leaving:
-    def __init__(self, config: WorkerConfig, worker: LeavingSteps, role: Role):
+    """`close` ends everything that is left after the role has been closed."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role: Role,
+        *,
+        health: Health,
+        ending: Ending,
+        server: WorkerServer,
+        membership: Membership,
+        engine: LoadedEngine,
+        close: Callable[[], Awaitable[None]],
+    ):
         self._config = config
-        self._worker = worker
         self._role = role
+        self._health = health
+        self._ending = ending
+        self._server = server
+        self._membership = membership
+        self._engine = engine
+        self._close = close
         self._draining: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
@@ -59,23 +60,25 @@ class Leaving:
         await asyncio.shield(self._stopping)
 
     async def _drain(self) -> None:
-        await self._worker.start_draining()
+        self._health.to(Phase.DRAINING)
+        await self._server.set_serving(False)
+        await self._membership.set_draining(self._ending.then)
         await drain(
             self._role,
             self._config.worker_id,
-            healthy=self._worker.engine_healthy,
-            has_successor=self._worker.has_successor,
+            healthy=self._engine.host.healthy,
+            has_successor=self._membership.has_successor,
             migrate_seconds=self._config.drain_migrate_seconds,
             drain_seconds=self._config.drain_seconds,
         )
 
     async def _stop(self) -> None:
-        if self._worker.has_failed:
-            await self._worker.cut_off()
+        if self._ending.has_failed:  # streams end now, each with its last event, which has the reason
+            await self._server.stop(LAST_EVENT_SECONDS)
         await self._try_to_drain()
-        await self._worker.end_silent_ranks()
+        await self._engine.end_silent_ranks()
         await self._close_role()
-        await self._worker.close()
+        await self._close()
 
     async def _try_to_drain(self) -> None:
         try:

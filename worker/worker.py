@@ -28,7 +28,6 @@ from worker.self_check import SelfCheck
 from worker.server import WorkerServer
 from worker.telemetry import WorkerTelemetry
 
-LAST_EVENT_SECONDS = 0.25
 GRACE_SECONDS = 1.0
 
 
@@ -96,7 +95,16 @@ class Worker:
             )
         )
         self._ending.on_failure(self._failed)
-        self._leaving = Leaving(config, self, self._role)
+        self._leaving = Leaving(
+            config,
+            self._role,
+            health=self._health,
+            ending=self._ending,
+            server=self._server,
+            membership=self._membership,
+            engine=self._engine,
+            close=self._close,
+        )
         self._self_check = SelfCheck(self._engine.host, self._role.check_integrity)
         self._health.watch(
             engine_moves=self._engine.host.healthy, registered=lambda: self._membership.registered
@@ -122,7 +130,7 @@ class Worker:
         return self._identity.metrics_address
 
     def healthy(self) -> bool:
-        return self.engine_healthy() and not self.has_failed
+        return self._engine.host.healthy() and not self._ending.has_failed
 
     def status(self) -> WorkerStatus:
         """The status that `baton status` shows and the registry holds. Any thread."""
@@ -160,9 +168,6 @@ class Worker:
         self._health.to(Phase.SERVING)
         await self._role.start()
 
-    async def drain(self) -> None:
-        await self._leaving.drain()
-
     async def stop(self) -> None:
         """Finish what runs within the drain limit, return the rest to routers, then leave. Once, however often called."""
         await self._leaving.stop()
@@ -188,34 +193,11 @@ class Worker:
         return self.epoch
 
     async def _drain_and_fail(self, reason: str) -> None:
-        await self.drain()
+        await self._leaving.drain()
         self._ending.fail(InternalError(reason))
 
-    # --- LeavingSteps (worker/leaving.py) ----------------------------------------------------------------
-
-    @property
-    def has_failed(self) -> bool:
-        return self._ending.has_failed
-
-    def engine_healthy(self) -> bool:
-        return self._engine.host.healthy()
-
-    async def has_successor(self) -> bool:
-        return await self._membership.has_successor()
-
-    async def start_draining(self) -> None:
-        self._health.to(Phase.DRAINING)
-        await self._server.set_serving(False)
-        await self._membership.set_draining(self._ending.then)
-
-    async def cut_off(self) -> None:
-        """End all streams, leaving a moment to send the last event of each, which has the reason."""
-        await self._server.stop(LAST_EVENT_SECONDS)
-
-    async def end_silent_ranks(self) -> None:
-        await self._engine.end_silent_ranks()
-
-    async def close(self) -> None:
+    async def _close(self) -> None:
+        """Leave the registry first, so that nothing new is placed here; then end what runs."""
         self._health.to(Phase.LEAVING)
         await self._membership.stop()
         await self._server.stop(GRACE_SECONDS)

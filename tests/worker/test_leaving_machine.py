@@ -78,30 +78,38 @@ class LeavingMachine(RuleBasedStateMachine):
         async def make() -> None:
             self.health = Health("w", STALL, self.loop.time)
             self.role = Role(self)
-            steps: Any = SimpleNamespace(
-                has_failed=False,
-                engine_healthy=lambda: self.engine_moves,
-                has_successor=self.has_successor,
-                start_draining=self.start_draining,
-                close=self.close,
-                end_silent_ranks=self.nothing,
+            host = SimpleNamespace(healthy=lambda: self.engine_moves)
+            engine: Any = SimpleNamespace(host=host, end_silent_ranks=self.nothing)
+            membership: Any = SimpleNamespace(
+                set_draining=self.set_draining, has_successor=self.has_successor
             )
-            self.health.watch(engine_moves=steps.engine_healthy, registered=lambda: self.registered)
+            server: Any = SimpleNamespace(set_serving=self.nothing)
+            ending: Any = SimpleNamespace(has_failed=False, then="exit")
+            self.health.watch(engine_moves=host.healthy, registered=lambda: self.registered)
             self.ticking = self.loop.create_task(self.health.tick())
             config: Any = SimpleNamespace(worker_id="w", drain_migrate_seconds=MIGRATE, drain_seconds=LIMIT)
             role: Any = self.role
-            self.worker = Leaving(config, steps, role)
+            self.worker = Leaving(
+                config,
+                role,
+                health=self.health,
+                ending=ending,
+                server=server,
+                membership=membership,
+                engine=engine,
+                close=self.close,
+            )
 
         self.loop.run(make())
         for phase in (Phase.WARMING_UP, Phase.STARTING, Phase.SERVING) if serves else ():
             self.starts(phase)
             self.phases.append(phase)
 
-    async def nothing(self) -> None:
+    async def nothing(self, *_: object) -> None:
         """Of no interest here."""
 
-    async def start_draining(self) -> None:
-        self.health.to(Phase.DRAINING)
+    async def set_draining(self, then: str) -> None:
+        assert self.health.phase is Phase.DRAINING
         self.began = min(self.began, self.loop.time())
 
     async def has_successor(self) -> bool:

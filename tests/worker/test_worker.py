@@ -176,7 +176,7 @@ async def test_a_worker_that_has_failed_is_not_healthy_though_its_engine_moves(w
     one, _ = worker
     assert one.healthy()
     one._ending.fail(InternalError("a test"))
-    assert one.engine_healthy() and not one.healthy()
+    assert one._engine.host.healthy() and not one.healthy()
 
 
 async def test_a_cancelled_wait_for_the_end_is_no_failure_and_no_drain(worker):
@@ -187,6 +187,6 @@ async def test_a_cancelled_wait_for_the_end_is_no_failure_and_no_drain(worker):
     for wait in waits:
         wait.cancel()
     await asyncio.wait(waits)
-    assert not one.has_failed and one.healthy()
+    assert not one._ending.has_failed and one.healthy()
     one._ending.ask_drain("stay")
     assert await asyncio.wait_for(one.wait_drain_wanted(), LONG) == "stay"
