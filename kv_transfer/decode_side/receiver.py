@@ -101,7 +101,7 @@ class HandoffReceiver:
 
     def _grown(self) -> None:
         for link in self._peers.values():
-            link.welcome()
+            link.announce_memory()
 
     def _exhausted(self, reason: str) -> None:
         """Too many slots are in doubt: this worker finishes what it has and ends, and its end is a fence."""
