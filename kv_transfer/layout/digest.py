@@ -1,4 +1,4 @@
-"""Digests of parts: they detect corruption, not attackers. The wire says which kind was used."""
+"""Digests of parts: they detect corruption, not attackers. Each part names the kind of its digest."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class LinkOwner(Protocol):
     def closed(self, link: LinkToDecode) -> None: ...
 
     def drained(self, link: LinkToDecode, transfer_id: bytes) -> None:
-        """No write of the transfer is pending: the decode worker must be told, on this link or a later one."""
+        """No write of the transfer is pending: the decode worker must get Drained, on this link or a later one."""
 
     def drained_acknowledged(self, worker_id: str, transfer_id: bytes) -> None: ...
 
