@@ -40,7 +40,7 @@ class Connect:
     ranks: Sequence[PeerRank]
     nonce: str
     transport: str
-    anew: bool = False  # replace the connections that are open
+    reconnect: bool = False  # replace the connections that are open
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The queue of messages to send on a control stream: in order, bounded, and several together.
 
-A message costs both ends a tenth of a millisecond of processor time, whatever it contains, and grants and results come in
+Each message costs both ends together a tenth of a millisecond of processor time, and grants and results come in
 bursts. A patient message therefore waits for the next impatient one, for PATIENT_MESSAGES, or for PATIENT_SECONDS.
 """
 

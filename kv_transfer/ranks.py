@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from kv_transfer.messages import FromReceiver, FromSender, PeerRank, ToReceiver, ToSender
 
+log = logging.getLogger(__name__)
+E = TypeVar("E")
 ToRank = TypeVar("ToRank", contravariant=True)
 FromRank = TypeVar("FromRank", covariant=True)
 
@@ -33,3 +37,16 @@ class Rank(Protocol[ToRank, FromRank]):
 
 SendingRank = Rank[ToSender, FromSender]
 ReceivingRank = Rank[ToReceiver, FromReceiver]
+
+
+def on_event_loop(handle: Callable[[E], None]) -> Callable[[E], None]:
+    """A callback for ranks' threads that calls `handle` on the running event loop, in order, until the loop closes."""
+    loop = asyncio.get_running_loop()
+
+    def call(event: E) -> None:
+        try:
+            loop.call_soon_threadsafe(handle, event)
+        except RuntimeError:
+            log.debug("dropped %s of a rank: the event loop has closed", type(event).__name__)
+
+    return call

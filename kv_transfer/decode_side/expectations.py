@@ -13,7 +13,7 @@ from wire import handoff_pb2
 
 @dataclass(frozen=True)
 class ExpectedTransfer:
-    told: m.ExpectTransfer
+    message: m.ExpectTransfer
     digests: Digests
 
 
@@ -62,7 +62,7 @@ class Expectations:
             or transfer is None
             or expected.generation != header.generation
             or expected.transfer_id != header.transfer_id
-            or transfer.told.prefill_epoch != header.prefill_epoch
+            or transfer.message.prefill_epoch != header.prefill_epoch
             or self._epoch != header.decode_epoch
             or expected.part != header.part
             or expected.source_rank != header.source_rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from cluster import errors
 from cluster.config.worker import TransferConfig
@@ -12,13 +11,6 @@ from kv_transfer.layout.compatibility import check_layouts
 from kv_transfer.layout.digest import NONE, stricter
 from kv_transfer.transports.registry import check_carried, choose
 from wire import common_pb2, handoff_pb2
-
-
-@dataclass(frozen=True)
-class Agreement:
-    transport: str = ""
-    digests: str = ""
-    digest_kind: str = NONE  # of the parts that carry a digest
 
 
 class Handshake:
@@ -38,14 +30,21 @@ class Handshake:
         """`worker`: with the new epoch."""
         self._worker = worker
 
-    def agree(self, hello: handoff_pb2.Hello) -> Agreement:
-        """Raises HandoffError if the pair has something that does not match."""
+    def agree(self, hello: handoff_pb2.Hello) -> handoff_pb2.Welcome:
+        """The answer to Hello. Raises HandoffError with the field that does not match."""
         if hello.decode_epoch != self._worker.epoch:
             raise errors.StaleEpochError("this worker has another epoch now", field="decode_epoch")
         check_layouts(hello.layout, self.layout)
-        transport = choose(hello.transports, self._config, self._landing.hellos)
         digests = stricter(self._config.digests, hello.digests)
-        return Agreement(transport, digests, self._choose_kind(hello.digest_kinds, digests))
+        return handoff_pb2.Welcome(
+            decode_epoch=self._worker.epoch,
+            layout=self.layout,
+            slot_bytes=self._config.slot_bytes,
+            transport=choose(hello.transports, self._config, self._landing.hellos),
+            ranks=self._landing.endpoints(),
+            digests=digests,
+            digest_kind=self._choose_kind(hello.digest_kinds, digests),
+        )
 
     def _choose_kind(self, offered: Sequence[str], digests: str) -> str:
         ours = self._landing.digest_kinds
@@ -62,17 +61,13 @@ class Handshake:
         """Raise TransportError if parts must not come over the control stream."""
         check_carried(self._config)
 
-    def welcome(self, agreement: Agreement) -> handoff_pb2.Welcome:
-        """Also sent again when a rank has new memory."""
-        return handoff_pb2.Welcome(
-            decode_epoch=self._worker.epoch,
-            layout=self.layout,
-            slot_bytes=self._config.slot_bytes,
-            transport=agreement.transport,
-            ranks=self._landing.endpoints(),
-            digests=agreement.digests,
-            digest_kind=agreement.digest_kind,
-        )
+    def with_new_memory(self, welcome: handoff_pb2.Welcome) -> handoff_pb2.Welcome:
+        """The pair's Welcome with the ranks' present memory."""
+        renewed = handoff_pb2.Welcome()
+        renewed.CopyFrom(welcome)
+        del renewed.ranks[:]
+        renewed.ranks.extend(self._landing.endpoints())
+        return renewed
 
     def refusal(self, error: errors.BatonError) -> handoff_pb2.Welcome:
         return handoff_pb2.Welcome(decode_epoch=self._worker.epoch, refused=error.to_wire())

@@ -90,7 +90,7 @@ class IncomingHandoff:
         self.committing = True
 
     def end_commit(self) -> None:
-        """With or without success: the state tells."""
+        """The commit has succeeded or failed; see the state."""
         self.committing = False
         self._commit_ended.set()
 
@@ -102,7 +102,7 @@ class IncomingHandoff:
 
     @property
     def rate_bytes_per_second(self) -> float:
-        """0 if too little was shipped to tell."""
+        """0 if too little was shipped to measure it."""
         seconds = self.times.last_part - self.times.first_part
         return self.parts.bytes / seconds if self.parts.bytes and seconds > 0 else 0.0
 
@@ -112,22 +112,22 @@ class IncomingHandoff:
         return 0 if self._discard else self.parts.coverage.leading_tokens
 
 
-def error_of(part: PartLanded, digests: str, digest_kind: str) -> BatonError:
-    """The error with which a refused part ends its attempt. `digests` and `digest_kind` are the pair's."""
+def error_of(part: PartLanded, agreement: handoff_pb2.Welcome) -> BatonError:
+    """The error with which a refused part ends its attempt."""
     if part.error == "digest":
         return DigestMismatchError(f"part {part.part} arrived corrupted twice")
     if part.error == "digest_missing":
         return TransportError(
-            f"part {part.part} has no {digest_kind} digest, as was agreed ({digests}): give prefill and decode "
-            "workers the same digests and digest_sample_share",
+            f"part {part.part} has no {agreement.digest_kind} digest, as was agreed ({agreement.digests}): give prefill "
+            "and decode workers the same digests and digest_sample_share",
             field="digests",
         )
     return TransportError(f"part {part.part} could not be taken ({part.error})")
 
 
-def as_baton_error(error: Exception) -> BatonError:
+def as_baton_error(error: Exception, transfer_id: bytes) -> BatonError:
     """The error for the peer; an unexpected one is logged."""
     if isinstance(error, BatonError):
         return error
-    log.error("a hand-off failed", exc_info=error)
+    log.error("hand-off %s failed", transfer_id.hex(), exc_info=error)
     return InternalError(f"{type(error).__name__}: {error}")

@@ -44,7 +44,7 @@ class PartLanding:
         Raises nothing: the thread serves all hand-offs.
         """
         try:
-            place = self._shape.place(header, transfer.told, header.source_rank)
+            place = self._shape.place(header, transfer.message, header.source_rank)
             if place is None or (payload is not None and not self._fill(header, payload)):
                 return "geometry"
             slot = self._memory.slots[header.slot]

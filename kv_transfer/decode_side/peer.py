@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from cluster import errors
 from cluster.faults.points import MessagePoint, inject
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS
-from kv_transfer.decode_side.handshake import Agreement, Handshake
+from kv_transfer.decode_side.handshake import Handshake
 from kv_transfer.decode_side.in_turn import InTurn
 from kv_transfer.decode_side.validate import check_message
 from kv_transfer.outbox import Outbox
@@ -51,7 +51,7 @@ class PeerLink:
     ):
         self.prefill = common_pb2.WorkerRef()
         self.layout = common_pb2.KvLayout()
-        self.agreement = Agreement()
+        self.agreement = handoff_pb2.Welcome()
         self.closed = False
         self._failure: errors.BatonError | None = None  # of the peer's messages
         self._requests = requests
@@ -164,8 +164,9 @@ class PeerLink:
             raise
         self.layout.CopyFrom(hello.layout)
         self._requests.connected(self)
-        self.welcome()
+        self.send(handoff_pb2.DecodeToPrefill(welcome=self.agreement))
 
-    def welcome(self) -> None:
-        """Send Welcome, at first and whenever a rank has new memory."""
-        self.send(handoff_pb2.DecodeToPrefill(welcome=self._handshake.welcome(self.agreement)))
+    def announce_memory(self) -> None:
+        """Send Welcome again, because a rank has new memory."""
+        self.agreement = self._handshake.with_new_memory(self.agreement)
+        self.send(handoff_pb2.DecodeToPrefill(welcome=self.agreement))

@@ -25,7 +25,7 @@ from kv_transfer.decode_side.reserve import take_on
 from kv_transfer.decode_side.ring import Ring, Slot
 from kv_transfer.decode_side.stats import ReceiverStats
 from kv_transfer.decode_side.turns import Claim
-from kv_transfer.ranks import ReceivingRank
+from kv_transfer.ranks import ReceivingRank, on_event_loop
 from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,9 @@ class HandoffReceiver:
             ranks, addresses, config, granted=self._grant, grown=self._grown, exhausted=self._exhausted
         )
         self._handshake = Handshake(worker, layout, config, self._landing)
+        from_rank = on_event_loop(self._dispatch)
         for rank in ranks:
-            rank.start(self._from_rank)
+            rank.start(from_rank)
 
     # --- peers' streams ----------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class HandoffReceiver:
 
     def _grown(self) -> None:
         for link in self._peers.values():
-            link.welcome()
+            link.announce_memory()
 
     def _exhausted(self, reason: str) -> None:
         """Too many slots are in doubt: this worker finishes what it has and ends, and its end is a fence."""
@@ -120,7 +121,7 @@ class HandoffReceiver:
             reply.held_tokens = handoff.reservation.held_tokens
         except Exception as error:
             self.stats.counts["refused"] += 1
-            reply.refused.CopyFrom(as_baton_error(error).to_wire())
+            reply.refused.CopyFrom(as_baton_error(error, request.transfer_id).to_wire())
         link.send(handoff_pb2.DecodeToPrefill(reserve_reply=reply))
 
     async def _reserve(self, link: PeerLink, request: handoff_pb2.Reserve) -> IncomingHandoff:
@@ -167,7 +168,7 @@ class HandoffReceiver:
     def _grant(self, rank: int, claim: Claim, slot: Slot) -> None:
         handoff = self._live.get(claim.transfer_id)
         if handoff is None:
-            # It ended since it asked. The peer was not told of the slot, so no write can come.
+            # It has ended since its request. The peer did not get the grant, so no write can come.
             self._loop.call_soon(self.rings[rank].landed_wrong, slot)
             return
         seconds = claim.bytes / self.stats.rate_bytes_per_second * 4 + 1.0
@@ -232,13 +233,6 @@ class HandoffReceiver:
 
     # --- reports of ranks --------------------------------------------------------------------------------
 
-    def _from_rank(self, event: m.FromReceiver) -> None:
-        """Called on a rank's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._dispatch, event)
-        except RuntimeError:
-            log.debug("an event came after the loop had closed: %r", type(event))
-
     def _dispatch(self, event: m.FromReceiver) -> None:
         match event:
             case m.PartsLanded():
@@ -261,9 +255,7 @@ class HandoffReceiver:
         ring = self.rings[part.rank]
         slot = self._landing.landed(part)
         if slot is None:
-            self.stats.counts["stale"] += (
-                1  # its hand-off has ended; the slot is freed by the quarantine's rules
-            )
+            self.stats.counts["stale"] += 1  # its hand-off has ended; its slot is in quarantine
             return
         handoff = self._live.get(part.transfer_id)
         if handoff is not None:
@@ -289,26 +281,25 @@ class HandoffReceiver:
         if part.error == "digest" and handoff.parts.take_resend(part):
             handoff.link.send(replies.part_result(part, verified=False))
             return
-        agreed = handoff.link.agreement
-        error = error_of(part, agreed.digests, agreed.digest_kind)
-        self._follow_ups.spawn(self._abort(part.transfer_id, error))
+        self._follow_ups.spawn(self._abort(part.transfer_id, error_of(part, handoff.link.agreement)))
 
     # --- the end of a hand-off ---------------------------------------------------------------------------
 
     async def _commit_if_complete(self, handoff: IncomingHandoff) -> None:
         finish = handoff.finish
-        if not handoff.parts.complete or handoff.committing or not self._is_live(handoff):
+        if (
+            not handoff.parts.complete
+            or handoff.committing
+            or self._live.get(handoff.transfer_id) is not handoff
+        ):
             return
-        assert finish is not None, "complete says so"
+        assert finish is not None, "complete includes it"
         if not handoff.parts.coverage.whole:
-            error = untrue("parts that do not make up every layer of every token")
-            await self._abort(handoff.transfer_id, error)
+            gap = untrue("parts that do not make up every layer of every token")
+            await self._abort(handoff.transfer_id, gap)
             return
         handoff.begin_commit()
         await self._follow_ups.complete(self._commit(handoff, finish))
-
-    def _is_live(self, handoff: IncomingHandoff) -> bool:
-        return self._live.get(handoff.transfer_id) is handoff
 
     async def _commit(self, handoff: IncomingHandoff, finish: handoff_pb2.Finish) -> None:
         transfer_id = handoff.transfer_id
@@ -318,7 +309,7 @@ class HandoffReceiver:
             await self._engine.commit(transfer_id, finish.first_tokens, finish.report)
             handoff.machine.to(HandoffState.COMMITTED)
         except Exception as error:
-            failed = as_baton_error(error)
+            failed = as_baton_error(error, transfer_id)
         finally:
             handoff.end_commit()
         if failed is not None:
@@ -327,9 +318,8 @@ class HandoffReceiver:
         del self._live[transfer_id]
         self._landing.forget(transfer_id)
         self.stats.committed(handoff)
-        commit_seconds = time.monotonic() - began
-        committed = replies.committed(transfer_id, handoff.times.exposed_seconds, commit_seconds)
-        handoff.link.send(committed)
+        seconds = time.monotonic() - began
+        handoff.link.send(replies.committed(transfer_id, handoff.times.exposed_seconds, seconds))
 
     async def _abort(self, transfer_id: bytes, error: errors.BatonError) -> None:
         freeing = self._end(transfer_id, error)
@@ -337,7 +327,7 @@ class HandoffReceiver:
             await self._follow_ups.complete(freeing)
 
     def _end(self, transfer_id: bytes, error: errors.BatonError) -> Coroutine[Any, Any, None] | None:
-        """Put a hand-off's slots in doubt and tell the peer, at once. Returns what frees its blocks, or None if no such
+        """Put a hand-off's slots in doubt and inform the peer, at once. Returns what frees its blocks, or None if no such
         hand-off can be ended."""
         handoff = self._live.get(transfer_id)
         if handoff is None or handoff.committing:

@@ -130,7 +130,7 @@ class ReceiverRank:
         try:
             self._work()
         except Exception as error:  # no memory for a segment, NIXL; a part's own failure ends that part only
-            log.exception("rank %d receives no more parts", self.rank)
+            log.exception("the landing thread of rank %d failed: it receives no more parts", self.rank)
             self._on_event(m.RankFailed(self.rank, repr(error)))
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""Begins a hand-off at the decode worker: checks first, then reserves blocks, then tells the ranks."""
+"""Begins a hand-off at the decode worker: checks first, then reserves blocks, then informs the ranks."""
 
 from __future__ import annotations
 

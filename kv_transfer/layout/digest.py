@@ -1,4 +1,4 @@
-"""Digests of parts: they detect corruption, not attackers. The wire says which kind was used."""
+"""Digests of parts: they detect corruption, not attackers. Each part names the kind of its digest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ NONE = ""
 XXH3_128 = "xxh3_128"  # CPU: 35–87 GB/s measured
 SUM64 = "sum64"  # expressible in torch, so it runs where the bytes are on CUDA
 
-KINDS = (NONE, XXH3_128, SUM64)
 MODES = ("off", "sample", "all")  # from the laxest to the strictest
 
 

@@ -158,8 +158,8 @@ class OutgoingHandoff:
         self._drained.all_here.cancel()
 
     async def abort(self, reason: str, *, discard: bool = False) -> None:
-        """Stop posting and tell the decode worker, which gets Drained once every write is terminal. `discard`: the KV may
-        be wrong, and the decode worker keeps none of it."""
+        """Stop posting and abort at the decode worker, which gets Drained once every write is terminal. `discard`: the KV
+        may be wrong, and the decode worker keeps none of it."""
         if self._closed:
             return
         abort = handoff_pb2.AbortHandoff(transfer_id=self.transfer_id, reason=reason[:200], discard=discard)

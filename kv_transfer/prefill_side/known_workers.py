@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-# As many as the idle connections that a NIXL agent keeps: for other workers there is nothing to know
+# As many as the idle connections that a NIXL agent keeps: other workers have no connection
 MAX_WORKERS = 1024
 
 

@@ -17,7 +17,7 @@ import grpc
 from cluster import errors
 from cluster.faults.points import MessagePoint
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
-from kv_transfer.prefill_side.agreement import Agreement
+from kv_transfer.layout.digest import stricter
 from kv_transfer.prefill_side.check_replies import check_welcome
 from kv_transfer.prefill_side.control_stream import ControlStream
 from kv_transfer.prefill_side.known_workers import KnownWorkers
@@ -51,7 +51,7 @@ class LinkOwner(Protocol):
     def closed(self, link: LinkToDecode) -> None: ...
 
     def drained(self, link: LinkToDecode, transfer_id: bytes) -> None:
-        """No write of the transfer is pending: the decode worker must be told, on this link or a later one."""
+        """No write of the transfer is pending: the decode worker must get Drained, on this link or a later one."""
 
     def drained_acknowledged(self, worker_id: str, transfer_id: bytes) -> None: ...
 
@@ -75,7 +75,7 @@ class LinkToDecode:
         self._owner = owner
         self._known = known
         loop = asyncio.get_running_loop()
-        self._agreed: asyncio.Future[Agreement] = loop.create_future()
+        self._agreed: asyncio.Future[handoff_pb2.Welcome] = loop.create_future()
         self._agreed.add_done_callback(lambda f: f.cancelled() or f.exception())
         self._connections = RankConnections(
             self.name, hello.prefill.worker_id, decode.worker_id, ranks, known
@@ -97,8 +97,8 @@ class LinkToDecode:
         await asyncio.shield(self._agreed)
 
     @property
-    def agreement(self) -> Agreement:
-        """Of a link that is ready."""
+    def agreement(self) -> handoff_pb2.Welcome:
+        """What the workers of a ready link use: the Welcome, with the stricter digests and the transport that works."""
         return self._agreed.result()
 
     def send(self, message: handoff_pb2.PrefillToDecode) -> None:
@@ -182,7 +182,7 @@ class LinkToDecode:
             if welcome.HasField("refused"):
                 raise errors.from_wire(welcome.refused)
             check_welcome(welcome, self.decode, self.hello)
-            agreement = await self._connect(welcome)
+            agreement = await self._agree(welcome)
         except errors.BatonError as error:
             self._lose(error)
             return
@@ -190,14 +190,16 @@ class LinkToDecode:
             self._agreed.set_result(agreement)
             self._owner.opened(self)
 
-    async def _connect(self, welcome: handoff_pb2.Welcome) -> Agreement:
+    async def _agree(self, welcome: handoff_pb2.Welcome) -> handoff_pb2.Welcome:
         """Connect the ranks, and test a transport that may not reach the peer. Raises TransportError."""
-        agreement = Agreement.of(self.hello, welcome)
+        agreement = handoff_pb2.Welcome()
+        agreement.CopyFrom(welcome)
+        agreement.digests = stricter(self.hello.digests, welcome.digests or "off")
         chosen = TRANSPORTS[welcome.transport]
         if not chosen.is_probed:
             self._connections.connect(welcome)
         elif not await self._connections.probe(welcome) and not self.lost:
-            agreement = agreement.over(fallback(self.hello.transports, chosen.name, self.name))
+            agreement.transport = fallback(self.hello.transports, chosen.name, self.name)
             label = TRANSPORTS[agreement.transport].label
             log.warning("%s does not reach %s: this pair uses %s", chosen.label, self.name, label)
         return agreement

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from cluster.config.worker import TransferConfig
 from kv_transfer import messages as m
-from kv_transfer.layout.digest import digest
+from kv_transfer.layout.digest import Digests, digest
 from kv_transfer.layout.geometry import gather, pieces, wait_copied
 from kv_transfer.memory import Staging
-from kv_transfer.prefill_side.pair_digests import PairDigests
 from kv_transfer.prefill_side.rank_transfer import Job, Part
 from kv_transfer.transports.registry import Endpoints
 
@@ -25,7 +24,7 @@ class PartSource:
         self._cache = kv_cache
         self._first_head = first_head
         self._staging = Staging(max(config.staging_bytes, 2 * config.slot_bytes), kv_cache.device)
-        self._digests = PairDigests(kv_cache.device, config)
+        self._config = config
         endpoints.register(self._staging.buffer)
         if self.device.type == "cpu":
             endpoints.register(kv_cache)
@@ -60,9 +59,18 @@ class PartSource:
         if data is not None:
             wait_copied(self._cache)  # the transports do not wait for CUDA's streams
             flow = part.job.flow
-            part.digest_kind = self._digests.kind_of(opened, flow.source_rank, flow.target_rank, part.index)
+            digests = self.digests(opened)
+            part.digest_kind = digests.kind_of(
+                opened.transfer_id, flow.source_rank, flow.target_rank, part.index
+            )
             part.digest = digest(data, part.digest_kind)
         return data
+
+    def digests(self, opened: m.OpenTransfer) -> Digests:
+        """Which parts carry which digest, as the pair has agreed; else by this worker's setting."""
+        config = self._config
+        mode = opened.digests or config.digests
+        return Digests(self.device, mode, config.digest_sample_share, opened.digest_kind)
 
     def free(self, part: Part) -> None:
         if part.chunk is not None:

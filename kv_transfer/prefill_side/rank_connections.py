@@ -46,22 +46,22 @@ class RankConnections:
             self.connect(welcome)
         return first
 
-    def connect(self, welcome: handoff_pb2.Welcome, nonce: str = "", anew: bool = False) -> None:
+    def connect(self, welcome: handoff_pb2.Welcome, nonce: str = "", reconnect: bool = False) -> None:
         ranks = [
             m.PeerRank(r.rank, r.agent_name, r.agent_metadata, r.memory or m.DRAM) for r in welcome.ranks
         ]
         for rank in self._ranks:
-            rank.handle(m.Connect(self._name, ranks, nonce, welcome.transport, anew))
+            rank.handle(m.Connect(self._name, ranks, nonce, welcome.transport, reconnect))
 
     async def probe(self, welcome: handoff_pb2.Welcome) -> bool:
         """Whether a notification from every rank arrives. Connections from an earlier link may have broken unnoticed:
         then a second one is sent, over new connections."""
-        for anew in (False, True) if self._known.was_reached(self._decode_id) else (False,):
+        for reconnect in (False, True) if self._known.was_reached(self._decode_id) else (False,):
             if self._closed:
                 return False
             self._answer = asyncio.get_running_loop().create_future()
             nonce = f"{self._prefill_id}:{secrets.token_hex(8)}"
-            self.connect(self._welcome or welcome, nonce, anew)
+            self.connect(self._welcome or welcome, nonce, reconnect)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     if await self._answer:

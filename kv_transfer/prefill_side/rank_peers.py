@@ -40,7 +40,7 @@ class RankPeers:
         for peer in message.ranks:
             if not peer.agent_name:
                 continue
-            if message.anew and not self._is_written_to((message.transport, peer.agent_name)):
+            if message.reconnect and not self._is_written_to((message.transport, peer.agent_name)):
                 endpoint.forget(peer.agent_name)
             endpoint.connect(peer.agent_name, peer.metadata)
             if message.nonce:
@@ -55,7 +55,7 @@ class RankPeers:
                 try:
                     self._endpoints[known.transport].connect(peer.agent_name, peer.metadata)
                 except TransportError as error:
-                    log.warning("%s: %s", name, error)
+                    log.warning("reconnecting to %s failed: %s", name, error)
 
     def link_lost(self, name: str) -> None:
         self._leaving.add(name)
@@ -77,7 +77,7 @@ class RankPeers:
                 try:
                     self._endpoints[transport].disconnect(agent_name)
                 except TransportError as error:
-                    log.info("%s: %s", name, error)
+                    log.info("disconnecting from %s failed: %s", name, error)
         return bool(gone)
 
     def _agents(self, name: str) -> set[Agent]:

@@ -80,7 +80,7 @@ class Cutting:
             some = range(first, min(first + layer_step, layers.stop))
             begin = tokens.start
             while begin < tokens.stop:
-                # Cut at block borders, whatever token the range begins at.
+                # Cut at block borders, also if the range begins inside a block.
                 end = min(tokens.stop, (begin // page) * page + token_step)
                 ids = blocks[begin // page : -(-end // page)]
                 size = self.bytes([flow], len(some), end - begin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,10 +15,9 @@ from kv_transfer.prefill_side.handoff import OutgoingHandoff
 from kv_transfer.prefill_side.link import ANSWER_SECONDS, LinkToDecode
 from kv_transfer.prefill_side.links import Links
 from kv_transfer.prefill_side.stats import SenderStats
-from kv_transfer.ranks import SendingRank
+from kv_transfer.ranks import SendingRank, on_event_loop
 from wire import common_pb2, handoff_pb2
 
-log = logging.getLogger(__name__)
 ABORT_SECONDS = 2.0  # how long a closing sender waits for pending writes
 
 
@@ -46,9 +44,9 @@ class HandoffSender:
         self._config = config
         self._on_failed = on_failed
         self._live: dict[bytes, OutgoingHandoff] = {}
-        self._loop = asyncio.get_running_loop()
+        from_rank = on_event_loop(self._dispatch)
         for rank in ranks:
-            rank.start(self._from_rank)
+            rank.start(from_rank)
 
     @property
     def live(self) -> int:
@@ -101,13 +99,6 @@ class HandoffSender:
         self._live.pop(handoff.transfer_id, None)
         handoff.link.detach(handoff)
         self.links.drained(handoff.link, handoff.transfer_id)
-
-    def _from_rank(self, event: m.FromSender) -> None:
-        """Called on a rank's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._dispatch, event)
-        except RuntimeError:
-            log.debug("an event came after the loop had closed: %r", type(event))
 
     def _dispatch(self, event: m.FromSender) -> None:
         match event:

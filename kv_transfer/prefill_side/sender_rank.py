@@ -120,7 +120,7 @@ class SenderRank:
         try:
             self._work()
         except Exception as error:  # a failure of one hand-off does not get here: see `_fail`
-            log.exception("rank %d sends no more parts", self.rank)
+            log.exception("the sending thread of rank %d failed: it sends no more parts", self.rank)
             self._on_event(m.RankFailed(self.rank, repr(error)))
 
     def _work(self) -> None:
@@ -223,8 +223,8 @@ class SenderRank:
                 continue
             data = self._read(transfer, part)
             if data is not None:
-                strike = self._at_granted(transfer.opened.transfer_id)
-                if strike is None or strike.act is not Act.DROP:
+                fault = self._at_granted(transfer.opened.transfer_id)
+                if fault is None or fault.act is not Act.DROP:
                     self._post(transfer, part, part.grant, data)
                 else:
                     part.posted = True  # as if written, and nothing lands

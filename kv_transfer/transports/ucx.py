@@ -118,7 +118,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 
 
 def _rdma_tls(setting: str) -> str:
-    """UCX_TLS without TCP: NIXL does not tell which transport UCX has chosen. Raises ConfigError."""
+    """UCX_TLS without TCP: NIXL does not report which transport UCX has chosen. Raises ConfigError."""
     given = os.environ.get("UCX_TLS", RDMA_TLS)
     others = [name for name in given.split(",") if not name.strip().startswith(_NOT_TCP)]
     if others:

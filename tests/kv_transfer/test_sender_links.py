@@ -77,7 +77,7 @@ async def test_a_probe_is_repeated_over_the_newest_memory(monkeypatch):
         decode.streams[0].say(welcome=welcome(transport="nixl", ranks=endpoints("VRAM")))
         await until(lambda: len(connected) == 3, "it is probed again")
         assert [message.ranks[0].memory for message in connected] == ["DRAM", "VRAM", "VRAM"]
-        assert connected[-1].anew and connected[-1].nonce
+        assert connected[-1].reconnect and connected[-1].nonce
         decode.streams[0].say(probe_result=handoff_pb2.ProbeResult(arrived=True))
         await opening
 

@@ -14,7 +14,6 @@ from cluster.config.worker import TransferConfig
 from cluster.errors import BatonError, PeerLostError, TransportError
 from kv_transfer import messages as m
 from kv_transfer.contract import HandoffReport
-from kv_transfer.prefill_side.agreement import Agreement
 from kv_transfer.prefill_side.handoff import OutgoingHandoff
 from kv_transfer.prefill_side.sender import HandoffSender
 from tests.reached import Reached
@@ -70,7 +69,11 @@ class Link:
 
     name: str = "d@2"
     hello: handoff_pb2.Hello = field(default_factory=lambda: handoff_pb2.Hello(prefill=REF, layout=LAYOUT))
-    agreement: Agreement = Agreement(LAYOUT, 4096, "grpc", "all", "xxh3_128")
+    agreement: handoff_pb2.Welcome = field(
+        default_factory=lambda: handoff_pb2.Welcome(
+            layout=LAYOUT, slot_bytes=4096, transport="grpc", digests="all", digest_kind="xxh3_128"
+        )
+    )
     decode: common_pb2.WorkerRef = field(
         default_factory=lambda: common_pb2.WorkerRef(worker_id="d", epoch=2, address="127.0.0.1:1")
     )

@@ -402,10 +402,10 @@ def test_writes_that_stay_pending_are_looked_at_ever_less_often(sending, monkeyp
     ("", "", "xxh3_128"), ("all", "sum64", "sum64"), ("off", "sum64", ""), ("all", "", "xxh3_128"),
 ])  # fmt: skip
 def test_parts_carry_the_digest_that_their_pair_has_agreed_on(sending, setting, kind, expected):
-    digests = sending.rank._source._digests
     fields = (A, "r", "p", "nixl", [Flow(0, 0, 0, HEADS)], 0, 4, SLOT_BYTES, 1, 2)
     opened = m.OpenTransfer(*fields, digests=setting, digest_kind=kind)
-    assert {digests.kind_of(opened, 0, 0, part) for part in range(20)} == {expected}
+    digests = sending.rank._source.digests(opened)
+    assert {digests.kind_of(A, 0, 0, part) for part in range(20)} == {expected}
 
 
 def test_a_hand_off_that_failed_posts_nothing_more(sending, monkeypatch):

@@ -17,7 +17,6 @@ from cluster.protocol.block_hash import pack_tokens
 from engine.engine import Engine
 from engine.plan import StepPlan
 from kv_transfer import messages as m
-from kv_transfer.prefill_side.agreement import Agreement
 from kv_transfer.prefill_side.handoff import OutgoingHandoff
 from kv_transfer.prefill_side.sender import HandoffSender
 from kv_transfer.prefill_side.sender_rank import SenderRank
@@ -113,7 +112,9 @@ class Link:
     hello: handoff_pb2.Hello = field(
         default_factory=lambda: handoff_pb2.Hello(prefill=PREFILL, layout=LAYOUT)
     )
-    agreement: Agreement = Agreement(LAYOUT, SLOT_BYTES, "nixl", "", "")
+    agreement: handoff_pb2.Welcome = field(
+        default_factory=lambda: handoff_pb2.Welcome(layout=LAYOUT, slot_bytes=SLOT_BYTES, transport="nixl")
+    )
     decode: common_pb2.WorkerRef = field(default_factory=lambda: DECODE)
     lost: bool = False
     is_ready: bool = True
