@@ -51,7 +51,7 @@ class DecodeAttempt:
     first_position: int = 0  # of the tokens that a hand-off brings
     paused: bool = False
     local: bool = False  # local prefill
-    giving_up: asyncio.TimerHandle | None = None  # aborts it unless it is reserved by then
+    reserve_timer: asyncio.TimerHandle | None = None  # aborts it unless it is reserved by then
     entering: asyncio.Task[None] | None = None  # waits for its turn at the engine, if it is local
     inside_tokens: int = 0  # its share of the admission's bound, until its first token
     machine: StateMachine[DecodeState] = field(init=False)
@@ -78,7 +78,7 @@ class DecodeAttempt:
         """Whether it has committed, also after the last token."""
         return self.machine.state is DecodeState.DECODING or self.is_finished
 
-    def token_came(self, step_began: float) -> bool:
+    def record_token(self, step_began: float) -> bool:
         """Record the time of the first token; returns whether this is the first one."""
         if self.first_token is not None:
             return False

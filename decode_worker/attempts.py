@@ -64,8 +64,8 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
             return
         waits_for_its_turn = attempt.machine.state is DecodeState.EXPECTED and attempt.entering is not None
         attempt.machine.to(DecodeState.ENDED)
-        if attempt.giving_up is not None:  # the timer would keep the whole log for as long
-            attempt.giving_up.cancel()
+        if attempt.reserve_timer is not None:  # the timer would keep the whole log for as long
+            attempt.reserve_timer.cancel()
         attempt.is_finished = outcome == common_pb2.ATTEMPT_OUTCOME_DONE
         self.ended[outcome_name(outcome)] += 1
         if attempt.entering is not None and waits_for_its_turn:
@@ -117,7 +117,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
             self._parts.follow_ups.spawn(self._evicted(bytes.fromhex(engine_id)))
 
     def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
-        if attempt.token_came(step_began) and attempt.local:
+        if attempt.record_token(step_began) and attempt.local:
             self.arrivals.first_token(attempt.first_token_seconds)
         self._leave(attempt)
         attempt.log.add(token_to_wire(token))

@@ -11,7 +11,7 @@ import asyncio
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.decode_side.ring import worker_of
 
-AGAIN_SECONDS = 0.1
+RETRY_SECONDS = 0.1
 REMEMBER_SECONDS = 30.0  # longer than a broken connection or a missing beat goes unnoticed
 
 
@@ -25,7 +25,7 @@ class ReportedPeerExits:
         while (names := self._names(worker_id)) and asyncio.get_running_loop().time() < deadline:
             for name in names:
                 await self._receiver.process_exited(name)
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _names(self, worker_id: str) -> set[str]:
         """`worker_id@epoch` of each epoch that has a stream, or that a slot is bound to."""

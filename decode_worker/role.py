@@ -15,8 +15,8 @@ from cluster.membership.status import WorkerStatus
 from decode_worker import metrics
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from decode_worker.attempts import DecodeAttempts
-from decode_worker.doubt_watch import open_doubt_watch
 from decode_worker.engine_adapter import HandoffEngineAdapter
+from decode_worker.quarantine_watch import open_quarantine_watch
 from engine.request import EngineRequest, StepOutput
 from kv_transfer.contract import DecodeEngine, HandoffState
 from kv_transfer.decode_side.receiver import HandoffReceiver
@@ -62,7 +62,7 @@ class DecodeRole:
         self.attempts = DecodeAttempts(parts, cancel=self.cancel, evicted=self.abort)
         adapter = HandoffEngineAdapter(parts, self.attempts)
         self.receiver = make_receiver(parts, adapter, self.attempts.is_ended)
-        self._doubts = open_doubt_watch(parts.config, self.receiver)
+        self._quarantines = open_quarantine_watch(parts.config, self.receiver)
         self._watching: asyncio.Task[None] | None = None
 
     # --- calls of routers --------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class DecodeRole:
         engine_request = request_from_wire(request.transfer_id.hex(), request.spec)
         attempt = self.attempts.open_new(request.transfer_id, request.request_id)
         attempt.local = True
-        self.attempts.arrivals.came(_tokens(engine_request))
+        self.attempts.arrivals.arrived(_tokens(engine_request))
         attempt.trace = self._parts.trace_of(request.spec)
         deadline_seconds = (request.admission_deadline_ms or 30_000) / 1000
         entering = self._enter_in_turn(attempt, engine_request, deadline_seconds)
@@ -124,7 +124,7 @@ class DecodeRole:
             if attempt.machine.state is DecodeState.EXPECTED:
                 self._parts.follow_ups.spawn(self.abort(attempt.transfer_id))
 
-        attempt.giving_up = asyncio.get_running_loop().call_later(seconds, too_late)
+        attempt.reserve_timer = asyncio.get_running_loop().call_later(seconds, too_late)
 
     def check_abort(self, request: decode_pb2.AbortRequest) -> None:
         """Raise StaleEpochError if the attempt belongs to an earlier epoch of this worker.
@@ -197,8 +197,8 @@ class DecodeRole:
     # --- calls of the worker -----------------------------------------------------------------------------
 
     async def start(self) -> None:
-        if self._doubts is not None:
-            self._watching = asyncio.create_task(self._doubts.run())
+        if self._quarantines is not None:
+            self._watching = asyncio.create_task(self._quarantines.run())
 
     def on_output(self, output: StepOutput) -> None:
         self.attempts.on_output(output)

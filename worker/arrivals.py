@@ -17,7 +17,7 @@ class Arrivals:
         self._tokens = 0
         self._counts = [0] * (len(BOUNDS_SECONDS) + 1)
 
-    def came(self, prompt_tokens: int) -> None:
+    def arrived(self, prompt_tokens: int) -> None:
         self._requests += 1
         self._tokens += prompt_tokens
 
