@@ -19,6 +19,10 @@ from kv_transfer.transports.registry import usable
 from wire import common_pb2, handoff_pb2
 
 MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+]
 LAST_NOTICES_SECONDS = 1.0  # how long closing waits for acknowledgements of Drained
 
 
@@ -54,15 +58,12 @@ class Links:
         """The link to a decode worker, opened if there is none. Raises BatonError."""
         link = self._links.get(f"{decode.worker_id}@{decode.epoch:x}")
         if link is None or link.lost:
-            size = [("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
             link = LinkToDecode(
                 decode,
                 self._hello(decode),
                 self._ranks,
                 self,
-                channel=self._peers.channel(
-                    decode.address, [*size, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-                ),
+                channel=self._peers.channel(decode.address, CHANNEL_OPTIONS),
                 known=self.known,
                 at_message=self._faults.messages(),
             )
