@@ -20,11 +20,12 @@ import uvloop
 
 from bench.checkpoint import SHAPE
 from bench.handoff_common import BLOCKS, CONFIG, PAGE_SIZE, RAW_BYTES, kv_cache, layout
-from kv_transfer.contract import HandoffSpec, Reservation
+from kv_transfer.contract import Reservation
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.memory import aligned_bytes
 from kv_transfer.transports.nixl import NixlEndpoint
+from kv_transfer.transports.registry import Endpoints
 from wire import common_pb2, handoff_pb2
 
 EPOCH = 2
@@ -37,15 +38,16 @@ class BlocksOnly:
     def __init__(self) -> None:
         self.receiver: HandoffReceiver | None = None
 
-    async def reserve(self, spec: HandoffSpec) -> Reservation:
-        return Reservation(list(range(-(-spec.token_count // PAGE_SIZE))), 0)
+    async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
+        return Reservation(list(range(-(-request.token_count // PAGE_SIZE))), 0)
 
     async def commit(
         self, transfer_id: bytes, first_tokens: Sequence[common_pb2.Token], report: common_pb2.WorkReport
     ) -> None:
         assert self.receiver is not None
         handoff = self.receiver._live[transfer_id]
-        say({"bytes": handoff.bytes, "seconds": handoff.last_part - handoff.first_part})
+        times = handoff.times
+        say({"bytes": handoff.parts.bytes, "seconds": times.last_part - times.first_part})
 
     async def abort(self, transfer_id: bytes, verified_tokens: int) -> None:
         say({"error": "a hand-off was aborted"})
@@ -82,7 +84,7 @@ class RawTarget:
     def _poll(self) -> None:
         # Only while asked for: it must not take the core from the measurement of the product's path.
         while not self._stop.wait(RAW_POLL_SECONDS):
-            self.endpoint.notifications()
+            self.endpoint.arrivals()
 
     def stop(self) -> None:
         self._stop.set()
@@ -101,7 +103,7 @@ async def serve() -> None:
         rank=0,
         kv_cache=cache,
         kv_head_range=(0, SHAPE.kv_heads),
-        endpoint=NixlEndpoint(f"decode-{os.getpid()}"),
+        endpoints=Endpoints([NixlEndpoint(f"decode-{os.getpid()}")]),
         config=CONFIG,
         decode_epoch=EPOCH,
     )

@@ -1,10 +1,10 @@
-"""One attempt, as the decode worker sees it.
+"""One attempt at the decode worker.
 
 EXPECTED → RESERVED → COMMITTING → DECODING → ENDED    Attach may come before Reserve; commit makes it decode
-EXPECTED → DECODING → ENDED                            Decode.Run: prefilled here, once it is its turn
+EXPECTED → DECODING → ENDED                            Decode.Run: local prefill, in its turn
 any → ENDED
 
-COMMITTING: the engine has been asked. Until it answers nobody knows, and the arbiter says nothing: the step in progress
+COMMITTING: the engine has been called. Until it answers the outcome is open, and an Abort waits: the step in progress
 may take the reserved blocks.
 """
 
@@ -50,20 +50,20 @@ class DecodeAttempt:
     first_choice: int = 0
     first_position: int = 0  # of the tokens that a hand-off brings
     paused: bool = False
-    local: bool = False  # prefilled here
-    giving_up: asyncio.TimerHandle | None = None  # unless it is reserved by then
+    local: bool = False  # local prefill
+    reserve_timer: asyncio.TimerHandle | None = None  # aborts it unless it is reserved by then
     entering: asyncio.Task[None] | None = None  # waits for its turn at the engine, if it is local
-    inside_tokens: int = 0  # that it takes of the admission's bound, until its first token
+    inside_tokens: int = 0  # its share of the admission's bound, until its first token
     machine: StateMachine[DecodeState] = field(init=False)
     report: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
     received: float = field(default_factory=time.monotonic)
-    reserved: float = 0.0  # when its blocks were; 0 = never
-    entered: float = field(default_factory=time.monotonic)  # given to the engine: admitted, or committed
+    reserved: float = 0.0  # time of the reservation; 0 = none
+    entered: float = field(default_factory=time.monotonic)  # time of its admission or commit
     is_entered: bool = False
     is_finished: bool = False  # it has ended with its last token
     trace: Context | None = None  # the router's span, where the request is traced
     first_step: float = 0.0  # when the step that made this engine's first token began
-    first_token: float | None = None  # when it came
+    first_token: float | None = None  # its time
     chunks: tuple[PromptChunk, ...] = ()  # of a prompt that was computed here
 
     def __post_init__(self) -> None:
@@ -75,11 +75,11 @@ class DecodeAttempt:
 
     @property
     def committed(self) -> bool:
-        """True from the commit on, also after the last token."""
+        """Whether it has committed, also after the last token."""
         return self.machine.state is DecodeState.DECODING or self.is_finished
 
-    def token_came(self, step_began: float) -> bool:
-        """True for the first one."""
+    def record_token(self, step_began: float) -> bool:
+        """Record the time of the first token; returns whether this is the first one."""
         if self.first_token is not None:
             return False
         self.first_token = time.monotonic()
@@ -88,12 +88,11 @@ class DecodeAttempt:
 
     @property
     def first_token_seconds(self) -> float:
-        """From its arrival to this engine's first token; 0 before it."""
+        """From the arrival of the request to this engine's first token; 0 before it."""
         return self.first_token - self.received if self.first_token is not None else 0.0
 
     def finish_report(self) -> common_pb2.WorkReport:
-        """Seconds in this engine: until it worked on the request, then until its last token. What a local prefill
-        took until its first token is prefill."""
+        """Fill in the seconds in queue and in the engine; of a local prefill, those to the first token are prefill."""
         report, now = self.report, time.monotonic()
         if self.first_token is None:
             report.decode_queue_seconds = 0.0 if self.local else now - self.entered

@@ -1,11 +1,11 @@
-"""An attempt's spans at the decode worker, made once it has ended, under the router's attempt.
+"""Spans of an attempt at the decode worker, recorded at its end under the router's span.
 
 baton.handoff.land       from Reserve to the commit
 baton.decode.queue       until a step takes it
 baton.decode             from that step to the last token
  └─ baton.decode.first_step
 
-Prefilled here: baton.prefill.queue, baton.prefill and its chunks in place of the first two.
+Local prefill: baton.prefill.queue, baton.prefill and its chunks in place of the first two.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def record(
 def _local_prefill(
     tracing: Tracing, parent: Context, attempt: DecodeAttempt, facts: dict[str, str | int]
 ) -> float:
-    """When its first token had come."""
+    """Record a local prefill; returns the time of its end."""
     report = attempt.report
     began = attempt.received + report.prefill_queue_seconds
     ended = began + report.prefill_seconds

@@ -1,4 +1,4 @@
-"""What the hand-off asks of the decode worker: room, then the moment a request joins the batch."""
+"""Reserves blocks in the engine for a hand-off, and commits or aborts the request."""
 
 from __future__ import annotations
 
@@ -9,65 +9,69 @@ from cluster.errors import CancelledError, EngineRequestError, InvalidRequestErr
 from cluster.faults.points import Point
 from cluster.protocol.block_hash import hash_blocks
 from decode_worker.attempt import DecodeAttempt, DecodeState
-from decode_worker.role import DecodeRole
+from decode_worker.attempts import DecodeAttempts
 from engine.engine import Engine
-from kv_transfer.contract import HandoffSpec, Reservation, TransferId
-from wire import common_pb2
+from kv_transfer.contract import Reservation, TransferId
+from wire import common_pb2, handoff_pb2
 from worker.convert import request_from_wire, tokens_from_wire
-from worker.core import WorkerCore
+from worker.role import RoleParts
 from worker.validate import check_spec
 
-# Blocks are set aside for this many new tokens of each choice; longer answers grow block by block.
+# Blocks are reserved for as many new tokens of each choice; longer answers grow block by block.
 PROJECTED_GROWTH_TOKENS = 256
 
 
 class HandoffEngineAdapter:
     """Implements kv_transfer.contract.DecodeEngine for one decode worker."""
 
-    def __init__(self, core: WorkerCore, role: DecodeRole):
-        self._core = core
-        self._role = role
-        self._at_reserved = core.faults.point(Point.DECODE_RESERVED)
-        self._at_committing = core.faults.point(Point.DECODE_COMMITTING)
-        self._at_committed = core.faults.point(Point.DECODE_COMMITTED)
+    def __init__(self, parts: RoleParts, attempts: DecodeAttempts):
+        self._parts = parts
+        self._attempts = attempts
+        self._at_reserved = parts.faults.point(Point.DECODE_RESERVED)
+        self._at_committing = parts.faults.point(Point.DECODE_COMMITTING)
+        self._at_committed = parts.faults.point(Point.DECODE_COMMITTED)
 
-    async def reserve(self, spec: HandoffSpec) -> Reservation:
-        self._core.check_accepting()
-        self._check(spec)
-        attempt = self._role.attempts.get(spec.transfer_id)
+    async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
+        self._parts.health.check_accepting()
+        self._check(request)
+        attempt = self._attempts.get(request.transfer_id)
         if attempt is None:  # Reserve came before Attach
-            attempt = self._role.open(spec.transfer_id, spec.request_id)
-        attempt.choices = max(1, spec.spec.n)
-        asked = time.monotonic()
-        attempt.first_choice, attempt.first_position = spec.spec.first_choice, spec.token_count
-        reservation = await self._core.host.call(self._reserve_blocks(attempt.engine_id, spec))
+            attempt = self._attempts.open_new(request.transfer_id, request.request_id)
+        attempt.choices = max(1, request.spec.n)
+        began = time.monotonic()
+        attempt.first_choice, attempt.first_position = request.spec.first_choice, request.token_count
+        reservation = await self._parts.host.call(self._reserve_blocks(attempt.engine_id, request))
         try:
-            self._reserved(attempt, spec, reservation)
+            self._reserved(attempt, request, reservation)
         except BaseException:
-            await self._core.host.call(lambda engine: engine.abort(attempt.engine_id))
+            await self._parts.host.call(lambda engine: engine.abort(attempt.engine_id))
             raise
-        attempt.reserved = asked
-        self._at_reserved(spec.transfer_id)
+        attempt.reserved = began
+        self._at_reserved(request.transfer_id)
         return reservation
 
-    def _reserved(self, attempt: DecodeAttempt, spec: HandoffSpec, reservation: Reservation) -> None:
+    def _reserved(
+        self, attempt: DecodeAttempt, request: handoff_pb2.Reserve, reservation: Reservation
+    ) -> None:
         if attempt.machine.state is not DecodeState.EXPECTED:  # it ended while the engine reserved
             raise CancelledError("the attempt ended while its blocks were being reserved")
-        attempt.trace = self._core.trace_of(spec.spec)
+        attempt.trace = self._parts.trace_of(request.spec)
         attempt.report.not_shipped_tokens = reservation.held_tokens
         attempt.machine.to(DecodeState.RESERVED)
 
-    def _reserve_blocks(self, engine_id: str, spec: HandoffSpec) -> Callable[[Engine], Reservation]:
-        request = request_from_wire(engine_id, spec.spec)
-        left = request.sampling.max_tokens - len(request.output_tokens)
+    def _reserve_blocks(
+        self, engine_id: str, request: handoff_pb2.Reserve
+    ) -> Callable[[Engine], Reservation]:
+        wanted = request_from_wire(engine_id, request.spec)
+        left = wanted.sampling.max_tokens - len(wanted.output_tokens)
         growth = max(1, min(left, PROJECTED_GROWTH_TOKENS))
-        packed = spec.spec.prompt_tokens + spec.spec.output_tokens
-        page, secret = self._core.page_size, self._core.config.secret.encode()
+        packed = request.spec.prompt_tokens + request.spec.output_tokens
+        page, secret = self._parts.identity.page_size, self._parts.config.secret.encode()
 
         def reserve(engine: Engine) -> Reservation:
             # Hashed here, from the tokens: a hash from the peer could name another prompt's blocks.
-            hashes = hash_blocks(packed, page, secret=secret, salt=request.salt)
-            taken = engine.reserve(request, hashes, growth)
+            hashes = hash_blocks(packed, page, secret=secret, salt=wanted.salt)
+            taken = engine.reserve(wanted, hashes, growth)
             return Reservation(list(taken.block_ids), taken.held_tokens)
 
         return reserve
@@ -78,7 +82,7 @@ class HandoffEngineAdapter:
         first_tokens: Sequence[common_pb2.Token],
         report: common_pb2.WorkReport,
     ) -> None:
-        attempt = self._role.attempts.get(transfer_id)
+        attempt = self._attempts.get(transfer_id)
         if attempt is None or attempt.machine.state is not DecodeState.RESERVED:
             raise CancelledError("the attempt has ended")
         self._check_first(attempt, first_tokens)
@@ -86,31 +90,31 @@ class HandoffEngineAdapter:
         first = tokens_from_wire(attempt.engine_id, first_tokens)
         attempt.machine.to(DecodeState.COMMITTING)
         attempt.entered, attempt.is_entered = time.monotonic(), True
-        self._role.by_engine_id[attempt.engine_id] = attempt
-        # Before the engine hears of it: its own tokens must come after these.
+        self._attempts.enter(attempt)
+        # Before the engine is called: its own tokens come after these.
         for token in first_tokens:
             attempt.log.add(token)
         try:
-            await self._core.host.call(lambda engine: engine.commit(attempt.engine_id, first))
-        except EngineRequestError as error:  # the router gets the reason, not only an abort
-            self._role.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
+            await self._parts.host.call(lambda engine: engine.commit(attempt.engine_id, first))
+        except EngineRequestError as error:  # so that the router gets the reason
+            self._attempts.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
             raise
-        if attempt.machine.may(DecodeState.DECODING):  # or its last token was here before this answer
+        if attempt.machine.may(DecodeState.DECODING):  # else its last token came before this answer
             attempt.machine.to(DecodeState.DECODING)
         self._at_committed(transfer_id)
 
-    def _check(self, spec: HandoffSpec) -> None:
-        """Does the request make sense, and what is said about it agree with it? Raises InvalidRequestError."""
-        check_spec(spec.spec, self._core.spec_limits)
-        tokens = (len(spec.spec.prompt_tokens) + len(spec.spec.output_tokens)) // 4
-        if spec.token_count != tokens:
-            raise InvalidRequestError(f"token_count: {spec.token_count} of {tokens}", field="token_count")
+    def _check(self, request: handoff_pb2.Reserve) -> None:
+        """Check the request, and that `token_count` agrees with it. Raises InvalidRequestError."""
+        check_spec(request.spec, self._parts.identity.spec_limits)
+        tokens = (len(request.spec.prompt_tokens) + len(request.spec.output_tokens)) // 4
+        if request.token_count != tokens:
+            raise InvalidRequestError(f"token_count: {request.token_count} of {tokens}", field="token_count")
 
     def _check_first(self, attempt: DecodeAttempt, tokens: Sequence[common_pb2.Token]) -> None:
-        """One for each choice, at the position after the prompt. Raises InvalidRequestError."""
+        """Check that there is one token per choice, at the position after the prompt. Raises InvalidRequestError."""
         choices = [token.choice for token in tokens]
         wanted = list(range(attempt.first_choice, attempt.first_choice + attempt.choices))
-        vocab_size = self._core.spec_limits.vocab_size
+        vocab_size = self._parts.identity.spec_limits.vocab_size
         if sorted(choices) != wanted or any(
             token.position != attempt.first_position
             or token.token_id >= vocab_size
@@ -124,6 +128,6 @@ class HandoffEngineAdapter:
     async def abort(self, transfer_id: TransferId, verified_tokens: int) -> None:
         engine_id = transfer_id.hex()
         try:
-            await self._core.host.call(lambda engine: engine.abort(engine_id, verified_tokens))
-        finally:  # an engine that has failed keeps no reader waiting
-            self._role.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, None)
+            await self._parts.host.call(lambda engine: engine.abort(engine_id, verified_tokens))
+        finally:  # also if the engine has failed: a reader may wait for the end
+            self._attempts.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, None)

@@ -1,7 +1,7 @@
-"""Prefill processes whose parent says that they have exited: nothing they posted can land any more.
+"""Applies reports that a prefill worker's process has exited, after which none of its writes can land.
 
-The word may come before this worker notices the broken connection, while what the peer last asked for is still on its
-way. So its streams end with the word, and it is applied until nothing of the peer is left.
+A report may come before this worker notices the broken connection, while the peer's last slot requests are still in a
+socket. So the peer's streams end with the report, and it is applied until nothing of the peer is left.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.decode_side.ring import worker_of
 
-AGAIN_SECONDS = 0.1
+RETRY_SECONDS = 0.1
 REMEMBER_SECONDS = 30.0  # longer than a broken connection or a missing beat goes unnoticed
 
 
@@ -20,16 +20,15 @@ class ReportedPeerExits:
         self._receiver = receiver
 
     async def apply(self, worker_id: str) -> None:
-        """Returns when there is no stream of any life of `worker_id`, and no slot granted to it or in doubt because of
-        it."""
+        """Return when no epoch of `worker_id` has a stream, a granted slot or a slot in quarantine."""
         deadline = asyncio.get_running_loop().time() + REMEMBER_SECONDS
         while (names := self._names(worker_id)) and asyncio.get_running_loop().time() < deadline:
             for name in names:
                 await self._receiver.process_exited(name)
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _names(self, worker_id: str) -> set[str]:
-        """`worker_id@epoch` of each of its lives that has a stream, or that a slot is bound to."""
+        """`worker_id@epoch` of each epoch that has a stream, or that a slot is bound to."""
         claims = (slot.claim for ring in self._receiver.rings for slot in ring.slots)
         bound = {claim.peer for claim in claims if claim is not None}
         peers = bound | {link.name for link in self._receiver.links}

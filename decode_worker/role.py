@@ -1,64 +1,80 @@
-"""The life of an attempt at the decode worker: expected, reserved, decoding, ended."""
+"""The decode role: runs requests that prefill workers hand over, and those that it prefills itself (local prefill)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from cluster.errors import (
-    BatonError,
-    CancelledError,
-    DrainingError,
-    EngineFailedError,
-    StaleEpochError,
-    engine_request_error,
-)
-from cluster.faults.points import Point
-from decode_worker import attempt_trace
+from prometheus_client.registry import Collector
+
+from cluster.errors import BatonError, CancelledError, DrainingError, StaleEpochError, engine_request_error
+from cluster.membership.status import WorkerStatus
+from decode_worker import metrics
 from decode_worker.attempt import DecodeAttempt, DecodeState
-from engine.request import EngineRequest, RequestDone, StepOutput, TokenOutput
-from kv_transfer.contract import HandoffState
+from decode_worker.attempts import DecodeAttempts
+from decode_worker.engine_adapter import HandoffEngineAdapter
+from decode_worker.quarantine_watch import open_quarantine_watch
+from engine.request import EngineRequest, StepOutput
+from kv_transfer.contract import DecodeEngine, HandoffState
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2
-from worker.admission import Admission
-from worker.arrivals import Arrivals
-from worker.attempt_log import MAX_UNREAD_TOKENS, AttemptLog
-from worker.attempts import Attempts
-from worker.convert import outcome_counts, outcome_name, request_from_wire, token_to_wire
-from worker.core import WorkerCore
+from worker.convert import request_from_wire
+from worker.role import RoleParts
 from worker.validate import check_spec
 
 log = logging.getLogger(__name__)
+MakeReceiver = Callable[[RoleParts, DecodeEngine, Callable[[bytes], bool]], HandoffReceiver]
+
+
+def open_receiver(
+    parts: RoleParts, engine: DecodeEngine, is_ended: Callable[[bytes], bool]
+) -> HandoffReceiver:
+    def exhausted(reason: str) -> None:
+        """The end of this process is the fence that its landing ring needs."""
+        log.error("%s drains and ends: %s", parts.identity.worker_id, reason)
+        parts.drain_and_fail(reason)
+
+    return HandoffReceiver(
+        worker=parts.identity.ref,
+        layout=parts.identity.layout,
+        ranks=parts.ranks.endpoints,
+        addresses=parts.ranks.addresses,
+        engine=engine,
+        config=parts.config.transfer,
+        is_ended=is_ended,
+        on_exhausted=exhausted,
+        faults=parts.faults,
+    )
 
 
 class DecodeRole:
-    """Policy around one engine: what routers ask of it, and what they hear."""
+    """Implements worker.role.Role.
 
-    def __init__(self, core: WorkerCore):
-        self._core = core
-        self.receiver: HandoffReceiver | None = None  # set once, by whoever builds the pair
-        self.attempts: Attempts[DecodeAttempt] = Attempts(
-            cancel=self.cancel, max_attempts=core.config.max_queued_requests
-        )
-        self.by_engine_id: dict[str, DecodeAttempt] = {}
-        self._at_tokens = core.faults.point(Point.DECODE_TOKENS)
-        self._at_done = core.faults.point(Point.DECODE_DONE)
-        self.ended = outcome_counts()  # attempts
-        self.admission = Admission(2 * core.config.engine.max_batch_tokens, core.config.batch_aging_seconds)
-        self.arrivals = Arrivals()  # of requests that are prefilled here
+    The receiver calls the engine adapter, the adapter the attempts; only the role calls the receiver.
+    """
 
-    # --- the router's side -----------------------------------------------------------------------------
+    def __init__(self, parts: RoleParts, make_receiver: MakeReceiver = open_receiver):
+        """Raises SetupError."""
+        self._parts = parts
+        self.attempts = DecodeAttempts(parts, cancel=self.cancel, evicted=self.abort)
+        adapter = HandoffEngineAdapter(parts, self.attempts)
+        self.receiver = make_receiver(parts, adapter, self.attempts.is_ended)
+        self._quarantines = open_quarantine_watch(parts.config, self.receiver)
+        self._watching: asyncio.Task[None] | None = None
+
+    # --- calls of routers --------------------------------------------------------------------------------
 
     def attach(self, request: decode_pb2.AttachRequest) -> DecodeAttempt:
         known = self.attempts.get(request.transfer_id)
         if known is not None:
             return known
-        self._core.check_epoch(request.worker_epoch)
-        self._core.check_accepting()
-        attempt = self.open(request.transfer_id, request.request_id)
-        self._forget_unless_reserved(attempt, (request.admission_deadline_ms or 30_000) / 1000)
+        self._parts.identity.check_epoch(request.worker_epoch)
+        self._parts.health.check_accepting()
+        attempt = self.attempts.open_new(request.transfer_id, request.request_id)
+        self._abort_unless_reserved(attempt, (request.admission_deadline_ms or 30_000) / 1000)
         return attempt
 
     def run(self, request: decode_pb2.DecodeRunRequest) -> DecodeAttempt:
@@ -66,18 +82,49 @@ class DecodeRole:
         known = self.attempts.get(request.transfer_id)
         if known is not None:
             return known
-        self._core.check_epoch(request.worker_epoch)
-        self._core.check_accepting()
-        check_spec(request.spec, self._core.spec_limits)
-        asked = request_from_wire(request.transfer_id.hex(), request.spec)
-        attempt = self.open(request.transfer_id, request.request_id)
+        self._parts.identity.check_epoch(request.worker_epoch)
+        self._parts.health.check_accepting()
+        check_spec(request.spec, self._parts.identity.spec_limits)
+        engine_request = request_from_wire(request.transfer_id.hex(), request.spec)
+        attempt = self.attempts.open_new(request.transfer_id, request.request_id)
         attempt.local = True
-        self.arrivals.came(len(asked.prompt_tokens) + len(asked.output_tokens))
-        attempt.trace = self._core.trace_of(request.spec)
-        patience = (request.admission_deadline_ms or 30_000) / 1000
-        entering = self._enter_in_turn(attempt, asked, patience)
+        self.attempts.arrivals.arrived(_tokens(engine_request))
+        attempt.trace = self._parts.trace_of(request.spec)
+        deadline_seconds = (request.admission_deadline_ms or 30_000) / 1000
+        entering = self._enter_in_turn(attempt, engine_request, deadline_seconds)
         attempt.entering = asyncio.get_running_loop().create_task(entering)
         return attempt
+
+    async def _enter_in_turn(
+        self, attempt: DecodeAttempt, request: EngineRequest, deadline_seconds: float
+    ) -> None:
+        """Cancelled when the attempt ends. Until its first token the prompt counts against the admission's bound."""
+        try:
+            tokens = _tokens(request)
+            priority = await self.attempts.admission.enter(
+                tokens, request.priority, deadline_seconds, request.tenant, request.weight
+            )
+            request = replace(request, priority=priority)
+            attempt.inside_tokens, attempt.entered, attempt.is_entered = tokens, time.monotonic(), True
+            attempt.choices = request.n
+            self.attempts.enter(attempt)
+            attempt.machine.to(DecodeState.DECODING)
+            await self._parts.host.call(lambda engine: engine.add(request))
+        except BatonError as error:
+            self._abort(attempt, error)
+        except Exception as error:
+            log.exception("request %s failed", attempt.request_id, extra={"request_id": attempt.request_id})
+            self._abort(attempt, engine_request_error(error))
+
+    def _abort(self, attempt: DecodeAttempt, error: BatonError) -> None:
+        self.attempts.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
+
+    def _abort_unless_reserved(self, attempt: DecodeAttempt, seconds: float) -> None:
+        def too_late() -> None:
+            if attempt.machine.state is DecodeState.EXPECTED:
+                self._parts.follow_ups.spawn(self.abort(attempt.transfer_id))
+
+        attempt.reserve_timer = asyncio.get_running_loop().call_later(seconds, too_late)
 
     def check_abort(self, request: decode_pb2.AbortRequest) -> None:
         """Raise StaleEpochError if the attempt belongs to an earlier epoch of this worker.
@@ -86,7 +133,7 @@ class DecodeRole:
         remembered as ended, so that a late Attach or Run does not start it.
         """
         try:
-            self._core.check_epoch(request.worker_epoch)
+            self._parts.identity.check_epoch(request.worker_epoch)
         except StaleEpochError:
             self.attempts.remember_ended(request.transfer_id)
             raise
@@ -96,204 +143,90 @@ class DecodeRole:
         attempt = self.attempts.get(transfer_id)
         if attempt is not None and attempt.committed:
             return HandoffState.COMMITTED
-        assert self.receiver is not None, "the receiver is set before the server starts"
         state = await self.receiver.abort(transfer_id)
         if state is not HandoffState.COMMITTED:
             self.attempts.remember_ended(transfer_id)
-            self.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, reason)
+            self.attempts.end(transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, reason)
         return state
 
     async def cancel(self, attempt: DecodeAttempt) -> None:
-        """Ends an attempt at once, committed or not; returns when its blocks are free."""
+        """End an attempt at once, committed or not; returns when its blocks are free."""
         state = await self.abort(attempt.transfer_id)
         if state is HandoffState.COMMITTED:
             engine_id = attempt.engine_id
-            await self._core.host.call(lambda engine: engine.abort(engine_id))
+            await self._parts.host.call(lambda engine: engine.abort(engine_id))
             error = CancelledError("cancelled")
-            self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_CANCELLED, error)
+            self.attempts.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_CANCELLED, error)
 
     async def cancel_by_router(self, transfer_id: bytes) -> bool:
-        """Whether there was such an attempt. Either way it is over for good, and its record is gone."""
+        """Cancel an attempt and forget it; returns whether there was one."""
         attempt = self.attempts.get(transfer_id)
         if attempt is None:
-            # Before anything is waited for: its Attach may be on its way, and would open what nobody reads.
+            # First of all: its Attach may be on the way, and would open an attempt that has no reader.
             self.attempts.remember_ended(transfer_id)
-            await self._core.follow_ups.complete(self.abort(transfer_id))
+            await self._parts.follow_ups.complete(self.abort(transfer_id))
             return False
         await self.attempts.cancel(attempt)
         return True
 
-    # --- draining ---------------------------------------------------------------------------------------
+    # --- draining ----------------------------------------------------------------------------------------
 
     def idle(self) -> bool:
         return len(self.attempts) == 0
 
-    async def give_back_waiting(self) -> None:
-        """Nothing of these is here yet: their hand-off has not been asked for."""
+    async def return_waiting(self) -> None:
+        """Return attempts without a reservation, and local prefills that wait for their turn."""
         for attempt in self.attempts.all():
             if attempt.machine.state is DecodeState.EXPECTED:
-                await self._give_back(attempt)
+                await self._return(attempt)
 
-    async def give_back_running(self) -> None:
+    async def return_all(self) -> None:
         for attempt in self.attempts.all():
-            await self._give_back(attempt)
+            await self._return(attempt)
 
-    async def _give_back(self, attempt: DecodeAttempt) -> None:
-        """What was computed so far is in the log before its end: the router goes on behind it."""
-        error = DrainingError(f"{self._core.worker_id} is leaving")
+    async def _return(self, attempt: DecodeAttempt) -> None:
+        """Its log has all tokens computed so far before its end, so that the router continues after them."""
+        error = DrainingError(f"{self._parts.identity.worker_id} is leaving")
         if attempt.machine.state not in (DecodeState.DECODING, DecodeState.ENDED):
             await self.abort(attempt.transfer_id, error)
         if attempt.machine.state is DecodeState.DECODING:  # perhaps only since then
             engine_id = attempt.engine_id
-            await self._core.host.call(lambda engine: engine.abort(engine_id))
-            self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_PREEMPTED, error)
+            await self._parts.host.call(lambda engine: engine.abort(engine_id))
+            self.attempts.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_PREEMPTED, error)
 
-    def failed(self, word: BatonError) -> None:
-        """End attempts without calling the engine, which has failed: with an EngineFailedError only those of its step."""
-        for attempt in self.attempts.all():
-            name = attempt.engine_id
-            in_step = name in self.by_engine_id and self._core.host.in_failed_step(name)
-            if in_step or not isinstance(word, EngineFailedError):
-                self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, word)
+    # --- calls of the worker -----------------------------------------------------------------------------
 
-    # --- the engine's side -----------------------------------------------------------------------------
+    async def start(self) -> None:
+        if self._quarantines is not None:
+            self._watching = asyncio.create_task(self._quarantines.run())
 
     def on_output(self, output: StepOutput) -> None:
-        """Hears of every engine step, on the loop."""
-        if output.tokens:
-            self._at_tokens(output.tokens[0].request_id)
-        for token in output.tokens:
-            attempt = self.by_engine_id.get(token.request_id)
-            if attempt is None:
-                continue
-            try:
-                self._token(attempt, token, output.began)
-            except Exception as error:
-                self._failed(attempt, error)
-        for done in output.done:
-            attempt = self.by_engine_id.get(done.request_id)
-            if attempt is None:
-                continue
-            try:
-                self._done(attempt, done)
-            except Exception as error:
-                self._failed(attempt, error)
-        for engine_id in output.evicted_reservations:
-            self._core.spawn(self._evicted(bytes.fromhex(engine_id)))
+        self.attempts.on_output(output)
 
-    def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
-        if attempt.token_came(step_began) and attempt.local:
-            self.arrivals.first_token(attempt.first_token_seconds)
-        self._leave(attempt)
-        attempt.log.add(token_to_wire(token))
-        self._pause_if_unread(attempt)
+    def failed(self, error: BatonError) -> None:
+        self.attempts.failed(error)
 
-    def _failed(self, attempt: DecodeAttempt, error: Exception) -> None:
-        """End one attempt after an exception in its own work; the rest of the output belongs to other attempts."""
-        log.error(
-            "attempt %s failed",
-            attempt.transfer_id.hex(),
-            extra={"request_id": attempt.request_id},
-            exc_info=error,
-        )
-        self._core.spawn(self._core.host.call(lambda engine: engine.abort(attempt.engine_id)))
-        self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, engine_request_error(error))
+    async def fenced(self) -> None:
+        await self.attempts.cancel_all()
+        await self.receiver.rejoin(self._parts.identity.ref)
 
-    def _done(self, attempt: DecodeAttempt, done: RequestDone) -> None:
-        self._at_done(done.request_id)
-        if attempt.local:
-            attempt.report.cached_tokens = done.cached_tokens
-            attempt.report.computed_prompt_tokens = done.computed_prompt_tokens
-            attempt.report.prompt_compute_seconds = done.prompt_compute_seconds
-            attempt.chunks = done.chunks
-        outcome = common_pb2.ATTEMPT_OUTCOME_PREEMPTED if done.preempted else common_pb2.ATTEMPT_OUTCOME_DONE
-        if done.error is not None:
-            outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
-        self.end(attempt.transfer_id, outcome, done.error)
+    def status(self, status: WorkerStatus) -> WorkerStatus:
+        return metrics.add_status(status, self.attempts, self.receiver)
 
-    async def _evicted(self, transfer_id: bytes) -> None:
-        """The engine took a reservation's blocks back for requests that already run."""
-        await self.abort(transfer_id)
+    def collectors(self) -> Sequence[Collector]:
+        return metrics.collectors(self.attempts, self.receiver)
 
-    def _pause_if_unread(self, attempt: DecodeAttempt) -> None:
-        if not attempt.paused and attempt.log.unread_tokens > MAX_UNREAD_TOKENS * attempt.choices:
-            attempt.paused = True
-            self._core.spawn(self._core.host.call(lambda engine: engine.pause(attempt.engine_id)))
+    def check_integrity(self) -> None:
+        self.attempts.admission.check_integrity()
+        self.receiver.check_integrity()
 
-    def resume(self, attempt: DecodeAttempt) -> None:
-        """The reader has caught up."""
-        if attempt.paused:
-            attempt.paused = False
-            self._core.spawn(self._core.host.call(lambda engine: engine.resume(attempt.engine_id)))
+    def closers(self) -> Sequence[Callable[[], Awaitable[None]]]:
+        return (self._stop_watching, self.attempts.close, self.receiver.close)
 
-    # --- shared ----------------------------------------------------------------------------------------
+    async def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
 
-    def open(self, transfer_id: bytes, request_id: str) -> DecodeAttempt:
-        attempt = DecodeAttempt(transfer_id, request_id, AttemptLog(self._core.beat_step))
-        attempt.report.worker_id = self._core.worker_id
-        self.attempts.open(attempt)
-        return attempt
 
-    async def _enter_in_turn(
-        self, attempt: DecodeAttempt, request: EngineRequest, patience_seconds: float
-    ) -> None:
-        """Cancelled by `end`. Until the first token the prompt counts against what may be inside at a time."""
-        try:
-            tokens = len(request.prompt_tokens) + len(request.output_tokens)
-            priority = await self.admission.enter(
-                tokens, request.priority, patience_seconds, request.tenant, request.weight
-            )
-            request = replace(request, priority=priority)
-            attempt.inside_tokens, attempt.entered, attempt.is_entered = tokens, time.monotonic(), True
-            await self._enter(attempt, request)
-        except BatonError as error:
-            self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
-        except Exception as error:
-            log.exception("attempt failed", extra={"request_id": attempt.request_id})
-            failure = engine_request_error(error)
-            self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, failure)
-
-    async def _enter(self, attempt: DecodeAttempt, request: EngineRequest) -> None:
-        attempt.choices = request.n
-        self.by_engine_id[attempt.engine_id] = attempt
-        attempt.machine.to(DecodeState.DECODING)
-        await self._core.host.call(lambda engine: engine.add(request))
-
-    def _leave(self, attempt: DecodeAttempt) -> None:
-        if attempt.inside_tokens:
-            tokens, attempt.inside_tokens = attempt.inside_tokens, 0
-            self.admission.leave(tokens)
-
-    def end(
-        self, transfer_id: bytes, outcome: common_pb2.AttemptOutcome.ValueType, error: BatonError | None
-    ) -> None:
-        attempt = self.attempts.get(transfer_id)
-        if attempt is None or attempt.machine.state is DecodeState.ENDED:
-            return
-        waits_for_its_turn = attempt.machine.state is DecodeState.EXPECTED and attempt.entering is not None
-        attempt.machine.to(DecodeState.ENDED)
-        if attempt.giving_up is not None:  # the timer would keep the whole log for as long
-            attempt.giving_up.cancel()
-        attempt.is_finished = outcome == common_pb2.ATTEMPT_OUTCOME_DONE
-        self.ended[outcome_name(outcome)] += 1
-        if attempt.entering is not None and waits_for_its_turn:
-            attempt.entering.cancel()
-        self._leave(attempt)
-        self.by_engine_id.pop(attempt.engine_id, None)
-        attempt.log.end(
-            common_pb2.AttemptEnd(
-                outcome=outcome,
-                error=error.to_wire() if error is not None else None,
-                report=attempt.finish_report(),
-            )
-        )
-        if attempt.trace is not None and self._core.tracing is not None:
-            attempt_trace.record(self._core.tracing, attempt.trace, attempt, outcome)
-        self.attempts.expect_reader(attempt)
-
-    def _forget_unless_reserved(self, attempt: DecodeAttempt, seconds: float) -> None:
-        def give_up() -> None:
-            if attempt.machine.state is DecodeState.EXPECTED:
-                self._core.spawn(self.abort(attempt.transfer_id))
-
-        attempt.giving_up = asyncio.get_running_loop().call_later(seconds, give_up)
+def _tokens(request: EngineRequest) -> int:
+    return len(request.prompt_tokens) + len(request.output_tokens)

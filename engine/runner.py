@@ -35,11 +35,15 @@ class ModelRunner:
         self.num_blocks = kv_cache.shape[0]
         self.page_size = config.page_size
         self.kv_head_range = decoder.kv_heads
-        self.export_sink: ExportSink | None = None
+        self._export_sink: ExportSink | None = None
         self._decoder = decoder
         self._ops = ops
         self._attention = attention
         self._group = group
+
+    def export_to(self, sink: ExportSink) -> None:
+        """Report to `sink` every layer that is computed of requests that export their KV."""
+        self._export_sink = sink
 
     @property
     def arrivals(self) -> Arrivals:
@@ -71,7 +75,7 @@ class ModelRunner:
         tokens = torch.tensor([token for item in items for token in item.token_ids], device=device)
         where = [position for item in items for position in range(item.begin, item.end)]
         slots = [slot for item in items for slot in self._slots(item)]
-        exporting = [item for item in items if item.export] if self.export_sink is not None else []
+        exporting = [item for item in items if item.export] if self._export_sink is not None else []
         self._ops.begin(torch.tensor(where, device=device), torch.tensor(slots, device=device))
         self._attention.begin(items)
 
@@ -99,8 +103,8 @@ class ModelRunner:
 
     def _export(self, items: Sequence[PlanItem], layer: int) -> None:
         for item in items:
-            assert self.export_sink is not None, "only then there are items"
-            self.export_sink.layer_computed(item.request_id, layer, item.begin, item.end, item.block_ids)
+            assert self._export_sink is not None, "only then there are items"
+            self._export_sink.layer_computed(item.request_id, layer, item.begin, item.end, item.block_ids)
 
     def warm_up(self) -> None:
         """One prompt and one token through block 0, so that the first request does not pay for first times."""

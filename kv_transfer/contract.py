@@ -1,7 +1,6 @@
 """The contract between the hand-off and the worker it runs in.
 
-Everything here runs on the worker's asyncio loop unless it says otherwise. `kv_transfer` moves and verifies
-bytes; the role above decides who may send, and owns the engine.
+Everything here runs on the worker's event loop. `kv_transfer` moves and verifies bytes; the role above owns the engine.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, Self
+from typing import Protocol
 
 from wire import common_pb2, handoff_pb2
 
@@ -27,10 +26,10 @@ class HandoffState(Enum):
 
 @dataclass(frozen=True)
 class Reservation:
-    """What the decode worker's engine set aside.
+    """Blocks of the decode worker's engine.
 
-    block_ids cover the prompt and its projected growth, in order; the first `held_tokens` tokens (whole
-    blocks) are already in the worker's prefix cache and are not shipped.
+    `block_ids` are for the prompt and its projected growth, in order; the first `held_tokens` tokens (whole blocks) are in
+    the worker's prefix cache already and are not shipped.
     """
 
     block_ids: list[int]
@@ -38,22 +37,8 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class HandoffSpec:
-    """What is handed over: asked of the decode worker in Reserve."""
-
-    transfer_id: TransferId
-    request_id: str
-    spec: common_pb2.GenerateSpec
-    token_count: int
-
-    @classmethod
-    def of(cls, asked: handoff_pb2.Reserve) -> Self:
-        return cls(asked.transfer_id, asked.request_id, asked.spec, asked.token_count)
-
-
-@dataclass(frozen=True)
 class HandoffReport:
-    """How one hand-off went, at the sender, once D has committed."""
+    """Figures of a committed hand-off, at the sender."""
 
     held_tokens: int
     bytes_shipped: int
@@ -65,14 +50,14 @@ class HandoffReport:
 class DecodeEngine(Protocol):
     """What the receiver asks of the decode worker."""
 
-    async def reserve(self, spec: HandoffSpec) -> Reservation:
-        """All blocks or none. Raises BlocksExhaustedError with a retry hint, or StaleTransferError."""
+    async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
+        """Reserve all blocks or none. Raises BlocksExhaustedError with a retry hint, or StaleTransferError."""
 
     async def commit(
         self, transfer_id: TransferId, first_tokens: Sequence[common_pb2.Token], report: common_pb2.WorkReport
     ) -> None:
-        """Every part is in the blocks: the request joins the running batch."""
+        """Put the request into the running batch: every part is in its blocks."""
 
     async def abort(self, transfer_id: TransferId, verified_tokens: int) -> None:
-        """Frees the reservation; blocks verified for every layer and rank, the first `verified_tokens` tokens'
-        worth, may enter the prefix cache."""
+        """Free the reservation. Blocks of the first `verified_tokens` tokens, which are verified for every layer and rank,
+        may enter the prefix cache."""

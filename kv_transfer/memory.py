@@ -12,8 +12,8 @@ from cluster.process.huge_pages import PAGE
 
 
 def aligned_bytes(size: int, device: torch.device) -> Tensor:
-    """uint8 [size], beginning on a page, in huge ones where there are any: what RDMA and large copies like best.
-    Touched, so that no fault comes later."""
+    """uint8 [size], page-aligned, in huge pages if there are any: faster for RDMA and large copies. Every page is touched,
+    so that no page fault happens later."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
     return torch.frombuffer(huge_pages.zeroed(size), dtype=torch.uint8).zero_()
@@ -28,7 +28,7 @@ class Chunk:
 
 
 class Staging:
-    """First-fit allocator over one buffer. Few pieces live at a time: a list is enough."""
+    """First-fit allocator over one buffer. Few pieces live at a time, so a list is enough."""
 
     def __init__(self, size: int, device: torch.device):
         self.buffer = aligned_bytes(size, device)
@@ -39,7 +39,7 @@ class Staging:
     def free_bytes(self) -> int:
         return sum(chunk.size for chunk in self._free)
 
-    def take(self, size: int) -> Chunk | None:
+    def allocate(self, size: int) -> Chunk | None:
         rounded = -(-size // PAGE) * PAGE
         for index, chunk in enumerate(self._free):
             if chunk.size >= rounded:
@@ -48,7 +48,7 @@ class Staging:
                 return Chunk(chunk.offset, rounded)
         return None
 
-    def give_back(self, chunk: Chunk) -> None:
+    def free(self, chunk: Chunk) -> None:
         merged: list[Chunk] = []
         for piece in sorted([*self._free, chunk], key=lambda c: c.offset):
             if merged and merged[-1].offset + merged[-1].size == piece.offset:

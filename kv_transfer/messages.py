@@ -1,7 +1,7 @@
-"""What a leader tells its ranks' hand-off endpoints, and what they tell it: plain data, of types that msgpack has
-(worker/ranks/pipe.py).
+"""Messages between a leader and the hand-off endpoints of its ranks, in the same process or in others.
 
-A rank may live in its leader's process or in another one; neither side can tell.
+What also travels between the workers is the protobuf message itself; the rest are dataclasses of types that msgpack has
+(worker/ranks/pipe.py).
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.layout.geometry import Flow
+from wire.handoff_pb2 import PartData, PartResult, SlotGrant, SlotRequest
 
 DRAM, VRAM = "DRAM", "VRAM"  # NIXL's names
-PROBE_PREFIX = b"probe:"  # of the notification that finds out whether NIXL reaches a rank; a nonce follows
+PROBE_PREFIX = b"probe:"  # of the notification that tests whether a transport reaches a rank; a nonce follows
 
 
 @dataclass(frozen=True)
 class PeerRank:
-    """A rank of the other worker: how its transport endpoint is reached."""
+    """How a rank is reached, and what it can do."""
 
     rank: int
     agent_name: str
     metadata: bytes
-    memory: str = DRAM  # where its slots lie
+    memory: str = DRAM  # of its slots
     device: int = 0  # its index in the rank's process
     digest_kinds: tuple[str, ...] = ()  # that it can compute on its device, the fastest first
+    transports: tuple[str, ...] = ("grpc",)  # that it has an endpoint of; known of our own ranks only
 
 
 # --- leader → sending rank ---------------------------------------------------------------------------------
@@ -32,13 +34,13 @@ class PeerRank:
 
 @dataclass(frozen=True)
 class Connect:
-    """A pair comes up: remember the peer's ranks under `peer`, and send each a probe. Without a nonce: it has
-    new memory, and there is nothing to probe."""
+    """Connect to the ranks of `peer`, and send each a probe if there is a nonce."""
 
     peer: str
     ranks: Sequence[PeerRank]
     nonce: str
-    anew: bool = False  # the connections that are there did not serve
+    transport: str
+    reconnect: bool = False  # replace the connections that are open
 
 
 @dataclass(frozen=True)
@@ -60,42 +62,22 @@ class OpenTransfer:
     slot_bytes: int
     prefill_epoch: int
     decode_epoch: int
-    acknowledge: bool = False  # by TransferOpened
-    digests: str = ""  # as the pair has agreed; "" = this rank's own setting
+    acknowledge: bool = False  # with TransferOpened
+    digests: str = ""  # of the pair; "" = this rank's own setting
     digest_kind: str = ""
 
 
 @dataclass(frozen=True)
 class TransferOpened:
-    """Every layer that is computed from here on will be noted."""
+    """Every layer that is computed from now on will be sent."""
 
     transfer_id: bytes
     source_rank: int
 
 
 @dataclass(frozen=True)
-class Granted:
-    transfer_id: bytes
-    target_rank: int
-    part: int
-    slot: int
-    generation: int
-    address: int
-    device: int
-    deadline_seconds: float
-
-
-@dataclass(frozen=True)
-class PartAnswered:
-    transfer_id: bytes
-    target_rank: int
-    part: int
-    verified: bool
-
-
-@dataclass(frozen=True)
 class CloseTransfer:
-    """Committed, or given up: stop posting; answer Drained when every handle is terminal."""
+    """Committed or aborted: stop posting, and answer TransferDrained when every write is terminal."""
 
     transfer_id: bytes
 
@@ -104,26 +86,8 @@ class CloseTransfer:
 
 
 @dataclass(frozen=True)
-class SlotWanted:
-    transfer_id: bytes
-    source_rank: int
-    target_rank: int
-    part: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class PartBytes:
-    """gRPC transport: the leader's stream carries the bytes. `header` is a serialised PartHeader."""
-
-    transfer_id: bytes
-    header: bytes
-    payload: bytes
-
-
-@dataclass(frozen=True)
 class AllGathered:
-    """Every token of every layer is in a part: how many parts each of this rank's flows has."""
+    """Every layer of every token is in a part: the number of parts of each of this rank's flows."""
 
     transfer_id: bytes
     source_rank: int
@@ -154,10 +118,9 @@ class ProbeFailed:
 
 @dataclass(frozen=True)
 class ExpectTransfer:
-    """Where this rank's parts of a transfer go, valid until ForgetTransfer.
+    """Where this rank's parts of a transfer go, until ForgetTransfer.
 
-    Sent once per transfer and not with each part: a long prompt has thousands of blocks, and the message is encoded for
-    a rank in another process.
+    Sent once per transfer, not with each part: a long prompt has thousands of blocks.
     """
 
     transfer_id: bytes
@@ -191,29 +154,21 @@ class ForgetTransfer:
 
 @dataclass(frozen=True)
 class Settle:
-    """Poll for a moment, so that whatever is still on its way has landed. Confirmed with the token."""
+    """Poll for a moment, so that writes still in a socket have landed. Answered by Confirmed with the token."""
 
     token: bytes
 
 
 @dataclass(frozen=True)
-class Land:
-    """gRPC transport: put these bytes into the slot, then treat them as landed."""
-
-    header: bytes
-    payload: bytes
-
-
-@dataclass(frozen=True)
 class NewEpoch:
-    """The worker rejoined: parts addressed to an earlier epoch are stale, and nothing is expected any more."""
+    """The worker rejoined under a new epoch: parts of earlier ones are stale, and nothing is expected."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class Wake:
-    """Something is about to come: a rank that polls slowly in idleness polls fast for a while."""
+    """A peer has connected: an idle rank polls fast for a while."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +181,7 @@ class AddSegment:
 
 @dataclass(frozen=True)
 class PartLanded:
-    """Verified and scattered, or not (`error` says why: "digest" or what else is wrong)."""
+    """A part was verified and scattered, or refused for the reason in `error` ("digest", …)."""
 
     rank: int
     slot: int
@@ -242,14 +197,14 @@ class PartLanded:
 
 @dataclass(frozen=True)
 class PartsLanded:
-    """In the order of landing. Together, because every event interrupts the leader's event loop."""
+    """In the order of landing; several together, because every event interrupts the leader's event loop."""
 
     parts: Sequence[PartLanded]
 
 
 @dataclass(frozen=True)
 class RankFailed:
-    """Of either side: nothing lands at it, or leaves it, any more."""
+    """The rank's thread has ended with an exception: it sends or receives nothing more."""
 
     rank: int
     reason: str
@@ -265,7 +220,7 @@ class ProbeArrived:
 class SegmentAdded:
     rank: int
     addresses: Sequence[int]
-    metadata: bytes  # of the rank's agent, from now on
+    metadata: bytes  # of the rank's agent, the new memory included
 
 
 @dataclass(frozen=True)
@@ -274,3 +229,19 @@ class Confirmed:
 
     rank: int
     token: bytes
+
+
+WIRE_MESSAGES = (SlotRequest, SlotGrant, PartData, PartResult)
+ToSender = Connect | Disconnect | OpenTransfer | SlotGrant | PartResult | CloseTransfer
+FromSender = (
+    TransferOpened
+    | SlotRequest
+    | PartData
+    | AllGathered
+    | TransferFailed
+    | TransferDrained
+    | ProbeFailed
+    | RankFailed
+)
+ToReceiver = ExpectTransfer | Expect | ForgetTransfer | Settle | PartData | NewEpoch | Wake | AddSegment
+FromReceiver = PartsLanded | RankFailed | ProbeArrived | SegmentAdded | Confirmed

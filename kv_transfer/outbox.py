@@ -1,8 +1,7 @@
-"""Messages of one control stream on their way out: in order, bounded, and together where several wait.
+"""The queue of messages to send on a control stream: in order, bounded, and several together.
 
-A message costs both ends of a stream far more than what it says (a tenth of a millisecond of processor time in all,
-where copying a part takes one), and grants and results come in bursts. What nobody waits for may therefore be put as
-patient: it leaves with the next message that is not, or with enough of its kind, or after a moment.
+Each message costs both ends together a tenth of a millisecond of processor time, and grants and results come in
+bursts. A patient message therefore waits for the next impatient one, for PATIENT_MESSAGES, or for PATIENT_SECONDS.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ class Outbox(Generic[M]):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._messages: deque[M] = deque()
-        self._patient = 0  # of them, that may still wait
-        self.due = False  # something may leave now
+        self._patient = 0  # number of queued patient messages
+        self.due = False  # whether messages may be sent now
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, message: M, *, patient: bool = False) -> None:
-        """Raises asyncio.QueueFull."""
+        """Queue a message; after `end` it is dropped. Raises asyncio.QueueFull."""
+        if self._ended:
+            return
         if len(self._messages) >= MAX_QUEUED_MESSAGES:
             raise asyncio.QueueFull
         self._messages.append(message)
@@ -46,7 +47,7 @@ class Outbox(Generic[M]):
             self._timer = self._loop.call_later(PATIENT_SECONDS, self._send)
 
     def end(self) -> None:
-        """Nothing comes after what is queued."""
+        """Send what is queued, and nothing after it."""
         self._ended = True
         self._send()
 

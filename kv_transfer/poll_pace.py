@@ -21,7 +21,7 @@ class PollPace:
     def __init__(self, now: float):
         self._since = now  # time of the last progress
 
-    def happened(self, now: float) -> None:
+    def progressed(self, now: float) -> None:
         self._since = now
 
     def pause(self, now: float) -> float:

@@ -1,4 +1,4 @@
-"""One attempt at a prompt, as the prefill worker sees it.
+"""One attempt at the prefill worker.
 
 QUEUED → ADMITTED → COMPUTING → SENT → RELEASED
    └────────┴───────────┴────────┴──► DRAINING → DRAINED
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 
 class PrefillState(Enum):
-    QUEUED = "queued"  # waits for its turn; nothing reserved
-    ADMITTED = "admitted"  # its turn: a place to land is asked for
+    QUEUED = "queued"  # waits for its turn; nothing is reserved
+    ADMITTED = "admitted"  # its turn: a reservation at the decode worker is requested
     COMPUTING = "computing"  # in the engine; parts leave as layers finish
     SENT = "sent"  # computed; the last parts and Finish are on their way
-    RELEASED = "released"  # D has committed (or nothing was left to decode): blocks are prefix cache
+    RELEASED = (
+        "released"  # the decode worker has committed, or nothing was left to decode: blocks are prefix cache
+    )
     DRAINING = "draining"  # ended early; transfers are not terminal yet
     DRAINED = "drained"
 
@@ -44,7 +46,7 @@ TRANSITIONS: dict[PrefillState, frozenset[PrefillState]] = {
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What the engine made of a prompt: the first token of every choice, and how much it had to compute."""
+    """The engine's result for a prompt: the first token of every choice, and how much was computed."""
 
     tokens: list[TokenOutput]
     done: RequestDone
@@ -58,7 +60,7 @@ class PrefillAttempt:
     machine: StateMachine[PrefillState] = field(init=False)
     report: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
     task: asyncio.Task[None] | None = None
-    given_back: bool = False  # this worker leaves: another one takes it
+    returned_to_router: bool = False  # this worker leaves: the router dispatches the request again
     prefilled: asyncio.Future[Prefilled] = field(init=False)
     tokens: list[TokenOutput] = field(default_factory=list)
     chunks: tuple[PromptChunk, ...] = ()
@@ -67,7 +69,7 @@ class PrefillAttempt:
     freed: asyncio.Event = field(default_factory=asyncio.Event)  # set once it holds no block
 
     def __post_init__(self) -> None:
-        self.freed.set()  # until it is let in
+        self.freed.set()  # until it is admitted
         self.machine = StateMachine(PrefillState.QUEUED, TRANSITIONS, f"prefill {self.engine_id}")
         self.prefilled = asyncio.get_running_loop().create_future()
 
@@ -77,7 +79,7 @@ class PrefillAttempt:
 
     @property
     def engine_id(self) -> str:
-        """The engine's name for this attempt: every attempt is a request of its own there."""
+        """The attempt's request id in the engine, where every attempt is a request."""
         return self.request.transfer_id.hex()
 
     @property
@@ -86,5 +88,5 @@ class PrefillAttempt:
 
     @property
     def deadline(self) -> float:
-        """When it must have found a place to land (monotonic seconds)."""
+        """When it must have a reservation (monotonic seconds)."""
         return self.received + (self.request.admission_deadline_ms or 30_000) / 1000

@@ -1,11 +1,11 @@
-"""An attempt's spans at the prefill worker, made once it has ended, under the router's attempt.
+"""Spans of an attempt at the prefill worker, recorded at its end under the router's span.
 
-baton.prefill.queue    its turn, a place to land, the step before
+baton.prefill.queue    until its first step: its turn, a reservation, the step in progress
 baton.prefill
  └─ baton.prefill.chunk     one per step
-baton.handoff          from the first part asked for to the decode worker's commit
- ├─ baton.handoff.part      asked for → verified; granted in between
- └─ baton.handoff.exposed   what of it came after prefill had ended
+baton.handoff          from the first slot request to the decode worker's commit
+ ├─ baton.handoff.part      requested → verified; granted in between
+ └─ baton.handoff.exposed   the part of it after the end of prefill
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _handoff(
 ) -> None:
     from cluster.telemetry.tracing.spans import Event
 
-    assert attempt.parts is not None, "the caller looked"
+    assert attempt.parts is not None, "the caller checks"
     report, parts = attempt.report, list(attempt.parts)
     committed = prefill_ended + report.handoff_exposed_seconds if report.transport else now
     shipped: dict[str, str | int] = {

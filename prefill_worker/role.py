@@ -1,38 +1,32 @@
-"""The life of an attempt at the prefill worker: turn, place to land, compute, hand over, release."""
+"""The prefill role: attempts that routers open, and how each ends (worker.role.Role)."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
 
-from cluster.background_tasks import FollowUps
+from prometheus_client.registry import Collector
+
 from cluster.errors import (
     BatonError,
     BlocksExhaustedError,
     CancelledError,
     DrainingError,
     EngineFailedError,
-    EngineRequestError,
     InternalError,
-    engine_request_error,
 )
-from cluster.faults.points import Point
-from cluster.protocol.first_token import ends_with_first_token
-from engine.request import EngineRequest, StepOutput
-from kv_transfer.contract import HandoffSpec
-from kv_transfer.prefill_side.part_times import PartTimes
-from kv_transfer.prefill_side.sender import HandoffSender, OutgoingHandoff
-from prefill_worker import attempt_trace
-from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
+from cluster.membership.status import WorkerStatus
+from engine.request import StepOutput
+from kv_transfer.prefill_side.sender import HandoffSender
+from prefill_worker import attempt_trace, metrics
+from prefill_worker.attempt import PrefillAttempt, PrefillState
+from prefill_worker.prefilling import Prefilling
 from wire import common_pb2, prefill_pb2
-from worker.admission import Admission
-from worker.arrivals import Arrivals
 from worker.attempt_log import AttemptLog
 from worker.attempts import Attempts
-from worker.convert import outcome_counts, outcome_name, request_from_wire, token_to_wire
-from worker.core import WorkerCore
+from worker.convert import outcome_counts, outcome_name
+from worker.role import RoleParts
 from worker.validate import check_spec
 
 log = logging.getLogger(__name__)
@@ -40,41 +34,30 @@ FREE_SECONDS = 1.0  # how long the answer to a cancel waits for writes that stil
 
 
 class PrefillRole:
-    """Policy around one engine: who enters, where the KV goes, what the router hears."""
-
-    def __init__(self, core: WorkerCore, sender: HandoffSender):
-        self._core = core
+    def __init__(self, parts: RoleParts, sender: HandoffSender):
+        self._parts = parts
         self._sender = sender
-        self.admission = Admission(2 * core.config.engine.max_batch_tokens, core.config.batch_aging_seconds)
         self.attempts: Attempts[PrefillAttempt] = Attempts(
-            cancel=self.cancel, max_attempts=core.config.max_queued_requests
+            cancel=self.cancel, max_attempts=parts.config.max_queued_requests
         )
-        self._by_engine_id: dict[str, PrefillAttempt] = {}
-        self._freeing = FollowUps()  # free the blocks of ended attempts once no write reads them
-        self.arrivals = Arrivals()
-        self._at_admitted = core.faults.point(Point.PREFILL_ADMITTED)
-        self._at_reserved = core.faults.point(Point.PREFILL_RESERVED)
-        self._at_computed = core.faults.point(Point.PREFILL_COMPUTED)
-        self._at_finished = core.faults.point(Point.PREFILL_FINISHED)
-        self.ended = outcome_counts()  # attempts
+        self.prefilling = Prefilling(parts, sender)
+        self.ended = outcome_counts()
         self._has_failed = False
 
-    @property
-    def worker_id(self) -> str:
-        return self._core.worker_id
+    # --- calls of routers --------------------------------------------------------------------------------
 
     def open(self, request: prefill_pb2.PrefillRunRequest) -> PrefillAttempt:
         """The attempt of this transfer id: a repeated Run gets the first one's. Raises BatonError."""
         known = self.attempts.get(request.transfer_id)
         if known is not None:
             return known
-        self._core.check_epoch(request.worker_epoch)
-        self._core.check_accepting()
-        check_spec(request.spec, self._core.spec_limits)
-        attempt = PrefillAttempt(request, AttemptLog(self._core.beat_step))
+        self._parts.identity.check_epoch(request.worker_epoch)
+        self._parts.health.check_accepting()
+        check_spec(request.spec, self._parts.identity.spec_limits)
+        attempt = PrefillAttempt(request, AttemptLog(self._parts.beat_step))
         self.attempts.open(attempt)
-        self.arrivals.came(attempt.token_count)
-        attempt.trace = self._core.trace_of(request.spec)
+        self.prefilling.arrivals.arrived(attempt.token_count)
+        attempt.trace = self._parts.trace_of(request.spec)
         attempt.task = asyncio.get_running_loop().create_task(self._run(attempt))
         return attempt
 
@@ -86,7 +69,7 @@ class PrefillRole:
             if attempt.task.cancelled():  # before its first step, so that it has sent no end
                 end = common_pb2.AttemptEnd()
                 self._was_cancelled(attempt, end)
-                self._tell_end(attempt, end)
+                self._send_end(attempt, end)
 
     async def freed(self, attempt: PrefillAttempt, seconds: float | None = None) -> bool:
         """Wait until an ended attempt holds no block. Returns False after `seconds` (default FREE_SECONDS): a write over
@@ -98,64 +81,12 @@ class PrefillRole:
             return False
         return True
 
-    def idle(self) -> bool:
-        return len(self.attempts) == 0
-
-    async def give_back_waiting(self) -> None:
-        """Nothing of these has been computed, and no place to land is held for them."""
-        queued = PrefillState.QUEUED
-        await self._give_back([one for one in self.attempts.all() if one.machine.state is queued])
-
-    async def give_back_running(self) -> None:
-        await self._give_back(self.attempts.all())
-
-    async def _give_back(self, attempts: list[PrefillAttempt]) -> None:
-        """Cancel all at once: one by one, each cancelled attempt would let a queued one start."""
-        for attempt in attempts:
-            attempt.given_back = True
-        await asyncio.gather(*(self.cancel(attempt) for attempt in attempts))
-
-    def failed(self, word: BatonError) -> None:
-        """The engine has failed: end what it held with the error `word`, and return waiting attempts to the router. An
-        EngineFailedError is for the attempts of the failed step only."""
-        self._has_failed = True
-        for attempt in self.attempts.all():
-            prefilled, name = attempt.prefilled, attempt.engine_id
-            of_step = isinstance(word, EngineFailedError)
-            held = name in self._by_engine_id and (not of_step or self._core.host.in_failed_step(name))
-            if held and not prefilled.done():
-                prefilled.set_exception(word)
-                prefilled.exception()  # marks it retrieved: the attempt may end without reading it
-            elif of_step or prefilled.cancelled() or (prefilled.done() and prefilled.exception()):
-                continue
-            elif attempt.task is not None:
-                attempt.given_back = True
-                attempt.task.cancel()
-
-    def on_output(self, output: StepOutput) -> None:
-        """Hears of every engine step, on the loop."""
-        for token in output.tokens:
-            attempt = self._by_engine_id.get(token.request_id)
-            if attempt is None or attempt.prefilled.done():
-                continue
-            try:
-                attempt.log.add(token_to_wire(token))
-                attempt.tokens.append(token)
-            except Exception as error:
-                attempt.prefilled.set_exception(engine_request_error(error))
-        for done in output.done:
-            attempt = self._by_engine_id.get(done.request_id)
-            if attempt is None or attempt.prefilled.done():
-                continue
-            if done.error is not None:
-                attempt.prefilled.set_exception(done.error)
-            else:
-                attempt.prefilled.set_result(Prefilled(attempt.tokens, done))
+    # --- an attempt's life -------------------------------------------------------------------------------
 
     async def _run(self, attempt: PrefillAttempt) -> None:
         end = common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_ABORTED)
         try:
-            await self._prefill(attempt)
+            await self.prefilling.run(attempt)
             end.outcome = common_pb2.ATTEMPT_OUTCOME_DONE
         except (BlocksExhaustedError, DrainingError) as error:  # the decode worker has no room, or leaves
             if not self._has_failed:
@@ -166,136 +97,85 @@ class PrefillRole:
         except asyncio.CancelledError:
             self._was_cancelled(attempt, end)
         except Exception as error:
-            log.exception("attempt failed", extra={"request_id": attempt.request.request_id})
+            request_id = attempt.request.request_id
+            log.exception("request %s failed", request_id, extra={"request_id": request_id})
             end.error.CopyFrom(InternalError(f"{type(error).__name__}: {error}").to_wire())
-        self._tell_end(attempt, end)
+        self._send_end(attempt, end)
 
     def _was_cancelled(self, attempt: PrefillAttempt, end: common_pb2.AttemptEnd) -> None:
-        if attempt.given_back:
+        if attempt.returned_to_router:
             end.outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
-            end.error.CopyFrom(DrainingError(f"{self._core.worker_id} is leaving").to_wire())
+            end.error.CopyFrom(DrainingError(f"{self._parts.identity.worker_id} is leaving").to_wire())
         else:
             end.outcome = common_pb2.ATTEMPT_OUTCOME_CANCELLED
             end.error.CopyFrom(CancelledError("cancelled").to_wire())
 
-    def _tell_end(self, attempt: PrefillAttempt, end: common_pb2.AttemptEnd) -> None:
+    def _send_end(self, attempt: PrefillAttempt, end: common_pb2.AttemptEnd) -> None:
         self.ended[outcome_name(end.outcome)] += 1
-        attempt.report.worker_id = self._core.worker_id
+        attempt.report.worker_id = self._parts.identity.worker_id
         end.report.CopyFrom(attempt.report)
         attempt.log.end(end)
-        if attempt.trace is not None and self._core.tracing is not None:
-            attempt_trace.record(self._core.tracing, attempt.trace, attempt, end)
+        if attempt.trace is not None and self._parts.tracing is not None:
+            attempt_trace.record(self._parts.tracing, attempt.trace, attempt, end)
         self.attempts.expect_reader(attempt)
 
-    async def _prefill(self, attempt: PrefillAttempt) -> None:
-        tokens = attempt.token_count
-        remaining = attempt.deadline - time.monotonic()
-        spec = attempt.request.spec
-        priority = await self.admission.enter(tokens, spec.priority, remaining, spec.tenant, spec.weight)
-        inside = True
-        attempt.freed.clear()
-        handoff: OutgoingHandoff | None = None
-        try:
-            attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
-            attempt.machine.to(PrefillState.ADMITTED)
-            self._at_admitted(attempt.transfer_id)
-            if not ends_with_first_token(spec):
-                handoff = await self._reserve(attempt)
-                self._at_reserved(attempt.transfer_id)
-            attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
-            prefilled = await self._compute(attempt, handoff, priority)
-            self.admission.leave(tokens)
-            inside = False
-            if handoff is not None:
-                await self._hand_over(attempt, handoff, prefilled)
-            attempt.machine.to(PrefillState.RELEASED)
-        except BaseException as error:
-            attempt.machine.to(PrefillState.DRAINING)
-            if handoff is not None:
-                wrong = isinstance(error, EngineRequestError)
-                await handoff.abort(str(error) or type(error).__name__, discard=wrong)
-            attempt.machine.to(PrefillState.DRAINED)
-            raise
-        finally:
-            if inside:
-                self.admission.leave(tokens)
-            self._by_engine_id.pop(attempt.engine_id, None)
-            # In the background, so that the router gets the end now: a write to a stopped decode worker may never end.
-            self._freeing.spawn(self._free(attempt, handoff))
+    # --- draining ----------------------------------------------------------------------------------------
 
-    async def _reserve(self, attempt: PrefillAttempt) -> OutgoingHandoff:
-        request = attempt.request
-        spec = HandoffSpec(request.transfer_id, request.request_id, request.spec, attempt.token_count)
-        remaining = max(0.05, attempt.deadline - time.monotonic())
-        return await self._sender.reserve(request.decode, spec, remaining)
+    def idle(self) -> bool:
+        return len(self.attempts) == 0
 
-    async def _compute(
-        self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None, priority: int
-    ) -> Prefilled:
-        attempt.machine.to(PrefillState.COMPUTING)
-        started = time.monotonic()
-        self._by_engine_id[attempt.engine_id] = attempt
-        request = request_from_wire(attempt.engine_id, attempt.request.spec, prefill_only=True)
-        request = replace(request, priority=priority, export=handoff is not None)
-        if handoff is not None:
-            if attempt.trace is not None:
-                handoff.parts = attempt.parts = PartTimes()
-            await handoff.start(attempt.engine_id)
-        await self._add(request)
-        prefilled = await attempt.prefilled
-        self.arrivals.first_token(time.monotonic() - attempt.received)
-        report = attempt.report
-        chunks = attempt.chunks = prefilled.done.chunks
-        # Until its first step it waited: for its turn, for a place to land, and for the step before.
-        began = max(started, chunks[0].began) if chunks else started
-        report.prefill_queue_seconds = began - attempt.received
-        report.prefill_seconds = time.monotonic() - began
-        report.cached_tokens = prefilled.done.cached_tokens
-        report.computed_prompt_tokens = prefilled.done.computed_prompt_tokens
-        report.prompt_compute_seconds = prefilled.done.prompt_compute_seconds
-        return prefilled
+    async def return_waiting(self) -> None:
+        """Return attempts of which nothing has been computed or reserved."""
+        queued = PrefillState.QUEUED
+        await self._return([one for one in self.attempts.all() if one.machine.state is queued])
 
-    async def _add(self, request: EngineRequest) -> None:
-        try:
-            await self._core.host.call(lambda engine: engine.add(request))
-        except BatonError:
-            raise
-        except Exception as error:
-            log.exception(
-                "request %s was refused by the engine",
-                request.request_id,
-                extra={"request_id": request.request_id},
-            )
-            raise engine_request_error(error) from error
+    async def return_all(self) -> None:
+        await self._return(self.attempts.all())
 
-    async def _hand_over(
-        self, attempt: PrefillAttempt, handoff: OutgoingHandoff, prefilled: Prefilled
-    ) -> None:
-        if all(token.finish is not None for token in prefilled.tokens):
-            await handoff.abort("finished with its first token")
-            return
-        attempt.machine.to(PrefillState.SENT)
-        self._at_computed(attempt.transfer_id)
-        first = [token_to_wire(token) for token in prefilled.tokens]
-        result = await handoff.finish(first, attempt.report)
-        self._at_finished(attempt.transfer_id)
-        report = attempt.report
-        report.handoff_exposed_seconds = result.exposed_seconds
-        report.not_shipped_tokens = result.held_tokens
-        report.kv_bytes_shipped = result.bytes_shipped
-        report.transport = result.transport
+    async def _return(self, attempts: list[PrefillAttempt]) -> None:
+        """Cancel all at once: one by one, each cancelled attempt would let a queued one start."""
+        for attempt in attempts:
+            attempt.returned_to_router = True
+        await asyncio.gather(*(self.cancel(attempt) for attempt in attempts))
 
-    async def _free(self, attempt: PrefillAttempt, handoff: OutgoingHandoff | None) -> None:
-        """Release the attempt's blocks once every rank reports that it reads them no more.
+    # --- calls of the worker -----------------------------------------------------------------------------
 
-        A part read after that would ship another request's KV under this request's hashes.
-        """
-        engine_id = attempt.engine_id
-        try:
-            if handoff is not None:
-                await self._core.host.call(lambda engine: engine.park(engine_id))
-                await handoff.drained()
-            await self._core.host.call(lambda engine: engine.abort(engine_id))
-        except (DrainingError, InternalError) as error:  # the engine has stopped, and its blocks with it
-            log.debug("blocks were not released, the engine has stopped: %s", error)
-        attempt.freed.set()
+    async def start(self) -> None:
+        """Nothing runs beside the attempts."""
+
+    def on_output(self, output: StepOutput) -> None:
+        self.prefilling.on_output(output)
+
+    def failed(self, error: BatonError) -> None:
+        """End the attempts that the engine had with `error`, and return waiting ones to their routers. An
+        EngineFailedError is for the attempts of the failed step only."""
+        self._has_failed = True
+        of_step = isinstance(error, EngineFailedError)
+        for attempt in self.attempts.all():
+            prefilled, name = attempt.prefilled, attempt.engine_id
+            in_engine = name in self.prefilling.by_engine_id
+            held = in_engine and (not of_step or self._parts.host.in_failed_step(name))
+            if held and not prefilled.done():
+                prefilled.set_exception(error)
+                prefilled.exception()  # marks it retrieved: the attempt may end without reading it
+            elif of_step or prefilled.cancelled() or (prefilled.done() and prefilled.exception()):
+                continue
+            elif attempt.task is not None:
+                attempt.returned_to_router = True
+                attempt.task.cancel()
+
+    async def fenced(self) -> None:
+        await self.attempts.cancel_all()
+        await self._sender.rejoin(self._parts.identity.ref)
+
+    def status(self, status: WorkerStatus) -> WorkerStatus:
+        return metrics.add_status(status, self.attempts, self.prefilling, self._sender)
+
+    def collectors(self) -> Sequence[Collector]:
+        return metrics.collectors(self.prefilling.admission, self.ended, self._sender)
+
+    def check_integrity(self) -> None:
+        self.prefilling.admission.check_integrity()
+
+    def closers(self) -> Sequence[Callable[[], Awaitable[None]]]:
+        return (self.attempts.close, self._sender.close)

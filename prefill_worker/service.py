@@ -19,14 +19,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, role: PrefillRole):
+    def __init__(self, role: PrefillRole, worker_id: str):
         self._role = role
+        self._worker_id = worker_id
 
     async def Run(
         self, request: prefill_pb2.PrefillRunRequest, context: Context
     ) -> AsyncIterator[common_pb2.AttemptEvent]:
         try:
-            check_wire_version(request.wire_version, self._role.worker_id)
+            check_wire_version(request.wire_version, self._worker_id)
             check_transfer_id(request.transfer_id)
             check_name("request_id", request.request_id)
             attempt = self._role.open(request)

@@ -1,57 +1,32 @@
-"""A running prefill worker."""
+"""Starts a prefill worker."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cluster.config.worker import WorkerConfig
-from cluster.errors import InternalError
-from cluster.membership.status import WorkerStatus
 from kv_transfer.prefill_side.sender import HandoffSender
-from prefill_worker import metrics
 from prefill_worker.role import PrefillRole
 from prefill_worker.service import PrefillService
 from wire import prefill_pb2_grpc
-from worker.core import WorkerCore
-from worker.metrics import of_requests
-from worker.role_worker import RoleWorker
+from worker.role import RoleParts
+from worker.worker import Worker, start_worker
 
 
-class PrefillWorker(RoleWorker):
-    def __init__(self, config: WorkerConfig):
-        core = WorkerCore(config)
-        self._sender = HandoffSender(
-            worker=core.ref,
-            layout=core.layout,
-            ranks=core.ranks.endpoints,
-            config=config.transfer,
-            peers=core.peers,
-            faults=core.faults,
-        )
-        self._role = PrefillRole(core, self._sender)
-        super().__init__(core, self._role, self._role.attempts, self._sender)
-        self._sender.on_failed = lambda reason: core.fail(InternalError(reason))
-        core.on_output = self._role.on_output
-        core.status = self._status
-        core.books = [self._role.admission.check_integrity]
-        core.collectors = metrics.collectors(core, self._role, self._sender)
-        service = PrefillService(self._role)
-        core.server.add(lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server))
-
-    def _status(self, status: WorkerStatus) -> WorkerStatus:
-        role, sender = self._role, self._sender
-        return replace(
-            of_requests(status, role.attempts, role.admission, role.arrivals),
-            handoffs=sender.handoffs,
-            handoffs_live=sender.live,
-            handoffs_refused=sender.counts["refused"],
-            parts=sender.parts,
-            resends=sender.resends,
-        )
+def make_role(parts: RoleParts) -> PrefillRole:
+    sender = HandoffSender(
+        worker=parts.identity.ref,
+        layout=parts.identity.layout,
+        ranks=parts.ranks.endpoints,
+        config=parts.config.transfer,
+        peers=parts.peers,
+        on_failed=parts.fail,
+        faults=parts.faults,
+    )
+    role = PrefillRole(parts, sender)
+    service = PrefillService(role, parts.identity.worker_id)
+    parts.server.add(lambda server: prefill_pb2_grpc.add_PrefillServicer_to_server(service, server))
+    return role
 
 
-async def start(config: WorkerConfig) -> PrefillWorker:
-    """Loads the model, then serves. Raises ModelError or ConfigError."""
-    worker = PrefillWorker(config)
-    await worker.start()
-    return worker
+async def start(config: WorkerConfig) -> Worker:
+    """Load the model, then serve. Raises ModelError, ConfigError or SetupError."""
+    return await start_worker(config, make_role)

@@ -1,9 +1,9 @@
-"""Whose prompt may enter the engine next: on a prefill worker, and on a decode worker that prefills by itself.
+"""Orders the prompts that wait for the engine, on a prefill worker and for local prefill on a decode worker.
 
-Requests enter by class (high, normal, batch), then in turns that share the worker between tenants by weight, while
-the tokens already inside fill less than two steps: one that computes, one that is ready when it ends. More would
-reserve KV on decode workers long before it is needed, and settle the order of requests that have only just come. One that
-has waited long counts as of the next higher class, where its tenant's weight counts again: no class starves another.
+Requests enter by class (high, normal, batch), then in turns that share the worker between tenants by weight, while the
+tokens inside fill less than two steps: the one in progress and the next. More would reserve KV on decode workers long
+before it is needed, and fix the order of requests too early. A request that has waited long moves to the next higher
+class, where its tenant's weight applies again: no class starves another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cluster.errors import DeadlineError
 from engine.scheduler.scheduler import AGING_SECONDS
 from worker.fair_queue import FairQueue, Waiting
 
-AGED_TOGETHER = 16  # taking one out of a queue costs a step for each that waits in it
+AGED_TOGETHER = 16  # per admission: removing a request from a queue costs time linear in its length
 CLASSES = ("high", "normal", "batch")
 
 
@@ -48,24 +48,24 @@ class Admission:
 
     @property
     def tokens(self) -> int:
-        """Of all that wait or are inside."""
+        """Tokens of all requests that wait or are inside."""
         return self._inside_tokens + sum(queue.tokens for queue in self._queues)
 
     def waiting_by_class(self) -> dict[str, int]:
         return dict(zip(CLASSES, map(len, self._queues), strict=True))
 
     def oldest_seconds(self) -> float:
-        """How long the request that came first has waited."""
+        """How long the oldest request has waited."""
         arrived = [queue.earliest for queue in self._queues if len(queue)]
         return self._clock() - min(arrived) if arrived else 0.0
 
     async def enter(
         self, tokens: int, priority: int, timeout_seconds: float, tenant: str = "", weight: float = 1.0
     ) -> int:
-        """Wait for a turn. `priority`: above 0 is high, 0 normal, below batch.
+        """Wait for a turn. `priority`: above 0 is high, 0 normal, below 0 batch.
 
-        Returns the priority to compute it with: that of its class, which is a higher one if it has waited long. Raises
-        DeadlineError; then nothing was taken.
+        Returns the priority to compute it with: that of its class, a higher one after a long wait. Raises DeadlineError;
+        then no tokens are inside for it.
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         now, weight = self._clock(), weight if weight > 0 else 1.0
@@ -78,13 +78,13 @@ class Admission:
             async with asyncio.timeout(timeout_seconds):
                 await turn
         except TimeoutError:
-            self._give_back(waiting)
+            self._release(waiting)
             raise DeadlineError(
                 f"queued for {timeout_seconds:.1f} s without a turn: prefill is behind",
                 field="admission_deadline",
             ) from None
         except asyncio.CancelledError:
-            self._give_back(waiting)
+            self._release(waiting)
             raise
         finally:
             turn.cancel()
@@ -95,8 +95,8 @@ class Admission:
         self._inside_tokens -= max(1, tokens)
         self._admit()
 
-    def _give_back(self, waiting: Waiting) -> None:
-        """It may have been admitted and ended in the same moment."""
+    def _release(self, waiting: Waiting) -> None:
+        """A request may be admitted and time out, or be cancelled, in the same turn of the loop."""
         if waiting.turn.done() and not waiting.turn.cancelled():
             self.leave(waiting.tokens)
 
@@ -104,7 +104,7 @@ class Admission:
         return self._high if priority > 0 else self._batch if priority < 0 else self._normal
 
     def _remove(self, waiting: Waiting) -> None:
-        """Who has given up: the next in line may fit where it did not."""
+        """Remove a request that no longer waits; the next one may fit where it did not."""
         if any(queue.remove(waiting) for queue in self._queues):
             self._admit()
 
@@ -120,7 +120,7 @@ class Admission:
                 waiting.turn.set_result(None)
 
     def _age(self) -> None:
-        """Requests that have waited long in their class take their places in the next higher one."""
+        """Move requests that have waited long to the next higher class."""
         now = self._clock()
         for queue, higher in ((self._normal, self._high), (self._batch, self._normal)):
             for _ in range(AGED_TOGETHER):
@@ -132,7 +132,7 @@ class Admission:
                 higher.push(waiting)
 
     def check_integrity(self) -> None:
-        """Of every queue; no request waits where there is room."""
+        """Check every queue, and that no request waits while there is room."""
         for queue in self._queues:
             queue.check_integrity()
         assert self._inside_tokens >= 0

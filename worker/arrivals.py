@@ -1,4 +1,4 @@
-"""What has been asked of a worker, and how late its first tokens came: counters that it publishes with its status."""
+"""Counts requests, prompt tokens and times to first token for the worker's status."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from cluster.membership.status import BOUNDS_SECONDS, WorkerStatus
 
 
 class Arrivals:
-    """Requests that this worker prefills."""
+    """Counts the requests that this worker prefills."""
 
     def __init__(self) -> None:
         self._requests = 0
         self._tokens = 0
         self._counts = [0] * (len(BOUNDS_SECONDS) + 1)
 
-    def came(self, prompt_tokens: int) -> None:
+    def arrived(self, prompt_tokens: int) -> None:
         self._requests += 1
         self._tokens += prompt_tokens
 
     def first_token(self, seconds: float) -> None:
-        """Seconds since the request came to this worker."""
+        """Count a first token, `seconds` after its request arrived at this worker."""
         self._counts[bisect_left(BOUNDS_SECONDS, seconds)] += 1
 
     def onto(self, status: WorkerStatus) -> WorkerStatus:
-        """The status, with these counters in it. Bounds are cumulative."""
+        """The status with these counters. Bounds are cumulative."""
         within = tuple(accumulate(self._counts))
         return replace(
             status,

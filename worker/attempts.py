@@ -1,11 +1,11 @@
-"""The attempts a worker knows, and what happens when nobody reads one.
+"""The attempts of a worker, and the time limit for those without a reader.
 
 open ──no reader────► detached ──1.5 s──► cancelled
   │ end                  │ reader back
   ▼                      ▼
 ended ──end read, or 1.5 s──► forgotten (its transfer id is remembered and refused)
 
-A router's Cancel takes an attempt from anywhere to forgotten: whoever sends it does not come back.
+A router's Cancel takes an attempt from any state to forgotten: the router does not read it again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Generic, Protocol, TypeVar
 
 from cluster.background_tasks import FollowUps
 from cluster.errors import OverloadedError, StaleTransferError
+from cluster.protocol.times import DETACH_SECONDS
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 from worker.ended_attempts import EndedAttempts
 
 log = logging.getLogger(__name__)
-DETACH_SECONDS = 1.5
 
 
 class HasLog(Protocol):
@@ -37,7 +37,7 @@ A = TypeVar("A", bound=HasLog)
 
 
 class Attempts(Generic[A]):
-    """Live attempts by transfer id. `cancel` ends one whose reader went away."""
+    """Live attempts by transfer id. `cancel` ends one that has lost its reader."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Attempts(Generic[A]):
         return len(self._live)
 
     def all(self) -> list[A]:
-        """A snapshot: attempts may end while it is walked."""
+        """A copy: attempts may end while it is iterated."""
         return list(self._live.values())
 
     def get(self, transfer_id: bytes) -> A | None:
@@ -82,16 +82,16 @@ class Attempts(Generic[A]):
                 retry_after_seconds=1.0,
             )
         self._live[attempt.transfer_id] = attempt
-        # Whoever opened it may be gone before it reads: a stopped worker that wakes finds such calls.
+        # Its router may be gone before it reads: a worker that was stopped finds such calls when it continues.
         self.expect_reader(attempt)
 
     async def read(
         self, attempt: A, from_position: int = 0, on_progress: Callable[[], None] = lambda: None
     ) -> AsyncGenerator[common_pb2.AttemptEvent, None]:
-        """The attempt's events; when the reader goes away before the end, the detach timer starts."""
+        """The attempt's events. If the reader leaves before the end, the detach timer starts."""
         self._stop_timer(attempt.transfer_id)
         try:
-            # Closed here, not when it is collected: below, its reader must be gone.
+            # Closed here, not by the garbage collector: below, its reader must be gone.
             async with contextlib.aclosing(attempt.log.read(from_position, on_progress)) as events:
                 async for event in events:
                     yield event
@@ -102,7 +102,7 @@ class Attempts(Generic[A]):
                 self.expect_reader(attempt)
 
     def expect_reader(self, attempt: A, seconds: float | None = None) -> None:
-        """Cancels and forgets the attempt unless somebody reads it within `seconds`."""
+        """Cancel and forget the attempt unless it is read within `seconds`."""
         if self._live.get(attempt.transfer_id) is not attempt or attempt.log.has_reader:
             return
         self._stop_timer(attempt.transfer_id)
@@ -121,8 +121,7 @@ class Attempts(Generic[A]):
         self._ended.add(transfer_id)
 
     async def cancel(self, attempt: A) -> None:
-        """Ends the attempt and forgets it; its reader, if there is one, still hears its end. Done to its end also
-        where the caller hangs up."""
+        """End the attempt and forget it; a reader still gets its end. Completed also if the caller hangs up."""
         await self._follow_ups.complete(self._cancel_and_forget(attempt))
 
     async def cancel_all(self) -> None:
@@ -134,7 +133,7 @@ class Attempts(Generic[A]):
                 log.exception("attempt %s could not be cancelled", attempt.transfer_id.hex())
 
     async def close(self) -> None:
-        """Cancels what is left."""
+        """Cancel the attempts that are left."""
         for transfer_id in list(self._timers):
             self._stop_timer(transfer_id)
         await self.cancel_all()

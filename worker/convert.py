@@ -1,4 +1,4 @@
-"""Between the wire's messages and the engine's types."""
+"""Converts between wire messages and the engine's types."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 
 def outcome_counts() -> Counter[str]:
-    """Zero of each."""
+    """Counters of the outcomes of attempts, all 0."""
     values = common_pb2.AttemptOutcome.values()
     return Counter({outcome_name(value): 0 for value in values if value})
 
 
 def outcome_name(outcome: common_pb2.AttemptOutcome.ValueType) -> str:
-    """done, aborted, refused, … as metrics and spans say it."""
+    """The outcome as in metrics and spans: done, aborted, refused, …"""
     return common_pb2.AttemptOutcome.Name(outcome).removeprefix("ATTEMPT_OUTCOME_").lower()
 
 
@@ -40,7 +40,7 @@ def sampling_from_wire(params: common_pb2.SamplingParams) -> SamplingParams:
 def request_from_wire(
     request_id: str, spec: common_pb2.GenerateSpec, *, prefill_only: bool = False
 ) -> EngineRequest:
-    """`request_id` is the engine's name for the attempt. A prefill-only request exports its KV."""
+    """The engine's request for an attempt, with its engine id. A prefill-only request exports its KV."""
     return EngineRequest(
         request_id=request_id,
         prompt_tokens=unpack_tokens(spec.prompt_tokens),

@@ -1,11 +1,12 @@
-"""How a worker leaves so that nobody loses a token.
+"""Drains a worker without losing a token of its requests.
 
-placed on no more ─► what runs finishes ──┬─► idle ─► leaves
-   what has not begun goes back at once   │
-   (if another worker can take it)        ├─ migrate_seconds, and another worker can take it ─► goes back ─► leaves
-                                          └─ drain_seconds ───────────────────────────────────► goes back ─► leaves
+no new requests ─► running attempts finish ──┬─► idle ─► leaves
+   attempts that have not begun are          │
+   returned at once, if there is a successor ├─ migrate_seconds, if there is a successor ─► all are returned ─► leaves
+                                             └─ drain_seconds ────────────────────────────► all are returned ─► leaves
 
-"Goes back": the attempt ends at its position, and the router dispatches the request again from there.
+Successor: another worker that can take the requests. Returned: the attempt ends at its position, and the router
+dispatches the request again from there.
 """
 
 from __future__ import annotations
@@ -17,37 +18,29 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from cluster.errors import BatonError
-
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.02
-SUCCESSOR_SECONDS = 0.5  # how often the registry is asked
-END_SECONDS = 2.0  # for routers to read how their attempts ended
-GIVE_BACK_SECONDS = 10.0  # for an engine in the middle of a step to let go
+SUCCESSOR_SECONDS = 0.5  # between two reads of the registry
+END_SECONDS = 2.0  # for routers to read the ends of their attempts
+RETURN_SECONDS = 10.0  # for the engine to end a step in progress
 
 
-class Leaving(Protocol):
+class DrainedRole(Protocol):
     """A role, as it is drained."""
 
     def idle(self) -> bool:
-        """Nothing is left that a router reads."""
-        ...
+        """Whether no attempt is left, that is, the routers have read the ends of all."""
 
-    async def give_back_waiting(self) -> None:
-        """Ends what has not begun."""
-        ...
+    async def return_waiting(self) -> None:
+        """Return to the routers the attempts that have not begun."""
 
-    async def give_back_running(self) -> None:
-        """Ends everything, each attempt at its position."""
-        ...
-
-    def failed(self, word: BatonError) -> None:
-        """The worker has failed: EngineFailedError ends the attempts in the engine, any other error all attempts."""
-        ...
+    async def return_all(self) -> None:
+        """Return every attempt to its router, at its position."""
 
 
 async def drain(
-    role: Leaving,
+    role: DrainedRole,
+    worker_id: str = "",
     *,
     healthy: Callable[[], bool],
     has_successor: Callable[[], Awaitable[bool]],
@@ -55,30 +48,30 @@ async def drain(
     drain_seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Returns when the role is idle, or its time is up and it has given back what it still had."""
+    """Return when the role is idle, or has returned its attempts at the time limit."""
     began = clock()
-    asked, successor = -SUCCESSOR_SECONDS, False
+    checked, successor = -SUCCESSOR_SECONDS, False
     while not role.idle() and healthy():
         elapsed = clock() - began
         if elapsed >= drain_seconds:
             break
-        if elapsed - asked >= SUCCESSOR_SECONDS:
-            asked, successor = elapsed, await has_successor()
+        if elapsed - checked >= SUCCESSOR_SECONDS:
+            checked, successor = elapsed, await has_successor()
         if successor:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GIVE_BACK_SECONDS):
-                    await role.give_back_waiting()
+                async with asyncio.timeout(RETURN_SECONDS):
+                    await role.return_waiting()
             if elapsed >= migrate_seconds:
                 break
         await asyncio.sleep(LOOK_SECONDS)
     if role.idle() or not healthy():
         return
-    log.info("giving back what has not finished")
+    log.info("%s: returning unfinished requests to their routers", worker_id)
     try:
-        async with asyncio.timeout(GIVE_BACK_SECONDS):
-            await role.give_back_running()
+        async with asyncio.timeout(RETURN_SECONDS):
+            await role.return_all()
     except TimeoutError:
-        log.error("not everything could be given back within %.0f s", GIVE_BACK_SECONDS)
+        log.error("%s: not all requests could be returned within %.0f s", worker_id, RETURN_SECONDS)
     deadline = clock() + END_SECONDS
     while not role.idle() and clock() < deadline:
         await asyncio.sleep(LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""Transfer ids of attempts that are over, remembered as long as a late message about them may come."""
+"""Transfer ids of ended attempts, kept as long as a late message about them may come."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The thread that owns an engine.
 
-The asyncio front never touches the engine: it hands functions over, which run between two steps, and hears of
-each step's output on its own loop. So the front never blocks a step and a step never waits for the front.
+The asyncio loop never touches the engine: it queues functions, which run between two steps, and gets each step's output
+by a callback. So the loop never blocks a step, and a step never waits for the loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.request import StepOutput
 
 T = TypeVar("T")
-Command = Callable[..., None]  # with a DrainingError it is refused
+Command = Callable[..., None]  # called with a DrainingError if it is refused
 log = logging.getLogger(__name__)
 ROOM_SECONDS = 0.005
 JOIN_LOOK_SECONDS = 0.1
@@ -29,13 +29,14 @@ LAST_SECONDS = 2.0  # join time for a thread whose engine has failed or hangs
 class EngineHost:
     """Runs one engine on its own thread.
 
-    `on_output` is called on the loop after every step that produced something. `on_failure` is called on the
-    loop once, if a step raises: an engine that failed is not stepped again, its process should end.
+    `on_output` is called on the loop after every step with results. `on_failure` is called on the loop once, if a step
+    raises: a failed engine makes no further step, and its process should end.
     """
 
     def __init__(
         self,
         engine: Engine,
+        worker_id: str = "",
         *,
         on_output: Callable[[StepOutput], None],
         on_failure: Callable[[BaseException], None],
@@ -44,12 +45,13 @@ class EngineHost:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engine = engine
+        self._worker_id = worker_id
         self._on_output = on_output
         self._on_failure = on_failure
         self._step_stall_seconds = step_stall_seconds
         self._ranks_answer = ranks_answer
         self._clock = clock
-        # Bounded by the requests a worker admits: every command belongs to one.
+        # Bounded by the requests that the worker admits: every command belongs to one.
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -90,7 +92,7 @@ class EngineHost:
         return since is None or self._clock() - since < self._step_stall_seconds
 
     def busy_seconds(self) -> float:
-        """How long the step in progress has run; 0 between steps."""
+        """Duration of the step in progress; 0 between steps."""
         since = self._busy_since
         return self._clock() - since if since is not None else 0.0
 
@@ -113,7 +115,7 @@ class EngineHost:
                 if refusal is not None:
                     raise refusal
                 result = function(self._engine)
-            except BaseException as error:  # handed to whoever asked, whatever it is
+            except BaseException as error:  # raised in the caller of `call`
                 loop.call_soon_threadsafe(_set_exception, future, error)
             else:
                 loop.call_soon_threadsafe(_set_result, future, result)
@@ -121,7 +123,7 @@ class EngineHost:
         if self._stopping or self._failed is not None:
             raise _stopped()
         self._commands.put(command)
-        if self._stopping:  # since the look above: the thread may have gone through what waits already
+        if self._stopping:  # since the check above: the thread may have refused the waiting commands already
             self._refuse_the_rest()
         return await future
 
@@ -133,11 +135,10 @@ class EngineHost:
                     steps = self._engine.steps
                     self._step()
                     if self._engine.steps == steps:
-                        # Nothing that waits finds blocks. Those who free them need the interpreter more than another
-                        # look does.
+                        # No waiting request finds blocks. Threads that free them need the interpreter meanwhile.
                         self._run_command(block=True, seconds=ROOM_SECONDS)
         except BaseException as error:
-            log.exception("engine failed")
+            log.exception("%s: the engine failed", self._worker_id)
             self._failed = error
             self._notify(self._on_failure, error)
         finally:
@@ -145,12 +146,12 @@ class EngineHost:
             self._refuse_the_rest()
 
     def _run_commands(self) -> None:
-        """Runs what waits; blocks for the next command only while the engine has nothing to do."""
+        """Run the waiting commands; wait for the next one only while the engine has nothing to do."""
         while self._run_command(block=not self._engine.has_work):
             pass
 
     def _run_command(self, *, block: bool, seconds: float | None = None) -> bool:
-        """The next one. False: none has come, or it was the last."""
+        """Run the next command. Returns False if there is none, or the thread is to stop."""
         try:
             command = self._commands.get(block, seconds)
         except queue.Empty:
@@ -172,7 +173,7 @@ class EngineHost:
         assert self._loop is not None, "start() comes first"
         try:
             self._loop.call_soon_threadsafe(callback, argument)
-        except RuntimeError:  # the loop has closed: nobody is left to hear it
+        except RuntimeError:  # the loop has closed
             self._stopping = True
 
     def _refuse_the_rest(self) -> None:
@@ -182,7 +183,7 @@ class EngineHost:
                     command = self._commands.get_nowait()
                 except queue.Empty:
                     return
-                if command is not None:  # run now, a commit would succeed on an engine that never steps again
+                if command is not None:  # a commit would succeed on an engine that makes no further step
                     command(_stopped())
 
 

@@ -1,11 +1,11 @@
-"""Requests that wait, shared out between tenants by weight.
+"""A queue of requests, shared between tenants by weight.
 
     tag = max(virtual time, the tenant's last tag) + tokens / weight        the smallest tag goes first
-    virtual time = the tag of who went last
+    virtual time = the tag of the last request that was admitted
 
-Self-clocked fair queueing (Golestani, INFOCOM 1994): of two tenants that both have requests waiting, the tokens each
-got over its weight differ by at most one largest request of each over its weight, whatever they ask for. A tenant
-that is alone gets everything, and pays nothing for it later: tags begin at the virtual time.
+Self-clocked fair queueing (Golestani, INFOCOM 1994): for two tenants that both have waiting requests, tokens admitted
+divided by weight differ by at most each one's largest request divided by its weight. A tenant that is alone gets
+everything and is not delayed for it later: tags begin at the virtual time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Waiting:
-    """One request in a queue. `order` counts arrivals: of equal tags the older goes first."""
+    """One request in a queue. `order` counts arrivals: of requests with equal tags the older goes first."""
 
     tokens: int
     tenant: str
@@ -26,8 +26,8 @@ class Waiting:
     order: int
     turn: asyncio.Future[None]
     tag: float = 0.0
-    queued: float = 0.0  # when it came into the queue where it is
-    priority: int = 0  # of that queue
+    queued: float = 0.0  # time of its entry into its present queue
+    priority: int = 0  # of its present queue
 
     def __lt__(self, other: Waiting) -> bool:
         return (self.tag, self.order) < (other.tag, other.order)
@@ -41,14 +41,14 @@ class FairQueue:
         self._by_arrival: dict[int, Waiting] = {}
         self._virtual_time = 0.0
         self._tokens = 0
-        self._last_tags: dict[str, float] = {}  # of tenants that have requests here
+        self._last_tags: dict[str, float] = {}  # of tenants that have requests in the queue
 
     def __len__(self) -> int:
         return len(self._heap)
 
     @property
     def tokens(self) -> int:
-        """Of all that wait."""
+        """Tokens of all requests in the queue."""
         return self._tokens
 
     @property
@@ -57,12 +57,12 @@ class FairQueue:
 
     @property
     def earliest(self) -> float:
-        """When the first of them arrived, here or in a lower class. Costs a step for each."""
+        """Earliest arrival, here or in a lower class. Linear in the queue's length."""
         return min(one.arrived for one in self._heap)
 
     @property
     def oldest(self) -> Waiting:
-        """Who has been in this queue longest."""
+        """The request that has been in this queue longest."""
         return next(iter(self._by_arrival.values()))
 
     def push(self, waiting: Waiting) -> None:
@@ -79,8 +79,8 @@ class FairQueue:
         return waiting
 
     def remove(self, waiting: Waiting) -> bool:
-        """Takes out one that has given up; False: it is not here. Its tenant gets back what it did not use, unless
-        more of it waits behind."""
+        """Remove a request that no longer waits; returns False if it is not here. Its tenant's tag moves back, unless
+        later requests of the tenant wait."""
         if self._by_arrival.get(waiting.order) is not waiting:
             return False
         self._heap.remove(waiting)

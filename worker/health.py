@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
+from cluster.errors import DrainingError
 from cluster.state_machine import StateMachine
 
 TICK_SECONDS = 0.5
@@ -39,13 +40,18 @@ _RUNNING = frozenset({Phase.SERVING, Phase.DRAINING})
 class Health:
     """Written on the worker's loop, read on the probes' threads."""
 
-    def __init__(self, stall_seconds: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, worker_id: str, stall_seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._worker_id = worker_id
         self._stall_seconds = stall_seconds
         self._clock = clock
         self._ticked = clock()
         self._machine = StateMachine(Phase.LOADING, TRANSITIONS, "worker")
-        self.engine_moves: Callable[[], bool] = lambda: True
-        self.registered: Callable[[], bool] = lambda: True
+        self._engine_moves: Callable[[], bool] = lambda: True
+        self._registered: Callable[[], bool] = lambda: True
+
+    def watch(self, *, engine_moves: Callable[[], bool], registered: Callable[[], bool]) -> None:
+        """Include the engine and the registration in the answers; probes are answered before either exists."""
+        self._engine_moves, self._registered = engine_moves, registered
 
     @property
     def phase(self) -> Phase:
@@ -53,31 +59,36 @@ class Health:
 
     @property
     def draining(self) -> bool:
-        """Also while it leaves: nothing new is taken."""
+        """True while the worker takes nothing new: it drains or leaves."""
         return self.phase in (Phase.DRAINING, Phase.LEAVING)
 
+    def check_accepting(self) -> None:
+        """Raises DrainingError while the worker takes nothing new."""
+        if self.draining:
+            raise DrainingError(f"{self._worker_id} is draining", field="worker", retry_after_seconds=0.05)
+
     def to(self, phase: Phase) -> None:
-        """A worker that drains or leaves already goes on with that."""
+        """Change the phase; does nothing if the worker already drains or leaves."""
         if self._machine.may(phase):
             self._machine.to(phase)
 
     async def tick(self) -> None:
-        """Until cancelled: shows that the event loop turns."""
+        """Record, until cancelled, that the event loop runs."""
         while True:
             self._ticked = self._clock()
             await asyncio.sleep(TICK_SECONDS)
 
     def why_not_ready(self) -> list[str]:
         why = [] if self.phase is Phase.SERVING else [self.phase.value]
-        if self.phase is Phase.SERVING and not self.registered():
-            why.append("not registered: Redis is out of reach, or has not been asked yet")
+        if self.phase is Phase.SERVING and not self._registered():
+            why.append("not registered: Redis is out of reach, or has not answered yet")
         return why + self.why_not_live()
 
     def why_not_live(self) -> list[str]:
-        """Loading is no fault: a start-up probe bounds how long it may take."""
+        """A worker that loads is live: a start-up probe bounds how long it may take."""
         if self.phase not in _RUNNING:
             return []
-        why = [] if self.engine_moves() else ["the engine has failed, or stands still with work to do"]
+        why = [] if self._engine_moves() else ["the engine has failed, or stands still with work to do"]
         silent = self._clock() - self._ticked
         if silent > self._stall_seconds:
             why.append(f"the event loop has stood still for {silent:.0f} s")

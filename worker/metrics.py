@@ -1,4 +1,4 @@
-"""What a worker of either role publishes and shows of its engine, its attempts and its place in the cluster."""
+"""Metrics and status of a worker of either role: its engine, its attempts, its registration."""
 
 from __future__ import annotations
 
@@ -9,39 +9,49 @@ from typing import Any
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from cluster.membership.registration import Registration
 from cluster.membership.status import WorkerStatus
+from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.metrics import process
 from cluster.telemetry.metrics import worker as declared
 from cluster.telemetry.scrape import ScrapeCollector, ScrapedMetric
 from worker.admission import Admission
 from worker.arrivals import Arrivals
 from worker.attempts import Attempts
-from worker.core import WorkerCore
+from worker.health import Health
+from worker.identity import WorkerIdentity
+from worker.loaded_engine import LoadedEngine
+from worker.membership import Membership
 
 
-def of_worker(core: WorkerCore) -> list[Collector]:
-    times = core.engine.step_times
+def of_worker(
+    engine: LoadedEngine,
+    health: Health,
+    identity: WorkerIdentity,
+    membership: Membership,
+    loop_lag: LoopLag,
+    status: Callable[[], WorkerStatus],
+) -> list[Collector]:
+    times = engine.engine.step_times
     steps = declared.ENGINE_STEP_SECONDS.create_family()
     for kind, histogram in times.seconds.items():
         steps.adopt(histogram, kind)
     return [
-        _Published(core),
+        _Published(status, identity.role),
         steps,
         declared.ENGINE_STEP_TOKENS.show(times.tokens),
         declared.ENGINE_STEP_REQUESTS.show(times.requests),
-        process.EVENT_LOOP_LAG.show(core.loop_lag.seconds),
+        process.EVENT_LOOP_LAG.show(loop_lag.seconds),
         ScrapeCollector(
             [
-                declared.READY.read(lambda: not core.health.why_not_ready()),
-                declared.DRAINING.read(lambda: core.health.draining),
-                declared.ENGINE_HEALTHY.read(core.host.healthy),
-                declared.ENGINE_BUSY.read(core.host.busy_seconds),
-                declared.FENCED.read(lambda: core.fenced),
-                declared.REDIS_UP.read(_of(core, lambda r: not r.unreachable)),
-                declared.REDIS_ERRORS.read(_of(core, lambda r: r.errors)),
-                declared.REGISTERED.read(_of(core, lambda r: r.slot != 0)),
-                declared.INDEX_REPORTS_WAITING.read(lambda: core.reports_waiting),
+                declared.READY.read(lambda: not health.why_not_ready()),
+                declared.DRAINING.read(lambda: health.draining),
+                declared.ENGINE_HEALTHY.read(engine.host.healthy),
+                declared.ENGINE_BUSY.read(engine.host.busy_seconds),
+                declared.FENCED.read(lambda: identity.fenced),
+                declared.REDIS_UP.read(lambda: membership.redis_up),
+                declared.REDIS_ERRORS.read(lambda: membership.redis_errors),
+                declared.REGISTERED.read(lambda: membership.has_slot),
+                declared.INDEX_REPORTS_WAITING.read(lambda: membership.reports_waiting),
             ]
         ),
     ]
@@ -50,11 +60,12 @@ def of_worker(core: WorkerCore) -> list[Collector]:
 class _Published(Collector):
     """The worker's status."""
 
-    def __init__(self, core: WorkerCore):
-        self._core = core
+    def __init__(self, status: Callable[[], WorkerStatus], role: str):
+        self._status = status
+        self._role = role
 
     def collect(self) -> Iterator[Metric]:
-        for metric, value in self._core.published_status().metrics(self._core.config.role):
+        for metric, value in self._status().metrics(self._role):
             family = metric.empty()
             family.add_metric((), value)
             yield family
@@ -63,21 +74,18 @@ class _Published(Collector):
 def of_requests(
     status: WorkerStatus, attempts: Attempts[Any], queue: Admission, arrivals: Arrivals
 ) -> WorkerStatus:
-    """The status, with what either role publishes of its requests."""
-    told = replace(status, attempts=len(attempts), queued=queue.waiting, queued_prefill_tokens=queue.tokens)
-    return arrivals.onto(told)
+    """The status with the requests of a worker of either role."""
+    counted = replace(
+        status, attempts=len(attempts), queued=queue.waiting, queued_prefill_tokens=queue.tokens
+    )
+    return arrivals.onto(counted)
 
 
 def of_queue(queue: Admission, ended: Mapping[str, float]) -> list[ScrapedMetric]:
-    """Of the prompts that wait for their turn: all of them at a prefill worker, local ones at a decode worker."""
+    """Prompts that wait for their turn: all of them at a prefill worker, local prefills at a decode worker."""
     return [
         declared.QUEUE_REQUESTS.read(queue.waiting_by_class),
         declared.QUEUE_OLDEST.read(queue.oldest_seconds),
         declared.ADMITTED_TOKENS.read(lambda: queue.inside_tokens),
         declared.ATTEMPTS_ENDED.read(lambda: ended),
     ]
-
-
-def _of(core: WorkerCore, read: Callable[[Registration], float]) -> Callable[[], float]:
-    """Of its registration; 0 where it runs without Redis."""
-    return lambda: read(core.registration) if core.registration is not None else 0.0

@@ -11,8 +11,8 @@ from engine.model.config import ModelConfig
 from engine.model.weights import tensor_files
 from worker import weights_digest
 
-# Keys of config.json that do not change what the engine computes: notes, training settings, generation defaults (applied
-# by the router), and dtypes and end tokens, which are hashed as resolved. Any other key, known or not, changes the id.
+# Keys of config.json that do not change the engine's output: notes, training settings, generation defaults (applied by the
+# router), and dtypes and end tokens, which are hashed as resolved. Any other key, known or not, changes the id.
 _COSMETIC_KEYS = frozenset({
     "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "auto_map",
     "transformers_version", "transformers.js_config", "task_specific_params", "finetuning_task", "problem_type",

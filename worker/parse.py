@@ -1,4 +1,4 @@
-"""Parses messages inside the call: grpc.aio itself would answer malformed ones with an exception and a wrong status."""
+"""Parses messages inside the call: grpc.aio answers malformed ones with an exception and a wrong status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Parse = Callable[[bytes], Any]
 
 
 class ParseInside(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """What can't be parsed ends the call with INVALID_ARGUMENT; in a stream, when it is its turn."""
+    """Ends the call with INVALID_ARGUMENT at a malformed message; in a stream, after the messages before it."""
 
     async def intercept_service(
         self,

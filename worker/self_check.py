@@ -1,12 +1,12 @@
-"""A worker that looks after its own books while it is under test.
+"""Checks the integrity of a worker's accounts while it is under test.
 
-Outside tests nothing of this runs: over a large KV pool a look takes milliseconds, between two steps.
+Nothing of this runs outside tests: over a large KV pool a check takes milliseconds, between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from cluster.errors import BatonError
 from worker.engine_host import EngineHost
@@ -15,26 +15,33 @@ LOOK_SECONDS = 0.3
 
 
 class SelfCheck:
-    """`books`: of the role, on the loop; the engine's are looked at on its thread. `wrong`: the first that was amiss."""
+    """Runs the role's `check_integrity` on the loop and the engine's on its thread."""
 
-    def __init__(self, host: EngineHost, books: Sequence[Callable[[], None]]):
+    def __init__(self, host: EngineHost, check_role: Callable[[], None]):
         self._host = host
-        self._books = books
-        self.looks = 0
-        self.wrong = ""
+        self._check_role = check_role
+        self._task: asyncio.Task[None] | None = None
+        self.count = 0
+        self.failure = ""  # of the first check that failed
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self.run())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
     async def run(self) -> None:
-        """Until it is cancelled, the engine stops, or something is wrong."""
-        while not self.wrong:
+        """Check until cancelled, the engine stops, or a check fails."""
+        while not self.failure:
             await asyncio.sleep(LOOK_SECONDS)
             try:
-                for check in self._books:
-                    check()
+                self._check_role()
                 await self._host.call(lambda engine: engine.check_integrity())
             except AssertionError as error:
-                self.wrong = str(error) or "an account does not add up"
+                self.failure = str(error) or "an account does not add up"
             except BatonError:  # the engine has stopped
                 return
-            except Exception as error:  # books so wrong that they can't even be read
-                self.wrong = repr(error)
-            self.looks += 1
+            except Exception as error:  # accounts so wrong that they cannot be read
+                self.failure = repr(error)
+            self.count += 1

@@ -13,25 +13,25 @@ from cluster.rpc.health import Health
 from cluster.security.tls import Peers
 from worker.parse import ParseInside
 
-# A part travels whole in one message on the gRPC transport; prompts travel as 4 bytes a token.
+# On the gRPC transport a part is one message; a prompt has 4 bytes per token.
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_HEALTH_WATCHERS = 256
-# Of routers and prefill workers, which keep one each. With TLS, a stranger's ends with its handshake.
+# Routers and prefill workers keep one each. With TLS, the handshake ends others.
 MAX_CONNECTIONS = 1024
 HANDSHAKE_SECONDS = 10
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # two workers on one port would share it silently
-    # Routers and workers ping each other through idle streams; without these the server answers "too many pings".
+    ("grpc.so_reuseport", 0),  # otherwise two workers on one port would share it silently
+    # Routers and workers send pings on idle streams; without these options the server refuses them.
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 
 class WorkerServer:
-    """Serves a role's services and gRPC health on one port. Others reach it at `advertised_host`."""
+    """Serves a role's services and gRPC health on one port. Peers reach it at `advertised_host`."""
 
     def __init__(self, host: str, port: int, peers: Peers, advertised_host: str):
         most = min(MAX_CONNECTIONS, free_for_connections(raised()))
@@ -52,14 +52,14 @@ class WorkerServer:
 
     @property
     def address(self) -> str:
-        """What others are told."""
+        """The address that peers connect to."""
         return join(self._advertised_host, self._port)
 
     def add(self, register: Callable[[grpc.aio.Server], None]) -> None:
         register(self._server)
 
     def bind(self) -> None:
-        """Takes the port. Raises ConfigError when it is not to be had."""
+        """Open the port. Raises ConfigError if it is taken."""
         address = join(self._host, self._port)
         try:
             bound = self._peers.listen(self._server, address)

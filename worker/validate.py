@@ -1,5 +1,5 @@
-"""What a worker accepts from a router, or, in a Reserve, from a prefill worker. Routers check requests of clients; this
-checks that what comes over the wire could be computed at all: one message must not end a worker for all others."""
+"""Checks calls of routers, and the Reserve of a prefill worker. Routers check the requests of clients; this checks that a
+message can be computed at all, because one message must not end a worker for all other requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_TOKENS = 2**31
 
 @dataclass(frozen=True)
 class SpecLimits:
-    """Of one worker. `max_choices`: more would never run beside each other."""
+    """Limits of one worker. `max_choices`: all choices of a request run at the same time."""
 
     model_id: str
     vocab_size: int
@@ -67,7 +67,7 @@ def _check_packed(field: str, packed: bytes, vocab_size: int) -> None:
 
 
 def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
-    """An unset message is all zeros; 0 is read as "off" where it makes no sense otherwise."""
+    """An unset message is all zeros; 0 means "off" where it has no other sense."""
     for name, (low, high) in SAMPLING_BOUNDS.items():
         _check_number(name, getattr(sampling, name), low, high)
     if not 1 <= sampling.max_tokens <= MAX_TOKENS:

@@ -1,9 +1,9 @@
 """Samples a checkpoint's weights for the model id: every tensor's name, dtype and shape, and some of its bytes.
 
 Reading hundreds of gigabytes would make every start slow. Tensors of up to 64 KiB (norms, biases) are read whole. Of each
-larger one sixteen pieces are read, spread evenly from its first byte to its last: 64 KiB in all, or less if 256 MiB would
-not suffice for all large tensors. For a 70B Llama (141 GB) that is 38 MiB. A change of single rows between the pieces is
-not detected; another training or merge is.
+larger one sixteen pieces are read, spread evenly from its first byte to its last: 64 KiB in all, or less if all large
+tensors would need more than 256 MiB. For a 70B Llama (141 GB) that is 38 MiB. A change of single rows between the pieces
+is not detected; another training or merge is.
 
 File names and the distribution of tensors over files do not count.
 """
@@ -23,12 +23,12 @@ from cluster.errors import ModelError
 WHOLE_BYTES = 64 << 10
 PIECES = 16
 MAX_SAMPLED_BYTES = 256 << 20
-MAX_HEADER_BYTES = 100_000_000  # what the format allows
+MAX_HEADER_BYTES = 100_000_000  # the format's limit
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor's bytes are in its file."""
+    """The place of a tensor's bytes in its file."""
 
     meaning: str  # type and shape
     begin: int

@@ -24,12 +24,12 @@ from bench.figures import Figure, Section, median_of
 from bench.handoff_common import BLOCKS, CONFIG, RAW_BYTES, TOKENS, kv_cache, layout
 from bench.limits import COPY_BYTES, write_to
 from bench.load import run_now, tokens_config
-from kv_transfer.contract import HandoffSpec
 from kv_transfer.memory import aligned_bytes
 from kv_transfer.prefill_side.sender import HandoffSender
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.transports.nixl import NixlEndpoint
-from wire import common_pb2
+from kv_transfer.transports.registry import Endpoints
+from wire import common_pb2, handoff_pb2
 
 RAW_PART_BYTES = 4 << 20
 DEADLINE_SECONDS = 30.0
@@ -144,7 +144,7 @@ async def _handoffs(
         rank=0,
         kv_cache=kv_cache(BLOCKS),
         kv_head_range=(0, SHAPE.kv_heads),
-        endpoint=NixlEndpoint(f"prefill-{os.getpid()}"),
+        endpoints=Endpoints([NixlEndpoint(f"prefill-{os.getpid()}")]),
         config=CONFIG,
     )
     worker = common_pb2.WorkerRef(worker_id="prefill", epoch=1, address="127.0.0.1:0")
@@ -162,8 +162,13 @@ async def _handoffs(
 async def _one(sender: HandoffSender, rank: SenderRank, address: str) -> float:
     decode = common_pb2.WorkerRef(worker_id="decode", epoch=2, address=address)
     request_id = secrets.token_hex(8)
-    spec = HandoffSpec(secrets.token_bytes(16), request_id, common_pb2.GenerateSpec(n=1), TOKENS)
-    handoff = await sender.reserve(decode, spec, DEADLINE_SECONDS)
+    reserve = handoff_pb2.Reserve(
+        transfer_id=secrets.token_bytes(16),
+        request_id=request_id,
+        spec=common_pb2.GenerateSpec(n=1),
+        token_count=TOKENS,
+    )
+    handoff = await sender.reserve(decode, reserve, DEADLINE_SECONDS)
     await handoff.start(request_id)
     began = time.perf_counter()
     await asyncio.to_thread(_computed, rank, request_id)

@@ -1,4 +1,4 @@
-"""Runs the work that a peer's messages ask of the engine, so that reading its stream never waits for an engine step."""
+"""Runs the engine's work for a peer's messages in the background, so that reading its stream never waits for a step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The landing rings of all ranks, and what it takes before memory is used again.
+"""The landing rings of all ranks, and the conditions under which memory is used again.
 
-What is in doubt stays out of use until a proof has come (Drained, or the peer's process has exited) and the rank has
-polled its endpoint for a moment since: over TCP a dead writer's last bytes lie in the socket until then.
+A slot in doubt is not granted again until there is a proof (Drained, or the peer's process has exited) and the rank has
+polled its endpoints for a moment since: over TCP a dead writer's last bytes lie in the socket until then.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cluster import errors
 from cluster.config.worker import TransferConfig
 from kv_transfer import messages as m
-from kv_transfer.decode_side.incoming import IncomingHandoff
 from kv_transfer.decode_side.ring import Ring, Slot, SlotState, worker_of
 from kv_transfer.decode_side.turns import Claim
-from kv_transfer.ranks import Rank
+from kv_transfer.ranks import ReceivingRank
 from wire import handoff_pb2
 
 log = logging.getLogger(__name__)
-ANSWER_SECONDS = 5.0  # a rank answers between two parts: one that does not is stuck, or dead
-MOST_PART_SECONDS = 30.0  # for one part: where a peer trickled, the measured rate would allow hours
-EXHAUSTED_SECONDS = 30.0  # doubt that lasts: a cancelled hand-off is out of doubt within milliseconds
+ANSWER_SECONDS = 5.0  # a rank answers between two parts, unless it is stuck or dead
+MOST_PART_SECONDS = 30.0  # for one part: after a slow peer the measured rate would allow hours
+EXHAUSTED_SECONDS = 30.0  # the doubt about a cancelled hand-off ends within milliseconds
 
 
 class Landing:
-    """`granted(rank, claim, slot)` is told of every grant; `grown()` when peers must learn of new memory;
-    `exhausted(reason)` when too much has been in doubt for too long and the ring may not grow."""
+    """Calls `granted(rank, claim, slot)` for every grant, `grown()` before a slot in new memory is granted, and
+    `exhausted(reason)` when too many slots have been in doubt for too long and the ring may not grow."""
 
     def __init__(
         self,
-        ranks: Sequence[Rank],
+        ranks: Sequence[ReceivingRank],
         addresses: Sequence[Sequence[int]],
         config: TransferConfig,
         *,
@@ -51,16 +51,19 @@ class Landing:
         self._growing: set[int] = set()
         self._doubt: dict[int, asyncio.TimerHandle] = {}
         self._answers: dict[tuple[int, bytes], asyncio.Future[None]] = {}
-        self.exhausted_seconds = EXHAUSTED_SECONDS
         self.rings = [Ring(list(a), self._grantor(index)) for index, a in enumerate(addresses)]
 
     def _grantor(self, rank: int) -> Callable[[Claim, Slot], None]:
         return lambda claim, slot: self._granted(rank, claim, slot)
 
     @property
+    def hellos(self) -> list[m.PeerRank]:
+        return [rank.hello for rank in self._ranks]
+
+    @property
     def digest_kinds(self) -> tuple[str, ...]:
         """Digest kinds that every rank can verify, the fastest first."""
-        first, *others = (rank.hello.digest_kinds for rank in self._ranks)
+        first, *others = (hello.digest_kinds for hello in self.hellos)
         return tuple(kind for kind in first if all(kind in other for other in others))
 
     def device(self, rank: int) -> int:
@@ -79,21 +82,11 @@ class Landing:
 
     # --- transfers and grants ----------------------------------------------------------------------------
 
-    def expect_transfer(self, handoff: IncomingHandoff, digests: str, digest_kind: str) -> None:
-        """Tell each rank into which blocks the hand-off's parts go."""
+    def expect_transfer(self, message: m.ExpectTransfer) -> None:
+        """Tell each rank into which blocks its share of the hand-off's parts goes."""
         for index, rank in enumerate(self._ranks):
-            rank.handle(
-                m.ExpectTransfer(
-                    transfer_id=handoff.spec.transfer_id,
-                    prefill_epoch=handoff.prefill_epoch,
-                    block_ids=handoff.reservation.block_ids,
-                    held_tokens=handoff.reservation.held_tokens,
-                    token_count=handoff.spec.token_count,
-                    flows=[flow for flow in handoff.flows if flow.target_rank == index],
-                    digests=digests,
-                    digest_kind=digest_kind,
-                )
-            )
+            own = [flow for flow in message.flows if flow.target_rank == index]
+            rank.handle(replace(message, flows=own))
 
     def forget(self, transfer_id: bytes) -> None:
         """Tell the ranks that no part of the transfer can land any more."""
@@ -103,7 +96,7 @@ class Landing:
     def expect(
         self, claim: Claim, slot: Slot, rank: int, seconds: float, expired: Callable[[Slot], None]
     ) -> None:
-        """Expect a part in a slot that was granted; calls `expired(slot)` if nothing lands within `seconds`, or
+        """Expect a part in a granted slot; `expired(slot)` is called if it does not land within `seconds`, or
         MOST_PART_SECONDS."""
         self._ranks[rank].handle(
             m.Expect(slot.index, slot.generation, claim.transfer_id, claim.part, claim.source_rank)
@@ -119,7 +112,7 @@ class Landing:
         self._timers[key] = self._loop.call_later(min(seconds, MOST_PART_SECONDS), too_late)
 
     def landed(self, part: m.PartLanded) -> Slot | None:
-        """The part's slot; None if it is in doubt by now, or another's: then the part is dropped."""
+        """The part's slot; None if it is in doubt by now, or granted again: then the part is dropped."""
         timer = self._timers.pop((part.rank, part.slot, part.generation), None)
         if timer is not None:
             timer.cancel()
@@ -129,8 +122,8 @@ class Landing:
     # --- doubt -------------------------------------------------------------------------------------------
 
     def quarantine(self, transfer_id: bytes) -> list[asyncio.Future[None]]:
-        """At once: the transfer's slots are in doubt. Done when its ranks have forgotten it: none of them reads
-        from those slots, nor writes into its blocks, any more."""
+        """Put the transfer's slots in doubt, at once. The futures are done when its ranks have forgotten it, and neither
+        read from those slots nor write into its blocks any more."""
         forgotten = []
         for rank, ring in enumerate(self.rings):
             if ring.quarantine(transfer_id):
@@ -156,7 +149,7 @@ class Landing:
                 self._consider(rank)
 
     async def process_exited(self, peer: str) -> None:
-        """Proof: the peer's process has exited, as reported by its parent. `peer` is worker_id@epoch."""
+        """Free the slots in doubt of a peer (worker_id@epoch) whose process has provably exited."""
         for rank, ring in enumerate(self.rings):
             if ring.in_doubt(lambda claim: claim.peer == peer):
                 await self._settle(rank)
@@ -175,7 +168,7 @@ class Landing:
         return future
 
     async def answered(self, waiting: Sequence[asyncio.Future[None]]) -> None:
-        """Raises InternalError, and gives the worker up, if a rank does not answer."""
+        """Wait for ranks. If one does not answer, this worker is exhausted: raises InternalError."""
         if not waiting:
             return
         _, missing = await asyncio.wait(waiting, timeout=ANSWER_SECONDS)
@@ -192,7 +185,8 @@ class Landing:
     # --- growth ------------------------------------------------------------------------------------------
 
     def _consider(self, rank: int) -> None:
-        """A quarter in doubt: a further segment at new addresses, up to the cap; there, the end, if it lasts."""
+        """With a quarter of the ring in doubt, add a segment at new addresses, up to the cap; at the cap the worker is
+        exhausted if the doubt lasts."""
         timer = self._doubt.pop(rank, None)
         if not self._too_much_doubt(rank):
             if timer is not None:
@@ -205,7 +199,7 @@ class Landing:
                 self._growing.add(rank)
                 self._ranks[rank].handle(m.AddSegment(min(room, max(1, total // 2))))
             return
-        self._doubt[rank] = timer or self._loop.call_later(self.exhausted_seconds, self._give_up, rank)
+        self._doubt[rank] = timer or self._loop.call_later(EXHAUSTED_SECONDS, self._give_up, rank)
 
     def _too_much_doubt(self, rank: int) -> bool:
         ring = self.rings[rank]
@@ -217,13 +211,13 @@ class Landing:
             doubtful, total = self.rings[rank].count(SlotState.QUARANTINED), len(self.rings[rank].slots)
             self._exhausted(
                 f"{doubtful} of {total} landing slots of rank {rank} have been in doubt for "
-                f"{self.exhausted_seconds:.0f} s, and the ring may not grow beyond ring_max_bytes"
+                f"{EXHAUSTED_SECONDS:.0f} s, and the ring may not grow beyond ring_max_bytes"
             )
 
     def segment_added(self, event: m.SegmentAdded) -> None:
         self._growing.discard(event.rank)
         self._metadata[event.rank] = event.metadata
-        self._grown()  # before the first grant in it: a peer writes only where its metadata says there is memory
+        self._grown()  # before the first grant in it: peers write only into memory that their metadata names
         self.rings[event.rank].add_segment(list(event.addresses))
 
     def check_integrity(self) -> None:

@@ -1,10 +1,10 @@
-"""The landing ring's accounts: who may write into which slot, and when it may be used again.
+"""The landing ring: which peer may write into which slot, and when a slot may be granted again.
 
     FREE ──grant──► GRANTED ──► LANDED ──► VERIFIED ──► FREE
                        └───────────┴──────────┴──► QUARANTINED ──fence proven──► FREE
 
-A slot in doubt is never reused on a guess: a late write may still land in it. Only two proofs end a quarantine:
-the sender says that every handle of the transfer is terminal, or its parent says that its process has exited.
+A late write may still land in a slot in doubt. Only two proofs end its quarantine: the sender reports that every write of
+the transfer is terminal, or its parent reports that its process has exited.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Shares:
 
     @classmethod
     def of(cls, slots: Sequence[Slot]) -> Self:
-        """Counted anew."""
+        """Counted from the slots."""
         shares = cls()
         for slot in slots:
             if slot.claim is not None:
@@ -92,7 +92,7 @@ class _Shares:
 
 
 def _less(counter: Counter[K], key: K) -> None:
-    """Names of hand-offs and peers that hold nothing are not kept."""
+    """Count one less, and forget a name at zero."""
     counter[key] -= 1
     if not counter[key]:
         del counter[key]
@@ -108,7 +108,7 @@ class Ring:
 
     def __init__(self, addresses: list[int], on_grant: Callable[[Claim, Slot], None]):
         self.slots = [Slot(index, address) for index, address in enumerate(addresses)]
-        # The slot freed last is granted first: its bytes are still in the processor's cache.
+        # The slot freed last is granted first: its memory is still in the processor's cache.
         self._free = list(reversed(range(len(self.slots))))
         self._waiting = Turns()
         self._shares = _Shares()
@@ -119,26 +119,26 @@ class Ring:
         self._grant()
 
     def slot(self, index: int, generation: int) -> Slot | None:
-        """The slot, if this is still its generation: anything else is late."""
+        """The slot, if this is still its generation, else None."""
         if not 0 <= index < len(self.slots):
             return None
         slot = self.slots[index]
         return slot if slot.generation == generation and slot.claim is not None else None
 
     def scattered(self, slot: Slot) -> None:
-        """The part landed, was verified and copied out."""
+        """The part landed, was verified and was copied into its blocks."""
         for state in (S.LANDED, S.VERIFIED):
             slot.machine.to(state)
         self._release(slot)
 
     def landed_wrong(self, slot: Slot) -> None:
-        """It landed and failed its check: its transfer is terminal (the notification came), so it is free."""
+        """The part failed its check. Its notification came, so its write is terminal, and the slot is free."""
         slot.machine.to(S.LANDED)
         slot.machine.to(S.VERIFIED)
         self._release(slot)
 
     def quarantine(self, transfer_id: bytes) -> list[Slot]:
-        """The transfer ended early: its slots are in doubt, its waiting claims are gone."""
+        """A transfer has ended early: its slots are in doubt, its waiting claims are dropped."""
         self._waiting.drop(transfer_id)
         doubtful = [
             slot
@@ -153,7 +153,7 @@ class Ring:
         return doubtful
 
     def fence_all(self) -> None:
-        """This worker rejoins under a new epoch: every slot that is not FREE is in doubt."""
+        """This worker rejoins under a new epoch: all slots that are not FREE are in doubt."""
         self._waiting.clear()
         for slot in self.slots:
             if slot.machine.state not in (S.FREE, S.QUARANTINED):
@@ -182,8 +182,8 @@ class Ring:
         return sum(slot.machine.state is state for slot in self.slots)
 
     def refused(self, peer: str) -> TransportError | None:
-        """Why this peer's next claim is one too many: more of them wait than an honest sender ever makes wait, which asks
-        for some dozens of each hand-off's parts. What one peer asks for ends no other one's hand-offs."""
+        """The error if the peer's next claim is one too many, else None. A sender requests some dozens of parts of each
+        hand-off, far below the limit. The limit of one peer does not affect the others."""
         if self._waiting.of(peer) < MAX_WAITING:
             return None
         return TransportError("too many parts wait for a slot", limit=str(MAX_WAITING))

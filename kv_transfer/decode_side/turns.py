@@ -22,7 +22,7 @@ class Claim:
 
 
 class Turns:
-    """The queue of waiting claims. `take` and `drop` cost O(peers), whatever the number of claims and hand-offs."""
+    """The queue of waiting claims. `take` and `drop` cost O(peers), independent of the number of claims and hand-offs."""
 
     def __init__(self) -> None:
         # In the order of turns: the next one first.

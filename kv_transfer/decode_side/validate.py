@@ -1,5 +1,4 @@
-"""What a decode worker accepts on a pair's control stream. Its peer has shown a worker's certificate, which says
-nothing about what it sends: a message that makes no sense ends the stream, and nothing else."""
+"""Validates the prefill worker's messages on a pair's control stream. An invalid message ends the stream."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ def check_message(message: handoff_pb2.PrefillToDecode, layout: common_pb2.KvLay
         return
     if kind == "hello":
         if layout is not None:
-            raise _wrong("hello", "was said before")
+            raise _wrong("hello", "was sent before")
         _check_hello(message.hello)
         return
     if layout is None:
@@ -51,7 +50,7 @@ def _check_slot_request(asked: handoff_pb2.SlotRequest, layout: common_pb2.KvLay
     if asked.source_rank >= layout.tensor_parallel:
         raise _wrong("source_rank", f"{asked.source_rank} of {layout.tensor_parallel}")
     if not asked.bytes:
-        raise _wrong("bytes", "nothing needs no slot")
+        raise _wrong("bytes", "must be at least 1")
 
 
 def _check_transfer_id(transfer_id: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Can KV of one layout be moved into another? Compared field by field; a refusal names the field."""
+"""Whether KV of one layout can be moved into another, compared field by field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MUST_EQUAL = ("wire_version", "model_id", "dtype", "page_size", "num_layers", "
 
 
 def check_layouts(prefill: common_pb2.KvLayout, decode: common_pb2.KvLayout) -> None:
-    """Raises LayoutMismatchError."""
+    """Raises LayoutMismatchError naming the field."""
     for field in _MUST_EQUAL:
         theirs, ours = getattr(prefill, field), getattr(decode, field)
         if theirs != ours:

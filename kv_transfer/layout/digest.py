@@ -1,4 +1,4 @@
-"""Digests of parts: they detect corruption, not attackers. The wire says which kind was used."""
+"""Digests of parts: they detect corruption, not attackers. Each part names the kind of its digest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ NONE = ""
 XXH3_128 = "xxh3_128"  # CPU: 35–87 GB/s measured
 SUM64 = "sum64"  # expressible in torch, so it runs where the bytes are on CUDA
 
-KINDS = (NONE, XXH3_128, SUM64)
 MODES = ("off", "sample", "all")  # from the laxest to the strictest
 
 
@@ -27,11 +26,11 @@ def stricter(one: str, other: str) -> str:
 
 
 class Digests:
-    """Which parts carry a digest: all, none, or a sample that transfer id and part name choose. So the choice can be
-    repeated, and a corrupted part that is sent again is judged as before."""
+    """Which parts carry a digest: all, none, or a sample chosen by transfer id and part, so that both sides choose the
+    same parts, and a part that is sent again is treated as before."""
 
     def __init__(self, device: torch.device, mode: str, sample_share: float, kind: str = ""):
-        """`mode`: one of MODES. `kind`: as agreed with the peer; default: the fastest on `device`."""
+        """`mode`: one of MODES. `kind`: agreed with the peer; default: the fastest on `device`."""
         self._kind = kind or kinds_on(device)[0]
         self._below = {"off": 0, "all": 2**64}.get(mode, int(sample_share * 2**64))
 
@@ -43,7 +42,7 @@ class Digests:
 
 
 def digest(pieces: Sequence[Tensor], kind: str) -> bytes:
-    """Of the bytes of all pieces, one after the other; each is contiguous uint8."""
+    """Digest of the bytes of all pieces (contiguous uint8), one after the other."""
     if kind == NONE:
         return b""
     if kind == XXH3_128:
@@ -63,7 +62,7 @@ def _xxh3(pieces: Sequence[Tensor]) -> bytes:
 
 
 def _sum64(data: Tensor) -> bytes:
-    """Sum of 32-bit words and of words weighted by their index, both modulo 2^64: catches moved words too."""
+    """Sum of 32-bit words and of words weighted by their index, both modulo 2^64: so that moved words change it too."""
     words = data[: data.numel() // 4 * 4].view(torch.int32).to(torch.int64)
     index = torch.arange(1, words.numel() + 1, device=data.device)
     total = int(words.sum()) + int(data[words.numel() * 4 :].sum())

@@ -1,9 +1,9 @@
-"""Who sends which heads to whom, and where a part's bytes belong.
+"""Which rank sends which heads to which rank, and where a part's bytes belong.
 
 Rank i of a worker with TP = a owns heads [iH/a, (i+1)H/a); where TP exceeds H, heads are replicated. A flow is a
 (source rank, target rank) pair with heads in common. On the wire a part is its blocks one after the other, each
 [layer][K|V][head][token][dim] with as many tokens as lie in it: what is contiguous in a cache stays so, and a block of
-a whole rank is copied at once (a part in the order of its layers took half as long again to gather and to scatter).
+a whole rank is copied at once (with the layers outermost, gathering and scattering took half as long again).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def head_range(rank: int, tensor_parallel: int, num_heads: int) -> tuple[int, in
 
 
 def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: bytes) -> list[Flow]:
-    """Every head of every target rank from exactly one source. Replicas take turns by transfer id."""
+    """Flows that bring every head of every target rank from exactly one source; a replica is chosen by transfer id."""
     pick = int.from_bytes(transfer_id[:4], "little")
     flows: list[Flow] = []
     for target in range(target_tp):
@@ -85,8 +85,8 @@ def pieces(
     tokens: range,
     least_bytes: int,
 ) -> list[Tensor] | None:
-    """The part without a copy: the cache's own bytes (uint8) in the order of the wire. None where they lie in pieces
-    shorter than `least_bytes`, or not in main memory. Raises IndexError for a block that does not exist."""
+    """The part without a copy: the cache's own bytes (uint8) in the order of the wire. None if they lie in pieces shorter
+    than `least_bytes`, or not in main memory. Raises IndexError for a block that does not exist."""
     host = HostPart.of(cache, cache, block_ids, layers, heads, tokens)
     found = host.pieces(least_bytes) if host else None
     if found is None:
@@ -107,6 +107,6 @@ def scatter(
 
 
 def wait_copied(cache: Tensor) -> None:
-    """On CUDA copies only begin when they are asked for, in the order of the device's stream; elsewhere they are done."""
+    """Wait for copies on CUDA, which are queued on the device's stream; elsewhere they are done already."""
     if cache.device.type == "cuda":
         torch.cuda.current_stream(cache.device).synchronize()

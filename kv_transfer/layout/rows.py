@@ -1,5 +1,5 @@
-"""The same copies as geometry's, in main memory, as rows of bytes: numpy moves rows of any size without the
-interpreter's lock, about twice as fast as torch, and many scattered blocks with one call.
+"""The copies of geometry.py for main memory, as rows of bytes: numpy copies rows of any size without the interpreter's
+lock, about twice as fast as torch, and many scattered blocks with one call.
 
 A row is the longest piece of a block that is contiguous in the cache: its layers, or, where the part has some of the
 heads only, those heads of one layer's K or V. In the part rows follow each other.
@@ -67,7 +67,7 @@ class HostPart:
     def of(
         cls, cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
     ) -> HostPart | None:
-        """None where the bytes aren't plainly in main memory. Raises IndexError for blocks that don't exist."""
+        """None if the bytes are not contiguous in main memory. Raises IndexError for a block that does not exist."""
         if cache.device.type != "cpu" or not (cache.is_contiguous() and part.is_contiguous()):
             return None
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < cache.shape[0]:
@@ -84,8 +84,8 @@ class HostPart:
             np.copyto(inside_part, inside_cache)
 
     def pieces(self, least_bytes: int) -> list[slice] | None:
-        """The part as bytes of the cache, in the part's order, in contiguous pieces; None if one of them were shorter
-        than that."""
+        """The part as contiguous pieces of the cache's bytes, in the part's order; None if one would be shorter than
+        `least_bytes`."""
         row = len(self.layers) * self._layer_bytes
         if self._cut or not self._whole or row < least_bytes:
             return None
@@ -129,12 +129,12 @@ class HostPart:
 
     @property
     def _scattered(self) -> bool:
-        """Many runs of blocks, none of them cut: the part too is a table of rows."""
+        """Whether it is many runs of whole blocks: the part, too, is a table of rows."""
         return not self._cut and int(np.count_nonzero(np.diff(self.block_ids) != 1)) >= FEW_RUNS
 
     @property
     def _cut(self) -> bool:
-        """A block at one of its ends is not whole."""
+        """Whether a block at one of its ends is not whole."""
         return bool(self.tokens.start % self._page or self.tokens.stop % self._page)
 
     def _index(self) -> NDArray[np.intp]:

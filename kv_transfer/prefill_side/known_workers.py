@@ -1,18 +1,18 @@
-"""What a prefill worker keeps about decode workers after their streams have closed, for the most recent 1,024."""
+"""Facts about decode workers that a prefill worker keeps after their streams have closed, for the most recent 1,024."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-# The number of idle connections that a NIXL agent keeps; other workers have no connection whose state matters
+# As many as the idle connections that a NIXL agent keeps: other workers have no connection
 MAX_WORKERS = 1024
 
 
 @dataclass
 class Known:
-    epoch: int = 0  # the last one that the worker sent; 0 = none
-    reached: bool = False  # over NIXL
+    epoch: int = 0  # the last one received; 0 = none
+    reached: bool = False  # by a probe
 
 
 class KnownWorkers:
@@ -29,7 +29,7 @@ class KnownWorkers:
     def was_reached(self, worker_id: str) -> bool:
         return self._workers.get(worker_id, Known()).reached
 
-    def lives_under(self, worker_id: str, epoch: int) -> None:
+    def has_epoch(self, worker_id: str, epoch: int) -> None:
         self._met(worker_id).epoch = epoch
 
     def is_reached(self, worker_id: str) -> None:

@@ -1,4 +1,4 @@
-"""When each part of one hand-off was asked for, granted and verified: kept only where the request is traced."""
+"""Times at which the parts of a traced hand-off were requested, granted and verified."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_PARTS = 256  # of one hand-off: a trace need not name thousands
+MAX_PARTS = 256  # of one hand-off: a trace does not need thousands
 
 
 @dataclass

@@ -1,10 +1,9 @@
 """Drained messages, kept until the decode worker has acknowledged them.
 
-Until a decode worker has acted on the message, it keeps slots in doubt. A message is sent at once if a stream is open, on
-every later stream, and about once a second while one stays open. Slots stay in doubt across the worker's epochs, so
-messages are kept per worker; if no hand-off opens a stream to it, one is opened for them. After TRIES failures no more
-streams are opened, but the messages stay: a worker that was stopped or cut off for an hour comes back with the slots
-still in doubt.
+A decode worker keeps slots in quarantine until it has acted on the message. A message is sent at once if a stream is open,
+on every later stream, and about once a second while one stays open. Quarantine outlives the worker's epochs, so messages
+are kept per worker; if no hand-off opens a stream to it, one is opened for them. After TRIES failures no more streams are
+opened, but the messages stay: a worker that was stopped or cut off for an hour still has the slots in quarantine.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from wire import common_pb2
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 4096  # of one worker
-MAX_TOGETHER = 256  # sent at a time: a stream's queue is bounded, and carries other messages too
-MAX_GIVEN_UP = 256  # unreachable workers; most have ended for good, and their slots with them
+MAX_TOGETHER = 256  # sent at a time: a stream's queue is bounded, and has other messages too
+MAX_GIVEN_UP = 256  # unreachable workers; most have ended, and their slots with them
 TRIES = 30
 TRY_SECONDS = 1.0
 
 
 class Stream(Protocol):
-    def say_drained(self, transfer_id: bytes) -> None: ...
+    def send_drained(self, transfer_id: bytes) -> None: ...
 
 
 Open = Callable[[common_pb2.WorkerRef], Awaitable[Stream]]
@@ -35,15 +34,15 @@ Open = Callable[[common_pb2.WorkerRef], Awaitable[Stream]]
 
 class PendingDrainNotices:
     def __init__(self, open_stream: Open, current_epoch: Callable[[common_pb2.WorkerRef], int]):
-        """`open_stream` makes sure of a stream or raises BatonError; `current_epoch` is the one the worker last
-        said it lives under, 0 if it said none."""
+        """`open_stream` returns an open stream or raises BatonError; `current_epoch` is the worker's last known one, 0 if
+        it is not known."""
         self._open = open_stream
         self._current_epoch = current_epoch
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[str, dict[bytes, float]] = {}  # time of the last sending; the oldest first
+        self._waiting: dict[str, dict[bytes, float]] = {}  # time of the last sending, oldest first
         self._delivering: set[str] = set()
-        self._answered: set[str] = set()  # workers that have acknowledged something since the last look
-        self._given_up: dict[str, None] = {}  # the longest first
+        self._answered: set[str] = set()  # workers that have acknowledged a message since the last try
+        self._given_up: dict[str, None] = {}  # oldest first
         self._follow_ups = FollowUps()
 
     def keep(self, decode: common_pb2.WorkerRef, transfer_id: bytes, stream: Stream | None = None) -> None:
@@ -52,7 +51,7 @@ class PendingDrainNotices:
         if stream is None:
             waiting[transfer_id] = -TRY_SECONDS
         else:
-            self._say(waiting, transfer_id, stream)
+            self._send(waiting, transfer_id, stream)
         while len(waiting) > MAX_WAITING:
             del waiting[next(iter(waiting))]
         self._start(decode, at_once=stream is None)
@@ -77,21 +76,21 @@ class PendingDrainNotices:
         return worker_id in self._waiting
 
     def close(self) -> None:
-        """Drop all messages: the exit of this process proves the same."""
+        """Drop all messages: the exit of this process is the same proof."""
         self._waiting.clear()
 
     # --- until it is acknowledged -------------------------------------------------------------------------
 
-    def _say(self, waiting: dict[bytes, float], transfer_id: bytes, stream: Stream) -> None:
+    def _send(self, waiting: dict[bytes, float], transfer_id: bytes, stream: Stream) -> None:
         waiting.pop(transfer_id, None)
         waiting[transfer_id] = self._loop.time()
-        stream.say_drained(transfer_id)
+        stream.send_drained(transfer_id)
 
-    def _repeat(self, worker_id: str, stream: Stream, said_before: float) -> None:
+    def _repeat(self, worker_id: str, stream: Stream, sent_before: float) -> None:
         waiting = self._waiting.get(worker_id, {})
-        due = [transfer_id for transfer_id, said in waiting.items() if said <= said_before]
+        due = [transfer_id for transfer_id, sent in waiting.items() if sent <= sent_before]
         for transfer_id in due[:MAX_TOGETHER]:
-            self._say(waiting, transfer_id, stream)
+            self._send(waiting, transfer_id, stream)
 
     def _start(self, decode: common_pb2.WorkerRef, *, at_once: bool) -> None:
         if decode.worker_id not in self._delivering:
@@ -105,7 +104,7 @@ class PendingDrainNotices:
         Logs the first failure and the end, not every try. A stream counts as one try however long it stays open; an
         acknowledgement starts the count again.
         """
-        worker_id, failed, in_vain = decode.worker_id, False, 0
+        worker_id, failed, failures = decode.worker_id, False, 0
         last: Stream | None = None
         try:
             while True:
@@ -116,27 +115,27 @@ class PendingDrainNotices:
                     break
                 if worker_id in self._answered:
                     self._answered.discard(worker_id)
-                    in_vain = 0
-                if in_vain >= TRIES:
+                    failures = 0
+                if failures >= TRIES:
                     break
                 try:
                     async with asyncio.timeout(TRY_SECONDS):
                         stream = await self._open(decode)
-                    in_vain += stream is not last
+                    failures += stream is not last
                     last = stream
                     self._repeat(worker_id, stream, self._loop.time() - TRY_SECONDS)
                 except (errors.BatonError, TimeoutError) as error:
-                    in_vain += 1
+                    failures += 1
                     if not failed:
-                        log.info("%s does not take Drained yet, retrying: %s", worker_id, _words(error))
+                        log.info("sending Drained to %s failed, retrying: %s", worker_id, _reason(error))
                     failed = True
-                    decode = self._as_it_is_now(decode)
+                    decode = self._under_current_epoch(decode)
         finally:
             self._delivering.discard(worker_id)
             self._answered.discard(worker_id)
-        self._tell_the_end(worker_id, failed)
+        self._log_end(worker_id, failed)
 
-    def _tell_the_end(self, worker_id: str, failed: bool) -> None:
+    def _log_end(self, worker_id: str, failed: bool) -> None:
         left = len(self._waiting.get(worker_id, ()))
         if left:
             log.info("%s has not acknowledged %d Drained; they wait for its next stream", worker_id, left)
@@ -145,7 +144,7 @@ class PendingDrainNotices:
             log.info("%s has acknowledged every Drained", worker_id)
 
     def _give_up(self, worker_id: str) -> None:
-        """Whoever opens the next stream to it brings the mail."""
+        """Open no more streams for the worker's messages; the next hand-off's stream carries them."""
         self._given_up[worker_id] = None
         while len(self._given_up) > MAX_GIVEN_UP:
             self._forget(next(iter(self._given_up)))
@@ -154,12 +153,12 @@ class PendingDrainNotices:
         self._given_up.pop(worker_id, None)
         self._waiting.pop(worker_id, None)
 
-    def _as_it_is_now(self, decode: common_pb2.WorkerRef) -> common_pb2.WorkerRef:
+    def _under_current_epoch(self, decode: common_pb2.WorkerRef) -> common_pb2.WorkerRef:
         epoch = self._current_epoch(decode)
         if not epoch or epoch == decode.epoch:
             return decode
         return common_pb2.WorkerRef(worker_id=decode.worker_id, epoch=epoch, address=decode.address)
 
 
-def _words(error: Exception) -> str:
-    return str(error) or f"nothing for {TRY_SECONDS:.0f} s"
+def _reason(error: Exception) -> str:
+    return str(error) or f"no answer for {TRY_SECONDS:.0f} s"

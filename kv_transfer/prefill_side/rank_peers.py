@@ -1,4 +1,4 @@
-"""The ranks that one rank of a prefill worker writes to: connected while a link to their worker holds, let go after it."""
+"""The ranks that one rank of a prefill worker writes to: connected from the start of their worker's link to its end."""
 
 from __future__ import annotations
 
@@ -7,75 +7,86 @@ from collections.abc import Callable
 
 from cluster.errors import TransportError
 from kv_transfer.messages import PROBE_PREFIX, Connect, PeerRank
-from kv_transfer.transports.base import Endpoint
+from kv_transfer.transports.registry import Endpoints
 
 log = logging.getLogger(__name__)
+Agent = tuple[str, str]  # transport, agent name
 
 
 class RankPeers:
-    """On its rank's thread only. A peer is worker_id@epoch; its ranks' agents may be those of another peer as well, as
-    a worker's are under its new epoch."""
+    """Used on its rank's thread only. A peer is worker_id@epoch; several peers may have the same agents, as a worker
+    keeps its agents under a new epoch."""
 
-    def __init__(self, endpoint: Endpoint | None, writes_to: Callable[[str], bool]):
-        """`writes_to`: is a write to this peer pending?"""
-        self._endpoint = endpoint
+    def __init__(self, endpoints: Endpoints, writes_to: Callable[[str], bool]):
+        """`writes_to`: whether a write to this peer is pending."""
+        self._endpoints = endpoints
         self._writes_to = writes_to
-        self._ranks: dict[str, dict[int, PeerRank]] = {}
+        self._peers: dict[str, Connect] = {}
         self._leaving: set[str] = set()  # their link is lost; forgotten once none of their writes is pending
 
     def rank(self, name: str, rank: int) -> PeerRank:
-        """Raises TransportError where the link is lost, or there is no such rank."""
-        found = None if name in self._leaving else self._ranks.get(name, {}).get(rank)
-        if found is None:
-            raise TransportError(f"rank {rank} of {name} is unknown")
-        return found
+        """Raises TransportError if the link is lost, or if there is no such rank."""
+        if name in self._peers and name not in self._leaving:
+            for found in self._peers[name].ranks:
+                if found.rank == rank:
+                    return found
+        raise TransportError(f"rank {rank} of {name} is unknown")
 
     def connect(self, message: Connect) -> None:
-        """And says hello to each, where the message brings a nonce. Raises TransportError."""
+        """Connect to each rank, and send it a probe if the message has a nonce. Raises TransportError."""
         self._leaving.discard(message.peer)
-        self._ranks[message.peer] = {peer.rank: peer for peer in message.ranks}
-        if self._endpoint is None:
-            return
+        self._peers[message.peer] = message
+        endpoint = self._endpoints[message.transport]
         for peer in message.ranks:
             if not peer.agent_name:
                 continue
-            if message.anew and not self._is_written_to(peer.agent_name):
-                self._endpoint.forget(peer.agent_name)
-            self._endpoint.connect(peer.agent_name, peer.metadata)
+            if message.reconnect and not self._is_written_to((message.transport, peer.agent_name)):
+                endpoint.forget(peer.agent_name)
+            endpoint.connect(peer.agent_name, peer.metadata)
             if message.nonce:
-                self._endpoint.notify(peer.agent_name, PROBE_PREFIX + message.nonce.encode())
+                endpoint.notify(peer.agent_name, PROBE_PREFIX + message.nonce.encode())
 
     def mend(self, name: str) -> None:
-        """A connection may break while the link holds: what was to be written failed, the next hand-off need not."""
-        for peer in self._ranks.get(name, {}).values():
-            if self._endpoint is not None and peer.agent_name and not self._is_written_to(peer.agent_name):
+        """Connect again where a connection has broken while the link is open: the next hand-off need not fail."""
+        if (known := self._peers.get(name)) is None:
+            return
+        for peer in known.ranks:
+            if peer.agent_name and not self._is_written_to((known.transport, peer.agent_name)):
                 try:
-                    self._endpoint.connect(peer.agent_name, peer.metadata)
+                    self._endpoints[known.transport].connect(peer.agent_name, peer.metadata)
                 except TransportError as error:
-                    log.warning("%s", error)
+                    log.warning("reconnecting to %s failed: %s", name, error)
 
     def link_lost(self, name: str) -> None:
         self._leaving.add(name)
 
     def let_go(self) -> bool:
-        """Returns whether there was anybody to disconnect: peers whose link is lost, and of their agents those that no
-        other link needs. Never while a write is pending: its handle could be an error at once, and the bytes would
-        land all the same, after we had said Drained."""
+        """Disconnect peers whose link is lost, except from agents that another link needs; returns whether there were any.
+
+        Never while a write is pending: its handle could be an error at once, and its bytes would still land, after
+        Drained was sent.
+        """
         gone = {name for name in self._leaving if not self._writes_to(name)}
         for name in gone:
             self._leaving.discard(name)
             left = self._agents(name)
-            self._ranks.pop(name, None)
-            for agent_name in left - {agent for other in self._ranks for agent in self._agents(other)}:
-                if self._endpoint is not None:
-                    try:
-                        self._endpoint.disconnect(agent_name)
-                    except TransportError as error:
-                        log.info("%s", error)
+            self._peers.pop(name, None)
+            for transport, agent_name in left - {
+                agent for other in self._peers for agent in self._agents(other)
+            }:
+                try:
+                    self._endpoints[transport].disconnect(agent_name)
+                except TransportError as error:
+                    log.info("disconnecting from %s failed: %s", name, error)
         return bool(gone)
 
-    def _agents(self, name: str) -> set[str]:
-        return {peer.agent_name for peer in self._ranks.get(name, {}).values() if peer.agent_name}
+    def _agents(self, name: str) -> set[Agent]:
+        known = self._peers.get(name)
+        return (
+            {(known.transport, peer.agent_name) for peer in known.ranks if peer.agent_name}
+            if known
+            else set()
+        )
 
-    def _is_written_to(self, agent_name: str) -> bool:
-        return any(self._writes_to(name) for name in self._ranks if agent_name in self._agents(name))
+    def _is_written_to(self, agent: Agent) -> bool:
+        return any(self._writes_to(name) for name in self._peers if agent in self._agents(name))

@@ -1,1 +1,1 @@
-"""How bytes get into a peer's slot. `nixl` is the default, `grpc` the portable fallback."""
+"""Transports: they write a part into a slot of the peer. `registry` lists and chooses them."""

@@ -1,41 +1,60 @@
-"""The contract of a one-sided transport."""
+"""The contract of a transport."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 
 class PendingWrite(Protocol):
-    """A write on its way. There is no way to take it back: it may land until `poll` says it is terminal."""
+    """A write in progress. It cannot be taken back, and may land until `poll` reports it as terminal."""
 
     def poll(self) -> str:
-        """ "pending", "done" or "error"; an error means terminal, never "did not land"."""
+        """Return "pending", "done" or "error"; an error means terminal, never "did not land"."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The notification of a write. `payload`: its bytes, if the transport has not put them into the slot."""
+
+    notification: bytes
+    payload: bytes | None = None
 
 
 class Endpoint(Protocol):
-    """One rank's end. Not thread-safe: one thread uses it."""
-
-    name: str
+    """One rank's end of a transport. Not thread-safe: one thread uses it."""
 
     @property
-    def metadata(self) -> bytes: ...
+    def transport(self) -> str:
+        """The transport's name."""
+
+    @property
+    def name(self) -> str:
+        """The name under which peers connect to it, or ""."""
+
+    @property
+    def metadata(self) -> bytes:
+        """What peers need to connect and to write into registered memory."""
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether `write` reads several pieces from where they lie in registered memory; else it takes one."""
 
     def register(self, memory: Tensor) -> None: ...
 
     def connect(self, agent_name: str, metadata: bytes) -> None:
-        """May be repeated, with more memory, too. A connection that is known to have broken is made anew. Raises
-        TransportError."""
+        """Connect to a peer, again if it has more memory or the connection has broken. Raises TransportError."""
 
     def disconnect(self, agent_name: str) -> None:
-        """Nothing is written to it until the next `connect`; what the pair holds may be kept until then. Never
-        while a write to it is pending."""
+        """Write nothing to the peer until the next `connect`; the connection may stay open until then. Never call it
+        while a write to the peer is pending."""
 
     def forget(self, agent_name: str) -> None:
-        """What the pair holds is given up: the next `connect` begins from nothing. Never while a write to it is
-        pending: it would be an error at once, and its bytes would land all the same."""
+        """Close the connection: the next `connect` opens another one. Never call it while a write to the peer is
+        pending: the write would be an error at once, and its bytes would still land."""
 
     def write(
         self,
@@ -54,7 +73,7 @@ class Endpoint(Protocol):
 
     def notify(self, agent_name: str, message: bytes) -> None: ...
 
-    def notifications(self) -> list[bytes]:
-        """What has come since the last call; also drives progress, so both sides must call it."""
+    def arrivals(self) -> list[Arrival]:
+        """Return what has arrived since the last call. This also drives progress, so both sides must call it."""
 
     def close(self) -> None: ...

@@ -1,5 +1,5 @@
-"""NIXL over UCX. Facts behind the settings: one progress thread per idle agent burns a core and halves the
-rate, so it is off and our own threads poll; UCX needs `tcp` in its list even on one host."""
+"""NIXL over UCX. NIXL's progress thread is off, because it takes a core per idle agent and halves the rate; the ranks'
+own threads poll."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from cluster.errors import TransportError
-from kv_transfer.transports.base import PendingWrite
+from kv_transfer.transports.base import Arrival, PendingWrite
 
 log = logging.getLogger(__name__)
 _STATES = {"DONE": "done", "PROC": "pending"}
-MAX_IDLE_PEERS = 1024  # of one agent: kept although no link leads to them
+MAX_IDLE_PEERS = 1024  # of one agent: connections that are kept without a control stream
 
 
 class NixlWrite:
     def __init__(self, agent: Any, handle: Any, state: str, on_error: Callable[[], None]):
-        """`on_error` is called when NIXL says that the pair's connection has broken."""
+        """`on_error` is called when NIXL reports that the pair's connection has broken."""
         self._agent = agent
         self._handle = handle
         self._state = _STATES.get(state, "error")
@@ -30,7 +30,7 @@ class NixlWrite:
         if self._state == "pending":
             try:
                 self._state = _STATES.get(self._agent.check_xfer_state(self._handle), "error")
-            except Exception as error:  # whichever it is, the handle is terminal
+            except Exception as error:  # of any kind: the handle is terminal
                 self._state = "error"
                 if is_disconnect(error):
                     self._on_error()
@@ -38,24 +38,29 @@ class NixlWrite:
             handle, self._handle = self._handle, None
             try:
                 self._agent.release_xfer_handle(handle)
-            except Exception as error:  # terminal all the same: its blocks and slots must not wait for ever
-                log.warning("NIXL keeps the handle of a write that is over: %s", error)
+            except (
+                Exception
+            ) as error:  # the write is terminal nevertheless: its blocks and slots can be freed
+                log.warning("NIXL did not release the handle of a terminal write: %s", error)
         return self._state
 
 
 def is_disconnect(error: Exception) -> bool:
-    """NIXL's exceptions are its compiled module's own, of which there is one for each CUDA version."""
+    """Compare by name: each CUDA version's build of NIXL has exceptions of its own."""
     return type(error).__name__ == "nixlRemoteDisconnectError"
 
 
 class NixlEndpoint:
-    """One agent. Raises TransportError where NIXL is missing or does not start.
+    """One NIXL agent. Raises TransportError if NIXL is missing or does not start.
 
-    A peer stays known to the agent when its link is lost. `remove_remote_agent` closes the UCX endpoint, but UCX
-    keeps the sockets of one that the peer had connected back on (`ucp_ep_disconnected`) until the agent ends: each
-    time a pair was lost and found it would cost both sides a socket, or a queue pair. A peer whose process ends
-    breaks its connections, and UCX frees those by itself.
+    The agent keeps a peer when its control stream is lost. `remove_remote_agent` closes the UCX endpoint, but UCX
+    keeps the sockets on which the peer had connected back (`ucp_ep_disconnected`) until the agent ends: every
+    reconnection of a pair would cost both sides a socket, or a queue pair. When a peer's process ends, its connections
+    break, and UCX frees them.
     """
+
+    transport = "nixl"
+    writes_in_place = True
 
     def __init__(self, name: str):
         os.environ.setdefault("UCX_LOG_LEVEL", "error")
@@ -70,7 +75,7 @@ class NixlEndpoint:
         self.name = name
         self._registered: list[Any] = []
         self._peers: dict[str, bytes] = {}  # their metadata
-        self._idle: dict[str, None] = {}  # disconnected and kept, the longest first
+        self._idle: dict[str, None] = {}  # disconnected and kept, the oldest first
         self._broken: set[str] = set()
 
     @property
@@ -86,7 +91,7 @@ class NixlEndpoint:
             self.forget(agent_name)
         if self._peers.get(agent_name) == metadata:
             return
-        try:  # a known agent with more memory is simply added again
+        try:  # also for a known agent that has more memory
             known = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise TransportError(f"NIXL cannot reach {agent_name}: {error}") from error
@@ -147,8 +152,8 @@ class NixlEndpoint:
         if is_disconnect(error):
             self._broken.add(agent_name)
 
-    def notifications(self) -> list[bytes]:
-        return [message for messages in self._agent.get_new_notifs().values() for message in messages]
+    def arrivals(self) -> list[Arrival]:
+        return [Arrival(one) for messages in self._agent.get_new_notifs().values() for one in messages]
 
     def close(self) -> None:
         for registered in self._registered:

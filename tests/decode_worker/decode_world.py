@@ -15,11 +15,11 @@ from cluster.config.worker import TransferConfig
 from cluster.errors import BatonError, DrainingError, StaleEpochError
 from cluster.faults.points import NO_FAULTS
 from cluster.protocol.wire_version import WIRE_VERSION
-from decode_worker.engine_adapter import HandoffEngineAdapter
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.request import StepOutput
 from kv_transfer import messages as m
+from kv_transfer.contract import DecodeEngine
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.layout.digest import XXH3_128
 from tests.engine.fake_model import PAGE, VOCAB, FakeRunner
@@ -46,11 +46,16 @@ def layout() -> common_pb2.KvLayout:
 
 
 class HandMovedRank:
-    """A rank that answers when it is told to. `writers`: slots that somebody may still write into."""
+    """A rank that answers when it is told to. `writers`: slots that may still be written to."""
+
+    is_remote = False
+    staging_used_bytes = 0
 
     def __init__(self) -> None:
         self.on_event: Callable[[Any], None] = lambda event: None
         self.hello = m.PeerRank(0, "", b"", digest_kinds=(XXH3_128,))
+        self.is_remote = False
+        self.staging_used_bytes = 0
         self.expected: list[m.Expect] = []  # every one ever, for events that come late or twice
         self.told: dict[bytes, m.ExpectTransfer] = {}  # until ForgetTransfer
         self.blocks: dict[bytes, list[int]] = {}  # of every transfer ever
@@ -62,7 +67,10 @@ class HandMovedRank:
         self.unanswered: list[bytes] = []
         self.segments = 0
 
-    def handle(self, message: Any) -> None:
+    def start(self, on_event: Callable[[Any], None]) -> None:
+        self.on_event = on_event
+
+    def handle(self, message: m.ToReceiver) -> None:
         match message:
             case m.Expect():
                 assert message.slot not in self.writers, "a slot was granted while somebody may write into it"
@@ -95,7 +103,7 @@ class HandMovedRank:
 
 
 class Core:
-    """What the role asks of its worker."""
+    """The parts of a worker that its role uses."""
 
     def __init__(self, blocks: int) -> None:
         self.runner = FakeRunner(blocks, max_batch_tokens=64)
@@ -107,12 +115,12 @@ class Core:
         self.faults = NO_FAULTS
         self.tracing = None
         self.follow_ups = FollowUps()
-        self.spawn = self.follow_ups.spawn
-        self.host = self
+        self.identity = self.health = self.host = self
         self.config = SimpleNamespace(
             secret=SECRET.decode(),
             max_queued_requests=64,
             batch_aging_seconds=30.0,
+            peer_exits="none",
             engine=SimpleNamespace(max_batch_tokens=64),
         )
         self.draining = False
@@ -175,23 +183,28 @@ class DecodeWorld:
     def __init__(self, blocks: int = 24) -> None:
         self.core = Core(blocks)
         self.rank = HandMovedRank()
-        self.role = DecodeRole(self.core)  # type: ignore[arg-type]
-        self.receiver = HandoffReceiver(
+        parts: Any = self.core
+        self.role = DecodeRole(parts, self._make_receiver)
+        self.receiver = self.role.receiver
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def _make_receiver(
+        self, parts: Any, engine: DecodeEngine, is_ended: Callable[[bytes], bool]
+    ) -> HandoffReceiver:
+        return HandoffReceiver(
             worker=common_pb2.WorkerRef(worker_id="d", epoch=self.core.epoch, address="d:1"),
             layout=layout(),
             ranks=[self.rank],
             addresses=[list(range(SLOTS))],
-            engine=HandoffEngineAdapter(self.core, self.role),  # type: ignore[arg-type]
+            engine=engine,
             config=TransferConfig(
                 transport="grpc",
                 slot_bytes=SLOT_BYTES,
                 ring_bytes=1 << 16,
                 ring_max_bytes=SLOTS * SLOT_BYTES,
             ),
-            is_ended=self.role.attempts.is_ended,
+            is_ended=is_ended,
         )
-        self.role.receiver = self.receiver
-        self.tasks: list[asyncio.Task[Any]] = []
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)

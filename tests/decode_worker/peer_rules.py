@@ -85,7 +85,8 @@ class PeerRules(RuleBasedStateMachine):
 
     @rule(peer=PEERS, transfer=ANY, part=st.integers(0, LAYERS - 1))
     def want(self, peer: str, transfer: bytes, part: int) -> None:
-        owner = self.world.receiver._links.get(transfer)
+        handoff = self.world.receiver._live.get(transfer)
+        owner = None if handoff is None else handoff.link
         before = len(self.world.rank.expected)
         self.say(peer, slot_request=handoff_pb2.SlotRequest(transfer_id=transfer, part=part, bytes=64))
         if owner is not None and peer in self.streams and owner.name != self.streams[peer].name:
@@ -107,7 +108,9 @@ class PeerRules(RuleBasedStateMachine):
     def of_a_live_one(self, data: st.DataObject) -> tuple[str, bytes] | None:
         """Draw a peer with an open stream and one of its hand-offs."""
         receiver = self.world.receiver
-        live = sorted((one.peer, transfer) for transfer, one in receiver._live.items() if not one.committing)
+        live = sorted(
+            (one.link.name, transfer) for transfer, one in receiver._live.items() if not one.committing
+        )
         if not live:
             return None
         name, transfer = data.draw(st.sampled_from(live))
@@ -227,7 +230,7 @@ class PeerRules(RuleBasedStateMachine):
             bytes=64,
             error=error,
         )
-        counts = self.world.receiver.counts
+        counts = self.world.receiver.stats.counts
         before = counts["stale"], counts["parts"]
         self.world.rank.on_event(m.PartsLanded((landed,)))
         self.settle()

@@ -43,7 +43,7 @@ async def ready_to_commit(world: DecodeWorld) -> Stream:
             (0, len(PROMPT)), 64, "",
         )  # fmt: skip
         world.rank.on_event(m.PartsLanded((landed,)))
-    await until(lambda: world.receiver.counts["parts"] == LAYERS, "verified")
+    await until(lambda: world.receiver.stats.counts["parts"] == LAYERS, "verified")
     world.fill_cache(TRANSFER.hex(), PROMPT)
     return stream
 
@@ -158,7 +158,7 @@ async def test_blocks_that_come_for_an_attempt_that_has_ended_are_given_back():
 
     def ends() -> None:
         held.append(world.core.engine.stats().blocks_held)
-        world.role.end(TRANSFER, common_pb2.ATTEMPT_OUTCOME_ABORTED, None)
+        world.role.attempts.end(TRANSFER, common_pb2.ATTEMPT_OUTCOME_ABORTED, None)
 
     world.core.after_next_call.append(ends)
     assert (await refused(stream)).code == "CancelledError"

@@ -199,7 +199,7 @@ class DecodeMachine(PeerRules):
         role = self.world.role
         self.world.core.draining = True
         before = {one: one.machine.state for one in role.attempts.all()}
-        self.begin(role.give_back_running() if all_of_it else role.give_back_waiting())
+        self.begin(role.return_all() if all_of_it else role.return_waiting())
         for attempt, state in before.items():
             if state is DecodeState.ENDED:
                 continue
@@ -260,7 +260,7 @@ class DecodeMachine(PeerRules):
                 "a part may be scattered into blocks that are not its request's any more"
             )
         live = {attempt.engine_id for attempt in world.role.attempts.all()}
-        assert set(world.role.by_engine_id) <= live
+        assert set(world.role.attempts.by_engine_id) <= live
 
     def teardown(self) -> None:
         try:

@@ -20,7 +20,7 @@ from router.dispatch.liveness import Liveness
 from router.placement.types import Placed
 from tests.decode_worker.decode_world import DecodeWorld
 from wire import common_pb2, decode_pb2, decode_pb2_grpc
-from worker.core import WorkerCore
+from worker.identity import WorkerIdentity
 
 EPOCH = 0x5EED
 T = b"t" * 16
@@ -30,10 +30,10 @@ T = b"t" * 16
 async def serving():
     world = DecodeWorld()
     me = SimpleNamespace(worker_id="d", epoch=EPOCH)
-    world.core.check_epoch = lambda epoch: WorkerCore.check_epoch(me, epoch)
+    world.core.check_epoch = lambda epoch: WorkerIdentity.check_epoch(me, epoch)
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    service = DecodeService(world.core, world.role, world.receiver)
+    service = DecodeService(world.core, world.role)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     await server.start()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import EngineRequestError
-from decode_worker import role as role_module
+from decode_worker import attempts as attempts_module
 from decode_worker.attempt import DecodeState
 from engine.engine import Engine
 from kv_transfer.contract import HandoffState
@@ -56,7 +56,7 @@ async def test_a_commit_that_fails_in_the_engine_says_so_to_both(monkeypatch):
     assert aborted.error.code == EngineRequestError.__name__
     assert await world.role.abort(TRANSFER) is HandoffState.ABORTED
     assert world.core.engine.stats().blocks_held == 0
-    assert stream.open and not world.role.by_engine_id
+    assert stream.open and not world.role.attempts.by_engine_id
     await close(world)
 
 
@@ -83,7 +83,7 @@ async def test_an_exception_while_sending_output_ends_that_attempt_only(function
     local.ask("before")
     bad = local.ask("bad")
     local.ask("after")
-    owner = role_module if function == "token_to_wire" else role_module.DecodeRole
+    owner = attempts_module if function == "token_to_wire" else attempts_module.DecodeAttempts
     real = getattr(owner, function)
 
     def fails(*arguments):

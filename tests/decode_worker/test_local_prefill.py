@@ -29,7 +29,7 @@ BUDGET = 16
 
 
 class Core:
-    """A worker's core around a real scheduler over a made-up model; steps are taken by hand."""
+    """The parts of a worker around a real scheduler over a made-up model; steps are taken by hand."""
 
     def __init__(self, blocks: int = 400):
         runner = FakeRunner(blocks, max_batch_tokens=BUDGET)
@@ -41,8 +41,8 @@ class Core:
         self.spec_limits = SpecLimits("m", VOCAB, 8)
         self.faults = NO_FAULTS
         self.tracing = None
-        self.host = self
-        self._follow_ups = FollowUps()
+        self.identity = self.health = self.host = self
+        self.follow_ups = FollowUps()
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         await asyncio.sleep(0)
@@ -58,21 +58,19 @@ class Core:
     def trace_of(self, spec: common_pb2.GenerateSpec) -> None:
         """Nothing is traced here."""
 
-    def spawn(self, coroutine: Any) -> None:
-        self._follow_ups.spawn(coroutine)
-
 
 class Local:
     """What is asked of a role, and in which order first tokens and ends come."""
 
     def __init__(self, blocks: int = 400) -> None:
         self.core = Core(blocks)
-        self.role = DecodeRole(self.core)  # type: ignore[arg-type]
 
         async def abort(transfer_id: bytes) -> HandoffState:
             return HandoffState.ABORTED
 
-        self.role.receiver = SimpleNamespace(abort=abort)  # type: ignore[assignment]
+        receiver: Any = SimpleNamespace(abort=abort)
+        parts: Any = self.core
+        self.role = DecodeRole(parts, lambda *_: receiver)
         self.first: list[str] = []
         self.outcomes: dict[str, common_pb2.AttemptEnd] = {}
         self._readers: list[asyncio.Task[None]] = []
@@ -117,7 +115,7 @@ class Local:
         await self.settle()
         if self.core.engine.has_work:
             self.role.on_output(self.core.engine.step())
-            self.role.admission.check_integrity()
+            self.role.attempts.admission.check_integrity()
         await self.settle()
 
     async def run(self) -> None:
@@ -128,8 +126,8 @@ class Local:
         raise AssertionError(f"{len(self.outcomes)} of {len(self._readers)} have ended")
 
     def check_nothing_is_left(self) -> None:
-        assert self.role.admission.inside_tokens == 0 and self.role.admission.waiting == 0
-        assert not self.role.by_engine_id and not len(self.role.attempts)
+        assert self.role.attempts.admission.inside_tokens == 0 and self.role.attempts.admission.waiting == 0
+        assert not self.role.attempts.by_engine_id and not len(self.role.attempts)
         self.core.engine.check_integrity()
         assert self.core.engine.stats().blocks_held == 0
 
@@ -204,7 +202,7 @@ async def test_one_that_has_waited_long_is_computed_before_those_who_come_later(
 ):
     """In the engine too it counts as of the higher class: there all of a class go by their arrival."""
     monkeypatch.setattr(scheduler, "AGING_SECONDS", 0.05 if inside else 1e6)
-    local.role.admission._aging_seconds = 1e6 if inside else 0.05
+    local.role.attempts.admission._aging_seconds = 1e6 if inside else 0.05
     local.ask("high", priority=1, new=1)  # so a step has room for one prompt, and nothing beside it
     if not inside:
         local.ask("another", priority=1, new=1)
@@ -212,7 +210,7 @@ async def test_one_that_has_waited_long_is_computed_before_those_who_come_later(
     asked = 0
     began = time.monotonic()
     while "other" not in local.first and time.monotonic() - began < 2:
-        while local.role.admission.waiting < 4:
+        while local.role.attempts.admission.waiting < 4:
             asked += 1
             local.ask(f"high{asked}", priority=1, new=1)
             await local.settle()

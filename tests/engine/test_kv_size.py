@@ -12,7 +12,8 @@ from engine import kv_cache
 from engine.build import load_runner
 from engine.model.weights import Checkpoint
 from engine.parallel.group import NullGroup
-from worker.ranks import ranks
+from tests.worker.fake_rank import Reports
+from worker.ranks import local, ranks
 
 GIB = 1 << 30
 CARD = torch.device("cuda", 0)
@@ -105,12 +106,12 @@ def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch
         seen.append(beside_bytes)
         raise ConfigError("far enough", field="model")
 
-    monkeypatch.setattr(ranks, "load_runner", load)
-    monkeypatch.setattr(ranks, "check", lambda engine: None)
+    monkeypatch.setattr(local.build, "load_runner", load)
+    monkeypatch.setattr(local, "check", lambda config: None)
     transfer = TransferConfig(staging_bytes=3 << 20, ring_bytes=5 << 20, ring_max_bytes=7 << 20)
     config = WorkerConfig(role=role, engine=EngineConfig(model="/m"), transfer=transfer)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
-        ranks.open_ranks(config, epoch=1)
+        ranks.open_ranks(config, epoch=1, reports=Reports())
     assert seen == [expected]
 
 

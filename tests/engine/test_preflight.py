@@ -10,10 +10,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cluster.config.worker import EngineConfig, WorkerConfig
+from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import ConfigError, ModelError
 from engine import build
-from worker.ranks import ranks
+from tests.worker.fake_rank import Reports
+from worker.ranks import local, ranks
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -174,12 +175,27 @@ def test_a_worker_starts_no_rank_for_an_invalid_config(describe, monkeypatch, mo
     def too_late(*arguments: object) -> None:
         raise AssertionError("a rank was started, or weights were read")
 
-    for name in ("spawn_rank", "load_runner", "_group"):
-        monkeypatch.setattr(ranks, name, too_late)
+    monkeypatch.setattr(ranks, "spawn_rank", too_late)
+    monkeypatch.setattr(local, "load", too_late)
     engine = settings(describe(**changes), **{"tensor_parallel": 2, **more})
     with pytest.raises((ConfigError, ModelError)) as caught:
-        ranks.open_ranks(WorkerConfig(role="prefill", engine=engine), epoch=1)
+        ranks.open_ranks(WorkerConfig(role="prefill", engine=engine), epoch=1, reports=Reports())
     assert caught.value.field
+
+
+@pytest.mark.parametrize(
+    ("role", "size", "refused"), [("decode", 1, True), ("decode", 2, False), ("prefill", 1, False)]
+)
+def test_a_slot_that_holds_no_part_is_refused_before_weights_are_read(describe, role, size, refused):
+    """One layer of one block has 8 KiB, shared by the ranks."""
+    engine = settings(describe(head_dim=16), tensor_parallel=size, dtype="float32")
+    config = WorkerConfig(role=role, engine=engine, transfer=TransferConfig(slot_bytes=4096))
+    if not refused:
+        local.check(config)
+        return
+    with pytest.raises(ConfigError, match="8192 bytes") as caught:
+        local.check(config)
+    assert caught.value.field == "transfer.slot_bytes"
 
 
 # --- which card ---------------------------------------------------------------------------------------------
@@ -234,5 +250,5 @@ def test_ranks_of_several_nodes_need_an_address_of_this_machine(checkpoint, addr
     """192.0.2.0/24 is for documentation: no machine has an address in it."""
     engine = EngineConfig(model=checkpoint("llama"), tensor_parallel=2, nodes=2)
     with pytest.raises(ConfigError, match=f"advertise_host.*{address}.*cannot listen") as caught:
-        ranks.open_ranks(WorkerConfig(role="prefill", engine=engine, advertise_host=address), epoch=1)
+        ranks.open_ranks(WorkerConfig(role="prefill", engine=engine, advertise_host=address), 1, Reports())
     assert caught.value.field == "advertise_host"

@@ -148,7 +148,7 @@ def test_handed_over(spec, pair, channels, tally):
     transfer_id = secrets.token_bytes(16)  # an id is used once, also where an example is tried again
     run = message(pair, "Prefill/Run", transfer_id, [1])
     run.spec.CopyFrom(spec)
-    run.spec.model_id = pair.decode._core.model_id
+    run.spec.model_id = pair.decode._identity.model_id
     run.admission_deadline_ms = 20_000
     attach = message(pair, "Decode/Attach", transfer_id, [1])
     attach.admission_deadline_ms = 20_000

@@ -66,7 +66,7 @@ def call(channels: dict[str, grpc.Channel], method: str, raw: bytes, tally: Tall
 
 def spec(pair: Pair, prompt: list[int]) -> common_pb2.GenerateSpec:
     return common_pb2.GenerateSpec(
-        model_id=pair.decode._core.model_id,
+        model_id=pair.decode._identity.model_id,
         prompt_tokens=pack_tokens(prompt),
         sampling=common_pb2.SamplingParams(max_tokens=3, temperature=1.0, seed=1),
         n=1,
@@ -88,7 +88,7 @@ def message(pair: Pair, method: str, transfer_id: bytes, prompt: list[int]) -> A
     if "admission_deadline_ms" in names:
         made.admission_deadline_ms = 300
     if "decode" in names:
-        made.decode.CopyFrom(pair.decode._core.ref)
+        made.decode.CopyFrom(pair.decode._identity.ref)
     return made
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
-from decode_worker.worker import DecodeWorker
+from decode_worker import worker as decode_worker
 from kv_transfer.decode_side.ring import SlotState
-from prefill_worker.worker import PrefillWorker
+from prefill_worker import worker as prefill_worker
 from wire import common_pb2
+from worker.worker import Worker
 
 T = TypeVar("T")
 QUIET_SECONDS = 30.0
@@ -33,8 +34,8 @@ class Errors(logging.Handler):
 
 
 class Pair:
-    prefill: PrefillWorker
-    decode: DecodeWorker
+    prefill: Worker
+    decode: Worker
 
     def __init__(self, loop: asyncio.AbstractEventLoop, errors: Errors):
         self._loop = loop
@@ -48,14 +49,14 @@ class Pair:
         transfer = TransferConfig(
             transport="grpc", ring_bytes=1 << 20, ring_max_bytes=4 << 20, slot_bytes=1 << 16
         )
-        self.decode = DecodeWorker(WorkerConfig(role="decode", engine=engine, transfer=transfer))
-        await self.decode.start()
-        self.prefill = PrefillWorker(WorkerConfig(role="prefill", engine=engine, transfer=transfer))
-        await self.prefill.start()
+        self.decode = await decode_worker.start(WorkerConfig(role="decode", engine=engine, transfer=transfer))
+        self.prefill = await prefill_worker.start(
+            WorkerConfig(role="prefill", engine=engine, transfer=transfer)
+        )
 
     @property
     def layout(self) -> common_pb2.KvLayout:
-        return self.decode._core.layout
+        return self.decode._identity.layout
 
     def check_well(self) -> None:
         """Everything that was taken is given back, within the detach times; nobody stumbled."""
@@ -67,23 +68,24 @@ class Pair:
         assert not self.errors.said, self.errors.said[:3]
 
     async def _left(self) -> dict[str, int]:
-        decode, prefill = self.decode, self.prefill
-        rings = decode._receiver.rings
+        decode: Any = self.decode._role
+        prefill: Any = self.prefill._role
+        rings = decode.receiver.rings
         found = {
-            "attempts at the decode worker": len(decode._role.attempts),
-            "attempts at the prefill worker": len(prefill._role.attempts),
-            "hand-offs": decode._receiver.live,
+            "attempts at the decode worker": len(decode.attempts),
+            "attempts at the prefill worker": len(prefill.attempts),
+            "hand-offs": decode.receiver.live,
             "slots": sum(len(ring.slots) - ring.count(SlotState.FREE) for ring in rings),
-            "queued": decode._role.admission.waiting + prefill._role.admission.waiting,
-            "inside": decode._role.admission.inside_tokens + prefill._role.admission.inside_tokens,
-            "blocks at the decode worker": decode._core.engine.stats().blocks_held,
-            "blocks at the prefill worker": prefill._core.engine.stats().blocks_held,
+            "queued": decode.attempts.admission.waiting + prefill.prefilling.admission.waiting,
+            "inside": decode.attempts.admission.inside_tokens + prefill.prefilling.admission.inside_tokens,
+            "blocks at the decode worker": self.decode._engine.engine.stats().blocks_held,
+            "blocks at the prefill worker": self.prefill._engine.engine.stats().blocks_held,
         }
         for ring in rings:
             ring.check_integrity()
         if not any(found.values()):
-            for core in (decode._core, prefill._core):
-                await core.host.call(lambda engine: engine.check_integrity())
+            for one in (self.decode, self.prefill):
+                await one._engine.host.call(lambda engine: engine.check_integrity())
         return {name: count for name, count in found.items() if count}
 
 

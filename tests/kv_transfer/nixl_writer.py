@@ -30,7 +30,7 @@ def main() -> None:
             continue
         deadline = time.monotonic() + command.get("seconds", 20)
         while (state := write.poll()) == "pending" and time.monotonic() < deadline:
-            endpoint.notifications()
+            endpoint.arrivals()
         print(state, flush=True)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,21 +15,24 @@ import grpc
 import torch
 
 from cluster.config.worker import TransferConfig
+from cluster.faults.points import NO_FAULTS, Faults
 from cluster.protocol.wire_version import WIRE_VERSION
-from kv_transfer.contract import HandoffReport, HandoffSpec, Reservation
+from kv_transfer.contract import HandoffReport, Reservation
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.decode_side.ring import SlotState
 from kv_transfer.layout.geometry import head_range
-from kv_transfer.prefill_side.sender import HandoffSender, OutgoingHandoff
+from kv_transfer.prefill_side.handoff import OutgoingHandoff
+from kv_transfer.prefill_side.sender import HandoffSender
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.transports.nixl import NixlEndpoint
-from wire import common_pb2, decode_pb2_grpc
+from kv_transfer.transports.registry import TRANSPORTS, Endpoints
+from wire import common_pb2, decode_pb2_grpc, handoff_pb2
 
 LAYERS, HEADS, PAGE, DIM, BLOCKS = 3, 2, 4, 8, 64
 SLOT_BYTES = 4096
 DECODE_EPOCH, PREFILL_EPOCH = 2, 1
-TRANSPORTS = ("nixl", "grpc")
+__all__ = ["TRANSPORTS"]
 
 
 def config(transport: str, **more: Any) -> TransferConfig:
@@ -60,8 +63,24 @@ def cache(rank: int, tensor_parallel: int) -> torch.Tensor:
     return torch.zeros(BLOCKS, LAYERS, 2, end - begin, PAGE, DIM)
 
 
-def endpoint(transport: str) -> NixlEndpoint | None:
-    return NixlEndpoint(f"test-{os.getpid()}-{secrets.token_hex(4)}") if transport == "nixl" else None
+def endpoint() -> NixlEndpoint:
+    return NixlEndpoint(f"test-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def endpoints(transfer: TransferConfig) -> Endpoints:
+    return Endpoints([] if transfer.transport == "grpc" else [endpoint()])
+
+
+def before_verify(rank: ReceiverRank, hook: Callable[[torch.Tensor], None]) -> None:
+    """Calls `hook` with the bytes of each part that lies in its slot."""
+    landing = rank._landing
+    verify = type(landing)._unverified
+
+    def hooked(header: Any, digests: Any, data: torch.Tensor) -> str:
+        hook(data)
+        return verify(landing, header, digests, data)
+
+    landing._unverified = hooked  # type: ignore[method-assign]
 
 
 @dataclass
@@ -73,8 +92,8 @@ class Blocks:
     committed: list[bytes] = field(default_factory=list)
     aborted: dict[bytes, int] = field(default_factory=dict)  # transfer → verified tokens
 
-    async def reserve(self, spec: HandoffSpec) -> Reservation:
-        return Reservation(self.block_ids[: -(-spec.token_count // PAGE)], self.held_tokens)
+    async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
+        return Reservation(self.block_ids[: -(-request.token_count // PAGE)], self.held_tokens)
 
     async def commit(
         self, transfer_id: bytes, first_tokens: Sequence[common_pb2.Token], report: common_pb2.WorkReport
@@ -111,6 +130,7 @@ class Decode:
     engine: Blocks
     ref: common_pb2.WorkerRef
     service: _Service
+    exhausted: list[str]  # reasons
 
     @property
     def rings(self):
@@ -126,14 +146,16 @@ class Decode:
 
 
 @asynccontextmanager
-async def decode_side(transfer: TransferConfig, tensor_parallel: int = 1) -> AsyncIterator[Decode]:
+async def decode_side(
+    transfer: TransferConfig, tensor_parallel: int = 1, faults: Faults = NO_FAULTS
+) -> AsyncIterator[Decode]:
     caches = [cache(rank, tensor_parallel) for rank in range(tensor_parallel)]
     ranks = [
         ReceiverRank(
             rank=rank,
             kv_cache=caches[rank],
             kv_head_range=head_range(rank, tensor_parallel, HEADS),
-            endpoint=endpoint(transfer.transport),
+            endpoints=endpoints(transfer),
             config=transfer,
             decode_epoch=DECODE_EPOCH,
         )
@@ -143,6 +165,7 @@ async def decode_side(transfer: TransferConfig, tensor_parallel: int = 1) -> Asy
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     ref = common_pb2.WorkerRef(worker_id="decode", epoch=DECODE_EPOCH, address=address)
     engine = Blocks(list(range(BLOCKS - 1, -1, -1)))
+    exhausted: list[str] = []
     receiver = HandoffReceiver(
         worker=ref,
         layout=layout(tensor_parallel),
@@ -151,12 +174,14 @@ async def decode_side(transfer: TransferConfig, tensor_parallel: int = 1) -> Asy
         engine=engine,
         config=transfer,
         is_ended=lambda transfer_id: transfer_id in engine.aborted,
+        faults=faults,
+        on_exhausted=exhausted.append,
     )
     service = _Service(receiver)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     await server.start()
     try:
-        yield Decode(receiver, ranks, caches, engine, ref, service)
+        yield Decode(receiver, ranks, caches, engine, ref, service, exhausted)
     finally:
         await receiver.close()
         await server.stop(None)
@@ -172,8 +197,10 @@ class Prefill:
         """Reserved, and every layer of every token computed."""
         request_id = secrets.token_hex(8)
         wanted = common_pb2.GenerateSpec(n=1, prompt_tokens=bytes(4 * tokens))
-        spec = HandoffSpec(secrets.token_bytes(16), request_id, wanted, tokens)
-        handoff = await self.sender.reserve(decode, spec, 10.0)
+        reserve = handoff_pb2.Reserve(
+            transfer_id=secrets.token_bytes(16), request_id=request_id, spec=wanted, token_count=tokens
+        )
+        handoff = await self.sender.reserve(decode, reserve, 10.0)
         await handoff.start(request_id)
         blocks = list(range(-(-tokens // PAGE)))
         half = tokens // 2  # two chunks, the border anywhere in a block
@@ -195,7 +222,10 @@ class Prefill:
 
 @asynccontextmanager
 async def prefill_side(
-    transfer: TransferConfig, tensor_parallel: int = 1, worker_id: str = "prefill"
+    transfer: TransferConfig,
+    tensor_parallel: int = 1,
+    worker_id: str = "prefill",
+    faults: Faults = NO_FAULTS,
 ) -> AsyncIterator[Prefill]:
     torch.manual_seed(1)
     whole = torch.randn(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM)
@@ -208,13 +238,15 @@ async def prefill_side(
             rank=rank,
             kv_cache=caches[rank],
             kv_head_range=head_range(rank, tensor_parallel, HEADS),
-            endpoint=endpoint(transfer.transport),
+            endpoints=endpoints(transfer),
             config=transfer,
         )
         for rank in range(tensor_parallel)
     ]
     worker = common_pb2.WorkerRef(worker_id=worker_id, epoch=PREFILL_EPOCH, address="127.0.0.1:0")
-    sender = HandoffSender(worker=worker, layout=layout(tensor_parallel), ranks=ranks, config=transfer)
+    sender = HandoffSender(
+        worker=worker, layout=layout(tensor_parallel), ranks=ranks, config=transfer, faults=faults
+    )
     try:
         yield Prefill(sender, ranks, caches)
     finally:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kv_transfer.decode_side.incoming import MAX_PARTS_PER_ROW
+from kv_transfer.decode_side.part_ledger import MAX_PARTS_PER_ROW
 from tests.kv_transfer.pair import HEADS, LAYERS, PAGE, Decode, config, decode_side
 from tests.kv_transfer.scripted_peer import ScriptedPeer
 from tests.waiting import until

@@ -15,7 +15,7 @@ from kv_transfer.decode_side import landing
 from kv_transfer.layout import geometry
 from kv_transfer.layout.digest import XXH3_128
 from kv_transfer.layout.geometry import Flow
-from kv_transfer.prefill_side import sender_rank
+from kv_transfer.prefill_side import part_source
 from tests.kv_transfer.pair import (
     DECODE_EPOCH,
     HEADS,
@@ -23,6 +23,7 @@ from tests.kv_transfer.pair import (
     PREFILL_EPOCH,
     TRANSPORTS,
     assert_same,
+    before_verify,
     config,
     decode_side,
     endpoint,
@@ -71,15 +72,15 @@ def flip(times: int):
 
 async def test_a_corrupted_part_is_sent_once_more(transport):
     async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
-        decode.ranks[0].before_verify = flip(1)
+        before_verify(decode.ranks[0], flip(1))
         await prefill.send(decode.ref, TOKENS)
         assert_same(prefill, decode, TOKENS)
-        assert decode.receiver.counts["part_digest"] == prefill.sender.resends == 1
+        assert decode.receiver.stats.counts["part_digest"] == prefill.sender.stats.resends == 1
 
 
 async def test_a_part_corrupted_twice_ends_the_attempt_and_is_never_scattered(transport):
     async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
-        decode.ranks[0].before_verify = flip(1000)
+        before_verify(decode.ranks[0], flip(1000))
         handoff = await prefill.open(decode.ref, TOKENS)
         with pytest.raises(DigestMismatchError):
             await prefill.finish(handoff, TOKENS)
@@ -88,7 +89,7 @@ async def test_a_part_corrupted_twice_ends_the_attempt_and_is_never_scattered(tr
         assert decode.engine.aborted[handoff.transfer_id] == 0
         assert not decode.caches[0].any(), "a corrupted part is in a block"
         await until(lambda: decode.all_free, "the slots free again: the sender has said Drained")
-        decode.ranks[0].before_verify = lambda data: None
+        before_verify(decode.ranks[0], lambda data: None)
         await prefill.send(decode.ref, TOKENS)
         assert_same(prefill, decode, TOKENS)
 
@@ -102,17 +103,17 @@ async def test_whole_blocks_are_written_as_they_lie(monkeypatch, tensor_parallel
         copied.append(tokens)
         geometry.gather(cache, data, block_ids, layers, heads, tokens)
 
-    monkeypatch.setattr(sender_rank, "MIN_PIECE_BYTES", 1)
-    monkeypatch.setattr(sender_rank, "gather", gather)
+    monkeypatch.setattr(part_source, "MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr(part_source, "gather", gather)
     side = config("nixl")
     async with (
         decode_side(side, tensor_parallel) as decode,
         prefill_side(side, tensor_parallel) as prefill,
     ):
-        decode.ranks[0].before_verify = flip(1)
+        before_verify(decode.ranks[0], flip(1))
         await prefill.send(decode.ref, TOKENS // PAGE * PAGE)
         assert_same(prefill, decode, TOKENS // PAGE * PAGE)
-        assert not copied and prefill.sender.resends == 1
+        assert not copied and prefill.sender.stats.resends == 1
         await prefill.send(decode.ref, TOKENS)
         assert_same(prefill, decode, TOKENS)
         assert copied and all(tokens.start % PAGE or tokens.stop % PAGE for tokens in copied)
@@ -152,15 +153,15 @@ async def test_what_is_stale_is_dropped_and_counted(transport):
     async with decode_side(config(transport)) as decode:
         rank = decode.ranks[0]
         landed: list[object] = []
-        rank.on_event = landed.append
-        slot = rank._slots[1]
+        rank._on_event = landed.append
+        slot = rank._memory.slots[1]
         expected = m.Expect(1, 4, b"t" * 16, 0, 0)
         flows = [Flow(0, 0, 0, HEADS)]
         rank.handle(
             m.ExpectTransfer(expected.transfer_id, PREFILL_EPOCH, [5], 0, PAGE, flows, "off", XXH3_128)
         )
         rank.handle(expected)
-        writer = endpoint(transport)
+        writer = endpoint() if transport == "nixl" else None
         if writer is not None:
             writer.connect(rank.hello.agent_name, rank.hello.metadata)
 
@@ -168,11 +169,11 @@ async def test_what_is_stale_is_dropped_and_counted(transport):
             if writer is not None:
                 writer.notify(rank.hello.agent_name, part.SerializeToString())
             else:
-                rank.handle(m.Land(part.SerializeToString(), b"\xff" * part.bytes))
+                rank.handle(handoff_pb2.PartData(header=part, payload=b"\xff" * part.bytes))
 
         def dropped(kind: str) -> int:
             if writer is not None:
-                writer.notifications()  # its own side must be polled too
+                writer.arrivals()  # its own side must be polled too
             return rank.dropped[kind]
 
         for name, value in WRONG.items():
@@ -196,7 +197,7 @@ async def test_what_a_failed_computation_shipped_is_not_kept(transport, discard,
     async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
         handoff = await prefill.open(decode.ref, TOKENS)
         (incoming,) = decode.receiver._live.values()
-        await until(lambda: incoming.covered, "every part is here")
+        await until(lambda: incoming.parts.coverage.whole, "every part is here")
         await handoff.abort("the engine failed of it", discard=discard)
         await until(lambda: handoff.transfer_id in decode.engine.aborted, "aborted")
         assert decode.engine.aborted[handoff.transfer_id] == kept
@@ -211,7 +212,7 @@ async def test_blocks_are_freed_only_when_no_scatter_runs(transport):
             inside.set()
             go_on.wait(10)
 
-        decode.ranks[0].before_verify = wait
+        before_verify(decode.ranks[0], wait)
         handoff = await prefill.open(decode.ref, TOKENS)
         await until(inside.is_set, "a part at the rank")
         aborting = asyncio.create_task(decode.receiver.abort(handoff.transfer_id))
@@ -237,9 +238,8 @@ async def test_a_rank_that_does_not_answer_ends_the_worker_and_keeps_its_blocks(
             inside.set()
             go_on.wait(10)
 
-        decode.ranks[0].before_verify = wait
-        reasons: list[str] = []
-        decode.receiver.on_exhausted = reasons.append
+        before_verify(decode.ranks[0], wait)
+        reasons = decode.exhausted
         handoff = await prefill.open(decode.ref, TOKENS)
         await until(inside.is_set, "a part at the rank")
         with pytest.raises(InternalError, match="not answered"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kv_transfer.layout.digest import NONE, SUM64, XXH3_128, Digests, digest, kinds_on, stricter
-from tests.kv_transfer.pair import SLOT_BYTES, assert_same, config, decode_side, prefill_side
+from tests.kv_transfer.pair import SLOT_BYTES, assert_same, before_verify, config, decode_side, prefill_side
 
 CPU = torch.device("cpu")
 TOKENS = 200
@@ -89,13 +89,13 @@ async def test_corruption_is_found_in_the_parts_that_carry_a_digest(mode):
                 seen.add(content)
                 data[0] ^= 0xFF
 
-        decode.ranks[0].before_verify = corrupt
+        before_verify(decode.ranks[0], corrupt)
         handoff = await prefill.open(decode.ref, TOKENS)
         report = await prefill.finish(handoff, TOKENS)
         digests = Digests(CPU, mode, SHARE)
         expected = chosen(digests, handoff.transfer_id, report.parts)
         assert report.parts > 8
-        assert decode.receiver.counts["part_digest"] == prefill.sender.resends == len(expected)
+        assert decode.receiver.stats.counts["part_digest"] == prefill.sender.stats.resends == len(expected)
         if mode == "all":
             assert_same(prefill, decode, TOKENS)
             assert len(expected) == report.parts

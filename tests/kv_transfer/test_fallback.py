@@ -9,10 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.errors import BatonError, TransportError
-from kv_transfer.prefill_side import link
+from kv_transfer.prefill_side import rank_connections
+from kv_transfer.transports.ucx import open_nixl
 from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side
 from tests.waiting import until
-from worker.ranks.nixl_endpoint import open_endpoint
 
 TOKENS = 90
 
@@ -31,8 +31,8 @@ BROKEN = {"connect": broken, "notify": swallowed}
 @pytest.fixture(params=BROKEN)
 def unreachable(request, monkeypatch):
     """Breaks a rank's endpoint."""
-    monkeypatch.setattr(link, "PROBE_SECONDS", 0.5)
-    return lambda rank: setattr(rank._endpoint, request.param, BROKEN[request.param])
+    monkeypatch.setattr(rank_connections, "PROBE_SECONDS", 0.5)
+    return lambda rank: setattr(rank._endpoints["nixl"], request.param, BROKEN[request.param])
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -40,9 +40,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def test_a_pair_that_nixl_does_not_connect_uses_grpc_and_says_so_once(unreachable, caplog):
-    async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
-        for side in (decode.receiver, prefill.sender):
-            side.config = config("auto")
+    async with decode_side(config("auto")) as decode, prefill_side(config("auto")) as prefill:
         unreachable(prefill.ranks[0])
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
@@ -55,9 +53,8 @@ async def test_a_pair_that_nixl_does_not_connect_uses_grpc_and_says_so_once(unre
 
 @pytest.mark.parametrize("wanted", ["nixl", "rdma"])
 async def test_a_pair_that_uses_what_is_required_starts(wanted):
-    async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
-        for side in (decode.receiver, prefill.sender):
-            side.config = config("auto", require_transport=wanted)
+    required = config("auto", require_transport=wanted)
+    async with decode_side(required) as decode, prefill_side(required) as prefill:
         report = await prefill.send(decode.ref, TOKENS)
         assert report.transport == "nixl"
 
@@ -65,9 +62,7 @@ async def test_a_pair_that_uses_what_is_required_starts(wanted):
 @pytest.mark.parametrize("wanted", ["nixl", "rdma"])
 async def test_where_nixl_is_required_the_pair_is_refused(wanted, unreachable):
     required = config("auto", require_transport=wanted)
-    async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
-        for side in (decode.receiver, prefill.sender):
-            side.config = required
+    async with decode_side(required) as decode, prefill_side(required) as prefill:
         unreachable(prefill.ranks[0])
         with pytest.raises(BatonError, match="NIXL does not reach"):
             await prefill.open(decode.ref, TOKENS)
@@ -87,7 +82,7 @@ def fails_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nixl_that_does_not_start_is_done_without(monkeypatch, caplog):
     fails_to_start(monkeypatch)
     with caplog.at_level(logging.WARNING):
-        assert open_endpoint(config("auto"), "w", 1, 0) is None
+        assert open_nixl(config("auto"), "w", 1, 0) is None
     (warning,) = caplog.records
     assert "NIXL does not start: no backend" in warning.message
     assert "gRPC" in warning.message
@@ -99,14 +94,13 @@ def test_nixl_that_does_not_start_is_done_without(monkeypatch, caplog):
 def test_nixl_that_does_not_start_and_is_required_ends_the_worker(wanted, monkeypatch):
     fails_to_start(monkeypatch)
     with pytest.raises(TransportError, match="no backend"):
-        open_endpoint(config(**wanted), "w", 1, 0)
+        open_nixl(config(**wanted), "w", 1, 0)
 
 
 async def test_the_decode_worker_alone_may_require_nixl(unreachable):
     """A prefill worker that would go on over gRPC is not let."""
-    async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
-        decode.receiver.config = config("auto", require_transport="nixl")
-        prefill.sender.config = config("auto")
+    required = config("auto", require_transport="nixl")
+    async with decode_side(required) as decode, prefill_side(config("auto")) as prefill:
         unreachable(prefill.ranks[0])
         with pytest.raises(BatonError):
             await prefill.send(decode.ref, TOKENS)
@@ -115,8 +109,8 @@ async def test_the_decode_worker_alone_may_require_nixl(unreachable):
 
 @pytest.mark.parametrize("wanted", ["nixl", "rdma"])
 async def test_a_prefill_worker_without_what_is_required_is_refused_at_once(wanted):
-    async with decode_side(config("nixl")) as decode, prefill_side(config("grpc")) as prefill:
-        decode.receiver.config = config("auto", require_transport=wanted)
+    required = config("auto", require_transport=wanted)
+    async with decode_side(required) as decode, prefill_side(config("grpc")) as prefill:
         with pytest.raises(BatonError, match="no common transport"):
             await prefill.open(decode.ref, TOKENS)
 
@@ -125,3 +119,11 @@ async def test_a_prefill_worker_without_what_is_required_is_refused_at_once(want
 def test_what_could_never_be_met_is_refused_at_start(transport, required):
     with pytest.raises(ValidationError, match="make them equal, or transport auto"):
         config(transport, require_transport=required)
+
+
+@pytest.mark.parametrize("wanted", ["nixl", "rdma"])
+async def test_a_prefill_worker_that_requires_nixl_refuses_a_pair_without_it(wanted):
+    required = config("auto", require_transport=wanted)
+    async with decode_side(config("grpc")) as decode, prefill_side(required) as prefill:
+        with pytest.raises(BatonError, match="no common transport"):
+            await prefill.open(decode.ref, TOKENS)

@@ -52,7 +52,7 @@ class Writer:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             if endpoint is not None:
-                endpoint.notifications()
+                endpoint.arrivals()
             if select.select([self.process.stdout], [], [], 0.001)[0]:
                 return self.process.stdout.readline().strip()
         raise AssertionError("the writer does not answer")
@@ -96,7 +96,7 @@ def settled(memory: torch.Tensor, endpoint: NixlEndpoint | None) -> torch.Tensor
     quiet = time.monotonic()
     while time.monotonic() < deadline and time.monotonic() - quiet < 0.3:
         if endpoint is not None:
-            endpoint.notifications()
+            endpoint.arrivals()
         if not torch.equal(memory, last):
             last, quiet = memory.clone(), time.monotonic()
         time.sleep(0.01)
@@ -126,13 +126,13 @@ def test_the_end_of_the_process_is_a_fence_once_the_target_has_polled(target, wr
     any more. Without the polls that is not so over TCP: the last bytes lie in the socket until then."""
     endpoint, memory = target
     write(writer, memory)
-    endpoint.notifications()
+    endpoint.arrivals()
     writer.process.send_signal(signal.SIGKILL)
     writer.process.wait(10)
     before = memory.clone()
     settled_at = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < settled_at:
-        endpoint.notifications()
+        endpoint.arrivals()
         time.sleep(FAST_POLL_SECONDS)
     record_property("landed after the writer's end", not torch.equal(before, memory))
     memory.zero_()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import UnavailableError
+from kv_transfer.decode_side import landing
 from kv_transfer.decode_side.ring import SlotState
 from tests.kv_transfer.pair import (
     PREFILL_EPOCH,
@@ -20,6 +21,7 @@ from tests.kv_transfer.pair import (
     TRANSPORTS,
     Decode,
     assert_same,
+    before_verify,
     config,
     decode_side,
     prefill_side,
@@ -46,7 +48,7 @@ async def killed_midway(decode: Decode, transport: str):
         inside.set()
         go_on.wait(20)
 
-    decode.ranks[0].before_verify = wait
+    before_verify(decode.ranks[0], wait)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -63,7 +65,7 @@ async def killed_midway(decode: Decode, transport: str):
         process.kill()
         await process.wait()
         await until(lambda: decode.count(SlotState.QUARANTINED) == SLOTS // 4, "slots in doubt")
-        decode.ranks[0].before_verify = lambda data: None
+        before_verify(decode.ranks[0], lambda data: None)
         go_on.set()
         await until(lambda: bool(decode.engine.aborted), "the hand-off aborted")
         yield
@@ -104,12 +106,11 @@ async def test_the_ring_grows_and_peers_write_into_its_new_memory(transport):
             await until(lambda: decode.all_free, "every slot free")
 
 
-async def test_doubt_that_lasts_at_the_cap_ends_the_worker(transport):
+async def test_doubt_that_lasts_at_the_cap_ends_the_worker(transport, monkeypatch):
+    monkeypatch.setattr(landing, "EXHAUSTED_SECONDS", 0.3)
     capped = config(transport, ring_max_bytes=SLOTS * SLOT_BYTES)
     async with decode_side(capped) as decode:
-        decode.receiver.landing.exhausted_seconds = 0.3
-        reasons: list[str] = []
-        decode.receiver.on_exhausted = reasons.append
+        reasons = decode.exhausted
         async with killed_midway(decode, transport):
             assert not reasons, "at once: a hand-off that drains as usual must not end the worker"
             await until(lambda: bool(reasons), "the worker gives up")
@@ -128,7 +129,7 @@ async def test_the_word_may_come_before_the_stream_breaks(transport):
             inside.set()
             go_on.wait(20)
 
-        decode.ranks[0].before_verify = wait
+        before_verify(decode.ranks[0], wait)
         handoff = await prefill.open(decode.ref, TOKENS)
         await until(inside.is_set, "a part at the rank")
         exited = asyncio.create_task(decode.receiver.process_exited(f"prefill@{PREFILL_EPOCH:x}"))

@@ -15,6 +15,8 @@ from kv_transfer.decode_side.receiver_rank import (
     ReceiverRank,
     pause_of,
 )
+from kv_transfer.transports.base import Arrival
+from kv_transfer.transports.registry import Endpoints
 from tests.kv_transfer.pair import HEADS, cache, config
 from tests.waiting import wait_for
 
@@ -44,14 +46,14 @@ def test_a_part_is_seen_soon_after_it_arrived():
 class BusyMachine:
     """An endpoint at which a look takes as long as it does where others have the processor."""
 
-    name, metadata = "busy", b""
+    transport, name, metadata, writes_in_place = "nixl", "busy", b"", True
 
     def __init__(self) -> None:
         self.looks = 0
 
     def register(self, memory: Any) -> None: ...
 
-    def notifications(self) -> list[bytes]:
+    def arrivals(self) -> list[Arrival]:
         self.looks += 1
         time.sleep(0.005)
         return []
@@ -65,12 +67,12 @@ def test_what_may_still_lie_in_a_socket_is_looked_for_often_enough_however_slow_
         rank=0,
         kv_cache=cache(0, 1),
         kv_head_range=(0, HEADS),
-        endpoint=machine,  # type: ignore[arg-type]
+        endpoints=Endpoints([machine]),  # type: ignore[list-item]
         config=config("grpc"),
         decode_epoch=1,
     )
     seen: list[tuple[bytes, int]] = []
-    rank.on_event = lambda event: seen.append((event.token, machine.looks))
+    rank.start(lambda event: seen.append((event.token, machine.looks)))
     before = machine.looks
     rank.handle(m.Settle(b"settled"))
     wait_for(lambda: seen, 30, "it is confirmed")

@@ -34,9 +34,10 @@ def transport(request):
 async def test_a_message_said_twice_or_late_changes_nothing(kind, act, transport, tmp_path):
     if kind == "part" and transport == "nixl":
         transport = "grpc"  # the bytes go by no message there
-    async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
-        prefill.sender.faults = OrderedFaults(tmp_path, "p")
-        decode.receiver.faults = OrderedFaults(tmp_path, "d")
+    async with (
+        decode_side(config(transport), faults=OrderedFaults(tmp_path, "d")) as decode,
+        prefill_side(config(transport), faults=OrderedFaults(tmp_path, "p")) as prefill,
+    ):
         orders = [Order(str(at), f"message.{kind}", act, at, 0.15) for at in (1, 2, 3)]
         give_orders(tmp_path, orders)
         for _ in range(3):
@@ -47,16 +48,17 @@ async def test_a_message_said_twice_or_late_changes_nothing(kind, act, transport
         assert not decode.engine.aborted
         await until(lambda: decode.all_free, "every slot free")
         await until(lambda: not prefill.ranks[0].staging_used_bytes, "staging free")
-        assert not prefill.sender.resends
+        assert not prefill.sender.stats.resends
 
 
 @pytest.mark.parametrize("kind", ["reserve", "reserve_reply"])
 async def test_a_reservation_that_is_not_answered_is_given_up(kind, transport, tmp_path, monkeypatch):
     for module in (link, sender):
         monkeypatch.setattr(module, "ANSWER_SECONDS", 0.3)
-    async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
-        prefill.sender.faults = OrderedFaults(tmp_path, "p")
-        decode.receiver.faults = OrderedFaults(tmp_path, "d")
+    async with (
+        decode_side(config(transport), faults=OrderedFaults(tmp_path, "d")) as decode,
+        prefill_side(config(transport), faults=OrderedFaults(tmp_path, "p")) as prefill,
+    ):
         give_orders(tmp_path, [Order("1", f"message.{kind}", "drop")])
         with pytest.raises(PeerLostError):
             await prefill.open(decode.ref, TOKENS)

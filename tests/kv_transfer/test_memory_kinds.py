@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,7 +74,7 @@ async def test_the_senders_write_uses_memory_and_device_of_welcome_and_grant(mon
     """The peer names VRAM of device 2; the write is recorded and not carried out."""
     async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
         real = decode.ranks[0].hello
-        fake = m.PeerRank(0, real.agent_name, real.metadata, m.VRAM, 2, real.digest_kinds)
+        fake = replace(real, memory=m.VRAM, device=2)
         monkeypatch.setattr(ReceiverRank, "hello", property(lambda self: fake))
         noted: list[tuple[int, str]] = []
 
@@ -85,7 +86,7 @@ async def test_the_senders_write_uses_memory_and_device_of_welcome_and_grant(mon
             noted.append((device, memory))
             return Pending()
 
-        monkeypatch.setattr(prefill.ranks[0]._endpoint, "write", write)
+        monkeypatch.setattr(prefill.ranks[0]._endpoints["nixl"], "write", write)
         handoff = await prefill.open(decode.ref, 8)
         await until(lambda: bool(noted), "written")
         assert set(noted) == {(2, "VRAM")}

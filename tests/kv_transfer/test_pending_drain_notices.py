@@ -34,7 +34,7 @@ class Worker:
             raise StaleEpochError("another epoch", field="decode_epoch")
         return self
 
-    def say_drained(self, transfer_id: bytes) -> None:
+    def send_drained(self, transfer_id: bytes) -> None:
         self.heard.append(transfer_id)
         if self.mail is not None:
             self.mail.acknowledged("d", transfer_id)

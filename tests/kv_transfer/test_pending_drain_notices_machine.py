@@ -43,7 +43,7 @@ class Worker:
     acted: set[bytes] = field(default_factory=set)
     acknowledge: Any = None
 
-    def say_drained(self, transfer_id: bytes) -> None:
+    def send_drained(self, transfer_id: bytes) -> None:
         assert self.answers == "yes", "said to one that is not there"
         assert transfer_id not in self.acted, "said again after it was acknowledged"
         self.heard.append(transfer_id)

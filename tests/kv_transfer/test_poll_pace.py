@@ -33,5 +33,5 @@ def test_the_end_of_a_write_is_seen_in_a_share_of_the_time_it_took():
 def test_it_is_quick_again_once_something_happened():
     pace = PollPace(0.0)
     assert pace.pause(100.0) == MAX_SECONDS
-    pace.happened(100.0)
+    pace.progressed(100.0)
     assert pace.pause(100.001) == MIN_SECONDS

@@ -133,7 +133,7 @@ async def test_a_failure_after_a_reservation_releases_its_blocks(decode, where, 
         reply = await one.heard("reserve_reply", transfer_id)
     assert reply.refused.code == "InternalError"
     assert taken == list(decode.engine.aborted), "blocks were taken and not given back"
-    assert not decode.ranks[0]._transfers and decode.receiver.live == 0
+    assert not decode.ranks[0]._expectations._transfers and decode.receiver.live == 0
     await one.reserve(TOKENS)  # the stream goes on
     await one.close()
 
@@ -143,14 +143,18 @@ async def test_a_rank_forgets_a_transfer_at_its_end(decode):
     one.hello()
     committed, aborted, open_one = [await one.reserve(TOKENS) for _ in range(3)]
     rank = decode.ranks[0]
-    await until(lambda: set(rank._transfers) == {committed, aborted, open_one}, "the rank knows of all")
+    await until(
+        lambda: set(rank._expectations._transfers) == {committed, aborted, open_one}, "the rank knows of all"
+    )
     await one.send(committed, 0, ALL, (0, TOKENS))
     one.finish(committed, (0, 0, 1))
     await one.heard("committed", committed)
     one.say(abort={"transfer_id": aborted, "reason": "enough"})
-    await until(lambda: set(rank._transfers) == {open_one}, "the rank knows of the open one only")
+    await until(
+        lambda: set(rank._expectations._transfers) == {open_one}, "the rank knows of the open one only"
+    )
     await one.close()
-    await until(lambda: not rank._transfers, "the rank knows of nothing")
+    await until(lambda: not rank._expectations._transfers, "the rank knows of nothing")
 
 
 async def test_a_peer_that_asks_for_too_many_slots_ends_its_own_hand_off_only(decode, monkeypatch):
@@ -387,8 +391,7 @@ async def test_a_rank_that_does_not_settle_gets_no_acknowledgement(decode, monke
     transfer_id = await in_doubt(decode, one)
     handle = decode.ranks[0].handle
     decode.ranks[0].handle = lambda message: None
-    reasons: list[str] = []
-    decode.receiver.on_exhausted = reasons.append
+    reasons = decode.exhausted
     one.say(drained={"transfer_id": transfer_id})
     await until(lambda: bool(reasons), "the worker gives itself up")
     assert not one.all("drained_ack")

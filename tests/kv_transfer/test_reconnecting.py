@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from cluster.errors import HandoffError, TransportError
-from kv_transfer import messages as m
 from kv_transfer.decode_side.ring import SlotState
 from kv_transfer.memory import aligned_bytes
-from kv_transfer.prefill_side import link, pending_drain_notices
+from kv_transfer.prefill_side import pending_drain_notices, rank_connections
 from kv_transfer.transports import nixl
 from kv_transfer.transports.nixl import NixlEndpoint
 from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side
 from tests.waiting import until
+from wire import handoff_pb2
 
 SIZE = 1 << 16
 ROUNDS = 6
@@ -61,8 +61,8 @@ class Pair:
         deadline = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < deadline
-            self.writer.notifications()
-            self.target.notifications()
+            self.writer.arrivals()
+            self.target.arrivals()
 
     def arrives(self) -> bool:
         return self.write() == "done" and bool((self.memory == 7).all())
@@ -132,7 +132,7 @@ def test_of_peers_that_are_gone_only_so_many_are_kept(pair, monkeypatch):
 
 async def test_links_that_end_keep_the_pairs_connection():
     async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
-        agents = prefill.ranks[0]._endpoint._agent
+        agents = prefill.ranks[0]._endpoints["nixl"]._agent
         removed = []
         remove = agents.remove_remote_agent
         agents.remove_remote_agent = lambda name: (removed.append(name), remove(name))
@@ -140,18 +140,18 @@ async def test_links_that_end_keep_the_pairs_connection():
             report = await prefill.send(decode.ref, TOKENS)
             assert report.transport == "nixl"
             assert_same(prefill, decode, TOKENS)
-            for one in list(prefill.sender._links.values()):
+            for one in list(prefill.sender.links._links.values()):
                 await one.close()
         assert not removed
 
 
 async def test_a_probe_that_fails_is_sent_again_over_a_new_connection(monkeypatch):
-    monkeypatch.setattr(link, "PROBE_SECONDS", 8.0)
+    monkeypatch.setattr(rank_connections, "PROBE_SECONDS", 8.0)
     async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
         await prefill.send(decode.ref, TOKENS)
-        for one in list(prefill.sender._links.values()):
+        for one in list(prefill.sender.links._links.values()):
             await one.close()
-        endpoint = prefill.ranks[0]._endpoint
+        endpoint = prefill.ranks[0]._endpoints["nixl"]
         notify, sent, forget, forgotten = endpoint.notify, [], endpoint.forget, []
 
         def fails_once(agent_name: str, message: bytes) -> None:
@@ -181,14 +181,16 @@ async def test_a_pair_that_was_cut_off_for_long_works_again_at_once(transport, m
     monkeypatch.setattr(pending_drain_notices, "TRIES", 3)
     async with decode_side(config(transport)) as decode, prefill_side(config(transport)) as prefill:
         handle, rank = prefill.ranks[0].handle, prefill.ranks[0]
-        monkeypatch.setattr(rank, "handle", lambda one: None if isinstance(one, m.Granted) else handle(one))
+        monkeypatch.setattr(
+            rank, "handle", lambda one: None if isinstance(one, handoff_pb2.SlotGrant) else handle(one)
+        )
         handoff = await prefill.open(decode.ref, TOKENS)
         await until(lambda: decode.count(SlotState.GRANTED) > 0, "granted")
         decode.service.go_away()
         with pytest.raises(HandoffError):
             await prefill.finish(handoff, TOKENS)
         await handoff.abort("cut off")
-        await until(lambda: bool(prefill.sender.mail._given_up), "given up")
+        await until(lambda: bool(prefill.sender.links.notices._given_up), "given up")
         assert decode.count(SlotState.QUARANTINED) > 0
         monkeypatch.setattr(rank, "handle", handle)
         decode.service.is_away = False

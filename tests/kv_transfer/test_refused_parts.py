@@ -3,18 +3,17 @@ the thread goes on."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from cluster.errors import TransportError
 from kv_transfer import messages as m
-from kv_transfer.decode_side import landing, receiver_rank
+from kv_transfer.decode_side import landing, part_landing
 from kv_transfer.decode_side.ring import SlotState
 from tests.kv_transfer.pair import LAYERS, PAGE, TRANSPORTS, assert_same, config, decode_side, prefill_side
 from tests.kv_transfer.scripted_peer import DECODE_EPOCH, ScriptedPeer
 from tests.waiting import until
+from wire import handoff_pb2
 
 TOKENS = 90
 CUTS = {
@@ -32,13 +31,13 @@ async def test_a_payload_of_another_length_is_refused(name, digests):
     side = config("grpc", digests=digests)
     async with decode_side(side) as decode, prefill_side(side) as prefill:
         rank = decode.ranks[0]
-        for slot in rank._slots:
+        for slot in rank._memory.slots:
             slot.fill_(0x5A)
         handle = rank.handle
 
         def cut(message: object) -> None:
-            if isinstance(message, m.Land):
-                message = dataclasses.replace(message, payload=CUTS[name](message.payload))
+            if isinstance(message, handoff_pb2.PartData):
+                message = handoff_pb2.PartData(header=message.header, payload=CUTS[name](message.payload))
             handle(message)
 
         rank.handle = cut
@@ -120,14 +119,14 @@ async def test_a_part_that_does_not_land_in_time_ends_its_attempt(monkeypatch):
     """Its slot is in doubt: it may still land."""
     monkeypatch.setattr(landing, "MOST_PART_SECONDS", 0.05)
     async with decode_side(config("grpc")) as decode:
-        decode.receiver._rate = 1e-9  # an earlier peer let its bytes trickle
+        decode.receiver.stats.rate_bytes_per_second = 1e-9  # an earlier peer let its bytes trickle
         one = ScriptedPeer(decode.receiver)
         one.hello()
         transfer_id = await one.reserve(PAGE)
         one.want(transfer_id, 0, 64)
         aborted = await one.heard("aborted", transfer_id)
         assert aborted.error.code == "TransportError" and "deadline" in aborted.error.message
-        assert decode.count(SlotState.QUARANTINED) == 1 and decode.receiver.counts["late_parts"] == 1
+        assert decode.count(SlotState.QUARANTINED) == 1 and decode.receiver.stats.counts["late_parts"] == 1
         await until(lambda: transfer_id in decode.engine.aborted, "its blocks are given back")
         one.say(drained={"transfer_id": transfer_id})
         await until(lambda: decode.all_free, "every slot free")
@@ -142,12 +141,12 @@ async def test_a_part_that_breaks_the_scatter_ends_its_hand_off_only(transport, 
             raise RuntimeError("no")
 
         with monkeypatch.context() as patch:
-            patch.setattr(receiver_rank, "scatter", breaks)
+            patch.setattr(part_landing, "scatter", breaks)
             handoff = await prefill.open(decode.ref, TOKENS)
             with pytest.raises(TransportError, match="failed"):
                 await prefill.finish(handoff, TOKENS)
             await handoff.abort("refused")
-        assert decode.receiver.counts["part_failed"] >= 1
+        assert decode.receiver.stats.counts["part_failed"] >= 1
         assert "could not be scattered" in caplog.text
         await prefill.send(decode.ref, TOKENS)
         assert_same(prefill, decode, TOKENS)
@@ -158,14 +157,13 @@ async def test_a_part_that_breaks_the_scatter_ends_its_hand_off_only(transport, 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_rank_that_can_land_nothing_any_more_ends_its_worker(transport, monkeypatch):
     async with decode_side(config(transport)) as decode:
-        ended: list[str] = []
-        decode.receiver.on_exhausted = ended.append
+        ended = decode.exhausted
 
         def no_memory(slots: int) -> list[int]:
             raise RuntimeError("no memory for it")
 
-        monkeypatch.setattr(decode.ranks[0], "_add_segment", no_memory)
+        monkeypatch.setattr(decode.ranks[0]._memory, "add_segment", no_memory)
         decode.ranks[0].handle(m.AddSegment(4))
         await until(lambda: ended, "the worker hears of it")
-        assert "rank 0 lands nothing any more" in ended[0]
+        assert "rank 0 receives no more parts" in ended[0]
         assert "no memory for it" in ended[0]

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import PeerLostError
 from kv_transfer import messages as m
-from kv_transfer.prefill_side import link, sender
+from kv_transfer.prefill_side import link, links, rank_connections
 from kv_transfer.prefill_side.link import LinkToDecode
 from tests.kv_transfer.pair import Prefill, config, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome
@@ -24,11 +24,11 @@ TOKENS = 16
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr(sender, "LAST_WORDS_SECONDS", 0.05)
+    monkeypatch.setattr(links, "LAST_NOTICES_SECONDS", 0.05)
 
 
 def only_link(prefill: Prefill) -> LinkToDecode:
-    (found,) = prefill.sender._links.values()
+    (found,) = prefill.sender.links._links.values()
     return found
 
 
@@ -38,10 +38,10 @@ def endpoints(memory: str) -> list[handoff_pb2.RankEndpoint]:
 
 async def test_new_memory_that_is_told_of_while_nixl_is_probed_changes_nothing_else(monkeypatch):
     """A ring grows when a peer was lost: just then others come."""
-    monkeypatch.setattr(link, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(rank_connections, "PROBE_SECONDS", 0.5)
     connected: list[m.Connect] = []
     first = welcome(transport="nixl", ranks=endpoints("DRAM"))
-    async with scripted_decode(welcome=first) as decode, prefill_side(config("nixl")) as prefill:
+    async with scripted_decode(welcome=first) as decode, prefill_side(config("auto")) as prefill:
         handle = prefill.ranks[0].handle
 
         def noted(message: Any) -> None:
@@ -50,7 +50,6 @@ async def test_new_memory_that_is_told_of_while_nixl_is_probed_changes_nothing_e
             handle(message)
 
         monkeypatch.setattr(prefill.ranks[0], "handle", noted)
-        prefill.sender.config = config("auto")
         opening = asyncio.create_task(prefill.open(decode.ref, TOKENS))
         await until(lambda: bool(connected), "it is probed")
         (stream,) = decode.streams
@@ -59,26 +58,26 @@ async def test_new_memory_that_is_told_of_while_nixl_is_probed_changes_nothing_e
         stream.say(probe_result=handoff_pb2.ProbeResult(arrived=True))
         handoff = await opening
         one = only_link(prefill)
-        await until(lambda: all(task.done() for task in one._tasks[2:]), "no probe is waited for")
-        assert one.transport == "nixl" and not one.lost
+        await until(lambda: all(task.done() for task in one._tasks[1:]), "no probe is waited for")
+        assert one.agreement.transport == "nixl" and not one.lost
         assert [bool(message.nonce) for message in connected] == [True, False]
         assert connected[-1].ranks[0].memory == "VRAM"
         await handoff.abort("enough")
 
 
 async def test_a_probe_is_repeated_over_the_newest_memory(monkeypatch):
-    monkeypatch.setattr(link, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(rank_connections, "PROBE_SECONDS", 0.2)
     connected: list[m.Connect] = []
     first = welcome(transport="nixl", ranks=endpoints("DRAM"))
     async with scripted_decode(welcome=first) as decode, prefill_side(config("nixl")) as prefill:
         monkeypatch.setattr(prefill.ranks[0], "handle", connected.append)
-        prefill.sender.known.is_reached(decode.ref.worker_id)  # so a probe that fails is sent again
-        opening = asyncio.create_task(prefill.sender._link(decode.ref))
+        prefill.sender.links.known.is_reached(decode.ref.worker_id)  # so a probe that fails is sent again
+        opening = asyncio.create_task(prefill.sender.links.open(decode.ref))
         await until(lambda: bool(connected), "it is probed")
         decode.streams[0].say(welcome=welcome(transport="nixl", ranks=endpoints("VRAM")))
         await until(lambda: len(connected) == 3, "it is probed again")
         assert [message.ranks[0].memory for message in connected] == ["DRAM", "VRAM", "VRAM"]
-        assert connected[-1].anew and connected[-1].nonce
+        assert connected[-1].reconnect and connected[-1].nonce
         decode.streams[0].say(probe_result=handoff_pb2.ProbeResult(arrived=True))
         await opening
 
@@ -90,7 +89,7 @@ async def test_a_hand_off_that_is_aborted_in_the_message_that_accepts_it_has_end
         with pytest.raises(PeerLostError, match="a test"):
             await prefill.open(decode.ref, TOKENS)
         one = only_link(prefill)
-        assert not one.lost and not one._reserving and not one._aborted_early
+        assert not one.lost and not one._reservations
         assert prefill.sender.live == 0
 
 
@@ -120,7 +119,8 @@ async def test_what_is_queued_when_a_link_ends_is_still_said(monkeypatch):
 
         def with_last_words(error: PeerLostError) -> None:
             for _ in range(400):  # more than one message carries
-                one.send(abort=handoff_pb2.AbortHandoff(transfer_id=bytes(16), reason="last"))
+                abort = handoff_pb2.AbortHandoff(transfer_id=bytes(16), reason="last")
+                one.send(handoff_pb2.PrefillToDecode(abort=abort))
             lose(error)
 
         monkeypatch.setattr(one, "_lose", with_last_words)
@@ -152,7 +152,7 @@ async def test_a_link_that_is_lost_just_behind_a_yes_ends_the_hand_off(monkeypat
             if reply.HasField("reserve_reply"):
                 one._lose(PeerLostError("gone"))
 
-        monkeypatch.setattr(one, "_on_reply", then_lost)
+        monkeypatch.setattr(one._stream, "_on_message", then_lost)
         with pytest.raises(PeerLostError):
             await prefill.open(decode.ref, TOKENS)
         await first.abort("enough")

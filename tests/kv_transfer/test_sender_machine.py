@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cluster.config.worker import TransferConfig
 from cluster.errors import BatonError, PeerLostError, TransportError
 from kv_transfer import messages as m
-from kv_transfer.contract import HandoffReport, HandoffSpec
-from kv_transfer.prefill_side.sender import HandoffSender, OutgoingHandoff
+from kv_transfer.contract import HandoffReport
+from kv_transfer.prefill_side.handoff import OutgoingHandoff
+from kv_transfer.prefill_side.sender import HandoffSender
 from tests.reached import Reached
 from wire import common_pb2, handoff_pb2
 
@@ -41,6 +42,11 @@ class Rank:
     told: list[Any] = field(default_factory=list)
     on_event: Any = None
     hello = m.PeerRank(0, "", b"")
+    is_remote = True
+    staging_used_bytes = 0
+
+    def start(self, on_event: Any) -> None:
+        self.on_event = on_event
 
     def handle(self, message: Any) -> None:
         self.told.append(message)
@@ -50,7 +56,7 @@ class Rank:
 
     @property
     def granted(self) -> int:
-        return sum(isinstance(message, m.Granted) for message in self.told)
+        return sum(isinstance(message, handoff_pb2.SlotGrant) for message in self.told)
 
     @property
     def closed(self) -> int:
@@ -62,18 +68,19 @@ class Link:
     """The stream to D, as a list of what was said."""
 
     name: str = "d@2"
-    transport: str = "grpc"
-    slot_bytes: int = 4096
+    hello: handoff_pb2.Hello = field(default_factory=lambda: handoff_pb2.Hello(prefill=REF, layout=LAYOUT))
+    agreement: handoff_pb2.Welcome = field(
+        default_factory=lambda: handoff_pb2.Welcome(
+            layout=LAYOUT, slot_bytes=4096, transport="grpc", digests="all", digest_kind="xxh3_128"
+        )
+    )
     decode: common_pb2.WorkerRef = field(
         default_factory=lambda: common_pb2.WorkerRef(worker_id="d", epoch=2, address="127.0.0.1:1")
     )
-    decode_layout: common_pb2.KvLayout = field(default_factory=lambda: LAYOUT)
     lost: bool = False
     is_ready: bool = True
     said: list[tuple[str, Any]] = field(default_factory=list)
     drained: list[bytes] = field(default_factory=list)
-    digests: str = "all"
-    digest_kind: str = "xxh3_128"
 
     async def ready(self) -> None:
         if self.lost:
@@ -82,12 +89,16 @@ class Link:
     async def close(self) -> None:
         self.lost = True
 
-    def send(self, **message: Any) -> None:
-        if not self.lost:
-            self.said += list(message.items())
+    def send(self, message: handoff_pb2.PrefillToDecode) -> None:
+        kind = message.WhichOneof("message")
+        if not self.lost and kind is not None:
+            self.said.append((kind, getattr(message, kind)))
 
-    def say_drained(self, transfer_id: bytes) -> None:
+    def send_drained(self, transfer_id: bytes) -> None:
         self.drained.append(transfer_id)
+
+    def attach(self, handoff: OutgoingHandoff) -> None:
+        """It keeps no list."""
 
     def detach(self, handoff: OutgoingHandoff) -> None:
         """It keeps no list."""
@@ -112,12 +123,14 @@ class SenderMachine(RuleBasedStateMachine):
         epoch=st.sampled_from([EPOCH, EPOCH, EPOCH + 1]),
         calm=st.booleans(),
         finishing=st.booleans(),
+        computed=st.booleans(),
         fenced=st.sampled_from([False, False, False, True]),
     )
-    def build(self, know: int, epoch: int, calm: bool, finishing: bool, fenced: bool) -> None:
+    def build(self, know: int, epoch: int, calm: bool, finishing: bool, computed: bool, fenced: bool) -> None:
         """`know` ranks open the hand-off at once; the decode worker has `epoch` at the start. `calm`: nothing fails, since
         otherwise hardly any hand-off would reach its commit. `finishing`: from the start, since which rules a run draws
-        depends on the modules that are loaded, and it may never draw `finish`. `fenced`: at once, for the same reason."""
+        depends on the modules that are loaded, and it may never draw `finish`.
+        `computed`: all ranks have gathered everything, and `fenced`: at once, for the same reason."""
         self.calm = calm and not fenced
 
         async def make() -> HandoffSender:
@@ -128,12 +141,13 @@ class SenderMachine(RuleBasedStateMachine):
         self.ranks = [Rank() for _ in range(RANKS)]
         self.link = Link()
         self.sender = self.loop.run_until_complete(make())
-        self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
-        spec = HandoffSpec(T, "r", common_pb2.GenerateSpec(n=1), 16)
-        self.sender.worker = common_pb2.WorkerRef(worker_id="p", epoch=epoch, address="p:1")
+        self.sender.links._links[self.link.name] = self.link  # type: ignore[assignment]
+        reserve = handoff_pb2.Reserve(
+            transfer_id=T, request_id="r", spec=common_pb2.GenerateSpec(n=1), token_count=16
+        )
+        self.link.hello.prefill.epoch = epoch  # the worker had rejoined before it opened the link
         self.epoch = epoch
-        self.handoff = self.inside(lambda: OutgoingHandoff(self.sender, self.link, spec, 0))  # type: ignore[arg-type]
-        self.sender._live[T] = self.handoff
+        self.handoff = self.inside(lambda: self.sender._begin(reserve, 0, self.link))  # type: ignore[arg-type]
         self.starting = self.inside(lambda: self.loop.create_task(self.handoff.start("r")))
         for rank in range(know):
             self.opened(rank)
@@ -145,6 +159,9 @@ class SenderMachine(RuleBasedStateMachine):
             assert (opened.digests, opened.digest_kind) == ("all", "xxh3_128")
             if opened.prefill_epoch != EPOCH:
                 REACHED.hit("opened under a later epoch")
+        if computed:
+            for rank in range(RANKS):
+                self.gathered(rank, T)
         if fenced:
             self.is_fenced()
         elif finishing:
@@ -177,7 +194,10 @@ class SenderMachine(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, RANKS - 1), part=st.integers(0, 3))
     def wants_slot(self, rank: int, part: int) -> None:
-        self.rank_says(rank, m.SlotWanted(T, rank, rank, part, 64))
+        self.rank_says(
+            rank,
+            handoff_pb2.SlotRequest(transfer_id=T, source_rank=rank, target_rank=rank, part=part, bytes=64),
+        )
         REACHED.hit("slot asked for")
 
     @precondition(lambda self: not self.calm)
@@ -196,11 +216,11 @@ class SenderMachine(RuleBasedStateMachine):
             self.broken_before_drained |= self.link.lost and self.sender.live > 0
             self.rank_says(rank, m.TransferDrained(T, rank))
 
-    @precondition(lambda self: self.sender.mail.waits_for("d") and not self.link.lost)
+    @precondition(lambda self: self.sender.links.notices.waits_for("d") and not self.link.lost)
     @rule(transfer=st.sampled_from([T, OTHER]))
     def acknowledges(self, transfer: bytes) -> None:
-        self.inside(lambda: self.sender.mail.acknowledged("d", transfer))
-        assert self.sender.mail.waits_for("d") == (transfer != T), "something else was acknowledged"
+        self.inside(lambda: self.sender.links.notices.acknowledged("d", transfer))
+        assert self.sender.links.notices.waits_for("d") == (transfer != T), "something else was acknowledged"
         self.acknowledged = transfer == T
         REACHED.hit("acknowledged")
 
@@ -320,11 +340,11 @@ class SenderMachine(RuleBasedStateMachine):
 
     def is_drained_when_all_ranks_are(self) -> None:
         everywhere = self.drained_ranks == set(range(RANKS))
-        kept = T in self.sender.mail._waiting.get("d", {})
+        kept = T in self.sender.links.notices._waiting.get("d", {})
         assert kept == (everywhere and not self.acknowledged), "Drained is kept until it is acknowledged"
         assert everywhere or not self.link.drained, "said before every handle is terminal"
         assert (self.sender.live == 0) == everywhere
-        assert self.handoff._all_drained.done() == everywhere, (
+        assert self.handoff._drained.all_here.done() == everywhere, (
             "its blocks would be given back too early, or never"
         )
         if everywhere:

@@ -14,8 +14,11 @@ from kv_transfer import messages as m
 from kv_transfer.layout.geometry import Flow
 from kv_transfer.poll_pace import MAX_SECONDS
 from kv_transfer.prefill_side.sender_rank import SenderRank
+from kv_transfer.transports.base import Arrival
+from kv_transfer.transports.registry import Endpoints
 from tests.kv_transfer.pair import BLOCKS, DIM, HEADS, LAYERS, PAGE, SLOT_BYTES, config
 from tests.waiting import wait_for
+from wire import handoff_pb2
 
 
 @dataclass
@@ -28,6 +31,8 @@ class HeldWrite:
 
 @dataclass
 class HeldEndpoint:
+    transport: str = "nixl"
+    writes_in_place: bool = True
     name: str = "held"
     metadata: bytes = b""
     writes: dict[str, list[HeldWrite]] = field(default_factory=dict)  # by agent
@@ -61,7 +66,7 @@ class HeldEndpoint:
 
     def notify(self, agent_name: str, message: bytes) -> None: ...
 
-    def notifications(self) -> list[bytes]:
+    def arrivals(self) -> list[Arrival]:
         return []
 
     def close(self) -> None: ...
@@ -75,10 +80,10 @@ class Rank:
 
     def open(self, transfer: bytes, peer: str, tokens: int) -> None:
         """Everything is computed and every slot granted."""
-        self.rank.handle(m.Connect(peer, [m.PeerRank(0, f"agent-{peer}", b"")], ""))
+        self.rank.handle(m.Connect(peer, [m.PeerRank(0, f"agent-{peer}", b"")], "", "nixl"))
         self.compute(transfer, peer, tokens)
         for part in range(self.parts(transfer)):
-            self.rank.handle(m.Granted(transfer, 0, part, part, 1, 4096 * part, 0, 1.0))
+            self.rank.handle(grant(transfer, part, part, 1, 4096 * part))
 
     def compute(self, transfer: bytes, peer: str, tokens: int) -> None:
         self.rank.handle(
@@ -89,7 +94,11 @@ class Rank:
         for layer in range(LAYERS):
             self.rank.layer_computed(transfer.hex(), layer, 0, tokens, range(-(-tokens // PAGE)))
         wait_for(lambda: any(self.of(m.AllGathered, transfer)), 60, "all cut")
-        wait_for(lambda: len(self.of(m.SlotWanted, transfer)) == self.parts(transfer), 60, "slots asked for")
+        wait_for(
+            lambda: len(self.of(handoff_pb2.SlotRequest, transfer)) == self.parts(transfer),
+            60,
+            "slots asked for",
+        )
 
     def of(self, kind: type, transfer: bytes) -> list[object]:
         return [e for e in self.events if isinstance(e, kind) and e.transfer_id == transfer]
@@ -102,6 +111,21 @@ class Rank:
         return len(self.endpoint.writes.get(f"agent-{peer}", []))
 
 
+def grant(transfer: bytes, part: int, slot: int, generation: int, address: int) -> handoff_pb2.SlotGrant:
+    return handoff_pb2.SlotGrant(
+        transfer_id=transfer,
+        part=part,
+        slot=slot,
+        generation=generation,
+        address=address,
+        deadline_seconds=1.0,
+    )
+
+
+def result(transfer: bytes, part: int, verified: bool) -> handoff_pb2.PartResult:
+    return handoff_pb2.PartResult(transfer_id=transfer, part=part, verified=verified)
+
+
 @pytest.fixture
 def sending():
     endpoint = HeldEndpoint()
@@ -109,11 +133,11 @@ def sending():
         rank=0,
         kv_cache=torch.zeros(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM),
         kv_head_range=(0, HEADS),
-        endpoint=endpoint,
+        endpoints=Endpoints([endpoint]),
         config=config("nixl"),
     )
     events: list[object] = []
-    rank.on_event = events.append
+    rank.start(events.append)
     yield Rank(rank, endpoint, events)
     rank.close()
 
@@ -143,7 +167,7 @@ def test_a_new_link_keeps_the_peer(sending):
     sending.open(A, "back", 8)
     wait_for(lambda: sending.written("back") == sending.parts(A), 60, "all posted")
     sending.rank.handle(m.Disconnect("back"))
-    sending.rank.handle(m.Connect("back", [m.PeerRank(0, "agent-back", b"")], ""))
+    sending.rank.handle(m.Connect("back", [m.PeerRank(0, "agent-back", b"")], "", "nixl"))
     sending.rank.handle(m.CloseTransfer(A))
     for write in sending.endpoint.writes["agent-back"]:
         write.state = "done"
@@ -156,12 +180,12 @@ def test_an_agent_that_a_later_epochs_link_uses_stays(sending):
     sending.open(A, "d@1", 8)
     wait_for(lambda: sending.written("d@1") == sending.parts(A), 60, "all posted")
     sending.rank.handle(m.Disconnect("d@1"))
-    sending.rank.handle(m.Connect("d@2", [m.PeerRank(0, "agent-d@1", b"")], ""))
+    sending.rank.handle(m.Connect("d@2", [m.PeerRank(0, "agent-d@1", b"")], "", "nixl"))
     sending.rank.handle(m.CloseTransfer(A))
     for write in sending.endpoint.writes["agent-d@1"]:
         write.state = "done"
     wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 60, "drained")
-    wait_for(lambda: "d@1" not in sending.rank._peers._ranks, 60, "the first link is let go")
+    wait_for(lambda: "d@1" not in sending.rank._peers._peers, 60, "the first link is let go")
     assert "agent-d@1" in sending.endpoint.connected
     sending.rank.handle(m.Disconnect("d@2"))
     wait_for(lambda: "agent-d@1" not in sending.endpoint.connected, 60, "and so is the second")
@@ -193,7 +217,7 @@ def test_a_hand_off_is_open_when_it_is_said_to_be(sending):
                 sending.rank.layer_computed("r", layer, 0, PAGE, [0])
             noted.append(event)
 
-    sending.rank.on_event = opened
+    sending.rank._on_event = opened
     for transfer, asked in ((b"a" * 16, False), (b"b" * 16, True)):
         flows = [Flow(0, 0, 0, HEADS)]
         fields = (transfer, "r", "p", "nixl", flows, 0, PAGE, SLOT_BYTES, 1, 2)
@@ -216,7 +240,7 @@ def test_a_stuck_peer_does_not_starve_another(sending):
     for part in range(sending.parts(B)):
         wait_for(lambda part=part: sending.written("well") > part, 60, "posted to the other")
         sending.endpoint.writes["agent-well"][part].state = "done"
-        sending.rank.handle(m.PartAnswered(B, 0, part, True))
+        sending.rank.handle(result(B, part, True))
     sending.rank.handle(m.CloseTransfer(B))
     wait_for(lambda: bool(sending.of(m.TransferDrained, B)), 60, "the other is through")
     assert not sending.of(m.TransferDrained, A)
@@ -233,24 +257,26 @@ def test_more_corrupted_parts_than_staging_holds(sending):
     for part in range(count):
         wait_for(lambda part=part: sending.written("peer") > part, 60, "posted")
         sending.endpoint.writes["agent-peer"][part].state = "done"
-        sending.rank.handle(m.PartAnswered(A, 0, part, False))
-    wait_for(lambda: len(sending.of(m.SlotWanted, A)) == 2 * count, 60, "asked for again")
+        sending.rank.handle(result(A, part, False))
+    wait_for(lambda: len(sending.of(handoff_pb2.SlotRequest, A)) == 2 * count, 60, "asked for again")
     wait_for(lambda: not sending.rank.staging_used_bytes, 60, "staging free")
 
 
 def test_a_grant_repeated_after_a_resend_is_not_used(sending):
     """The slot may have another owner by now, whose part a write would damage."""
-    sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], ""))
+    sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "", "nixl"))
     sending.compute(A, "peer", 64)
     assert sending.parts(A) > 1
-    first, second = m.Granted(A, 0, 0, 5, 1, 4096, 0, 1.0), m.Granted(A, 0, 0, 5, 2, 4096, 0, 1.0)
+    first, second = grant(A, 0, 5, 1, 4096), grant(A, 0, 5, 2, 4096)
     sending.rank.handle(first)
     wait_for(lambda: sending.written("peer") == 1, 15, "posted")
     sending.endpoint.writes["agent-peer"][0].state = "done"
-    sending.rank.handle(m.PartAnswered(A, 0, 0, False))
-    wait_for(lambda: len(sending.of(m.SlotWanted, A)) == sending.parts(A) + 1, 15, "asked for again")
+    sending.rank.handle(result(A, 0, False))
+    wait_for(
+        lambda: len(sending.of(handoff_pb2.SlotRequest, A)) == sending.parts(A) + 1, 15, "asked for again"
+    )
     sending.rank.handle(first)
-    sending.rank.handle(m.Granted(A, 0, 1, 6, 1, 4096, 0, 1.0))
+    sending.rank.handle(grant(A, 1, 6, 1, 4096))
     wait_for(lambda: sending.written("peer") == 2, 15, "another part is posted")
     time.sleep(0.05)
     assert sending.written("peer") == 2, "written under a grant that was used up"
@@ -293,11 +319,13 @@ def test_an_exception_of_one_hand_off_ends_that_hand_off_only(sending, monkeypat
     """Any exception, here while a granted part is prepared. Writes posted before are still awaited."""
     sending.open(A, "peer", 64)
     wait_for(lambda: sending.written("peer") == sending.parts(A), 15, "all posted")
-    sending.rank.handle(m.PartAnswered(A, 0, 0, False))  # one more is to be posted, and that fails
-    wait_for(lambda: len(sending.of(m.SlotWanted, A)) == sending.parts(A) + 1, 15, "asked for again")
-    monkeypatch.setattr(SenderRank, "_source", fails_for(A, SenderRank._source))
+    sending.rank.handle(result(A, 0, False))  # one more is to be posted, and that fails
+    wait_for(
+        lambda: len(sending.of(handoff_pb2.SlotRequest, A)) == sending.parts(A) + 1, 15, "asked for again"
+    )
+    monkeypatch.setattr(SenderRank, "_read", fails_for(A, SenderRank._read))
     sending.endpoint.writes["agent-peer"][0].state = "done"
-    sending.rank.handle(m.Granted(A, 0, 0, 9, 1, 4096, 0, 1.0))
+    sending.rank.handle(grant(A, 0, 9, 1, 4096))
     wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 15, "it fails")
     assert "a fault of ours" in sending.of(m.TransferFailed, A)[0].reason
     sending.open(B, "other", 8)
@@ -318,7 +346,7 @@ def test_a_message_that_the_rank_cannot_digest_ends_its_hand_off_only(sending, m
         raise RuntimeError("a fault of ours")
 
     if message == "open":
-        sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], ""))
+        sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "", "nixl"))
         wait_for(lambda: bool(sending.endpoint.connects), 15, "connected")
         monkeypatch.setattr(sending.endpoint, "connect", fault)
         flows = [Flow(0, 0, 0, HEADS)]
@@ -331,8 +359,7 @@ def test_a_message_that_the_rank_cannot_digest_ends_its_hand_off_only(sending, m
     else:
         sending.compute(A, "peer", 4)
         monkeypatch.setattr(SenderRank, "_granted" if message == "grant" else "_answered", fault)
-        grant, result = m.Granted(A, 0, 0, 0, 1, 0, 0, 1.0), m.PartAnswered(A, 0, 0, True)
-        sending.rank.handle(grant if message == "grant" else result)
+        sending.rank.handle(grant(A, 0, 0, 1, 0) if message == "grant" else result(A, 0, True))
     wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 15, "it fails")
     monkeypatch.undo()
     sending.open(B, "other", 8)
@@ -347,7 +374,7 @@ def test_any_failure_to_connect_a_peer_is_reported(sending, monkeypatch):
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(sending.endpoint, "connect", fault)
-    sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "nonce"))
+    sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "nonce", "nixl"))
     wait_for(lambda: m.ProbeFailed("peer", "no such thing") in sending.events, 15, "told")
     assert not any(isinstance(event, m.RankFailed) for event in sending.events)
 
@@ -355,13 +382,13 @@ def test_any_failure_to_connect_a_peer_is_reported(sending, monkeypatch):
 def test_writes_that_stay_pending_are_looked_at_ever_less_often(sending, monkeypatch):
     """As over TCP to a stopped process; after progress they are polled at once again."""
     pauses: list[float] = []
-    wait = sending.rank._wake.wait
+    wait = sending.rank._thread._wake.wait
 
     def noted(seconds: float) -> bool:
         pauses.append(seconds)
         return wait(seconds)
 
-    monkeypatch.setattr(sending.rank._wake, "wait", noted)
+    monkeypatch.setattr(sending.rank._thread._wake, "wait", noted)
     sending.open(A, "stopped", 64)
     wait_for(lambda: pauses[-1:] == [MAX_SECONDS], 15, "as seldom as it gets")
     count = len(pauses)
@@ -375,22 +402,22 @@ def test_writes_that_stay_pending_are_looked_at_ever_less_often(sending, monkeyp
     ("", "", "xxh3_128"), ("all", "sum64", "sum64"), ("off", "sum64", ""), ("all", "", "xxh3_128"),
 ])  # fmt: skip
 def test_parts_carry_the_digest_that_their_pair_has_agreed_on(sending, setting, kind, expected):
-    digests = sending.rank._digests
     fields = (A, "r", "p", "nixl", [Flow(0, 0, 0, HEADS)], 0, 4, SLOT_BYTES, 1, 2)
     opened = m.OpenTransfer(*fields, digests=setting, digest_kind=kind)
-    assert {digests.kind_of(opened, 0, 0, part) for part in range(20)} == {expected}
+    digests = sending.rank._source.digests(opened)
+    assert {digests.kind_of(A, 0, 0, part) for part in range(20)} == {expected}
 
 
 def test_a_hand_off_that_failed_posts_nothing_more(sending, monkeypatch):
     """The failure was reported, so later grants are not used."""
-    sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], ""))
+    sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "", "nixl"))
     sending.compute(A, "peer", 64)
     monkeypatch.setattr(SenderRank, "_answered", lambda *arguments: 1 / 0)
-    sending.rank.handle(m.PartAnswered(A, 0, 0, True))
+    sending.rank.handle(result(A, 0, True))
     wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 15, "it fails")
     monkeypatch.undo()
     for part in range(sending.parts(A)):
-        sending.rank.handle(m.Granted(A, 0, part, part, 1, 4096 * part, 0, 1.0))
+        sending.rank.handle(grant(A, part, part, 1, 4096 * part))
     sending.open(B, "other", 8)  # after all of that
     wait_for(lambda: sending.written("other") == sending.parts(B), 15, "the other goes on")
     assert sending.written("peer") == 0

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from cluster.config.worker import TransferConfig
 from cluster.errors import ConfigError
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
+from kv_transfer.transports.registry import Endpoints
 
 
 @pytest.mark.parametrize("size", [4095, 4097, 33 << 20, 1 << 62])
@@ -23,7 +24,7 @@ def receiver(heads: int) -> ReceiverRank:
         rank=0,
         kv_cache=torch.zeros(2, 2, 2, heads, 16, 16),
         kv_head_range=(0, heads),
-        endpoint=None,
+        endpoints=Endpoints(),
         config=TransferConfig(slot_bytes=4096, ring_bytes=1 << 16, ring_max_bytes=1 << 17),
         decode_epoch=1,
     )

@@ -17,13 +17,15 @@ from cluster.protocol.block_hash import pack_tokens
 from engine.engine import Engine
 from engine.plan import StepPlan
 from kv_transfer import messages as m
-from kv_transfer.contract import HandoffSpec
-from kv_transfer.prefill_side.sender import HandoffSender, OutgoingHandoff
+from kv_transfer.prefill_side.handoff import OutgoingHandoff
+from kv_transfer.prefill_side.sender import HandoffSender
 from kv_transfer.prefill_side.sender_rank import SenderRank
+from kv_transfer.transports.base import Arrival
+from kv_transfer.transports.registry import Endpoints
 from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.role import PrefillRole
 from tests.engine.fake_model import PAGE, FakeRunner
-from tests.prefill_worker.fake_core import fake_core
+from tests.prefill_worker.fake_parts import fake_parts
 from tests.waiting import until
 from wire import common_pb2, handoff_pb2, prefill_pb2
 
@@ -51,6 +53,8 @@ class LateWrite:
 
 @dataclass
 class LateEndpoint:
+    transport: str = "nixl"
+    writes_in_place: bool = True
     name: str = "late"
     metadata: bytes = b""
     writes: list[LateWrite] = field(default_factory=list)
@@ -65,7 +69,7 @@ class LateEndpoint:
 
     def notify(self, agent_name: str, message: bytes) -> None: ...
 
-    def notifications(self) -> list[bytes]:
+    def arrivals(self) -> list[Arrival]:
         return []
 
     def write(
@@ -105,20 +109,22 @@ class Link:
     """The link to a decode worker; the test sends its replies."""
 
     name: str = "d@2"
-    transport: str = "nixl"
-    slot_bytes: int = SLOT_BYTES
-    digests: str = ""
-    digest_kind: str = ""
+    hello: handoff_pb2.Hello = field(
+        default_factory=lambda: handoff_pb2.Hello(prefill=PREFILL, layout=LAYOUT)
+    )
+    agreement: handoff_pb2.Welcome = field(
+        default_factory=lambda: handoff_pb2.Welcome(layout=LAYOUT, slot_bytes=SLOT_BYTES, transport="nixl")
+    )
     decode: common_pb2.WorkerRef = field(default_factory=lambda: DECODE)
-    decode_layout: common_pb2.KvLayout = field(default_factory=lambda: LAYOUT)
     lost: bool = False
     is_ready: bool = True
     said: list[tuple[str, Any]] = field(default_factory=list)
 
-    def send(self, **message: Any) -> None:
-        self.said += list(message.items())
+    def send(self, message: handoff_pb2.PrefillToDecode) -> None:
+        kind = message.WhichOneof("message") or ""
+        self.said.append((kind, getattr(message, kind)))
 
-    def say_drained(self, transfer_id: bytes) -> None:
+    def send_drained(self, transfer_id: bytes) -> None:
         self.said.append(("drained", transfer_id))
 
     async def ready(self) -> None: ...
@@ -145,25 +151,27 @@ class World:
             transport="auto", slot_bytes=SLOT_BYTES, part_bytes=4096, staging_bytes=1 << 20, digests=digests
         )
         self.rank = SenderRank(
-            rank=0, kv_cache=self.runner.kv, kv_head_range=(0, 1), endpoint=self.endpoint, config=config
+            rank=0,
+            kv_cache=self.runner.kv,
+            kv_head_range=(0, 1),
+            endpoints=Endpoints([self.endpoint]),
+            config=config,
         )
         self.runner.sink = self.rank
         self.sender = HandoffSender(worker=PREFILL, layout=LAYOUT, ranks=[self.rank], config=config)
         self.link = Link()
-        self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
+        self.sender.links._links[self.link.name] = self.link  # type: ignore[assignment]
         self.sender.reserve = self._reserve  # type: ignore[method-assign]
-        self.rank.handle(m.Connect(self.link.name, [m.PeerRank(0, "agent", b"")], ""))
-        core = fake_core(self._call, max_batch_tokens=64, page_size=PAGE)
-        self.role = PrefillRole(core, self.sender)
+        self.rank.handle(m.Connect(self.link.name, [m.PeerRank(0, "agent", b"")], "", "nixl"))
+        parts = fake_parts(self._call, max_batch_tokens=64, page_size=PAGE)
+        self.role = PrefillRole(parts, self.sender)
 
     async def _call(self, function: Callable[[Engine], Any]) -> Any:
         await asyncio.sleep(0)
         return function(self.engine)
 
-    async def _reserve(self, decode: Any, spec: HandoffSpec, seconds: float) -> OutgoingHandoff:
-        handoff = OutgoingHandoff(self.sender, self.link, spec, 0)  # type: ignore[arg-type]
-        self.sender._live[spec.transfer_id] = handoff
-        return handoff
+    async def _reserve(self, decode: Any, reserve: handoff_pb2.Reserve, seconds: float) -> OutgoingHandoff:
+        return self.sender._begin(reserve, 0, self.link)  # type: ignore[arg-type]
 
     def run(self, transfer: bytes, prompt: list[int], new: int = 4) -> PrefillAttempt:
         sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.errors import EngineRequestError
-from prefill_worker import role as role_module
+from prefill_worker import prefilling
 from prefill_worker.attempt import PrefillState
 from tests.prefill_worker.test_prefill_machine import Handoff, PrefillMachine, prompt_of
 from wire import common_pb2
@@ -79,14 +79,14 @@ def test_logits_that_are_not_finite_end_the_attempt(machine):
 
 
 def test_a_token_that_cannot_be_sent_ends_its_attempt(machine, monkeypatch):
-    real = role_module.token_to_wire
+    real = prefilling.token_to_wire
 
     def fails(token):
         if token.request_id == BAD.hex():
             raise OverflowError("of this token")
         return real(token)
 
-    monkeypatch.setattr(role_module, "token_to_wire", fails)
+    monkeypatch.setattr(prefilling, "token_to_wire", fails)
     handoff = both_in_the_engine(machine)
     while machine.engine.has_work:
         machine.step(1)

@@ -148,21 +148,21 @@ async def test_a_worker_that_stops_does_not_wait_for_a_stuck_peer():
     await one.role.cancel(attempt)
     async with asyncio.timeout(10):
         await one.sender.close()
-    await until(lambda: not one.role._freeing._tasks, "nothing waits for ever", 5.0)
+    await until(lambda: not one.role.prefilling._freeing._tasks, "nothing waits for ever", 5.0)
     assert one.engine.stats().blocks_held == PARTS
     await one.role.attempts.close()
 
 
-@pytest.mark.parametrize("given_back", [False, True])
-async def test_a_cancel_before_the_first_step_ends_the_log_too(given_back):
+@pytest.mark.parametrize("returned", [False, True])
+async def test_a_cancel_before_the_first_step_ends_the_log_too(returned):
     """Otherwise its reader would wait for ever."""
     async with world() as one:
         attempt = one.run(A, [MINE] * 8)
-        attempt.given_back = given_back
+        attempt.returned_to_router = returned
         await one.role.cancel(attempt)
         assert attempt.log.ended
         (event,) = [event async for event in attempt.log.read()]
-        assert event.end.error.code == ("DrainingError" if given_back else "CancelledError")
+        assert event.end.error.code == ("DrainingError" if returned else "CancelledError")
         assert sum(one.role.ended.values()) == 1
         assert await one.role.freed(attempt, 0.0)
 
@@ -176,6 +176,6 @@ async def test_waiting_attempts_are_returned_together():
             lambda: all(attempt.machine.state is PrefillState.COMPUTING for attempt in begun), "begun"
         )
         assert all(attempt.machine.state is PrefillState.QUEUED for attempt in waiting)
-        await one.role.give_back_waiting()
+        await one.role.return_waiting()
         assert all(attempt.log.ended for attempt in waiting)
         assert not any(attempt.log.ended for attempt in begun)

@@ -26,7 +26,7 @@ from kv_transfer.contract import HandoffReport
 from prefill_worker.attempt import PrefillAttempt, PrefillState
 from prefill_worker.role import PrefillRole
 from tests.engine.fake_model import FakeRunner, continuation
-from tests.prefill_worker.fake_core import fake_core
+from tests.prefill_worker.fake_parts import fake_parts
 from tests.reached import Reached
 from tests.virtual_time import VirtualLoop
 from wire import common_pb2, prefill_pb2
@@ -70,7 +70,7 @@ class Handoff:
     def over(self) -> bool:
         return self.finished or self.aborted > 0
 
-    async def start(self, request_id: str) -> None:
+    async def start(self, request_id: str, part_times: object = None) -> None:
         """Nothing is sent."""
 
     async def drained(self) -> None:
@@ -107,7 +107,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.number = 0
         self.opened: dict[bytes, PrefillAttempt] = {}
         self.draining = False
-        self.given_back: set[bytes] = set()
+        self.returned: set[bytes] = set()
 
     @initialize(leaves_after=st.sampled_from([10, 60, 10_000]))
     def build(self, leaves_after: int) -> None:
@@ -125,7 +125,7 @@ class PrefillMachine(RuleBasedStateMachine):
             if epoch != EPOCH:
                 raise StaleEpochError("another epoch")
 
-        core = fake_core(
+        parts = fake_parts(
             call,
             max_batch_tokens=16,
             page_size=4,
@@ -134,7 +134,7 @@ class PrefillMachine(RuleBasedStateMachine):
         )
 
         async def make() -> PrefillRole:
-            return PrefillRole(core, self.sender)  # type: ignore[arg-type]
+            return PrefillRole(parts, self.sender)  # type: ignore[arg-type]
 
         self.role = self.loop.run_until_complete(make())
 
@@ -304,11 +304,11 @@ class PrefillMachine(RuleBasedStateMachine):
         self.draining = True
         running = [one for one in self.role.attempts.all() if not one.log.ended]
         going = [one for one in running if all_of_it or one.machine.state is PrefillState.QUEUED]
-        give_back = self.role.give_back_running if all_of_it else self.role.give_back_waiting
-        self.loop.run_until_complete(give_back())
+        returns = self.role.return_all if all_of_it else self.role.return_waiting
+        self.loop.run_until_complete(returns())
         for attempt in running:
             assert attempt.log.ended == (attempt in going), "more or less than it should was given back"
-        self.given_back |= {attempt.transfer_id for attempt in going}
+        self.returned |= {attempt.transfer_id for attempt in going}
         if going:
             REACHED.hit("given back")
 
@@ -327,7 +327,7 @@ class PrefillMachine(RuleBasedStateMachine):
 
         events = self.loop.run_until_complete(read())
         assert [event.WhichOneof("event") for event in events][-1] == "end"
-        if transfer in self.given_back:
+        if transfer in self.returned:
             assert events[-1].end.error.code == "DrainingError", "the router would not know why"
         assert self.role.attempts.is_ended(transfer)
 
@@ -379,9 +379,9 @@ class PrefillMachine(RuleBasedStateMachine):
         while self.written_to():
             self.writes_end(0)
         assert self.engine.stats().blocks_held == 0, "blocks are held that nobody owns"
-        assert not self.role._by_engine_id
+        assert not self.role.prefilling.by_engine_id
         # Whoever comes next is let in at once: what was admitted has been given back.
-        assert self.role.admission.inside_tokens == 0
+        assert self.role.prefilling.admission.inside_tokens == 0
         self.loop.run_until_complete(self.role.attempts.close())
 
 

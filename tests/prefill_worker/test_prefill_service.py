@@ -21,7 +21,7 @@ from prefill_worker.service import PrefillService
 from tests.prefill_worker.late_reads import DECODE, World
 from tests.waiting import until as until_true
 from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
-from worker.core import WorkerCore
+from worker.identity import WorkerIdentity
 
 until = partial(until_true, seconds=15.0)
 
@@ -34,10 +34,10 @@ async def serving():
     """A World behind its service, with the real worker's check of epochs."""
     world = World()
     me = SimpleNamespace(worker_id="p", epoch=EPOCH)
-    world.role._core.check_epoch = lambda epoch: WorkerCore.check_epoch(me, epoch)
+    world.role._parts.identity.check_epoch = lambda epoch: WorkerIdentity.check_epoch(me, epoch)
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(world.role), server)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(world.role, "p"), server)
     await server.start()
     try:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -151,7 +151,7 @@ async def test_a_cancel_of_what_still_queues_is_answered_at_once(monkeypatch):
         calls = [stub.Run(run(transfer_id=bytes([number]) * 16)) for number in range(8)]  # two steps' worth
         await until(lambda: len(world.role.attempts) == 8, "they have come")
         calls.append(stub.Run(run()))
-        await until(lambda: world.role.admission.waiting == 1, "it queues")
+        await until(lambda: world.role.prefilling.admission.waiting == 1, "it queues")
         attempt = world.role.attempts.get(T)
         async with asyncio.timeout(10):
             answer = await stub.Cancel(prefill_pb2.PrefillCancelRequest(transfer_id=T))
@@ -181,13 +181,13 @@ async def test_a_cancel_says_that_blocks_are_free_when_they_are():
 
 async def test_the_engine_computes_with_the_priority_that_admission_gave(monkeypatch):
     async with serving() as (world, stub):
-        enter, add, priorities = world.role.admission.enter, world.engine.add, []
+        enter, add, priorities = world.role.prefilling.admission.enter, world.engine.add, []
 
         async def aged(*arguments):
             await enter(*arguments)
             return 1
 
-        monkeypatch.setattr(world.role.admission, "enter", aged)
+        monkeypatch.setattr(world.role.prefilling.admission, "enter", aged)
         monkeypatch.setattr(world.engine, "add", lambda one: (priorities.append(one.priority), add(one)))
         call = stub.Run(run(new=1))
         await until(lambda: world.engine.has_work, "the engine has it")

@@ -1,4 +1,4 @@
-"""A fake tensor-parallel rank with what its worker and worker/ranks/watch.py use of it."""
+"""A fake tensor-parallel rank, with what its worker and worker/ranks/watch.py use of it, and a recorder of reports."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ class FakeRank:
 
     def end(self, seconds: float) -> None:
         self.did.append("end")
+
+
+class Reports:
+    """Records what ranks report."""
+
+    def __init__(self) -> None:
+        self.failures: list[Exception] = []
+
+    @property
+    def said(self) -> list[str]:
+        return [str(error) for error in self.failures]
+
+    def rank_failed(self, error: Exception) -> None:
+        self.failures.append(error)
+
+    def rank_leaving(self) -> None:
+        """No rank leaves here."""

@@ -1,4 +1,4 @@
-"""When a leaving worker waits, when it gives back, and what."""
+"""When a leaving worker waits, and when it returns which requests to their routers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Role:
         self._ends = clock() + seconds
         self.waiting = waiting
         self.running = 1
-        self.given_back: list[str] = []
+        self.returned: list[str] = []
 
     def idle(self) -> bool:
         if self._clock() >= self._ends:
             self.running = 0
         return self.running + self.waiting == 0
 
-    async def give_back_waiting(self) -> None:
+    async def return_waiting(self) -> None:
         if self.waiting:
-            self.given_back.append(f"waiting at {self._clock():.0f}")
+            self.returned.append(f"waiting at {self._clock():.0f}")
         self.waiting = 0
 
-    async def give_back_running(self) -> None:
-        self.given_back.append(f"running at {self._clock():.0f}")
+    async def return_all(self) -> None:
+        self.returned.append(f"running at {self._clock():.0f}")
         self.waiting = self.running = 0
 
 
@@ -49,6 +49,7 @@ async def leave(role: Role, clock: Clock, *, successor: bool, healthy: bool = Tr
     async with asyncio.timeout(30):
         await drain(
             role,
+            "w",
             healthy=lambda: healthy,
             has_successor=has_successor,
             migrate_seconds=5,
@@ -61,14 +62,14 @@ async def test_what_finishes_soon_finishes_here() -> None:
     clock = Clock()
     role = Role(clock, seconds=3)
     await leave(role, clock, successor=True)
-    assert role.given_back == []
+    assert role.returned == []
 
 
 async def test_what_takes_long_goes_on_elsewhere() -> None:
     clock = Clock()
     role = Role(clock, waiting=2)
     await leave(role, clock, successor=True)
-    waiting, running = role.given_back
+    waiting, running = role.returned
     assert waiting in ("waiting at 0", "waiting at 1")
     assert running in ("running at 5", "running at 6")
 
@@ -77,18 +78,18 @@ async def test_without_a_successor_it_has_the_whole_limit() -> None:
     clock = Clock()
     role = Role(clock, seconds=9, waiting=0)
     await leave(role, clock, successor=False)
-    assert role.given_back == []
+    assert role.returned == []
 
 
 async def test_the_limit_is_the_limit() -> None:
     clock = Clock()
     role = Role(clock, waiting=1)
     await leave(role, clock, successor=False)
-    assert role.given_back in (["running at 12"], ["running at 13"])
+    assert role.returned in (["running at 12"], ["running at 13"])
 
 
 async def test_a_hung_engine_is_not_waited_for() -> None:
     clock = Clock()
     role = Role(clock)
     await leave(role, clock, successor=False, healthy=False)
-    assert role.given_back == [] and clock() < 3
+    assert role.returned == [] and clock() < 3

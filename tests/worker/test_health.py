@@ -15,14 +15,14 @@ class Clock:
 
 
 def serving(clock: Clock) -> Health:
-    health = Health(10.0, clock)
+    health = Health("w", 10.0, clock)
     for phase in (Phase.WARMING_UP, Phase.STARTING, Phase.SERVING):
         health.to(phase)
     return health
 
 
 def test_a_worker_is_ready_only_while_it_serves() -> None:
-    health = Health(10.0, Clock())
+    health = Health("w", 10.0, Clock())
     for phase in (Phase.LOADING, Phase.WARMING_UP, Phase.STARTING):
         health.to(phase)
         assert health.why_not_ready() == [phase.value]
@@ -47,14 +47,14 @@ def test_draining_is_for_good() -> None:
 
 def test_an_unregistered_worker_is_live_and_not_ready() -> None:
     health = serving(Clock())
-    health.registered = lambda: False
+    health.watch(engine_moves=lambda: True, registered=lambda: False)
     assert "not registered" in health.why_not_ready()[0]
     assert health.why_not_live() == []
 
 
 def test_a_hung_engine_is_neither() -> None:
     health = serving(Clock())
-    health.engine_moves = lambda: False
+    health.watch(engine_moves=lambda: False, registered=lambda: True)
     assert "engine" in health.why_not_live()[0]
     assert health.why_not_ready() == health.why_not_live()
 

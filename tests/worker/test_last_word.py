@@ -16,13 +16,14 @@ from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import EngineFailedError, EngineRequestError, InternalError, from_wire
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION
-from decode_worker.worker import DecodeWorker
-from prefill_worker.worker import PrefillWorker
+from decode_worker import worker as decode_worker
+from prefill_worker import worker as prefill_worker
 from tests.checkpoints import prompt_ids
 from tests.waiting import until
 from tests.worker.fake_rank import FakeRank
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from worker.ranks.process import RankRaised
+from worker.worker import Worker
 
 LONG = 60.0
 
@@ -33,8 +34,12 @@ class Pair:
         transfer = TransferConfig(
             transport="grpc", ring_bytes=1 << 20, ring_max_bytes=4 << 20, slot_bytes=1 << 16
         )
-        self.decode = DecodeWorker(WorkerConfig(role="decode", engine=engine, transfer=transfer))
-        self.prefill = PrefillWorker(WorkerConfig(role="prefill", engine=engine, transfer=transfer))
+        self.decode = Worker(
+            WorkerConfig(role="decode", engine=engine, transfer=transfer), decode_worker.make_role
+        )
+        self.prefill = Worker(
+            WorkerConfig(role="prefill", engine=engine, transfer=transfer), prefill_worker.make_role
+        )
         self.channels: list[grpc.aio.Channel] = []
 
     async def start(self) -> None:
@@ -50,7 +55,7 @@ class Pair:
 
     def spec(self, length: int) -> common_pb2.GenerateSpec:
         return common_pb2.GenerateSpec(
-            model_id=self.decode._core.model_id,
+            model_id=self.decode._identity.model_id,
             prompt_tokens=pack_tokens(prompt_ids(length)),
             sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True),
             n=1,
@@ -90,7 +95,7 @@ class Pair:
                 request_id=f"r{number}",
                 worker_epoch=self.prefill.epoch,
                 spec=self.spec(40),
-                decode=self.decode._core.ref,
+                decode=self.decode._identity.ref,
                 admission_deadline_ms=30_000,
             )
         )
@@ -117,14 +122,15 @@ def breaks(worker: Any, error: BaseException) -> None:
     def step() -> Any:
         raise error
 
-    worker._core.engine.step = step
+    worker._engine.engine.step = step
 
 
 async def test_requests_of_a_failed_decode_step_are_named_and_waiting_ones_go_back(pair):
     running, waiting = pair.run_local(1), pair.attach(2)
     ends = [asyncio.ensure_future(end_of(call)) for call in (running, waiting)]
     await until(
-        lambda: len(pair.decode._role.attempts) == 2 and len(pair.decode._role.by_engine_id) == 1, "runs"
+        lambda: len(pair.decode._role.attempts) == 2 and len(pair.decode._role.attempts.by_engine_id) == 1,
+        "runs",
     )
     breaks(pair.decode, IndexError("an index"))
     await pair.decode.wait_failed()
@@ -140,16 +146,16 @@ async def test_requests_of_a_failed_decode_step_are_named_and_waiting_ones_go_ba
 async def test_a_request_that_the_failed_step_did_not_compute_goes_back(pair):
     """It is in the engine as well, but it is no cause: after two such failures it would be given up."""
     ends = [asyncio.ensure_future(end_of(pair.run_local(number))) for number in (5, 6)]
-    core = pair.decode._core
-    await until(lambda: len(core.engine.step_items) == 2, "both run")
+    engine = pair.decode._engine.engine
+    await until(lambda: len(engine.step_items) == 2, "both run")
 
     def step() -> Any:
-        core.engine.step_items = core.engine.step_items[:1]
+        engine.step_items = engine.step_items[:1]
         raise IndexError("an index")
 
-    core.engine.step = step
+    engine.step = step
     await asyncio.wait_for(pair.decode.wait_failed(), LONG)
-    guilty = core.engine.step_items[0].request_id
+    guilty = engine.step_items[0].request_id
     codes = {
         bytes([number]).hex() * 16: (await end).error.code for number, end in zip((5, 6), ends, strict=True)
     }
@@ -160,33 +166,33 @@ async def test_a_request_that_the_failed_step_did_not_compute_goes_back(pair):
 async def test_the_cause_counts_that_is_reported_after_another_rank_s_exit(pair):
     """With three ranks, the exit of one that the exception of another one took along may be seen first."""
     ending = asyncio.ensure_future(end_of(pair.run_local(7)))
-    await until(lambda: len(pair.decode._role.by_engine_id) == 1, "runs")
-    core = pair.decode._core
-    core.ranks.remote.extend([FakeRank(1), FakeRank(2)])
-    core._rank_failed(InternalError("rank 1 has died"))
-    core._rank_failed(RankRaised("IndexError"))
+    await until(lambda: len(pair.decode._role.attempts.by_engine_id) == 1, "runs")
+    causes = pair.decode._ending
+    causes._further_ranks = 2
+    causes.rank_failed(InternalError("rank 1 has died"))
+    causes.rank_failed(RankRaised("IndexError"))
     await asyncio.wait_for(pair.decode.wait_failed(), LONG)
     assert (await ending).error.code == "EngineFailedError"
-    core.ranks.remote.clear()
 
 
 async def test_the_cause_counts_that_is_reported_after_the_watch_saw_the_exit(pair):
     ending = asyncio.ensure_future(end_of(pair.run_local(8)))
-    core = pair.decode._core
-    await until(lambda: len(core.engine.step_items) == 1, "runs")
-    step = core.engine.step
+    loaded, causes = pair.decode._engine, pair.decode._ending
+    await until(lambda: len(loaded.engine.step_items) == 1, "runs")
+    step = loaded.engine.step
 
     def slow() -> Any:
         time.sleep(0.05)
         return step()
 
-    core.engine.step = slow  # the request must not end before the watch looks
-    core.ranks.remote.append(FakeRank(1, failure="rank 1 has died"))
-    await until(core._watching.done, "the watch has seen it")
-    core._rank_failed(RankRaised("IndexError"))
+    loaded.engine.step = slow  # the request must not end before the watch looks
+    causes._further_ranks = 1
+    loaded.ranks.remote.append(FakeRank(1, failure="rank 1 has died"))
+    await until(loaded._watching.done, "the watch has seen it")
+    causes.rank_failed(RankRaised("IndexError"))
     await asyncio.wait_for(pair.decode.wait_failed(), LONG)
     assert (await ending).error.code == "EngineFailedError"
-    core.ranks.remote.clear()
+    loaded.ranks.remote.clear()
 
 
 async def test_a_cancelled_attempt_keeps_no_other_from_its_end(pair):
@@ -197,12 +203,12 @@ async def test_a_cancelled_attempt_keeps_no_other_from_its_end(pair):
         for n in "ab"
     ]
     attempts[0].prefilled.cancel()
-    role.attempts = SimpleNamespace(all=lambda: attempts)
-    role._by_engine_id = {"a": attempts[0], "b": attempts[1]}
+    real, role.attempts = role.attempts, SimpleNamespace(all=lambda: attempts)
+    role.prefilling.by_engine_id = {"a": attempts[0], "b": attempts[1]}
     try:
         role.failed(InternalError("rank 1 has died"))
     finally:
-        role.attempts, role._by_engine_id = pair.prefill._attempts, {}
+        role.attempts, role.prefilling.by_engine_id = real, {}
     assert isinstance(attempts[1].prefilled.exception(), InternalError)
 
 
@@ -220,31 +226,30 @@ async def test_requests_of_a_failed_prefill_step_are_named(pair):
 async def test_no_request_is_the_cause_where_the_failure_has_another(pair, how):
     """A rank's death also breaks the leader's step."""
     ending = asyncio.ensure_future(end_of(pair.run_local(4)))
-    await until(lambda: len(pair.decode._role.by_engine_id) == 1, "runs")
-    core = pair.decode._core
+    await until(lambda: len(pair.decode._role.attempts.by_engine_id) == 1, "runs")
+    loaded, causes = pair.decode._engine, pair.decode._ending
     if how == "named":
         breaks(pair.decode, InternalError("rank 1 did not finish its part"))
     else:
-        core.ranks.remote.append(FakeRank())  # the step breaks first, its pipe tells a moment later
+        causes._further_ranks = 1  # the step breaks first, the pipe of the rank ends a moment later
         breaks(pair.decode, RuntimeError("connection closed by peer"))
-        await until(lambda: not core.host.healthy(), "the step has failed")
-        core._rank_failed(InternalError("rank 1 has died"))
+        await until(lambda: not loaded.host.healthy(), "the step has failed")
+        causes.rank_failed(InternalError("rank 1 has died"))
     await asyncio.wait_for(pair.decode.wait_failed(), LONG)
     assert (await ending).error.code == "DrainingError"
-    core.ranks.remote.clear()
 
 
 async def test_an_engine_that_refuses_a_request_keeps_running(pair):
     def add(request: Any) -> None:
         raise KeyError("a fault of ours")
 
-    engine = pair.decode._core.engine
+    engine = pair.decode._engine.engine
     whole, engine.add = engine.add, add
     said = await end_of(pair.run_local(5))
     assert said.error.code == "EngineRequestError"
     engine.add = whole
     assert (await end_of(pair.run_local(6))).outcome == common_pb2.ATTEMPT_OUTCOME_DONE
-    other = pair.prefill._core.engine
+    other = pair.prefill._engine.engine
     other.add = add
     said = await end_of(pair.run(7))
     assert (said.outcome, said.error.code) == (common_pb2.ATTEMPT_OUTCOME_ABORTED, "EngineRequestError")

@@ -13,12 +13,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cluster.errors import BatonError, DrainingError
+from cluster.errors import DrainingError
 from tests.virtual_time import VirtualLoop
-from worker.core import WorkerCore
 from worker.drain import END_SECONDS, LOOK_SECONDS, SUCCESSOR_SECONDS, drain
 from worker.health import TICK_SECONDS, Health, Phase
-from worker.role_worker import RoleWorker
+from worker.leaving import Leaving
 
 MIGRATE, LIMIT, STALL = 3.0, 8.0, 4.0
 SLACK = 3 * LOOK_SECONDS
@@ -33,16 +32,16 @@ class Role:
         self.waiting: set[int] = set()
         self.running: set[int] = set()
         self.unread: set[int] = set()
-        self.given_back: list[int] = []
+        self.returned: list[int] = []
 
     def idle(self) -> bool:
         return not (self.waiting or self.running or self.unread)
 
-    async def give_back_waiting(self) -> None:
+    async def return_waiting(self) -> None:
         assert self._machine.saw_successor, "given back, and nobody was there to take it"
         self._end(self.waiting)
 
-    async def give_back_running(self) -> None:
+    async def return_all(self) -> None:
         elapsed = self._machine.loop.time() - self._machine.began
         assert elapsed >= MIGRATE - 1e-6, "given back before it had its time"
         assert self._machine.saw_successor or elapsed >= LIMIT - 1e-6, "nobody could go on with it"
@@ -50,11 +49,11 @@ class Role:
         self._end(self.waiting)
         self._end(self.running)
 
-    def failed(self, word: BatonError) -> None:
-        raise AssertionError("its core does not fail here")
+    def closers(self) -> list[Any]:
+        return []
 
     def _end(self, which: set[int]) -> None:
-        self.given_back += which
+        self.returned += which
         self.unread |= which
         which.clear()
 
@@ -77,37 +76,40 @@ class LeavingMachine(RuleBasedStateMachine):
     @initialize(serves=st.sampled_from([True, True, True, False]))
     def build(self, serves: bool) -> None:
         async def make() -> None:
-            self.health = Health(STALL, self.loop.time)
+            self.health = Health("w", STALL, self.loop.time)
             self.role = Role(self)
-            self.core = SimpleNamespace(
-                health=self.health,
-                worker_id="w",
-                host=SimpleNamespace(healthy=lambda: self.engine_moves),
-                has_successor=self.has_successor,
-                config=SimpleNamespace(drain_migrate_seconds=MIGRATE, drain_seconds=LIMIT),
-                start_draining=self.start_draining,
-                stop=self.core_stops,
-                end_silent_ranks=self.nothing,
-                failed=self.loop.create_future(),
+            host = SimpleNamespace(healthy=lambda: self.engine_moves)
+            engine: Any = SimpleNamespace(host=host, end_silent_ranks=self.nothing)
+            membership: Any = SimpleNamespace(
+                set_draining=self.set_draining, has_successor=self.has_successor
             )
-            self.health.engine_moves = self.core.host.healthy
-            self.health.registered = lambda: self.registered
+            server: Any = SimpleNamespace(set_serving=self.nothing)
+            ending: Any = SimpleNamespace(has_failed=False, then="exit")
+            self.health.watch(engine_moves=host.healthy, registered=lambda: self.registered)
             self.ticking = self.loop.create_task(self.health.tick())
-            side: Any = SimpleNamespace(close=self.nothing)
-            attempts: Any = SimpleNamespace(close=self.nothing)
-            core: Any = self.core
-            self.worker = RoleWorker(core, self.role, attempts, side)
+            config: Any = SimpleNamespace(worker_id="w", drain_migrate_seconds=MIGRATE, drain_seconds=LIMIT)
+            role: Any = self.role
+            self.worker = Leaving(
+                config,
+                role,
+                health=self.health,
+                ending=ending,
+                server=server,
+                membership=membership,
+                engine=engine,
+                close=self.close,
+            )
 
         self.loop.run(make())
         for phase in (Phase.WARMING_UP, Phase.STARTING, Phase.SERVING) if serves else ():
             self.starts(phase)
             self.phases.append(phase)
 
-    async def nothing(self) -> None:
+    async def nothing(self, *_: object) -> None:
         """Of no interest here."""
 
-    async def start_draining(self) -> None:
-        self.health.to(Phase.DRAINING)
+    async def set_draining(self, then: str) -> None:
+        assert self.health.phase is Phase.DRAINING
         self.began = min(self.began, self.loop.time())
 
     async def has_successor(self) -> bool:
@@ -117,7 +119,7 @@ class LeavingMachine(RuleBasedStateMachine):
         self.saw_successor = self.saw_successor or now
         return now
 
-    async def core_stops(self) -> None:
+    async def close(self) -> None:
         self.health.to(Phase.LEAVING)
         self.stopped += 1
         elapsed = self.loop.time() - self.began
@@ -138,13 +140,12 @@ class LeavingMachine(RuleBasedStateMachine):
 
     @rule(waits=st.booleans())
     def a_request_comes(self, waits: bool) -> None:
-        core: Any = self.core
         if self.health.phase is not Phase.SERVING:
             if self.health.draining:
                 with pytest.raises(DrainingError):
-                    WorkerCore.check_accepting(core)
+                    self.health.check_accepting()
             return
-        WorkerCore.check_accepting(core)
+        self.health.check_accepting()
         self.numbers += 1
         (self.role.waiting if waits else self.role.running).add(self.numbers)
 
@@ -229,7 +230,7 @@ class LeavingMachine(RuleBasedStateMachine):
         if phase is not self.phases[-1]:
             assert FORWARD.index(phase) > FORWARD.index(self.phases[-1]), "back to where it was"
             self.phases.append(phase)
-        assert len(self.role.given_back) == len(set(self.role.given_back)), "given back twice"
+        assert len(self.role.returned) == len(set(self.role.returned)), "given back twice"
         assert self.stopped <= 1, "it left twice"
         ready, live = not self.health.why_not_ready(), not self.health.why_not_live()
         assert not ready or (phase is Phase.SERVING and self.registered and self.engine_moves)

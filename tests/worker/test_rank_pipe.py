@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wire import handoff_pb2
 from worker.ranks import pipe
 from worker.ranks.pipe import Beat, RankPipe
 
@@ -22,10 +23,34 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
+UINT32, UINT64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+PART = {"transfer_id": st.binary(), "source_rank": UINT32, "target_rank": UINT32, "part": UINT32}
+OF_WIRE: dict[Any, st.SearchStrategy[Any]] = {
+    handoff_pb2.SlotRequest: st.builds(handoff_pb2.SlotRequest, **PART, bytes=UINT64),
+    handoff_pb2.SlotGrant: st.builds(
+        handoff_pb2.SlotGrant,
+        **PART,
+        slot=UINT32,
+        generation=UINT64,
+        address=UINT64,
+        device=UINT64,
+        deadline_seconds=st.floats(allow_nan=False),
+    ),
+    handoff_pb2.PartResult: st.builds(handoff_pb2.PartResult, **PART, verified=st.booleans()),
+    handoff_pb2.PartData: st.builds(
+        handoff_pb2.PartData,
+        header=st.builds(handoff_pb2.PartHeader, **PART, generation=UINT64, digest=st.binary()),
+        payload=st.binary(),
+    ),
+}
+
+
 def of_type(kind: Any) -> st.SearchStrategy[Any]:
     """Values that a field of this type may have."""
     if kind in PLAIN:
         return PLAIN[kind]
+    if kind in OF_WIRE:
+        return OF_WIRE[kind]
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
         return st.builds(
@@ -57,7 +82,14 @@ def test_messages_arrive_as_they_were_sent(sent: list[Any]) -> None:
 def test_every_kind_is_sent_by_its_own_number() -> None:
     kinds = pipe._KINDS
     assert len(set(kinds)) == len(kinds) < 256
-    assert {kind.__name__ for kind in kinds} >= {"Ready", "Beat", "Land", "PartBytes", "Granted", "Wake"}
+    assert {kind.__name__ for kind in kinds} >= {
+        "Ready",
+        "Beat",
+        "PartData",
+        "SlotRequest",
+        "SlotGrant",
+        "Wake",
+    }
 
 
 DEEP = b"\x04\x81\xa1x" + b"\x91" * 100_000

@@ -17,37 +17,40 @@ from typing import Any
 import pytest
 
 from cluster.errors import InternalError, SetupError
+from cluster.protocol.times import RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
-from kv_transfer.messages import Confirmed, Land, NewEpoch, PeerRank, Wake
+from kv_transfer.messages import Confirmed, NewEpoch, PeerRank, Wake
 from tests.waiting import wait_for
-from tests.worker.fake_rank import FakeRank
-from worker.ranks import ranks
+from tests.worker.fake_rank import FakeRank, Reports
+from wire.handoff_pb2 import PartData
+from worker.ranks import ranks, watch
 from worker.ranks.outbox import RankOutbox
 from worker.ranks.pipe import RankHello, RankPipe, Ready
-from worker.ranks.process import START_SECONDS, RemoteRank, serve_pipe, spawn_rank
+from worker.ranks.process import START_SECONDS, RemoteRank, StartingRank, spawn_rank
+from worker.ranks.rank_main import serve_pipe
 from worker.ranks.ranks import Ranks
-from worker.ranks.watch import QUIET_SECONDS, RankWatch
+from worker.ranks.watch import RankWatch
 
-BIG = Land(b"", bytes(100_000))  # more than a pipe holds
+BIG = PartData(payload=bytes(100_000))  # more than a pipe holds
 MANY = 64
 HELLO = RankHello(PeerRank(1, "agent", b""), [])
 HANG, BREAK = Wake(), NewEpoch(0)
 
 
-def pipes() -> tuple[RankPipe, RankPipe]:
+def pipes() -> tuple[RankPipe[Any, Any], RankPipe[Any, Any]]:
     ours, theirs = Pipe()
     return RankPipe(ours), RankPipe(theirs)
 
 
-def small(size: int) -> Land:
-    return Land(b"", bytes(size))
+def small(size: int) -> PartData:
+    return PartData(payload=bytes(size))
 
 
 def sizes(events: list[Any]) -> list[int]:
     return [event.rank for event in events]
 
 
-def pid_of(remote: RemoteRank) -> int:
+def pid_of(remote: RemoteRank[Any, Any]) -> int:
     process: Any = remote._process
     return int(process._process.pid)
 
@@ -55,8 +58,12 @@ def pid_of(remote: RemoteRank) -> int:
 class Echo:
     """An endpoint that answers with the size of each message."""
 
-    def __init__(self) -> None:
-        self.on_event: Callable[[Any], None] = lambda event: None
+    hello = HELLO.peer
+    is_remote = False
+    staging_used_bytes = 0
+
+    def start(self, on_event: Callable[[Any], None]) -> None:
+        self.on_event = on_event
 
     def handle(self, message: Any) -> None:
         if message == HANG:
@@ -78,15 +85,14 @@ def rank_main(rank: int, connection: Connection, arrived: int) -> None:
 
 
 @contextlib.contextmanager
-def spawned(arrived: int = 0) -> Iterator[tuple[RemoteRank, list[Any], list[str]]]:
+def spawned(arrived: int = 0) -> Iterator[tuple[RemoteRank[Any, Any], list[Any], Reports]]:
     """A rank, with its events and failures."""
-    remote = spawn_rank(1, rank_main, arrived)
+    reports = Reports()
+    remote = spawn_rank(1, rank_main, arrived).wait_ready(reports)
     said: list[Any] = []
-    failures: list[str] = []
-    remote.on_event, remote.on_failed = said.append, lambda error: failures.append(str(error))
+    remote.start(said.append)
     try:
-        remote.wait_ready()
-        yield remote, said, failures
+        yield remote, said, reports
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid_of(remote), signal.SIGCONT)
@@ -111,15 +117,14 @@ async def test_a_rank_that_does_not_read_holds_up_neither_the_loop_nor_its_timer
 def test_a_rank_that_lets_too_many_messages_pile_up_has_failed():
     pipe, theirs = pipes()
     outbox = RankOutbox(pipe, "outbox", max_messages=3)
-    remote = RemoteRank(1, pipe, NoProcess(), outbox)
-    failures: list[str] = []
-    remote.on_failed = lambda error: failures.append(str(error))
+    reports = Reports()
+    remote: Any = RemoteRank(1, pipe, NoProcess(), HELLO, reports, outbox)
     for _ in range(3):
         remote.handle(BIG)
-    assert not failures and not remote.failure
+    assert not reports.failures and not remote.failure
     for _ in range(3):
         remote.handle(BIG)
-    assert failures == [remote.failure] and "does not read its messages" in remote.failure
+    assert reports.said == [remote.failure] and "does not read its messages" in remote.failure
     assert remote.silent_seconds(Arrivals()) == math.inf
     theirs.close()
 
@@ -136,23 +141,23 @@ class NoProcess:
 
 
 def test_a_stopped_rank_is_silent_until_it_wakes():
-    with spawned() as (remote, _, failures):
+    with spawned() as (remote, _, reports):
         leader = Arrivals()
-        assert remote.silent_seconds(leader) < QUIET_SECONDS
+        assert remote.silent_seconds(leader) < RANK_QUIET_SECONDS
         os.kill(pid_of(remote), signal.SIGSTOP)
-        wait_for(lambda: remote.silent_seconds(leader) > QUIET_SECONDS, 30.0, "it is silent")
+        wait_for(lambda: remote.silent_seconds(leader) > RANK_QUIET_SECONDS, 30.0, "it is silent")
         os.kill(pid_of(remote), signal.SIGCONT)
-        wait_for(lambda: remote.silent_seconds(leader) < QUIET_SECONDS, 30.0, "it is heard again")
-        assert not failures
+        wait_for(lambda: remote.silent_seconds(leader) < RANK_QUIET_SECONDS, 30.0, "it is heard again")
+        assert not reports.failures
 
 
 def test_a_rank_that_beats_but_reads_nothing_is_silent():
-    with spawned() as (remote, _, failures):
+    with spawned() as (remote, _, reports):
         remote.handle(HANG)
         for _ in range(MANY):
             remote.handle(BIG)
         wait_for(lambda: remote.silent_seconds(Arrivals()) > 2.0, 30.0, "a write makes no progress")
-        assert not failures
+        assert not reports.failures
 
 
 def test_a_rank_whose_main_thread_does_not_enter_an_operation_is_silent():
@@ -163,17 +168,17 @@ def test_a_rank_whose_main_thread_does_not_enter_an_operation_is_silent():
         leader.arrive()
         leader.arrive()
         remote.handle(small(1))
-        wait_for(lambda: said, 30.0, "it has been heard")
+        wait_for(lambda: said, 30.0, "it has responded")
         remote._clock = clock  # what follows is decided by the leader's own clock
-        remote._heard = clock()
+        remote._responded = clock()
         clock.now += 60.0
-        remote._heard = clock()
+        remote._responded = clock()
         assert remote.silent_seconds(leader) == 0.0, (
             "it has come to all that the leader has come to: a long step"
         )
         leader.arrive()
         clock.now += 3.0
-        remote._heard = clock()
+        remote._responded = clock()
         assert remote.silent_seconds(leader) == 3.0, "the leader waits for it at the third one"
 
 
@@ -187,11 +192,9 @@ class Clock:
 def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
     """It may be gone before its leader, which told the group, has done anything else."""
     pipe, theirs = pipes()
-    remote = RemoteRank(1, pipe, NoProcess())
-    failures: list[Exception] = []
-    remote.on_failed = failures.append
+    reports = Reports()
     theirs.send(Ready(HELLO))
-    remote.wait_ready()
+    remote = StartingRank(1, pipe, NoProcess()).wait_ready(reports)
 
     class Runner:
         def stop_ranks(self) -> None:
@@ -200,12 +203,12 @@ def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
 
     runner: Any = Runner()
     Ranks(runner, [], [], [remote], RankWatch([remote], Arrivals())).close()
-    assert not remote._thread.is_alive() and not failures and not remote.failure
+    assert not remote._thread.is_alive() and not reports.failures and not remote.failure
 
 
 def test_a_rank_that_hangs_in_the_warm_up_ends_the_start(monkeypatch):
     """The watch of a worker that serves does not run yet, and a collective operation has no time-out."""
-    monkeypatch.setattr(ranks, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.01)
     rank = FakeRank(silent=START_SECONDS - 1)
 
     class Runner:
@@ -268,15 +271,13 @@ def test_a_message_that_a_closed_pipe_does_not_take_is_no_write_that_hangs():
 def test_a_rank_that_its_leader_kills_has_not_failed():
     pipe, theirs = pipes()
     process = NoProcess()
-    remote = RemoteRank(1, pipe, process)
-    failures: list[Exception] = []
-    remote.on_failed = failures.append
+    reports = Reports()
     theirs.send(Ready(HELLO))
-    remote.wait_ready()
+    remote = StartingRank(1, pipe, process).wait_ready(reports)
     remote.kill()
     theirs.close()
     remote._thread.join(30.0)
-    assert process.killed and not remote._thread.is_alive() and not failures
+    assert process.killed and not remote._thread.is_alive() and not reports.failures
 
 
 def test_a_new_operation_is_never_read_with_the_time_of_the_previous_one():
@@ -294,40 +295,40 @@ def test_a_new_operation_is_never_read_with_the_time_of_the_previous_one():
 
 
 def test_a_killed_rank_has_failed_once():
-    with spawned() as (remote, _, failures):
+    with spawned() as (remote, _, reports):
         os.kill(pid_of(remote), signal.SIGKILL)
-        wait_for(lambda: failures, 30.0, "it is noticed")
-        assert failures == ["rank 1 has died"] and remote.silent_seconds(Arrivals()) == math.inf
+        wait_for(lambda: reports.failures, 30.0, "it is noticed")
+        assert reports.said == ["rank 1 has died"] and remote.silent_seconds(Arrivals()) == math.inf
         for _ in range(MANY):
             remote.handle(BIG)  # into the void, not into an exception
-        assert len(failures) == 1
+        assert len(reports.failures) == 1
 
 
 def test_a_rank_that_can_handle_no_more_messages_has_failed():
     """It would beat on."""
-    with spawned() as (remote, _, failures):
+    with spawned() as (remote, _, reports):
         remote.handle(BREAK)
-        wait_for(lambda: failures, 30.0, "it is noticed")
-        assert failures == ["rank 1 has died"]
+        wait_for(lambda: reports.failures, 30.0, "it is noticed")
+        assert reports.said == ["rank 1 has died"]
 
 
 def test_a_message_that_the_leader_cannot_handle_ends_the_rank():
     """Its later messages would not be read."""
-    with spawned() as (remote, _, failures):
+    with spawned() as (remote, _, reports):
 
         def refuse(event: Any) -> None:
             raise KeyError("not what was expected")
 
-        remote.on_event = refuse
+        remote.start(refuse)
         remote.handle(small(1))
-        wait_for(lambda: failures, 30.0, "it is noticed")
-        assert failures == ["a message of rank 1 could not be handled: Confirmed"]
+        wait_for(lambda: reports.failures, 30.0, "it is noticed")
+        assert reports.said == ["a message of rank 1 could not be handled: Confirmed"]
 
 
 def test_a_rank_that_was_told_to_close_has_not_failed():
-    with spawned() as (remote, _, failures):
+    with spawned() as (remote, _, reports):
         remote.start_closing()
         remote.end(30.0)
-        assert not failures and not remote.failure
+        assert not reports.failures and not remote.failure
         with pytest.raises(ProcessLookupError):
             os.kill(pid_of(remote), 0)

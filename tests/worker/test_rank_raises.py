@@ -15,16 +15,19 @@ from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import InternalError
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION
-from decode_worker.worker import DecodeWorker
+from decode_worker.worker import make_role
 from engine.parallel.group import Arrivals, _Together
 from kv_transfer.messages import PeerRank
 from tests.checkpoints import prompt_ids
 from tests.waiting import wait_for
+from tests.worker.fake_rank import Reports
 from tests.worker.test_last_word import LONG, end_of
 from tests.worker.test_rank_process import Echo
 from wire import common_pb2, decode_pb2, decode_pb2_grpc
-from worker.ranks import ranks
+from worker.ranks import local
+from worker.ranks import rank_main as rank_mains
 from worker.ranks.process import spawn_rank
+from worker.worker import Worker
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ async def worker(checkpoint):
     transfer = TransferConfig(
         transport="grpc", ring_bytes=1 << 20, ring_max_bytes=4 << 20, slot_bytes=1 << 16
     )
-    made = DecodeWorker(WorkerConfig(role="decode", engine=engine, transfer=transfer))
+    made = Worker(WorkerConfig(role="decode", engine=engine, transfer=transfer), make_role)
     await made.start()
     yield made
     async with asyncio.timeout(LONG):
@@ -43,18 +46,18 @@ async def worker(checkpoint):
 
 
 async def test_a_request_that_raises_in_every_rank_is_reported_as_the_cause(worker):
-    core = worker._core
-    execute = core.runner.execute
+    runner = worker._engine.ranks.runner
+    execute = runner.execute
 
     def poisoned(plan):
         items = [dataclasses.replace(item, token_ids=["no token"]) for item in plan.items]
         return execute(dataclasses.replace(plan, items=items))
 
-    core.runner.execute = poisoned
+    runner.execute = poisoned
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub: decode_pb2_grpc.DecodeAsyncStub = decode_pb2_grpc.DecodeStub(channel)
         spec = common_pb2.GenerateSpec(
-            model_id=core.model_id,
+            model_id=worker._identity.model_id,
             prompt_tokens=pack_tokens(prompt_ids(20)),
             sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
             n=1,
@@ -91,23 +94,19 @@ class Endpoint(Echo):
 
 
 def rank_main(rank: int, connection: Connection) -> None:
-    ranks._beside = lambda config: 0
-    ranks._group = lambda *_: None
-    ranks.load_runner = lambda *_, **__: Runner()
-    ranks._endpoint = lambda *_: (Endpoint(), [])
-    ranks.rank_main(rank, connection, SimpleNamespace(engine=None), 1, "")
+    local.load = lambda *_, **__: Runner()
+    local.open_endpoint = lambda *_: (Endpoint(), [])
+    rank_mains.rank_main(rank, connection, SimpleNamespace(worker_id="w"), 1, "")
 
 
 def test_a_rank_that_ends_because_another_was_lost_reports_no_exception():
-    failures: list[Exception] = []
-    remote = spawn_rank(1, rank_main)
-    remote.on_failed = failures.append
+    reports = Reports()
+    remote = spawn_rank(1, rank_main).wait_ready(reports)
     try:
-        remote.wait_ready()
-        wait_for(lambda: failures, 30.0, "its end is noticed")
+        wait_for(lambda: reports.failures, 30.0, "its end is noticed")
     finally:
         remote.kill()
-    assert [(type(one), str(one)) for one in failures] == [(InternalError, "rank 1 has died")]
+    assert [(type(one), str(one)) for one in reports.failures] == [(InternalError, "rank 1 has died")]
 
 
 def test_a_failed_collective_operation_raises_an_internal_error():

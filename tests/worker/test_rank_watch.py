@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from cluster.protocol.times import LOST_SECONDS, RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
 from tests.virtual_time import VirtualLoop
 from tests.worker.fake_rank import FakeRank
-from worker.ranks.watch import LOST_SECONDS, QUIET_SECONDS, RankWatch
+from worker.ranks.watch import RankWatch
 
 PATIENCE = 30.0
 
@@ -46,7 +48,7 @@ def test_the_rank_that_is_silent_longest_decides():
     ranks = [FakeRank(1, 0.1), FakeRank(2, 0.1)]
     watch = RankWatch(ranks, Arrivals())
     assert watch.prompt() and watch.healthy()
-    ranks[1].silent = QUIET_SECONDS
+    ranks[1].silent = RANK_QUIET_SECONDS
     assert not watch.prompt() and watch.healthy()
     ranks[1].silent, ranks[0].silent = 0.1, LOST_SECONDS
     assert not watch.prompt() and not watch.healthy()
@@ -108,3 +110,20 @@ def test_only_the_silent_ones_are_killed():
     ]
     RankWatch(ranks, Arrivals()).kill_silent(LOST_SECONDS)
     assert [rank.killed for rank in ranks] == [False, True, True]
+
+
+@pytest.mark.parametrize(("silent", "killed"), [(0.1, False), (1000.0, False), (1299.0, True)])
+def test_a_leader_that_was_stopped_while_it_warmed_up_adds_that_time_to_the_limit(silent, killed):
+    """After 1000 s, no beat of that time has been read yet, or the rank was stopped as well."""
+    rank, now = FakeRank(1, 299.0), [0.0]
+    looks = iter([(0.5, 299.0), (1000.0, silent), (0.5, silent)])
+
+    class Over:
+        def wait(self, seconds: float) -> bool:
+            passed, rank.silent = next(looks, (0.0, rank.silent))
+            now[0] += passed
+            return not passed
+
+    over: Any = Over()
+    RankWatch([rank], Arrivals()).kill_silent_until(over, 300.0, lambda: now[0])
+    assert rank.killed is killed

@@ -29,10 +29,11 @@ from tests.checkpoints import prompt_ids
 from tests.end_to_end.test_handover import NEW, assert_reference
 from tests.security.routers import run_router
 from tests.waiting import wait_for
-from worker.ranks import remote
+from worker.ranks import listener
+from worker.ranks.listener import RANK_BYTES, RankListener, connect_to_leader
 from worker.ranks.pipe import RankPipe
-from worker.ranks.process import LEAVING_FILE
-from worker.ranks.remote import RANK_BYTES, SECRETS, RankListener, without_secrets
+from worker.ranks.rank_main import LEAVING_FILE
+from worker.ranks.remote import SECRETS, without_secrets
 
 START_SECONDS = 120.0
 
@@ -96,7 +97,7 @@ def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
 
         wait_for(registered, START_SECONDS, "the worker registers")
         router = {"model": str(model), "redis_url": redis_url, "namespace": namespace}
-        with run_router(tmp_path, router) as doors, Client(doors.grpc) as client:
+        with run_router(tmp_path, router) as ports, Client(ports.grpc) as client:
             prompt = prompt_ids(70)
             answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
             assert_reference(model, prompt, answer.token_ids)
@@ -126,58 +127,57 @@ def rank_bytes(rank: int) -> bytes:
 
 
 def test_only_who_has_the_key_comes_in() -> None:
-    door = RankListener("127.0.0.1")
+    listening = RankListener("127.0.0.1", "w")
     try:
         with pytest.raises(AuthenticationError):
-            connect(door.address, authkey=b"guessed")
-        pipe = connect(door.address, authkey=door.key)
+            connect(listening.address, authkey=b"guessed")
+        pipe = connect(listening.address, authkey=listening.key)
         pipe.send_bytes(rank_bytes(3))
-        there = door.wait([3])[3]
+        there = listening.wait([3])[3]
         there.send_bytes(b"go")
         assert pipe.recv_bytes() == b"go"
         pipe.close()
         there.close()
     finally:
-        door.close()
+        listening.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_rank_reaches_its_leader_over_both_families(host: str) -> None:
-    door = RankListener(host)
+    listening = RankListener(host, "w")
     try:
-        pipe = remote._connect_to(door.address, door.key)
-        pipe.send_bytes(rank_bytes(3))
-        with door.wait([3])[3] as there, pipe:
+        pipe = connect_to_leader(listening.address, listening.key, 3)
+        with listening.wait([3])[3] as there, pipe:
             there.send_bytes(b"go")
             assert pipe.recv_bytes() == b"go"
         with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
-            remote._connect_to(door.address, b"guessed")
+            connect_to_leader(listening.address, b"guessed", 3)
     finally:
-        door.close()
+        listening.close()
 
 
 def test_a_silent_connection_keeps_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port scan, for example."""
-    monkeypatch.setattr("worker.ranks.remote.START_SECONDS", 10.0)
-    door = RankListener("127.0.0.1")
+    monkeypatch.setattr("worker.ranks.listener.START_SECONDS", 10.0)
+    listening = RankListener("127.0.0.1", "w")
     try:
-        with socket.create_connection(door.address):
+        with socket.create_connection(listening.address):
 
             def come() -> None:
-                with connect(door.address, authkey=door.key) as pipe:
+                with connect(listening.address, authkey=listening.key) as pipe:
                     pipe.send_bytes(rank_bytes(3))
                     pipe.recv_bytes()
 
             threading.Thread(target=come, daemon=True).start()
-            there = door.wait([3])[3]
+            there = listening.wait([3])[3]
             there.send_bytes(b"go")
             there.close()
     finally:
-        door.close()
+        listening.close()
 
 
 def ended(peer: socket.socket) -> bool:
-    """The door's own challenge has come before."""
+    """The listener's own challenge has come before."""
     peer.settimeout(10.0)
     with contextlib.suppress(ConnectionError):
         while peer.recv(4096):
@@ -186,51 +186,58 @@ def ended(peer: socket.socket) -> bool:
 
 
 def test_a_peer_that_does_not_answer_its_challenge_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "HANDSHAKE_SECONDS", 0.1)
-    door = RankListener("127.0.0.1")
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.1)
+    listening = RankListener("127.0.0.1", "w")
     try:
-        with socket.create_connection(door.address) as silent, socket.create_connection(door.address) as slow:
+        with (
+            socket.create_connection(listening.address) as silent,
+            socket.create_connection(listening.address) as slow,
+        ):
             slow.sendall(b"\0\0")  # half a length
             assert ended(silent) and ended(slow)
-        wait_for(lambda: not door._handshakes, 10.0, "nothing of them is kept")
+        wait_for(lambda: not listening._handshakes, 10.0, "nothing of them is kept")
     finally:
-        door.close()
+        listening.close()
 
 
 def test_one_peer_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "MAX_HANDSHAKES", 3)
-    door = RankListener("127.0.0.1")
+    monkeypatch.setattr(listener, "MAX_HANDSHAKES", 3)
+    listening = RankListener("127.0.0.1", "w")
     peers = []
     try:
         for _ in range(3):
-            peers.append(socket.create_connection(door.address))
-        wait_for(lambda: len(door._handshakes) == 3, 10.0, "they are let in")
-        peers.append(socket.create_connection(door.address))
+            peers.append(socket.create_connection(listening.address))
+        wait_for(lambda: len(listening._handshakes) == 3, 10.0, "they are let in")
+        peers.append(socket.create_connection(listening.address))
         assert ended(peers[0])
-        wait_for(lambda: len(door._handshakes) == 3, 10.0, "the others are still there")
-        pipe = connect(door.address, authkey=door.key)
+        wait_for(lambda: len(listening._handshakes) == 3, 10.0, "the others are still there")
+        pipe = connect(listening.address, authkey=listening.key)
         pipe.send_bytes(rank_bytes(3))
-        door.wait([3])[3].close()
+        listening.wait([3])[3].close()
         pipe.close()
     finally:
         for peer in peers:
             peer.close()
-        door.close()
+        listening.close()
 
 
-def test_a_closed_door_keeps_no_peer() -> None:
+def test_a_closed_listener_keeps_no_peer() -> None:
     """Neither one in its handshake nor a rank that nobody waited for."""
-    door = RankListener("127.0.0.1")
-    with socket.create_connection(door.address) as silent:
-        pipe = connect(door.address, authkey=door.key)
+    listening = RankListener("127.0.0.1", "w")
+    with socket.create_connection(listening.address) as silent:
+        pipe = connect(listening.address, authkey=listening.key)
         pipe.send_bytes(rank_bytes(3))
-        wait_for(lambda: not door._come.empty() and len(door._handshakes) == 1, 10.0, "both are there")
-        door.close()
+        wait_for(
+            lambda: not listening._connected.empty() and len(listening._handshakes) == 1,
+            10.0,
+            "both are there",
+        )
+        listening.close()
         assert ended(silent)
         assert pipe.poll(10.0)
         with pytest.raises((EOFError, ConnectionError)):
             pipe.recv_bytes()
-        wait_for(lambda: not door._handshakes, 10.0, "nothing of them is kept")
+        wait_for(lambda: not listening._handshakes, 10.0, "nothing of them is kept")
         pipe.close()
 
 
@@ -248,14 +255,14 @@ def test_what_a_rank_sends_is_never_unpickled() -> None:
     theirs.send(Runs())
     with pytest.raises(OSError, match="no message"):
         RankPipe(ours).recv()
-    door = RankListener("127.0.0.1")
+    listening = RankListener("127.0.0.1", "w")
     try:
-        pipe: Any = connect(door.address, authkey=door.key)
+        pipe: Any = connect(listening.address, authkey=listening.key)
         pipe.send(Runs())
         with pytest.raises((EOFError, ConnectionError)):
             pipe.recv_bytes()
     finally:
-        door.close()
+        listening.close()
     assert not Runs.ran
 
 
@@ -277,8 +284,8 @@ def test_no_secret_travels_with_a_rank() -> None:
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.ranks.remote.START_SECONDS", 0.1)
-    door = RankListener("127.0.0.1")
-    with pytest.raises(SetupError, match=r"ranks \[2, 3\] did not come within"):
-        door.wait([2, 3])
-    door.close()
+    monkeypatch.setattr("worker.ranks.listener.START_SECONDS", 0.1)
+    listening = RankListener("127.0.0.1", "w")
+    with pytest.raises(SetupError, match=r"ranks \[2, 3\] did not connect within"):
+        listening.wait([2, 3])
+    listening.close()

@@ -1,4 +1,4 @@
-"""A worker under test finds out by itself that its books are wrong."""
+"""A worker under test detects inconsistent accounts by itself."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ async def host(monkeypatch):
 
 
 async def looked(check: SelfCheck, often: int) -> None:
-    while check.looks < often:
+    while check.count < often:
         await asyncio.sleep(0.001)
 
 
-async def test_books_that_add_up(host):
-    check = SelfCheck(host, [lambda: None])
+async def test_consistent_accounts(host):
+    check = SelfCheck(host, lambda: None)
     running = asyncio.create_task(check.run())
     await asyncio.wait_for(looked(check, 3), 60.0)
     running.cancel()
-    assert check.wrong == ""
+    assert check.failure == ""
 
 
 async def test_a_block_that_nobody_owns(host):
-    check = SelfCheck(host, [])
+    check = SelfCheck(host, lambda: None)
     await host.call(lambda engine: engine._pool.take(1))
     await asyncio.wait_for(check.run(), 60.0)
-    assert "1 references, and 0 holders" in check.wrong
+    assert "1 references, and 0 holders" in check.failure
 
 
 async def test_an_account_of_the_role(host):
     def wrong() -> None:
         raise AssertionError("a slot is lost")
 
-    check = SelfCheck(host, [wrong])
+    check = SelfCheck(host, wrong)
     await asyncio.wait_for(check.run(), 60.0)
-    assert (check.looks, check.wrong) == (1, "a slot is lost")
+    assert (check.count, check.failure) == (1, "a slot is lost")

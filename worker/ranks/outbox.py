@@ -1,5 +1,5 @@
-"""A queue of messages to one rank, written by its own thread, so that a rank that does not read blocks neither the event
-loop nor the timers that detect it."""
+"""A queue of messages to one rank with a thread that writes them: a rank that does not read must not block the event loop
+or the timers that detect it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from worker.ranks.pipe import RankPipe
+from worker.ranks.pipe import FromRankProcess, RankPipe, ToRankProcess
 
-# Far above what hand-offs have in flight (parts are bounded by landing slots): a rank with so many unread has failed.
+# Far more than hand-offs have in flight (landing slots bound the parts): a rank with as many unread has failed.
 MAX_MESSAGES = 8192
 
 
@@ -20,7 +19,7 @@ class RankOutbox:
 
     def __init__(
         self,
-        pipe: RankPipe,
+        pipe: RankPipe[ToRankProcess, FromRankProcess],
         name: str,
         max_messages: int = MAX_MESSAGES,
         clock: Callable[[], float] = time.monotonic,
@@ -28,14 +27,14 @@ class RankOutbox:
         self._pipe = pipe
         self._max_messages = max_messages
         self._clock = clock
-        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[ToRankProcess] = queue.SimpleQueue()
         self._writing_since: float | None = None
         self._thread = threading.Thread(target=self._write, name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, message: Any) -> bool:
+    def put(self, message: ToRankProcess) -> bool:
         """Queue a message; returns False, without queueing it, if too many wait."""
         if self._waiting.qsize() >= self._max_messages:
             return False

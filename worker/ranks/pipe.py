@@ -1,28 +1,29 @@
-"""Messages between a leader and one of its ranks: msgpack of a message's fields, behind the number of its class.
+"""Messages between a leader and one of its ranks: the number of the message's class, then its protobuf or msgpack.
 
-Not pickle: whoever writes a pickle runs code in its reader, and ranks of other nodes write through a network.
+Not pickle: reading a pickle runs code that its writer chose, and ranks on other nodes write through a network.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from google.protobuf.message import DecodeError, Message
 
 from kv_transfer import messages
-from kv_transfer.messages import PeerRank
+from kv_transfer.messages import FromReceiver, FromSender, PeerRank, ToReceiver, ToSender
 
-# Above a part with the block list of the longest prompt. A longer message ends the pipe.
+# More than a part and the block list of the longest prompt. A longer message ends the pipe.
 MAX_MESSAGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class RankHello:
-    """A rank's endpoint: how peers reach it, and the addresses of its landing slots (decode)."""
+    """How peers reach a rank's endpoint, and the addresses of its landing slots (decode)."""
 
     peer: PeerRank
     addresses: list[int]
@@ -42,61 +43,76 @@ class Failed:
 
 @dataclass(frozen=True)
 class Raised:
-    """The rank's part of a step raised, and its process ends."""
+    """The rank's part of a step raised an exception, and its process ends."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """The rank's place is about to go."""
+    """The rank's node or pod is about to end."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Sent every BEAT_SECONDS while the process runs. `arrived`: collective operations entered so far."""
+    """Sent every RANK_BEAT_SECONDS while the process runs. `arrived`: collective operations entered so far."""
 
     arrived: int
 
 
 @dataclass(frozen=True)
 class Close:
-    """The leader: end."""
+    """The leader ends the rank."""
 
+
+HandoffMessage = ToSender | ToReceiver
+HandoffEvent = FromSender | FromReceiver
+ToRankProcess = Close | HandoffMessage
+FromRankProcess = Ready | Failed | Raised | Leaving | Beat | HandoffEvent
+Out = TypeVar("Out")
+In = TypeVar("In")
 
 _HAND_OFF = [
     kind for _, kind in inspect.getmembers(messages, inspect.isclass) if kind.__module__ == messages.__name__
 ]
-_KINDS: Sequence[type] = [Ready, Failed, Raised, Leaving, Beat, Close, *_HAND_OFF]
+_KINDS: Sequence[type] = [Ready, Failed, Raised, Leaving, Beat, Close, *_HAND_OFF, *messages.WIRE_MESSAGES]
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
-class RankPipe:
-    """Either end. One thread at a time may send, and one receive."""
+def _decoder(kind: type) -> Callable[[memoryview], Any]:
+    if issubclass(kind, Message):
+        return lambda frame: kind.FromString(bytes(frame))
+    return msgspec.msgpack.Decoder(kind).decode
+
+
+class RankPipe(Generic[Out, In]):
+    """One end of the pipe. One thread at a time may send, and one receive."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoders: list[msgspec.msgpack.Decoder[Any]] = [
-            msgspec.msgpack.Decoder(kind) for kind in _KINDS
-        ]
+        self._decoders: list[Callable[[memoryview], Any]] = [_decoder(kind) for kind in _KINDS]
 
-    def send(self, message: Any) -> None:
-        """Raises OSError if the other end is gone, and KeyError for what is no message."""
+    def send(self, message: Out) -> None:
+        """Raises OSError if the other end is gone, and KeyError for an object that is no message."""
         frame = bytearray((_NUMBERS[type(message)],))
-        self._encoder.encode_into(message, frame, 1)
+        if isinstance(message, Message):
+            frame += message.SerializeToString()
+        else:
+            self._encoder.encode_into(message, frame, 1)
         self._connection.send_bytes(frame)
 
-    def recv(self) -> Any:
-        """Waits for the next message. Raises EOFError or OSError if there is none, or what came is no message."""
+    def recv(self) -> In:
+        """Wait for the next message. Raises EOFError at the end of the pipe, OSError for an invalid message."""
         frame = memoryview(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
         try:
-            return self._decoders[frame[0]].decode(frame[1:])
-        except (IndexError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise OSError(f"what came through the pipe is no message: {error}") from error
+            message: In = self._decoders[frame[0]](frame[1:])
+        except (IndexError, ValueError, RecursionError, msgspec.MsgspecError, DecodeError) as error:
+            raise OSError(f"invalid frame on the rank pipe, it is no message: {error}") from error
+        return message
 
     def poll(self, seconds: float) -> bool:
-        """Whether a message, or the end, is there within that time."""
+        """Wait up to `seconds` for a message or the end of the pipe; returns whether one is there."""
         return self._connection.poll(seconds)
 
     def close(self) -> None:

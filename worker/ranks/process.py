@@ -1,4 +1,4 @@
-"""A tensor-parallel rank in a process of its own: beside its leader, or (worker/ranks/remote.py) on another node.
+"""The leader's handle on a tensor-parallel rank in another process, on this node or (worker/ranks/remote.py) another one.
 
 The leader and a rank have two channels: step plans go through torch.distributed (engine/parallel), hand-off messages
 through a pipe, both ways, so that moving KV never waits for a step.
@@ -7,44 +7,45 @@ through a pipe, both ways, so that moving KV never waits for a step.
     leader ◄──messages (pipe)──►  rank: pipe thread → its hand-off endpoint
     leader ◄───beats (pipe)─────  rank: a thread that sends the main thread's progress (worker/ranks/watch.py)
 
-A rank whose place is about to go (the file that LEAVING_FILE names appears) says so, and the whole worker drains.
+worker/ranks/rank_main.py is the other end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import multiprocessing
 import multiprocessing.process
-import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from cluster.errors import InternalError, SetupError
 from engine.parallel.group import Arrivals
+from kv_transfer.messages import PeerRank
 from worker.ranks.outbox import RankOutbox
-from worker.ranks.pipe import Beat, Close, Failed, Leaving, Raised, RankHello, RankPipe, Ready
+from worker.ranks.pipe import (
+    Beat,
+    Close,
+    Failed,
+    FromRankProcess,
+    HandoffEvent,
+    HandoffMessage,
+    Leaving,
+    Raised,
+    RankHello,
+    RankPipe,
+    Ready,
+    ToRankProcess,
+)
 
 log = logging.getLogger(__name__)
 START_SECONDS = 300.0
-LEAVING_FILE = "BATON_LEAVING_FILE"  # in the environment of ranks in pods of their own
-LEAVING_LOOK_SECONDS = 1.0
-BEAT_SECONDS = 0.15
 END_SECONDS = 10.0
-
-
-class RankEndpoint(Protocol):
-    """A rank's share of the hand-off: told things by the leader, telling the leader things back."""
-
-    on_event: Callable[[Any], None]
-
-    def handle(self, message: Any) -> None: ...
-
-    def close(self) -> None: ...
+LeaderPipe = RankPipe[ToRankProcess, FromRankProcess]
+ToRank = TypeVar("ToRank", bound=HandoffMessage)
+FromRank = TypeVar("FromRank", bound=HandoffEvent)
 
 
 class RankRaised(Exception):
@@ -52,7 +53,7 @@ class RankRaised(Exception):
 
 
 class RankProcess(Protocol):
-    """Where a rank runs."""
+    """The process of a rank."""
 
     def end(self, seconds: float) -> None:
         """Wait `seconds` for the rank, which was told to close, to exit; then kill it."""
@@ -62,7 +63,7 @@ class RankProcess(Protocol):
 
 
 class SpawnedProcess:
-    """A child of the leader's."""
+    """A child process of the leader."""
 
     def __init__(self, process: multiprocessing.process.BaseProcess):
         self._process = process
@@ -76,46 +77,26 @@ class SpawnedProcess:
         self._process.kill()
 
 
-def spawn_rank(rank: int, target: Callable[..., None], *arguments: Any) -> RemoteRank:
-    """Starts `target(rank, connection, *arguments)` in a process beside this one."""
-    context = multiprocessing.get_context("spawn")
-    connection, theirs = context.Pipe()
-    process = context.Process(
-        target=target, args=(rank, theirs, *arguments), name=f"rank-{rank}", daemon=True
-    )
-    process.start()
-    theirs.close()
-    return RemoteRank(rank, RankPipe(connection), SpawnedProcess(process))
+class RankReports(Protocol):
+    """Receives what ranks report about themselves. Called on any thread."""
+
+    def rank_failed(self, error: Exception) -> None:
+        """A rank has failed. Called once per rank."""
+
+    def rank_leaving(self) -> None:
+        """A rank's node or pod is about to end. May be called repeatedly."""
 
 
-class RemoteRank:
-    """The leader's handle on a rank elsewhere; has the same face as the endpoint it stands for."""
+class StartingRank:
+    """A rank whose process has been started and loads the model."""
 
-    def __init__(
-        self,
-        rank: int,
-        pipe: RankPipe,
-        process: RankProcess,
-        outbox: RankOutbox | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, rank: int, pipe: LeaderPipe, process: RankProcess):
         self.rank = rank
         self._pipe = pipe
         self._process = process
-        self._outbox = outbox or RankOutbox(pipe, f"rank-{rank}-outbox")
-        self._clock = clock
-        self._heard = clock()
-        self._arrived = 0
-        self.failure = ""  # the reason, once it has failed
-        self.on_event: Callable[[Any], None] = lambda event: None
-        self.on_failed: Callable[[Exception], None] = lambda error: None  # called once, on any thread
-        self.on_leaving: Callable[[], None] = lambda: None  # perhaps more than once
-        self._closing = False
-        self._failing = threading.Lock()
-        self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}-pipe", daemon=True)
 
-    def wait_ready(self) -> RankHello:
-        """Raises SetupError if the rank does not come up."""
+    def wait_ready(self, reports: RankReports) -> RemoteRank[Any, Any]:
+        """Raises SetupError if the rank does not start."""
         try:
             if not self._pipe.poll(START_SECONDS):
                 raise SetupError(f"rank {self.rank} did not start within {START_SECONDS:.0f} s")
@@ -126,15 +107,70 @@ class RemoteRank:
             raise SetupError(f"rank {self.rank} could not start: {first.reason}")
         if not isinstance(first, Ready):
             raise SetupError(f"rank {self.rank} began with {type(first).__name__}")
-        self._heard = self._clock()
+        ready: RemoteRank[Any, Any] = RemoteRank(self.rank, self._pipe, self._process, first.hello, reports)
+        ready.listen()
+        return ready
+
+
+def spawn_rank(rank: int, target: Callable[..., None], *arguments: Any) -> StartingRank:
+    """Start `target(rank, connection, *arguments)` in a process on this node."""
+    context = multiprocessing.get_context("spawn")
+    connection, theirs = context.Pipe()
+    process = context.Process(
+        target=target, args=(rank, theirs, *arguments), name=f"rank-{rank}", daemon=True
+    )
+    process.start()
+    theirs.close()
+    return StartingRank(rank, RankPipe(connection), SpawnedProcess(process))
+
+
+class RemoteRank(Generic[ToRank, FromRank]):
+    """A ready rank in another process; implements kv_transfer.ranks.Rank."""
+
+    is_remote = True
+    staging_used_bytes = 0
+
+    def __init__(
+        self,
+        rank: int,
+        pipe: LeaderPipe,
+        process: RankProcess,
+        hello: RankHello,
+        reports: RankReports,
+        outbox: RankOutbox | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.rank = rank
+        self.addresses = hello.addresses
+        self.hello: PeerRank = hello.peer
+        self.failure = ""  # the reason, once it has failed
+        self._pipe = pipe
+        self._process = process
+        self._reports = reports
+        self._outbox = outbox or RankOutbox(pipe, f"rank-{rank}-outbox")
+        self._clock = clock
+        self._responded = clock()
+        self._arrived = 0
+        self._on_event: Callable[[FromRank], None] = lambda event: None
+        self._closing = False
+        self._failing = threading.Lock()
+        self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}-pipe", daemon=True)
+
+    def listen(self) -> None:
+        """Begin to read the rank's messages and to write those that `handle` queues."""
         self._thread.start()
         self._outbox.start()
-        return first.hello
 
-    def handle(self, message: Any) -> None:
+    def start(self, on_event: Callable[[FromRank], None]) -> None:
+        self._on_event = on_event
+
+    def handle(self, message: ToRank) -> None:
         """Send a message without waiting. A rank that leaves too many unread has failed."""
         if not self.failure and not self._outbox.put(message):
             self._fail(f"rank {self.rank} does not read its messages")
+
+    def close(self) -> None:
+        """Nothing to do: the process ends with the worker (Ranks.close)."""
 
     def silent_seconds(self, leader: Arrivals) -> float:
         """Silence as worker/ranks/watch.py defines it; infinity once the rank has failed."""
@@ -142,14 +178,14 @@ class RemoteRank:
             return math.inf
         now, arrived = self._clock(), leader.count
         waited = now - leader.at if self._arrived < arrived else 0.0
-        return max(now - self._heard, self._outbox.stuck_seconds(), waited)
+        return max(now - self._responded, self._outbox.stuck_seconds(), waited)
 
     def expect_end(self) -> None:
         """From here on, the exit of the rank does not count as a failure."""
         self._closing = True
 
     def start_closing(self) -> None:
-        """The rank's engine loop has been told to stop by its leader's group; this ends the rest."""
+        """Tell the process to end; its engine loop has been told to stop through the leader's group."""
         self.expect_end()
         self._outbox.put(Close())
 
@@ -166,90 +202,28 @@ class RemoteRank:
             if self.failure or self._closing:
                 return
             self.failure = reason
-        self.on_failed(RankRaised(raised) if raised else InternalError(reason))
+        self._reports.rank_failed(RankRaised(raised) if raised else InternalError(reason))
 
     def _listen(self) -> None:
         while True:
             try:
-                event = self._pipe.recv()
+                message = self._pipe.recv()
             except (EOFError, OSError):
                 self._fail(f"rank {self.rank} has died")
                 return
-            self._heard = self._clock()
-            if isinstance(event, Beat):
-                self._arrived = event.arrived
-            elif isinstance(event, Leaving):
-                self.on_leaving()
-            elif isinstance(event, Raised):
-                self._fail(f"rank {self.rank} has failed in a step: {event.name}", event.name)
-            else:
-                try:
-                    self.on_event(event)
-                except Exception:
-                    log.exception("a message of rank %d could not be handled", self.rank)
-                    self._fail(f"a message of rank {self.rank} could not be handled: {type(event).__name__}")
-                    return
-
-
-def serve_pipe(
-    pipe: RankPipe, endpoint: RankEndpoint, hello: RankHello, arrivals: Arrivals
-) -> Callable[[Exception], None]:
-    """Rank side: report readiness to the leader, then pass messages both ways and send beats, on threads.
-
-    Returns a function that reports to the leader the exception of a step in this rank.
-    """
-    lock = threading.Lock()
-
-    def send(event: Any) -> None:
-        with lock:
-            pipe.send(event)
-
-    endpoint.on_event = send
-    send(Ready(hello))
-    threading.Thread(target=_receive, args=(pipe, endpoint), name="leader-pipe", daemon=True).start()
-    threading.Thread(target=_beat, args=(arrivals, send), name="beats", daemon=True).start()
-    if LEAVING_FILE in os.environ:
-        file = Path(os.environ[LEAVING_FILE])
-        file.unlink(missing_ok=True)  # of an earlier life of this container
-        threading.Thread(target=_tell_leaving, args=(file, send), name="leaving", daemon=True).start()
-
-    def tell_raised(error: Exception) -> None:
-        with contextlib.suppress(OSError):  # the leader is gone
-            send(Raised(type(error).__name__))
-
-    return tell_raised
-
-
-def _beat(arrivals: Arrivals, send: Callable[[Any], None]) -> None:
-    with contextlib.suppress(OSError):  # the leader is gone: `_receive` ends this process
-        while True:
-            send(Beat(arrivals.count))
-            time.sleep(BEAT_SECONDS)
-
-
-def _tell_leaving(file: Path, send: Callable[[Any], None]) -> None:
-    """Again and again: the leader may not listen yet."""
-    with contextlib.suppress(OSError):  # the leader is gone: `_receive` ends this process
-        while True:
-            time.sleep(LEAVING_LOOK_SECONDS)
-            if file.exists():
-                send(Leaving())
-
-
-def report_failure(pipe: RankPipe, error: BaseException) -> None:
-    pipe.send(Failed(f"{type(error).__name__}: {error}"))
-
-
-def _receive(pipe: RankPipe, endpoint: RankEndpoint) -> None:
-    try:
-        while not isinstance(message := pipe.recv(), Close):
-            endpoint.handle(message)
-        endpoint.close()
-    except (EOFError, OSError):
-        # The leader died: a rank alone holds memory and answers nobody.
-        os._exit(1)
-    except BaseException:
-        # Beats would go on, and the leader would notice only when its messages fill the pipe.
-        log.exception("messages to this rank can't be handled any more")
-        os._exit(1)
-    os._exit(0)
+            self._responded = self._clock()
+            match message:
+                case Beat():
+                    self._arrived = message.arrived
+                case Leaving():
+                    self._reports.rank_leaving()
+                case Raised():
+                    self._fail(f"rank {self.rank} has failed in a step: {message.name}", message.name)
+                case _:
+                    try:
+                        self._on_event(cast(FromRank, message))
+                    except Exception:
+                        kind = type(message).__name__
+                        log.exception("message %s of rank %d could not be handled", kind, self.rank)
+                        self._fail(f"a message of rank {self.rank} could not be handled: {kind}")
+                        return

@@ -1,4 +1,4 @@
-"""What a worker makes of silent ranks and of its own failure: what it sends, what it ends first, what it registers."""
+"""A worker with silent ranks, or that has failed: the beats it sends, what it ends first, what it registers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import InternalError
 from cluster.kubernetes.pod import Pod
-from decode_worker.worker import DecodeWorker
+from cluster.protocol.times import LOST_SECONDS, RANK_QUIET_SECONDS
+from decode_worker.worker import make_role
 from tests.conftest import Checkpoint
 from tests.worker.fake_rank import FakeRank
-from worker import core as cores
-from worker.ranks.watch import LOST_SECONDS, QUIET_SECONDS
+from worker import identity, membership
+from worker.worker import Worker
 
 LONG = 60.0
 
@@ -32,10 +33,10 @@ def config(checkpoint: Checkpoint) -> WorkerConfig:
 
 
 @pytest.fixture
-async def worker(config: WorkerConfig) -> AsyncIterator[tuple[DecodeWorker, FakeRank]]:
+async def worker(config: WorkerConfig) -> AsyncIterator[tuple[Worker, FakeRank]]:
     """It, and a further rank of it."""
-    worker, rank = DecodeWorker(config), FakeRank()
-    remote: list[Any] = worker._core.ranks.remote
+    worker, rank = Worker(config, make_role), FakeRank()
+    remote: list[Any] = worker._engine.ranks.remote
     remote.append(rank)
     await worker.start()
     yield worker, rank
@@ -46,14 +47,14 @@ async def worker(config: WorkerConfig) -> AsyncIterator[tuple[DecodeWorker, Fake
 
 async def test_beats_stop_while_a_rank_is_silent_or_the_engine_hangs(worker, monkeypatch):
     one, rank = worker
-    core = one._core
-    assert core.beat_step() == core.host.steps
-    rank.silent = QUIET_SECONDS
-    assert core.beat_step() is None and core.host.healthy()
+    engine = one._engine
+    assert engine.beat_step() == engine.host.steps
+    rank.silent = RANK_QUIET_SECONDS
+    assert engine.beat_step() is None and engine.host.healthy()
     rank.silent = 0.0
-    assert core.beat_step() == core.host.steps
-    monkeypatch.setattr(core.host, "healthy", lambda: False)
-    assert core.beat_step() is None
+    assert engine.beat_step() == engine.host.steps
+    monkeypatch.setattr(engine.host, "healthy", lambda: False)
+    assert engine.beat_step() is None
 
 
 class Registered:
@@ -83,16 +84,18 @@ class Reporter:
 @pytest.fixture
 def registered(worker, monkeypatch):
     """Registers the worker, which spans `nodes`."""
-    core = worker[0]._core
-    monkeypatch.setattr(cores, "Registration", Registered)
-    monkeypatch.setattr(cores, "ChainReporter", Reporter)
-    monkeypatch.setattr(cores, "own_pod", lambda: Pod("ns", "p", "u", "c", "n", 1.0))
+    one = worker[0]
+    monkeypatch.setattr(membership, "Registration", Registered)
+    monkeypatch.setattr(membership, "ChainReporter", Reporter)
+    monkeypatch.setattr(identity, "own_pod", lambda: Pod("ns", "p", "u", "c", "n", 1.0))
 
     def register(nodes: int) -> Any:
-        engine = core.config.engine.model_copy(update={"nodes": nodes})
-        core.config = core.config.model_copy(update={"engine": engine})
-        core._register()
-        made, core._registration, core._reporter = core._registration, None, None
+        engine = one._config.engine.model_copy(update={"nodes": nodes})
+        config = one._config.model_copy(update={"engine": engine, "redis_url": "redis://nowhere"})
+        one._identity._config = one._membership._config = config
+        one._membership.start()
+        made = one._membership._registration
+        one._membership._registration = one._membership._reporter = None
         return made
 
     return register
@@ -101,7 +104,7 @@ def registered(worker, monkeypatch):
 async def test_the_lease_is_not_renewed_while_a_rank_is_silent(worker, registered):
     healthy, rank = registered(1).healthy, worker[1]
     assert healthy()
-    rank.silent = QUIET_SECONDS
+    rank.silent = RANK_QUIET_SECONDS
     assert not healthy()
     rank.silent = 0.0
     assert healthy()
@@ -119,7 +122,7 @@ async def test_health_can_be_watched(worker):
         watching = stub.Watch(health_pb2.HealthCheckRequest(service=""))
         async with asyncio.timeout(LONG):
             assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
-            await worker[0]._core.server.set_serving(False)
+            await worker[0]._server.set_serving(False)
             assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -131,13 +134,13 @@ async def ended(watching: Any) -> None:
 async def test_a_worker_that_has_failed_cuts_streams_off_before_it_closes_anything(worker, monkeypatch):
     one, _ = worker
     go_on = asyncio.Event()
-    monkeypatch.setattr(one, "_try_to_drain", go_on.wait)
+    monkeypatch.setattr(one._leaving, "_try_to_drain", go_on.wait)
     async with grpc.aio.insecure_channel(one.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         watching = stub.Watch(health_pb2.HealthCheckRequest(service=""))
         async with asyncio.timeout(LONG):
             await watching.read()
-        one._core.fail(InternalError("a test"))
+        one._ending.fail(InternalError("a test"))
         stopping = asyncio.create_task(one.stop())
         try:
             with pytest.raises(grpc.aio.AioRpcError):
@@ -150,20 +153,40 @@ async def test_a_worker_that_has_failed_cuts_streams_off_before_it_closes_anythi
 async def test_ranks_that_are_silent_are_killed_before_anything_waits_for_them(worker, monkeypatch):
     one, rank = worker
     alive_at_close: list[bool] = []
-    close = one._side.close
+    close = one._role.receiver.close
 
     async def closes() -> None:
         alive_at_close.append(not rank.killed)
         await close()
 
-    monkeypatch.setattr(one._side, "close", closes)
+    monkeypatch.setattr(one._role.receiver, "close", closes)
     quiet = FakeRank()
     quiet.silent = LOST_SECONDS - 0.1
-    remote: list[Any] = one._core.ranks.remote
+    remote: list[Any] = one._engine.ranks.remote
     remote.append(quiet)
-    await one._core.end_silent_ranks()
+    await one._engine.end_silent_ranks()
     assert not rank.killed and not quiet.killed
     rank.silent = LOST_SECONDS
     quiet.silent = 0.0
     await asyncio.wait_for(one.stop(), LONG)
     assert alive_at_close == [False]
+
+
+async def test_a_worker_that_has_failed_is_not_healthy_though_its_engine_moves(worker):
+    one, _ = worker
+    assert one.healthy()
+    one._ending.fail(InternalError("a test"))
+    assert one._engine.host.healthy() and not one.healthy()
+
+
+async def test_a_cancelled_wait_for_the_end_is_no_failure_and_no_drain(worker):
+    """A supervisor stops to wait before it stops the worker, whose streams must not be cut off then."""
+    one, _ = worker
+    waits = [asyncio.create_task(one.wait_failed()), asyncio.create_task(one.wait_drain_wanted())]
+    await asyncio.sleep(0)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.wait(waits)
+    assert not one._ending.has_failed and one.healthy()
+    one._ending.ask_drain("stay")
+    assert await asyncio.wait_for(one.wait_drain_wanted(), LONG) == "stay"

@@ -19,16 +19,16 @@ from pydantic import ValidationError
 from cluster.addresses import interface_of, is_loopback
 from cluster.config.worker import TransferConfig
 from cluster.errors import ConfigError
-from worker.ranks import nixl_endpoint
-from worker.ranks.nixl_endpoint import RDMA_TLS, _ucx_settings, open_endpoint
+from kv_transfer.transports import ucx
+from kv_transfer.transports.ucx import RDMA_TLS, _ucx_settings, open_nixl
 
 LISTENS = """
 import json, os, sys, psutil
 from cluster.config.worker import TransferConfig
-from worker.ranks.nixl_endpoint import open_endpoint
+from kv_transfer.transports.ucx import open_nixl
 
 settings = json.loads(sys.argv[1])
-endpoint = open_endpoint(TransferConfig(**settings["transfer"]), "worker", 1, 0, **settings["reach"])
+endpoint = open_nixl(TransferConfig(**settings["transfer"]), "worker", 1, 0, **settings["reach"])
 connections = psutil.Process().net_connections("inet")
 listens = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN or c.type == 2]
 print(json.dumps([endpoint is not None, listens]), flush=True)
@@ -110,9 +110,9 @@ def test_with_tls_nothing_listens_for_nixl_unless_it_is_named(tmp_path: Path) ->
 
 
 def test_with_tls_a_pair_that_requires_nixl_names_the_setting(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(nixl_endpoint, "RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(ucx, "RDMA_DEVICES", tmp_path)
     with pytest.raises(ConfigError, match="transport: nixl"):
-        open_endpoint(TransferConfig(require_transport="nixl"), "worker", 1, 0, tls=True)
+        open_nixl(TransferConfig(require_transport="nixl"), "worker", 1, 0, tls=True)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has two RDMA ports, as far as /sys tells."""
     for port in ("mlx5_0/ports/1", "mlx5_1/ports/2"):
         (tmp_path / port).mkdir(parents=True)
-    monkeypatch.setattr(nixl_endpoint, "RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(ucx, "RDMA_DEVICES", tmp_path)
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     monkeypatch.delenv("UCX_TLS", raising=False)
 
@@ -140,14 +140,14 @@ def test_with_rdma_tls_and_auto_leave_ucx_no_tcp() -> None:
 def test_with_tls_and_auto_the_operator_may_not_allow_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "rc,tcp")
     with pytest.raises(ConfigError, match="allows tcp, transport: auto with TLS does not") as refused:
-        open_endpoint(TransferConfig(), "worker", 1, 0, tls=True)
+        open_nixl(TransferConfig(), "worker", 1, 0, tls=True)
     assert refused.value.field == "transfer.transport"
 
 
 def test_other_processes_do_not_inherit_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    with nixl_endpoint._environment({"UCX_TLS": "sm", "UCX_NET_DEVICES": "lo"}):
+    with ucx._environment({"UCX_TLS": "sm", "UCX_NET_DEVICES": "lo"}):
         assert (os.environ["UCX_TLS"], os.environ["UCX_NET_DEVICES"]) == ("sm", "lo")
     assert os.environ["UCX_TLS"] == "tcp,self" and "UCX_NET_DEVICES" not in os.environ
 
@@ -156,10 +156,10 @@ REQUIRES = """
 import os
 from cluster.config.worker import TransferConfig
 from cluster.errors import TransportError
-from worker.ranks.nixl_endpoint import open_endpoint
+from kv_transfer.transports.ucx import open_nixl
 
 try:
-    print(open_endpoint(TransferConfig(require_transport="rdma"), "worker", 1, 0), flush=True)
+    print(open_nixl(TransferConfig(require_transport="rdma"), "worker", 1, 0), flush=True)
 except TransportError as error:
     print("refused:", error, flush=True)
 os._exit(0)
@@ -180,7 +180,7 @@ def test_a_worker_without_rdma_does_not_start_where_it_is_required() -> None:
 def test_ucx_may_not_be_told_to_use_more(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", given)
     with pytest.raises(ConfigError, match="UCX_TLS"):
-        open_endpoint(TransferConfig(require_transport="rdma"), "worker", 1, 0)
+        open_nixl(TransferConfig(require_transport="rdma"), "worker", 1, 0)
 
 
 def test_a_transport_that_does_not_exist_is_refused_at_start() -> None:

@@ -1,8 +1,8 @@
-"""Frees slots in doubt on Kubernetes, where no parent process reports that a prefill worker has exited.
+"""Ends the quarantine of slots on Kubernetes, where no parent process reports that a prefill worker has exited.
 
-in doubt for 2 s ─► the peer's pod, from its registration ─► container terminated? ─► its slots are free again
+in quarantine for 2 s ─► the peer's pod, from its registration ─► container terminated? ─► its slots are free again
 
-The API is asked only while slots are in doubt.
+The API is called only while slots are in quarantine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kv_transfer.decode_side.ring import SlotState
 
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
-PATIENCE_SECONDS = 2.0  # before the first query: most doubts end with the peer's own Drained
-ASK_SECONDS = 5.0  # between two queries about the same peer
+GRACE_SECONDS = 2.0  # before the first query: most quarantines end with the peer's own Drained
+QUERY_SECONDS = 5.0  # between two queries about the same peer
 
 
 class PeerExitSource(Protocol):
@@ -35,8 +35,8 @@ class PeerExitSource(Protocol):
         """True if there is a proof, False if there is none yet. May block. Raises UnavailableError for no answer."""
 
 
-class DoubtWatch:
-    """Polls for slots in doubt and frees those of peers that have provably exited.
+class QuarantineWatch:
+    """Polls for slots in quarantine and frees those of peers that have provably exited.
 
     `registered` returns the workers of the registry; it may block. Peers are keyed by worker_id@epoch, so that a proof
     about one epoch is never applied to another. The pod of a peer is looked up when it connects: a worker that fails
@@ -54,9 +54,9 @@ class DoubtWatch:
         self._exits = exits
         self._registered = registered
         self._clock = clock
-        self._due: dict[str, float] = {}  # peer in doubt → time of the next query
+        self._due: dict[str, float] = {}  # peer with slots in quarantine → time of the next query
         self._pods: dict[str, Pod] = {}
-        self._learn_at: dict[str, float] = {}  # connected peer without a known pod → time of the next look-up
+        self._pod_due: dict[str, float] = {}  # connected peer without a known pod → time of the next look-up
         self._failing = False
 
     async def run(self) -> None:
@@ -66,18 +66,18 @@ class DoubtWatch:
             await self.look()
 
     async def look(self) -> None:
-        doubtful, now = self._doubtful(), self._clock()
-        self._due = {peer: self._due.get(peer, now + PATIENCE_SECONDS) for peer in doubtful}
-        known = doubtful | {link.name for link in self._receiver.links}
+        quarantined, now = self._quarantined(), self._clock()
+        self._due = {peer: self._due.get(peer, now + GRACE_SECONDS) for peer in quarantined}
+        known = quarantined | {link.name for link in self._receiver.links}
         self._pods = {peer: pod for peer, pod in self._pods.items() if peer in known}
-        await self._meet(known - doubtful, now)
+        await self._look_up_pods(known - quarantined, now)
         for peer in [peer for peer, due in self._due.items() if due <= now]:
-            self._due[peer] = now + ASK_SECONDS
+            self._due[peer] = now + QUERY_SECONDS
             if await self._proven(peer):
-                log.warning("%s has exited: its slots are no longer in doubt", peer)
+                log.warning("%s has exited: the quarantine of its slots ends", peer)
                 await self._receiver.process_exited(peer)
 
-    def _doubtful(self) -> set[str]:
+    def _quarantined(self) -> set[str]:
         slots = (slot for ring in self._receiver.rings for slot in ring.slots)
         return {
             slot.claim.peer
@@ -85,37 +85,37 @@ class DoubtWatch:
             if slot.claim is not None and slot.machine.state is SlotState.QUARANTINED
         }
 
-    async def _meet(self, connected: set[str], now: float) -> None:
-        """Look up the pods of peers that have connected, again every ASK_SECONDS for those that name none."""
-        self._learn_at = {peer: self._learn_at.get(peer, now) for peer in connected if peer not in self._pods}
-        if any(at <= now for at in self._learn_at.values()):
-            self._learn_at = dict.fromkeys(self._learn_at, now + ASK_SECONDS)
-            with contextlib.suppress(Exception):  # Redis is away: its other users say so
-                await self._learn()
+    async def _look_up_pods(self, connected: set[str], now: float) -> None:
+        """Look up the pods of peers that have connected, again every QUERY_SECONDS for those that name none."""
+        self._pod_due = {peer: self._pod_due.get(peer, now) for peer in connected if peer not in self._pods}
+        if any(at <= now for at in self._pod_due.values()):
+            self._pod_due = dict.fromkeys(self._pod_due, now + QUERY_SECONDS)
+            with contextlib.suppress(Exception):  # without Redis: its other users log that
+                await self._read_pods()
 
     async def _proven(self, peer: str) -> bool:
         try:
             if peer not in self._pods:
-                await self._learn()
+                await self._read_pods()
             pod = self._pods.get(peer)
             proven = pod is not None and await asyncio.to_thread(self._exits.has_exited, pod)
-        except Exception as error:  # whatever it is: it is asked again, and other peers are asked about
+        except Exception as error:  # it is tried again, and other peers are checked
             if not self._failing:
                 log.warning(
-                    "the exit of %s can't be checked, its landing slots stay in doubt: %r", peer, error
+                    "cannot check whether %s has exited, its slots stay in quarantine: %r", peer, error
                 )
             self._failing = True
             return False
         self._failing = False
         return proven
 
-    async def _learn(self) -> None:
+    async def _read_pods(self) -> None:
         for worker in await asyncio.to_thread(self._registered):
             if worker.pod.uid:
                 self._pods.setdefault(f"{worker.worker_id}@{worker.epoch:x}", worker.pod)
 
 
-def open_doubt_watch(config: WorkerConfig, receiver: HandoffReceiver) -> DoubtWatch | None:
+def open_quarantine_watch(config: WorkerConfig, receiver: HandoffReceiver) -> QuarantineWatch | None:
     """The watch that `config.peer_exits` asks for, or None. Raises SetupError if no API is configured."""
     if config.peer_exits == "none":
         return None
@@ -131,4 +131,4 @@ def open_doubt_watch(config: WorkerConfig, receiver: HandoffReceiver) -> DoubtWa
             f"peer_exits kubernetes: neither a kubeconfig nor the service account of a pod: {error}",
             field="peer_exits",
         ) from error
-    return DoubtWatch(receiver, PodExits(api), lambda: read_workers(config.redis_url, config.namespace))
+    return QuarantineWatch(receiver, PodExits(api), lambda: read_workers(config.redis_url, config.namespace))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kv_transfer import messages as m
 from kv_transfer.layout.geometry import Flow
-from kv_transfer.prefill_side.outgoing import Cutting, Transfer
+from kv_transfer.prefill_side.rank_transfer import Cutting, Transfer
 
 PAGE, TOKEN_BYTES = 4, 32
 

@@ -1,4 +1,4 @@
-"""A rank's NIXL endpoint, if it is to have one."""
+"""Opens a rank's NIXL endpoint with the settings of UCX, which carries NIXL's writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kv_transfer.transports.base import Endpoint
 
 log = logging.getLogger(__name__)
 RDMA_DEVICES = Path("/sys/class/infiniband")
-# Without tcp UCX has nothing to fall back to where RDMA is missing: NIXL does not start there, or does not connect.
+# Without tcp UCX has no fallback where RDMA is missing: NIXL does not start, or does not connect.
 RDMA_TLS = "rc,dc,ud,sm,self,cuda"
 _NOT_TCP = (
     "rc",
@@ -35,7 +35,7 @@ _NOT_TCP = (
 )
 
 
-def open_endpoint(
+def open_nixl(
     config: TransferConfig,
     worker_id: str,
     epoch: int,
@@ -44,11 +44,11 @@ def open_endpoint(
     host: str = "127.0.0.1",
     tls: bool = False,
 ) -> Endpoint | None:
-    """None where only gRPC is wanted or safe, or NIXL does not start and need not.
+    """None if NIXL is not wanted, not safe, or does not start and is not required.
 
     `host` is the address under which other workers reach this one: UCX listens on its interface only. UCX authenticates
-    no peer, so with TLS (`tls`) and transport auto NIXL is used over RDMA only. Raises TransportError where NIXL is
-    required and does not start, and ConfigError where UCX_TLS allows TCP and the settings do not.
+    no peer, so with TLS (`tls`) and transport auto NIXL is used over RDMA only. Raises TransportError if NIXL is
+    required and does not start, and ConfigError if UCX_TLS allows TCP and the settings do not.
     """
     if config.transport == "grpc":
         return None
@@ -57,8 +57,8 @@ def open_endpoint(
     if tls and not by_name and not _rdma_ports():
         if config.required == "nixl":
             raise ConfigError(
-                "with TLS and no RDMA device, transport auto uses gRPC: NIXL over TCP authenticates nobody. "
-                "transport: nixl uses it all the same",
+                "with TLS and no RDMA device, transport auto uses gRPC, because NIXL over TCP authenticates no peer; "
+                "transport: nixl uses it nevertheless",
                 field="transfer.require_transport",
             )
         log.info("KV goes over gRPC: with TLS, transport auto does not use NIXL over TCP")
@@ -85,7 +85,7 @@ def _ucx_settings(config: TransferConfig, host: str, rdma_only: bool) -> dict[st
     if "UCX_NET_DEVICES" not in os.environ:
         interface = interface_of(host)
         if interface:
-            # Network devices are RDMA's as well; a cluster on loopback needs none.
+            # UCX counts RDMA ports as devices too; a cluster on loopback needs none.
             devices = [interface] if is_loopback(host) else [interface, *_rdma_ports()]
             settings["UCX_NET_DEVICES"] = ",".join(devices)
         else:
@@ -98,13 +98,13 @@ def _ucx_settings(config: TransferConfig, host: str, rdma_only: bool) -> dict[st
 
 
 def _rdma_ports() -> list[str]:
-    """As UCX names them: mlx5_0:1."""
+    """RDMA ports by UCX's names: mlx5_0:1."""
     return sorted(f"{port.parent.parent.name}:{port.name}" for port in RDMA_DEVICES.glob("*/ports/*"))
 
 
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """UCX reads its settings while an agent is made; processes that this one starts do not inherit them."""
+    """Set variables while an agent is made, when UCX reads them; later child processes do not inherit them."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -118,7 +118,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 
 
 def _rdma_tls(setting: str) -> str:
-    """NIXL does not say which of its transports UCX has chosen, so it gets no choice."""
+    """UCX_TLS without TCP: NIXL does not report which transport UCX has chosen. Raises ConfigError."""
     given = os.environ.get("UCX_TLS", RDMA_TLS)
     others = [name for name in given.split(",") if not name.strip().startswith(_NOT_TCP)]
     if others:

@@ -20,7 +20,7 @@ from wire import handoff_pb2
 
 @dataclass(frozen=True)
 class Job:
-    """KV that is final: these layers of these tokens, for one flow."""
+    """Final KV: these layers of these tokens, for one flow."""
 
     flow: Flow
     layers: range
@@ -35,10 +35,10 @@ class Part:
 
     job: Job
     index: int
-    grant: m.Granted | None = None
+    grant: handoff_pb2.SlotGrant | None = None
     posted: bool = False  # under its present grant
-    grants: set[tuple[int, int]] = field(default_factory=set)  # (slot, generation) of every one it ever had
-    pieces: list[Tensor] | None = None  # of the cache, written from there; None = by way of staging
+    grants: set[tuple[int, int]] = field(default_factory=set)  # (slot, generation) of all its grants
+    pieces: list[Tensor] | None = None  # of the cache, written from there; None = through staging
     chunk: Chunk | None = None  # of staging, from its first grant until it is verified
     digest: bytes = b""
     digest_kind: str = ""
@@ -68,8 +68,8 @@ class Cutting:
     def jobs(
         self, flow: Flow, slot_bytes: int, layers: range, tokens: range, blocks: Sequence[int]
     ) -> Iterator[Job]:
-        """Every job fits one slot: cut by whole blocks of tokens, and by layers only where one block of all of them
-        does not fit: so it is copied in the longest rows. `blocks` are the whole request's."""
+        """Cut into jobs that fit one slot: by whole blocks of tokens, and by layers only if one block of all of them
+        does not fit, so that the rows to copy are as long as possible. `blocks` are the whole request's."""
         page = self.page_size
         limit = min(slot_bytes, self.max_part_bytes)
         layer_step = min(len(layers), max(1, limit // self.bytes([flow], 1, min(page, len(tokens)))))
@@ -80,7 +80,7 @@ class Cutting:
             some = range(first, min(first + layer_step, layers.stop))
             begin = tokens.start
             while begin < tokens.stop:
-                # Cut at block borders, whatever token the range begins at.
+                # Cut at block borders, also if the range begins inside a block.
                 end = min(tokens.stop, (begin // page) * page + token_step)
                 ids = blocks[begin // page : -(-end // page)]
                 size = self.bytes([flow], len(some), end - begin)
@@ -90,14 +90,14 @@ class Cutting:
 
 @dataclass(eq=False)
 class Transfer:
-    """What a rank knows of one hand-off."""
+    """One hand-off at a rank."""
 
     opened: m.OpenTransfer
     cutting: Cutting
-    # Written by the engine thread, read by the rank's (deque is safe for that).
+    # Appended to by the engine thread, emptied by the rank's; a deque is safe for that.
     computed: deque[tuple[int, int, int, list[int]]] = field(default_factory=deque)
     unasked: deque[Part] = field(default_factory=deque)
-    # By (target rank, index); those asked for, in order
+    # By (target rank, index): those that slots were requested for, in order
     parts: dict[tuple[int, int], Part] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)  # parts per target rank
     bytes: int = 0
@@ -111,7 +111,7 @@ class Transfer:
     _blocks: list[int] = field(default_factory=list)
 
     def note(self, layer: int, token_begin: int, token_end: int, block_ids: Sequence[int]) -> bool:
-        """On the engine's thread: this layer of these tokens is final. True if that makes a part."""
+        """On the engine's thread: this layer of these tokens is final. Returns whether there is enough for a part."""
         page = self.cutting.page_size
         blocks = list(block_ids[: -(-token_end // page)]) if layer == 0 else []
         self.computed.append((layer, token_begin, token_end, blocks))
@@ -128,7 +128,7 @@ class Transfer:
 
     @property
     def all_cut(self) -> bool:
-        """Every token of every layer is in a part: their numbers are final."""
+        """Whether every layer of every token is in a part, so that the number of parts is final."""
         whole = self.complete_tokens >= self.opened.token_count or not self.opened.flows
         return whole and not self.computed
 
@@ -137,8 +137,8 @@ class Transfer:
         return any(part.write is not None for part in self.parts.values())
 
     def cut(self) -> bool:
-        """Turns noted layers into jobs: as soon as there are `part_bytes` of them, or the step's last layer. All that
-        are there are cut together: the more layers, the longer the rows."""
+        """Cut noted layers into jobs, once they have `part_bytes` or include the step's last layer. All noted layers are
+        cut together, because more layers make longer rows."""
         worked = False
         while self.computed:
             self._cut_one(*self.computed.popleft())
@@ -151,7 +151,7 @@ class Transfer:
             self._layers, self._blocks, self._tokens = [], blocks, range(max(begin, held), end)
             if not self._seen_first:
                 self._seen_first = True
-                if begin > held:  # our own prefix cache had these: final in every layer
+                if begin > held:  # from this worker's own prefix cache: final in every layer
                     self._add(range(self.cutting.num_layers), range(held, begin))
         self._layers.append(layer)
         last = layer == self.cutting.num_layers - 1
@@ -173,7 +173,7 @@ class Transfer:
                 self.unasked.append(Part(job, index))
 
     def ask(self, limit: int) -> list[Part]:
-        """The next parts to ask slots for; at most `limit` may be on their way."""
+        """The next parts to request slots for; at most `limit` may be requested and not yet verified."""
         asked: list[Part] = []
         while self.unasked and len(self.parts) < limit:
             part = self.unasked.popleft()
@@ -186,8 +186,8 @@ class Transfer:
         return sum(part.chunk.size for part in self.parts.values() if part.chunk is not None)
 
 
-def part_header(opened: m.OpenTransfer, part: Part, grant: m.Granted) -> handoff_pb2.PartHeader:
-    """What travels with the bytes; D believes nothing of it that its own records contradict."""
+def part_header(opened: m.OpenTransfer, part: Part, grant: handoff_pb2.SlotGrant) -> handoff_pb2.PartHeader:
+    """The header that travels with the bytes; the decode worker checks it against its own records."""
     job = part.job
     return handoff_pb2.PartHeader(
         transfer_id=opened.transfer_id,

@@ -11,7 +11,7 @@ import redis
 
 from cluster.errors import UnavailableError
 from cluster.kubernetes.pod import Pod
-from decode_worker.doubt_watch import ASK_SECONDS, PATIENCE_SECONDS, DoubtWatch
+from decode_worker.quarantine_watch import GRACE_SECONDS, QUERY_SECONDS, QuarantineWatch
 from kv_transfer.decode_side.ring import Claim, Ring, SlotState
 
 POD = Pod("default", "prefill-0", "uid-1", "worker", "node-1", 100.0)
@@ -37,7 +37,7 @@ class World:
         receiver: Any = SimpleNamespace(
             rings=[self.ring], links=self.links, process_exited=self.process_exited
         )
-        self.watch = DoubtWatch(receiver, self, self.registered, lambda: self.now)
+        self.watch = QuarantineWatch(receiver, self, self.registered, lambda: self.now)
 
     async def process_exited(self, peer: str) -> None:
         self.ring.fence_proven(lambda claim: claim.peer == peer)
@@ -67,7 +67,7 @@ class World:
             await self.watch.look()
 
     @property
-    def doubtful(self) -> int:
+    def quarantined(self) -> int:
         return self.ring.count(SlotState.QUARANTINED)
 
 
@@ -83,11 +83,11 @@ async def test_the_api_is_asked_about_slots_in_doubt_only(world):
     await world.passes(20)
     assert not world.asked and not world.read, "a granted slot is in no doubt"
     world.ring.quarantine(b"\x01" * 16)
-    await world.passes(PATIENCE_SECONDS - 0.5)
+    await world.passes(GRACE_SECONDS - 0.5)
     assert not world.asked and not world.read, "most doubts end by themselves"
     await world.passes(1)
     assert world.asked == [POD] and world.read == 1
-    assert world.doubtful == 0
+    assert world.quarantined == 0
     await world.passes(20)
     assert len(world.asked) == 1
     assert not world.watch._pods and not world.watch._due, "remembered for ever"
@@ -97,13 +97,13 @@ async def test_the_api_is_asked_about_slots_in_doubt_only(world):
 async def test_without_a_proof_slots_stay_in_doubt_and_the_question_is_repeated_now_and_then(world):
     world.register("p1", 0xA, POD)
     world.ring.quarantine(world.grant(1, "p1@a"))
-    await world.passes(PATIENCE_SECONDS + 4 * ASK_SECONDS)
-    assert world.doubtful == 1
+    await world.passes(GRACE_SECONDS + 4 * QUERY_SECONDS)
+    assert world.quarantined == 1
     assert 4 <= len(world.asked) <= 5
     assert world.read == 1, "whom it is about is known by now"
     world.exited.add(POD.uid)
-    await world.passes(ASK_SECONDS)
-    assert world.doubtful == 0
+    await world.passes(QUERY_SECONDS)
+    assert world.quarantined == 0
 
 
 async def test_the_exit_of_one_peer_frees_its_slots_only(world):
@@ -113,7 +113,7 @@ async def test_the_exit_of_one_peer_frees_its_slots_only(world):
     world.ring.quarantine(world.grant(2, "p2@b"))
     world.exited.add("uid-1")
     await world.passes(10)
-    assert world.doubtful == 1
+    assert world.quarantined == 1
     assert {pod.uid for pod in world.asked} == {"uid-1", "uid-2"}
 
 
@@ -123,17 +123,17 @@ async def test_a_proof_about_a_successor_does_not_apply_to_its_predecessor(world
     world.exited.add(POD.uid)
     world.ring.quarantine(world.grant(1, "p1@a"))
     await world.passes(20)
-    assert world.doubtful == 1 and not world.asked
+    assert world.quarantined == 1 and not world.asked
 
 
 async def test_a_life_that_was_learnt_in_time_is_remembered(world):
     world.register("p1", 0xA, POD)
     world.ring.quarantine(world.grant(1, "p1@a"))
-    await world.passes(PATIENCE_SECONDS + 1)
+    await world.passes(GRACE_SECONDS + 1)
     world.register("p1", 0xB, replace(POD, uid="uid-2"))
     world.exited.add(POD.uid)
-    await world.passes(ASK_SECONDS)
-    assert world.doubtful == 0
+    await world.passes(QUERY_SECONDS)
+    assert world.quarantined == 0
 
 
 async def test_who_left_the_registry_before_its_process_exited_is_asked_about(world):
@@ -148,19 +148,19 @@ async def test_who_left_the_registry_before_its_process_exited_is_asked_about(wo
     world.links.clear()
     world.ring.quarantine(granted)
     world.exited.add(POD.uid)
-    await world.passes(PATIENCE_SECONDS + 1)
-    assert world.doubtful == 0
+    await world.passes(GRACE_SECONDS + 1)
+    assert world.quarantined == 0
     await world.passes(1)
-    assert not world.watch._pods and not world.watch._learn_at, "remembered for ever"
+    assert not world.watch._pods and not world.watch._pod_due, "remembered for ever"
 
 
 async def test_the_registry_is_not_read_at_every_look_for_peers_that_name_no_pod(world):
     world.register("p1", 0xA, Pod())
     world.links.add(Link("p1@a"))
-    await world.passes(4 * ASK_SECONDS)
+    await world.passes(4 * QUERY_SECONDS)
     assert 4 <= world.read <= 5
     world.register("p1", 0xA, POD)
-    await world.passes(2 * ASK_SECONDS)
+    await world.passes(2 * QUERY_SECONDS)
     assert world.watch._pods == {"p1@a": POD} and world.read <= 6
 
 
@@ -177,7 +177,7 @@ async def test_a_worker_outside_of_pods_is_asked_about_nowhere(world):
     world.register("p1", 0xA, Pod())
     world.ring.quarantine(world.grant(1, "p1@a"))
     await world.passes(20)
-    assert world.doubtful == 1 and not world.asked
+    assert world.quarantined == 1 and not world.asked
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ async def test_a_failed_query_is_repeated(world, failure):
     world.failure = failure
     world.ring.quarantine(world.grant(1, "p1@a"))
     await world.passes(10)
-    assert world.doubtful == 1 and world.asked
+    assert world.quarantined == 1 and world.asked
     world.failure = None
-    await world.passes(ASK_SECONDS)
-    assert world.doubtful == 0
+    await world.passes(QUERY_SECONDS)
+    assert world.quarantined == 0

@@ -1,4 +1,4 @@
-"""A stand-in for WorkerCore with what PrefillRole uses of it."""
+"""A stand-in for the RoleParts that PrefillRole uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.engine.fake_model import VOCAB
 from worker.validate import SpecLimits
 
 
-def fake_core(
+def fake_parts(
     call: Callable[[Callable[[Any], Any]], Any],
     *,
     max_batch_tokens: int,
@@ -31,10 +31,12 @@ def fake_core(
         tracing=None,
         trace_of=lambda spec: None,
         beat_step=lambda: 1,
-        check_epoch=check_epoch,
-        check_accepting=check_accepting,
+        health=SimpleNamespace(check_accepting=check_accepting),
         host=SimpleNamespace(call=call),
-        page_size=page_size,
-        worker_id="p",
-        spec_limits=SpecLimits("m", VOCAB, 8),
+        identity=SimpleNamespace(
+            page_size=page_size,
+            worker_id="p",
+            spec_limits=SpecLimits("m", VOCAB, 8),
+            check_epoch=check_epoch,
+        ),
     )

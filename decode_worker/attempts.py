@@ -1,0 +1,168 @@
+"""The attempts of a decode worker: those that routers have opened, and what its engine reports of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from cluster.errors import BatonError, EngineFailedError, engine_request_error
+from cluster.faults.points import Point
+from decode_worker import attempt_trace
+from decode_worker.attempt import DecodeAttempt, DecodeState
+from engine.engine import Engine
+from engine.request import RequestDone, StepOutput, TokenOutput
+from wire import common_pb2
+from worker.admission import Admission
+from worker.arrivals import Arrivals
+from worker.attempt_log import MAX_UNREAD_TOKENS, AttemptLog
+from worker.attempts import Attempts
+from worker.convert import outcome_counts, outcome_name, token_to_wire
+from worker.role import RoleParts
+
+log = logging.getLogger(__name__)
+
+
+class DecodeAttempts(Attempts[DecodeAttempt]):
+    """Live attempts by transfer id, and by engine id those that the engine has."""
+
+    def __init__(
+        self,
+        parts: RoleParts,
+        *,
+        cancel: Callable[[DecodeAttempt], Awaitable[None]],
+        evicted: Callable[[bytes], Coroutine[Any, Any, object]],
+    ):
+        """`cancel` ends an attempt without a reader. `evicted`: the engine has taken a reservation's blocks back for
+        running requests."""
+        super().__init__(cancel=cancel, max_attempts=parts.config.max_queued_requests)
+        self._parts = parts
+        self._evicted = evicted
+        self.by_engine_id: dict[str, DecodeAttempt] = {}
+        self.ended = outcome_counts()
+        self.admission = Admission(2 * parts.config.engine.max_batch_tokens, parts.config.batch_aging_seconds)
+        self.arrivals = Arrivals()  # of requests that are prefilled here
+        self._at_tokens = parts.faults.point(Point.DECODE_TOKENS)
+        self._at_done = parts.faults.point(Point.DECODE_DONE)
+
+    def open_new(self, transfer_id: bytes, request_id: str) -> DecodeAttempt:
+        """Raises StaleTransferError or OverloadedError."""
+        attempt = DecodeAttempt(transfer_id, request_id, AttemptLog(self._parts.beat_step))
+        attempt.report.worker_id = self._parts.identity.worker_id
+        self.open(attempt)
+        return attempt
+
+    def enter(self, attempt: DecodeAttempt) -> None:
+        """From now on the engine's results for it are taken."""
+        self.by_engine_id[attempt.engine_id] = attempt
+
+    def end(
+        self, transfer_id: bytes, outcome: common_pb2.AttemptOutcome.ValueType, error: BatonError | None
+    ) -> None:
+        attempt = self.get(transfer_id)
+        if attempt is None or attempt.machine.state is DecodeState.ENDED:
+            return
+        waits_for_its_turn = attempt.machine.state is DecodeState.EXPECTED and attempt.entering is not None
+        attempt.machine.to(DecodeState.ENDED)
+        if attempt.reserve_timer is not None:  # the timer would keep the whole log for as long
+            attempt.reserve_timer.cancel()
+        attempt.is_finished = outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+        self.ended[outcome_name(outcome)] += 1
+        if attempt.entering is not None and waits_for_its_turn:
+            attempt.entering.cancel()
+        self._leave(attempt)
+        self.by_engine_id.pop(attempt.engine_id, None)
+        attempt.log.end(
+            common_pb2.AttemptEnd(
+                outcome=outcome,
+                error=error.to_wire() if error is not None else None,
+                report=attempt.finish_report(),
+            )
+        )
+        if attempt.trace is not None and self._parts.tracing is not None:
+            attempt_trace.record(self._parts.tracing, attempt.trace, attempt, outcome)
+        self.expect_reader(attempt)
+
+    def failed(self, error: BatonError) -> None:
+        """End attempts without calling the engine, which has failed: with an EngineFailedError only those of its step."""
+        for attempt in self.all():
+            name = attempt.engine_id
+            in_step = name in self.by_engine_id and self._parts.host.in_failed_step(name)
+            if in_step or not isinstance(error, EngineFailedError):
+                self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
+
+    # --- results of the engine ---------------------------------------------------------------------------
+
+    def on_output(self, output: StepOutput) -> None:
+        """Take the results of an engine step, on the loop."""
+        if output.tokens:
+            self._at_tokens(output.tokens[0].request_id)
+        for token in output.tokens:
+            attempt = self.by_engine_id.get(token.request_id)
+            if attempt is None:
+                continue
+            try:
+                self._token(attempt, token, output.began)
+            except Exception as error:
+                self._attempt_failed(attempt, error)
+        for done in output.done:
+            attempt = self.by_engine_id.get(done.request_id)
+            if attempt is None:
+                continue
+            try:
+                self._done(attempt, done)
+            except Exception as error:
+                self._attempt_failed(attempt, error)
+        for engine_id in output.evicted_reservations:
+            self._parts.follow_ups.spawn(self._evicted(bytes.fromhex(engine_id)))
+
+    def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
+        if attempt.record_token(step_began) and attempt.local:
+            self.arrivals.first_token(attempt.first_token_seconds)
+        self._leave(attempt)
+        attempt.log.add(token_to_wire(token))
+        self._pause_if_unread(attempt)
+
+    def _attempt_failed(self, attempt: DecodeAttempt, error: Exception) -> None:
+        """End one attempt after an exception in its own work; the rest of the output belongs to other attempts."""
+        log.error(
+            "attempt %s of request %s failed",
+            attempt.transfer_id.hex(),
+            attempt.request_id,
+            extra={"request_id": attempt.request_id},
+            exc_info=error,
+        )
+        self._call(lambda engine: engine.abort(attempt.engine_id))
+        self.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, engine_request_error(error))
+
+    def _done(self, attempt: DecodeAttempt, done: RequestDone) -> None:
+        self._at_done(done.request_id)
+        if attempt.local:
+            attempt.report.cached_tokens = done.cached_tokens
+            attempt.report.computed_prompt_tokens = done.computed_prompt_tokens
+            attempt.report.prompt_compute_seconds = done.prompt_compute_seconds
+            attempt.chunks = done.chunks
+        outcome = common_pb2.ATTEMPT_OUTCOME_PREEMPTED if done.preempted else common_pb2.ATTEMPT_OUTCOME_DONE
+        if done.error is not None:
+            outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
+        self.end(attempt.transfer_id, outcome, done.error)
+
+    def _leave(self, attempt: DecodeAttempt) -> None:
+        """With its first token or its end, a local prefill leaves the admission's bound."""
+        if attempt.inside_tokens:
+            tokens, attempt.inside_tokens = attempt.inside_tokens, 0
+            self.admission.leave(tokens)
+
+    def _pause_if_unread(self, attempt: DecodeAttempt) -> None:
+        if not attempt.paused and attempt.log.unread_tokens > MAX_UNREAD_TOKENS * attempt.choices:
+            attempt.paused = True
+            self._call(lambda engine: engine.pause(attempt.engine_id))
+
+    def resume(self, attempt: DecodeAttempt) -> None:
+        """Resume a request whose reader has taken all tokens."""
+        if attempt.paused:
+            attempt.paused = False
+            self._call(lambda engine: engine.resume(attempt.engine_id))
+
+    def _call(self, function: Callable[[Engine], object]) -> None:
+        self._parts.follow_ups.spawn(self._parts.host.call(function))

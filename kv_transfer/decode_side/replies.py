@@ -1,0 +1,53 @@
+"""The decode worker's messages about one hand-off."""
+
+from __future__ import annotations
+
+from cluster.errors import BatonError
+from kv_transfer.decode_side.ring import Slot
+from kv_transfer.decode_side.turns import Claim
+from kv_transfer.messages import PartLanded
+from wire.handoff_pb2 import Aborted, Committed, DecodeToPrefill, DrainedAck, PartResult, SlotGrant
+
+
+def slot_grant(claim: Claim, slot: Slot, rank: int, device: int, deadline_seconds: float) -> DecodeToPrefill:
+    return DecodeToPrefill(
+        slot_grant=SlotGrant(
+            transfer_id=claim.transfer_id,
+            source_rank=claim.source_rank,
+            target_rank=rank,
+            part=claim.part,
+            slot=slot.index,
+            generation=slot.generation,
+            address=slot.address,
+            device=device,
+            deadline_seconds=deadline_seconds,
+        )
+    )
+
+
+def part_result(part: PartLanded, verified: bool) -> DecodeToPrefill:
+    return DecodeToPrefill(
+        part_result=PartResult(
+            transfer_id=part.transfer_id,
+            source_rank=part.source_rank,
+            target_rank=part.rank,
+            part=part.part,
+            verified=verified,
+        )
+    )
+
+
+def committed(transfer_id: bytes, exposed_seconds: float, commit_seconds: float) -> DecodeToPrefill:
+    return DecodeToPrefill(
+        committed=Committed(
+            transfer_id=transfer_id, exposed_seconds=exposed_seconds, commit_seconds=commit_seconds
+        )
+    )
+
+
+def aborted(transfer_id: bytes, error: BatonError) -> DecodeToPrefill:
+    return DecodeToPrefill(aborted=Aborted(transfer_id=transfer_id, error=error.to_wire()))
+
+
+def drained_ack(transfer_id: bytes) -> DecodeToPrefill:
+    return DecodeToPrefill(drained_ack=DrainedAck(transfer_id=transfer_id))

@@ -1,0 +1,229 @@
+"""One hand-off at the prefill worker's leader: from the reservation to the commit, or its abort."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from cluster import errors
+from cluster.protocol.times import HANDOFF_STALL_SECONDS
+from kv_transfer import messages as m
+from kv_transfer.contract import HandoffReport
+from kv_transfer.layout.geometry import plan_flows
+from kv_transfer.prefill_side.check_replies import check_ranks
+from kv_transfer.prefill_side.link import LinkToDecode
+from kv_transfer.prefill_side.part_times import PartTimes
+from kv_transfer.prefill_side.stats import SenderStats
+from kv_transfer.ranks import SendingRank
+from wire import common_pb2, handoff_pb2
+
+R = TypeVar("R")
+
+
+class RankReports(Generic[R]):
+    """One report from each of `ranks`; `all_here` is done when the last one has come."""
+
+    def __init__(self, ranks: Sequence[int]):
+        self.by_rank: dict[int, R] = {}
+        self.all_here: asyncio.Future[None] = _future()
+        self._missing = set(ranks)
+
+    def add(self, rank: int, report: R) -> bool:
+        """Returns whether every rank has reported."""
+        self.by_rank[rank] = report
+        self._missing.discard(rank)
+        if not self._missing and not self.all_here.done():
+            self.all_here.set_result(None)
+        return not self._missing
+
+
+def _future() -> asyncio.Future[None]:
+    """A future whose failure need not be read."""
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+class OutgoingHandoff:
+    """Made by HandoffSender.reserve; ends with `finish` or `abort`, once."""
+
+    def __init__(
+        self,
+        reserve: handoff_pb2.Reserve,
+        held_tokens: int,
+        *,
+        link: LinkToDecode,
+        ranks: Sequence[SendingRank],
+        stats: SenderStats,
+        on_drained: Callable[[OutgoingHandoff], None],
+    ):
+        """`on_drained` is called once no write of the hand-off is pending on any rank."""
+        self.held_tokens = held_tokens
+        self.link = link
+        self._reserve = reserve
+        self._ranks = ranks
+        self._stats = stats
+        self._on_drained = on_drained
+        self._part_times: PartTimes | None = None
+        every = range(len(ranks))
+        # A rank in this process has opened the hand-off when `handle` returns. To others the engine's plan takes another
+        # way than this message and may overtake it: their first layers would be computed unnoticed.
+        self._opened: RankReports[m.TransferOpened] = RankReports([i for i in every if ranks[i].is_remote])
+        self._gathered: RankReports[m.AllGathered] = RankReports(every)
+        self._drained: RankReports[m.TransferDrained] = RankReports(every)
+        self._committed: asyncio.Future[None] = _future()
+        self._commit_seconds = 0.0
+        self._closed = False
+        self._progressed = 0.0
+
+    @property
+    def transfer_id(self) -> bytes:
+        return self._reserve.transfer_id
+
+    async def start(self, request_id: str, part_times: PartTimes | None = None) -> None:
+        """Send every layer that the engine computes for `request_id` from now on. Await it before the engine gets the
+        request. Raises HandoffError; then call `abort`."""
+        self._part_times = part_times
+        hello, agreed = self.link.hello, self.link.agreement
+        layout = hello.layout
+        flows = plan_flows(
+            layout.num_kv_heads, layout.tensor_parallel, agreed.layout.tensor_parallel, self.transfer_id
+        )
+        for index, rank in enumerate(self._ranks):
+            rank.handle(
+                m.OpenTransfer(
+                    transfer_id=self.transfer_id,
+                    request_id=request_id,
+                    peer=self.link.name,
+                    transport=agreed.transport,
+                    flows=[flow for flow in flows if flow.source_rank == index],
+                    held_tokens=self.held_tokens,
+                    token_count=self._reserve.token_count,
+                    slot_bytes=agreed.slot_bytes,
+                    prefill_epoch=hello.prefill.epoch,
+                    decode_epoch=self.link.decode.epoch,
+                    acknowledge=rank.is_remote,
+                    digests=agreed.digests,
+                    digest_kind=agreed.digest_kind,
+                )
+            )
+        if any(rank.is_remote for rank in self._ranks):
+            self._progressed = time.monotonic()
+            await self._as_it_progresses(self._opened.all_here)
+
+    async def finish(
+        self, first_tokens: Sequence[common_pb2.Token], report: common_pb2.WorkReport
+    ) -> HandoffReport:
+        """Wait until the decode worker has every part and has committed. Raises HandoffError; then call `abort`."""
+        prefill_ended = self._progressed = time.monotonic()
+        await self._as_it_progresses(self._gathered.all_here)
+        gathered = self._gathered.by_rank.items()
+        flows = [
+            handoff_pb2.FlowParts(source_rank=rank, target_rank=target, parts=parts)
+            for rank, one in gathered
+            for target, parts in one.parts
+        ]
+        finish = handoff_pb2.Finish(
+            transfer_id=self.transfer_id, first_tokens=first_tokens, flows=flows, report=report
+        )
+        self.link.send(handoff_pb2.PrefillToDecode(finish=finish))
+        await self._as_it_progresses(self._committed)
+        self._close()
+        shipped = sum(one.bytes for _, one in gathered)
+        # After its commit the request waits in the decode worker's queue.
+        exposed = max(0.0, time.monotonic() - prefill_ended - self._commit_seconds)
+        transport = self.link.agreement.transport
+        self._stats.handed_over(transport, shipped, exposed)
+        return HandoffReport(self.held_tokens, shipped, sum(flow.parts for flow in flows), transport, exposed)
+
+    async def _as_it_progresses(self, future: asyncio.Future[None]) -> None:
+        while not future.done():
+            left = self._progressed + HANDOFF_STALL_SECONDS - time.monotonic()
+            if left <= 0:
+                raise errors.TransportError(
+                    f"nothing of the hand-off was granted or landed for {HANDOFF_STALL_SECONDS:.0f} s"
+                )
+            await asyncio.wait([future], timeout=left)
+        future.result()
+
+    async def drained(self) -> None:
+        """Wait, after `finish` or `abort`, until no rank will read the request's blocks any more. Raises CancelledError
+        if the sender closes first."""
+        await asyncio.shield(self._drained.all_here)
+
+    def stop_draining(self) -> None:
+        """End `drained`: this process ends, and its blocks go to no other request."""
+        self._drained.all_here.cancel()
+
+    async def abort(self, reason: str, *, discard: bool = False) -> None:
+        """Stop posting and abort at the decode worker, which gets Drained once every write is terminal. `discard`: the KV
+        may be wrong, and the decode worker keeps none of it."""
+        if self._closed:
+            return
+        abort = handoff_pb2.AbortHandoff(transfer_id=self.transfer_id, reason=reason[:200], discard=discard)
+        self.link.send(handoff_pb2.PrefillToDecode(abort=abort))
+        self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        for rank in self._ranks:
+            rank.handle(m.CloseTransfer(self.transfer_id))
+
+    def fail(self, error: errors.BatonError) -> None:
+        for future in (self._opened.all_here, self._gathered.all_here, self._committed):
+            if not future.done():
+                future.set_exception(error)
+
+    # --- events (on the event loop) ------------------------------------------------------------------------
+
+    def on_rank_event(self, event: m.FromSender) -> None:
+        match event:
+            case handoff_pb2.SlotRequest():
+                if self._part_times is not None:
+                    self._part_times.asked(event.source_rank, event.target_rank, event.part, event.bytes)
+                self.link.send(handoff_pb2.PrefillToDecode(slot_request=event))
+            case handoff_pb2.PartData():
+                self.link.send(handoff_pb2.PrefillToDecode(part=event))
+            case m.TransferOpened():
+                self._opened.add(event.source_rank, event)
+            case m.AllGathered():
+                self._gathered.add(event.source_rank, event)
+            case m.TransferFailed():
+                self.fail(errors.TransportError(event.reason))
+            case m.TransferDrained():
+                if self._drained.add(event.source_rank, event):
+                    self._on_drained(self)
+
+    def on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
+        try:
+            self._on_reply(reply)
+        except errors.TransportError as error:  # an invalid reply ends its own hand-off only
+            self.fail(error)
+
+    def _on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
+        match reply.WhichOneof("message"):
+            case "slot_grant":
+                grant = reply.slot_grant
+                self._check(grant)
+                if self._part_times is not None:
+                    self._part_times.granted(grant.source_rank, grant.target_rank, grant.part)
+                self._ranks[grant.source_rank].handle(grant)
+            case "part_result":
+                result = reply.part_result
+                self._check(result)
+                if self._part_times is not None and result.verified:
+                    self._part_times.verified(result.source_rank, result.target_rank, result.part)
+                self._stats.part_answered(result.verified)
+                self._ranks[result.source_rank].handle(result)
+            case "committed":
+                if not self._committed.done():
+                    self._commit_seconds = reply.committed.commit_seconds
+                    self._committed.set_result(None)
+            case "aborted":
+                self.fail(errors.from_wire(reply.aborted.error))
+
+    def _check(self, reply: handoff_pb2.SlotGrant | handoff_pb2.PartResult) -> None:
+        check_ranks(reply, len(self._ranks), self.link.agreement.layout.tensor_parallel)
+        self._progressed = time.monotonic()

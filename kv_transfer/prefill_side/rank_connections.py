@@ -1,0 +1,80 @@
+"""How our ranks are connected to those of one decode worker, and whether the pair's transport reaches them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Sequence
+
+from kv_transfer import messages as m
+from kv_transfer.prefill_side.known_workers import KnownWorkers
+from kv_transfer.ranks import SendingRank
+from wire import handoff_pb2
+
+PROBE_SECONDS = 3.0
+
+
+class RankConnections:
+    def __init__(
+        self,
+        name: str,
+        prefill_id: str,
+        decode_id: str,
+        ranks: Sequence[SendingRank],
+        known: KnownWorkers,
+    ):
+        """`name`: the peer's, worker_id@epoch."""
+        self._name = name
+        self._prefill_id = prefill_id
+        self._decode_id = decode_id
+        self._ranks = ranks
+        self._known = known
+        self._welcome: handoff_pb2.Welcome | None = None  # the newest
+        self._answer: asyncio.Future[bool] | None = None  # to the probe that waits
+        self._closed = False
+
+    @property
+    def is_welcomed(self) -> bool:
+        return self._welcome is not None
+
+    def welcomed(self, welcome: handoff_pb2.Welcome) -> bool:
+        """Take in a Welcome; a repeated one names new memory, which is connected at once. Returns whether it is the
+        first."""
+        first, self._welcome = self._welcome is None, welcome
+        if not first:
+            self.connect(welcome)
+        return first
+
+    def connect(self, welcome: handoff_pb2.Welcome, nonce: str = "", reconnect: bool = False) -> None:
+        ranks = [
+            m.PeerRank(r.rank, r.agent_name, r.agent_metadata, r.memory or m.DRAM) for r in welcome.ranks
+        ]
+        for rank in self._ranks:
+            rank.handle(m.Connect(self._name, ranks, nonce, welcome.transport, reconnect))
+
+    async def probe(self, welcome: handoff_pb2.Welcome) -> bool:
+        """Whether a notification from every rank arrives. Connections from an earlier link may have broken unnoticed:
+        then a second one is sent, over new connections."""
+        for reconnect in (False, True) if self._known.was_reached(self._decode_id) else (False,):
+            if self._closed:
+                return False
+            self._answer = asyncio.get_running_loop().create_future()
+            nonce = f"{self._prefill_id}:{secrets.token_hex(8)}"
+            self.connect(self._welcome or welcome, nonce, reconnect)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_SECONDS):
+                    if await self._answer:
+                        self._known.is_reached(self._decode_id)
+                        return True
+        return False
+
+    def probed(self, arrived: bool) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(arrived)
+
+    def close(self) -> None:
+        self._closed = True
+        self.probed(False)
+        for rank in self._ranks:
+            rank.handle(m.Disconnect(self._name))

@@ -1,0 +1,135 @@
+"""A worker in the registry and in the prefix index. Without Redis (`redis_url` empty) it does nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import redis
+
+from cluster.config.worker import WorkerConfig
+from cluster.index.reporter import ChainReporter
+from cluster.membership.reader import read_workers
+from cluster.membership.registration import Registration
+from cluster.membership.status import WorkerStatus
+from cluster.membership.topology import Locating
+from cluster.membership.types import Then
+from worker.ending import Ending
+from worker.identity import WorkerIdentity
+from worker.loaded_engine import LoadedEngine
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+RESYNC_SECONDS = 10.0
+REJOIN_SECONDS = 10.0
+
+
+class Membership:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        identity: WorkerIdentity,
+        locating: Locating,
+        engine: LoadedEngine,
+        ending: Ending,
+        *,
+        status: Callable[[], WorkerStatus],
+        rejoin: Callable[[], Coroutine[Any, Any, int]],
+    ):
+        """`status` runs on the registration's thread. `rejoin` ends, after the worker was fenced, what the old epoch began
+        and returns the new one."""
+        self._config = config
+        self._identity = identity
+        self._locating = locating
+        self._engine = engine
+        self._ending = ending
+        self._status = status
+        self._rejoin = rejoin
+        self._loop = asyncio.get_running_loop()
+        self._registration: Registration | None = None
+        self._reporter: ChainReporter | None = None
+
+    def start(self) -> None:
+        config = self._config
+        if not config.redis_url:
+            return
+        self._registration = Registration(
+            config.redis_url,
+            config.namespace,
+            self._identity.registration(self._locating.location()),
+            healthy=self._engine.responds,
+            status=self._status,
+            rejoin=lambda: self._on_loop(self._rejoin(), REJOIN_SECONDS),
+            on_drain=self._ending.ask_drain,
+        )
+        self._reporter = ChainReporter(
+            config.redis_url,
+            config.namespace,
+            self._identity.model_id,
+            self._registration,
+            lambda: self._on_loop(self._engine.held_chains(), RESYNC_SECONDS),
+        )
+        self._registration.start()
+        self._reporter.start()
+
+    def _on_loop(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
+        """Run a coroutine from another thread. Raises TimeoutError; the coroutine is cancelled then."""
+        running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return running.result(seconds)
+        except TimeoutError:
+            running.cancel()
+            raise
+
+    def report(self, hashes: list[bytes], held: int) -> None:
+        """Report a prefix chain to the index. Any thread."""
+        if self._reporter is not None:
+            self._reporter.report(hashes, held)
+
+    @property
+    def registered(self) -> bool:
+        """False while Redis has not registered the worker; True without Redis."""
+        return self._registration is None or self.has_slot
+
+    @property
+    def has_slot(self) -> bool:
+        return self._registration is not None and self._registration.slot != 0
+
+    @property
+    def redis_up(self) -> bool:
+        return self._registration is not None and not self._registration.unreachable
+
+    @property
+    def redis_errors(self) -> int:
+        return self._registration.errors if self._registration is not None else 0
+
+    @property
+    def reports_waiting(self) -> int:
+        """Prefix chains that are not in the index yet."""
+        return self._reporter.waiting if self._reporter is not None else 0
+
+    async def set_draining(self, then: Then) -> None:
+        if self._registration is not None:
+            await asyncio.to_thread(self._registration.set_draining, then)
+
+    async def has_successor(self) -> bool:
+        """Whether another worker could continue this one's requests; False if Redis does not answer."""
+        try:
+            workers = await asyncio.to_thread(read_workers, self._config.redis_url, self._config.namespace)
+        except (redis.RedisError, ValueError) as error:
+            log.debug("%s: successors are unknown: %s", self._identity.worker_id, error)
+            return False
+        return any(
+            worker.worker_id != self._identity.worker_id
+            and (worker.role, worker.model_id) == (self._config.role, self._identity.model_id)
+            and (worker.state, worker.lease) == ("ready", "live")
+            for worker in workers
+        )
+
+    async def stop(self) -> None:
+        """Deregister, so that nothing new is placed here."""
+        for part in (self._registration, self._reporter):
+            if part is not None:
+                await asyncio.to_thread(part.stop)

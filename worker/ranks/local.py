@@ -1,0 +1,104 @@
+"""A rank in this process: its share of the model, and its endpoint for hand-offs."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import torch
+
+from cluster.addresses import advertised
+from cluster.config.worker import EngineConfig, WorkerConfig
+from cluster.faults.orders import open_faults
+from engine import build
+from engine.model.config import ModelConfig
+from engine.parallel.group import DistributedGroup, NullGroup, TpGroup, kv_head_range
+from engine.runner import ModelRunner
+from kv_transfer.decode_side.fitting import check_slot_bytes
+from kv_transfer.decode_side.receiver_rank import ReceiverRank
+from kv_transfer.prefill_side.sender_rank import SenderRank
+from kv_transfer.ranks import Rank
+from kv_transfer.transports.registry import open_endpoints
+
+
+def check(config: WorkerConfig) -> None:
+    """Check config.json and the settings before any weight is read. Raises ModelError or ConfigError."""
+    model, engine = build.check(config.engine)
+    if config.role == "decode":
+        check_slot_bytes(config.transfer.slot_bytes, _smallest_part_bytes(model, engine))
+
+
+def _smallest_part_bytes(model: ModelConfig, engine: EngineConfig) -> int:
+    """Bytes of one layer of one block on one rank."""
+    first, end = kv_head_range(0, engine.tensor_parallel, model.num_kv_heads)
+    dtype: torch.dtype = getattr(torch, engine.dtype)
+    return 2 * (end - first) * engine.page_size * model.head_dim * dtype.itemsize
+
+
+def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> ModelRunner:
+    """Load the rank's share of the model. `address` is the process group's. Raises ModelError or ConfigError."""
+    return build.load_runner(
+        config.engine, _group(config, rank, address, listener), beside_bytes=_beside(config)
+    )
+
+
+def _beside(config: WorkerConfig) -> int:
+    """Upper bound in bytes of the device memory that a rank's hand-off buffers take after the model is loaded."""
+    transfer = config.transfer
+    return transfer.staging_bytes if config.role == "prefill" else transfer.ring_max_bytes
+
+
+def uses_cuda(config: EngineConfig) -> bool:
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+
+
+def _group(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> TpGroup:
+    size = config.engine.tensor_parallel
+    if size == 1:
+        return NullGroup()
+    # The ranks of a node use its GPUs in order; a rank on another node sees one GPU only.
+    device = (
+        torch.device("cuda", rank % torch.cuda.device_count())
+        if uses_cuda(config.engine)
+        else torch.device("cpu")
+    )
+    return DistributedGroup(rank, size, address, device, listener)
+
+
+def open_endpoint(
+    config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner
+) -> tuple[Rank[Any, Any], list[int]]:
+    """Open the rank's end of hand-offs, with the addresses of its landing slots (decode).
+
+    A sender is also its runner's export sink. Raises TransportError or ConfigError.
+    """
+    endpoints = open_endpoints(
+        config.transfer,
+        config.worker_id,
+        epoch,
+        rank,
+        host=advertised(config.host, config.advertise_host, config.redis_url),
+        tls=config.tls_cert is not None,
+    )
+    faults = open_faults(config.fault_orders, config.worker_id)
+    if config.role == "prefill":
+        sender = SenderRank(
+            rank=rank,
+            kv_cache=runner.kv_cache,
+            kv_head_range=runner.kv_head_range,
+            endpoints=endpoints,
+            config=config.transfer,
+            faults=faults,
+        )
+        runner.export_to(sender)
+        return sender, []
+    receiver = ReceiverRank(
+        rank=rank,
+        kv_cache=runner.kv_cache,
+        kv_head_range=runner.kv_head_range,
+        endpoints=endpoints,
+        config=config.transfer,
+        decode_epoch=epoch,
+        faults=faults,
+    )
+    return receiver, receiver.first_addresses

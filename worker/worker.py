@@ -1,0 +1,214 @@
+"""A prefill or decode worker: an engine, a gRPC server, a registration, and the role that uses them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+
+from cluster.addresses import advertised
+from cluster.background_tasks import FollowUps
+from cluster.config.worker import WorkerConfig
+from cluster.errors import DrainingError, InternalError
+from cluster.faults.orders import open_faults
+from cluster.membership.status import WorkerStatus
+from cluster.membership.topology import Locating
+from cluster.membership.types import Then
+from cluster.security.tls import worker_peers
+from engine.request import ChainReport, StepOutput
+from worker.ending import Ending, WorkerFailure
+from worker.health import Health, Phase
+from worker.identity import WorkerIdentity, draw_epoch
+from worker.leaving import Leaving
+from worker.loaded_engine import LoadedEngine
+from worker.membership import Membership
+from worker.metrics import of_worker
+from worker.model_id import make_model_id
+from worker.role import MakeRole, RoleParts
+from worker.self_check import SelfCheck
+from worker.server import WorkerServer
+from worker.telemetry import WorkerTelemetry
+
+GRACE_SECONDS = 1.0
+
+
+class Worker:
+    """Life: construct (the model is loaded) → `start` → serving → draining (worker/drain.py) → `stop`."""
+
+    def __init__(self, config: WorkerConfig, make_role: MakeRole):
+        """Load the model. Raises ModelError, ConfigError or SetupError."""
+        self._config = config
+        host = advertised(config.host, config.advertise_host, config.redis_url)
+        locating = Locating(config.topology)  # looks the node's labels up while the model is loaded
+        self._health = Health(config.worker_id, config.step_stall_seconds)
+        self._telemetry = WorkerTelemetry(config, self._health, host)
+        self._ending = Ending(config.engine.tensor_parallel - 1)
+        self._follow_ups = FollowUps()
+        epoch = draw_epoch()
+        try:
+            model_id = make_model_id(config.engine.model, config.engine.dtype)
+            self._engine = LoadedEngine(
+                config,
+                epoch,
+                self._health,
+                self._ending,
+                on_output=self._output,
+                on_chain=self._chain_changed,
+            )
+            peers = worker_peers(config)
+            self._server = WorkerServer(config.host, config.port, peers, host)
+            self._server.bind()
+        except BaseException:
+            self._telemetry.close()
+            raise
+        self._identity = WorkerIdentity(
+            config,
+            epoch,
+            model_id,
+            self._engine.ranks.runner,
+            self._server.address,
+            self._telemetry.metrics_address,
+        )
+        self._membership = Membership(
+            config,
+            self._identity,
+            locating,
+            self._engine,
+            self._ending,
+            status=self.status,
+            rejoin=self._rejoin,
+        )
+        self._role = make_role(
+            RoleParts(
+                config=config,
+                identity=self._identity,
+                health=self._health,
+                host=self._engine.host,
+                ranks=self._engine.ranks,
+                server=self._server,
+                beat_step=self._engine.beat_step,
+                peers=peers,
+                faults=open_faults(config.fault_orders, config.worker_id),
+                tracing=self._telemetry.tracing,
+                follow_ups=self._follow_ups,
+                fail=lambda reason: self._ending.fail(InternalError(reason)),
+                drain_and_fail=lambda reason: self._follow_ups.spawn(self._drain_and_fail(reason)),
+            )
+        )
+        self._ending.on_failure(self._failed)
+        self._leaving = Leaving(
+            config,
+            self._role,
+            health=self._health,
+            ending=self._ending,
+            server=self._server,
+            membership=self._membership,
+            engine=self._engine,
+            close=self._close,
+        )
+        self._self_check = SelfCheck(self._engine.host, self._role.check_integrity)
+        self._health.watch(
+            engine_moves=self._engine.host.healthy, registered=lambda: self._membership.registered
+        )
+        self._health.to(Phase.STARTING)
+
+    # --- for baton and the Ray pools ---------------------------------------------------------------------
+
+    @property
+    def worker_id(self) -> str:
+        return self._identity.worker_id
+
+    @property
+    def epoch(self) -> int:
+        return self._identity.epoch
+
+    @property
+    def address(self) -> str:
+        return self._identity.address
+
+    @property
+    def metrics_address(self) -> str:
+        return self._identity.metrics_address
+
+    def healthy(self) -> bool:
+        return self._engine.host.healthy() and not self._ending.has_failed
+
+    def status(self) -> WorkerStatus:
+        """The status that `baton status` shows and the registry holds. Any thread."""
+        stats, check = self._engine.engine.stats(), self._self_check
+        seen = stats.prompt_tokens_cached + stats.prompt_tokens_computed
+        checked = self._config.fault_orders is not None
+        status = WorkerStatus(
+            pid=os.getpid(),
+            phase=self._health.phase.name.lower(),
+            **asdict(stats),
+            kv_usage_ratio=stats.blocks_held / max(1, stats.blocks_total),
+            prompt_tokens_asked=seen,
+            prefix_hit_ratio=stats.prompt_tokens_cached / max(1, seen),
+            self_checks=check.count if checked else None,
+            self_check_wrong=check.failure if checked else None,
+        )
+        return self._role.status(status)
+
+    async def wait_failed(self) -> BaseException:
+        return await self._ending.failure()
+
+    async def wait_drain_wanted(self) -> Then:
+        """Wait until `baton drain` names this worker."""
+        return await self._ending.drain_asked()
+
+    async def start(self) -> None:
+        self._engine.start()
+        await self._server.start()
+        lag, status = self._telemetry.loop_lag, self.status
+        collectors = of_worker(self._engine, self._health, self._identity, self._membership, lag, status)
+        self._telemetry.start([*collectors, *self._role.collectors()])
+        if self._config.fault_orders is not None:
+            self._self_check.start()
+        self._membership.start()
+        self._health.to(Phase.SERVING)
+        await self._role.start()
+
+    async def stop(self) -> None:
+        """Finish what runs within the drain limit, return the rest to routers, then leave. Once, however often called."""
+        await self._leaving.stop()
+
+    # --- called by its parts -----------------------------------------------------------------------------
+
+    def _output(self, output: StepOutput) -> None:
+        self._role.on_output(output)
+
+    def _chain_changed(self, chain: ChainReport) -> None:
+        self._membership.report(chain.hashes, chain.held)
+
+    def _failed(self, failure: WorkerFailure) -> None:
+        """End the attempts, with their reasons, so that routers need not wait for the connection to break."""
+        if failure.engine is not None:
+            self._role.failed(failure.engine)
+        self._role.failed(DrainingError(f"{self.worker_id} has failed and ends"))
+
+    async def _rejoin(self) -> int:
+        """Refuse calls to the old epoch and end what it began. The prefix cache stays: hashes do not depend on epochs."""
+        self._identity.renew_epoch()
+        await self._role.fenced()
+        return self.epoch
+
+    async def _drain_and_fail(self, reason: str) -> None:
+        await self._leaving.drain()
+        self._ending.fail(InternalError(reason))
+
+    async def _close(self) -> None:
+        """Leave the registry first, so that nothing new is placed here; then end what runs."""
+        self._health.to(Phase.LEAVING)
+        await self._membership.stop()
+        await self._server.stop(GRACE_SECONDS)
+        await self._follow_ups.wait(GRACE_SECONDS)
+        self._self_check.stop()
+        await self._telemetry.stop()
+        await self._engine.stop()
+
+
+async def start_worker(config: WorkerConfig, make_role: MakeRole) -> Worker:
+    """Load the model, then serve. Raises ModelError, ConfigError or SetupError."""
+    worker = Worker(config, make_role)
+    await worker.start()
+    return worker
