@@ -126,7 +126,7 @@ class Engine:
             return
         self._scheduler.remove(sequence)
         sequence.machine.to(S.FINISHED)
-        self._pool.drop(sequence.blocks)
+        self._pool.free(sequence.blocks)
         sequence.blocks = []
 
     def pause(self, request_id: str) -> None:
@@ -157,11 +157,11 @@ class Engine:
         need = total - len(held) + growth * (request.n - 1)
         if need > self._scheduler.room(held, rank_of(request)):
             raise BlocksExhaustedError(
-                f"{need} KV blocks are needed, {self._pool.free} are free", retry_after_seconds=0.05
+                f"{need} KV blocks are needed, {self._pool.num_free} are free", retry_after_seconds=0.05
             )
         sequence = self._make(request)
-        self._pool.hold(held)
-        sequence.blocks = held + self._pool.take(total - len(held))
+        self._pool.retain(held)
+        sequence.blocks = held + self._pool.allocate(total - len(held))
         sequence.registered_blocks = len(held)
         sequence.cached_tokens = len(held) * self._page
         sequence.machine = StateMachine(S.WAITING_FOR_KV, TRANSITIONS, request.request_id)
@@ -197,7 +197,7 @@ class Engine:
             sibling.hashes = list(first.hashes)
             sibling.registered_blocks = first.registered_blocks
             sibling.machine.to(S.RUNNING)
-            self._pool.hold(first.blocks[:used])
+            self._pool.retain(first.blocks[:used])
             sibling.blocks = first.blocks[:used]
             family.append(sibling)  # before anything that can fail, so that `abort` frees its blocks
             if token.finish is None:
@@ -281,7 +281,7 @@ class Engine:
     def forget_kv(self, request_id: str) -> None:
         """No other request finds what this one has computed, or found, in the prefix cache."""
         for sequence in self._requests.get(request_id, ()):
-            self._pool.forget(sequence.blocks)
+            self._pool.invalidate(sequence.blocks)
 
     def _fail(self, sequence: Sequence, error: EngineRequestError, output: StepOutput) -> None:
         """End the whole request. One that exports KV keeps its blocks until `abort`: they may still be read."""
@@ -307,7 +307,7 @@ class Engine:
             sequence.hashes.append(hash_block(parent, block, secret=self._secret, salt=sequence.request.salt))
         for index in range(sequence.registered_blocks, full):
             parent = sequence.hashes[index - 1] if index else None
-            self._pool.remember(sequence.blocks[index], sequence.hashes[index], parent)
+            self._pool.register(sequence.blocks[index], sequence.hashes[index], parent)
         sequence.registered_blocks = full
         self._on_chain(ChainReport(sequence.hashes[:full], full))
 
@@ -382,8 +382,8 @@ class Engine:
             + sum(s.missing for s in running if s.missing > 1),
             resident_tokens=sum(s.num_computed for s in running),
             blocks_total=self._pool.total,
-            blocks_free=self._pool.free,
-            blocks_held=self._pool.total - self._pool.free,
+            blocks_free=self._pool.num_free,
+            blocks_held=self._pool.total - self._pool.num_free,
             prompt_tokens_computed=self._count["computed"],
             prompt_tokens_cached=self._count["cached"],
             output_tokens=self._count["output"],

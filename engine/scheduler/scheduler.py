@@ -69,7 +69,7 @@ class Scheduler:
         for sequence, count in self._short:
             owed[sequence] = max(count, owed.get(sequence, 0))
         theirs = sum(n for s, n in owed.items() if s.state is S.RUNNING and not s.paused and s.rank <= rank)
-        return self._pool.free - self._pool.free_among(held) - theirs
+        return self._pool.num_free - self._pool.free_among(held) - theirs
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._page)
@@ -127,8 +127,8 @@ class Scheduler:
         need = self.blocks_for(len(sequence.tokens)) - len(held)
         if need > self.room(held, sequence.rank):
             return 0
-        self._pool.hold(held)
-        sequence.blocks = held + self._pool.take(need)
+        self._pool.retain(held)
+        sequence.blocks = held + self._pool.allocate(need)
         sequence.num_computed = sequence.cached_tokens = len(held) * self._page
         sequence.registered_blocks = len(held)
         self._count["cached"] += sequence.cached_tokens
@@ -144,17 +144,17 @@ class Scheduler:
         copy = tail < len(sequence.blocks) and self._pool.shared(sequence.blocks[tail])
         if not need and not copy:
             return True
-        while need + copy > self._pool.free:
+        while need + copy > self._pool.num_free:
             if not self._make_room(sequence, output, busy):
                 self._short.append((sequence, need + copy))
                 return False
         if copy:
-            (fresh,) = self._pool.take(1)
+            (fresh,) = self._pool.allocate(1)
             self.copies.append(BlockCopy(sequence.blocks[tail], fresh))
-            self._pool.drop([sequence.blocks[tail]])
+            self._pool.free([sequence.blocks[tail]])
             sequence.blocks[tail] = fresh
         if need > 0:
-            sequence.blocks.extend(self._pool.take(need))
+            sequence.blocks.extend(self._pool.allocate(need))
         return True
 
     def _make_room(self, wanting: Sequence, output: StepOutput, busy: set[Sequence]) -> bool:
@@ -173,7 +173,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence, output: StepOutput) -> None:
         self._count["preemptions"] += 1
         self.running.remove(victim)
-        self._pool.drop(victim.blocks)
+        self._pool.free(victim.blocks)
         victim.blocks = []
         victim.num_computed = victim.registered_blocks = 0
         victim.machine.to(S.WAITING)

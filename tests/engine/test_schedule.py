@@ -36,7 +36,7 @@ def running(count: int, tokens: int) -> Scheduler:
     scheduler = Scheduler(runner.config, pool, NoOwner(), Counter())
     for number in range(count):
         sequence = Sequence(request(f"{number}", tokens, number % 3 - 1), 0, [5] * (tokens + 1), number)
-        sequence.blocks = pool.take(tokens // PAGE)
+        sequence.blocks = pool.allocate(tokens // PAGE)
         sequence.num_computed = tokens
         sequence.machine.to(S.RUNNING)
         scheduler.running.append(sequence)
