@@ -22,7 +22,7 @@ from engine.ops.rotary import tables
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup, kv_head_range
-from engine.parallel.shares import check_shares
+from engine.model.shares import check_shares
 from engine.runner import ModelRunner
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
