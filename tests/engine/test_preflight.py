@@ -174,7 +174,7 @@ def test_a_worker_starts_no_rank_for_an_invalid_config(describe, monkeypatch, mo
     def too_late(*arguments: object) -> None:
         raise AssertionError("a rank was started, or weights were read")
 
-    for name in ("spawn_rank", "load_runner", "_group"):
+    for name in ("spawn_rank", "load_model", "_group"):
         monkeypatch.setattr(ranks, name, too_late)
     engine = settings(describe(**changes), **{"tensor_parallel": 2, **more})
     with pytest.raises((ConfigError, ModelError)) as caught:

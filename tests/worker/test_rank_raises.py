@@ -93,8 +93,9 @@ class Endpoint(Echo):
 def rank_main(rank: int, connection: Connection) -> None:
     ranks._beside = lambda config: 0
     ranks._group = lambda *_: None
-    ranks.load_runner = lambda *_, **__: Runner()
-    ranks._endpoint = lambda *_: (Endpoint(), [])
+    ranks.load_model = lambda *_, **__: None
+    ranks.ModelRunner = lambda *_: Runner()
+    ranks._endpoint = lambda *_: (Endpoint(), [], None)
     ranks.rank_main(rank, connection, SimpleNamespace(engine=None), 1, "")
 
 

@@ -22,9 +22,10 @@ from cluster.addresses import advertised
 from cluster.config.worker import WorkerConfig
 from cluster.errors import BatonError, ConfigError, InternalError, SetupError
 from cluster.faults.orders import open_faults
-from engine.build import check, load_runner
+from engine.build import check, load_model
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup, listen_at
-from engine.runner import ModelRunner
+from engine.plan import ExportSink
+from engine.runner import LoadedModel, ModelRunner
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.messages import PeerRank
 from kv_transfer.prefill_side.sender_rank import SenderRank
@@ -130,9 +131,10 @@ def open_ranks(config: WorkerConfig, epoch: int) -> Ranks:
         from worker.ranks.remote import place_ranks  # Ray takes a second to import
 
         remote += place_ranks(config, epoch, address, range(here, size))
-    runner = load_runner(config.engine, _group(config, 0, address, listener), beside_bytes=_beside(config))
+    model = load_model(config.engine, _group(config, 0, address, listener), beside_bytes=_beside(config))
     hellos = [rank.wait_ready() for rank in remote]
-    own, addresses = _endpoint(config, epoch, 0, runner)
+    own, addresses, sink = _endpoint(config, epoch, 0, model)
+    runner = ModelRunner(model, sink)
     return Ranks(
         runner,
         [own, *(_RemoteEndpoint(rank, hello.peer) for rank, hello in zip(remote, hellos, strict=True))],
@@ -158,8 +160,10 @@ def _group(config: WorkerConfig, rank: int, address: str, listener: socket.socke
     return DistributedGroup(rank, size, address, device, listener)
 
 
-def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) -> tuple[Rank, list[int]]:
-    """The rank's end of hand-offs; a sender is also its runner's export sink."""
+def _endpoint(
+    config: WorkerConfig, epoch: int, rank: int, model: LoadedModel
+) -> tuple[Rank, list[int], ExportSink | None]:
+    """The rank's end of hand-offs, its landing slots (decode), and the sink of computed layers (prefill)."""
     transport = open_endpoint(
         config.transfer,
         config.worker_id,
@@ -172,32 +176,32 @@ def _endpoint(config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner) 
     if config.role == "prefill":
         sender = SenderRank(
             rank=rank,
-            kv_cache=runner.kv_cache,
-            kv_head_range=runner.kv_head_range,
+            kv_cache=model.kv_cache,
+            kv_head_range=model.kv_head_range,
             endpoint=transport,
             config=config.transfer,
             faults=faults,
         )
-        runner.export_sink = sender
-        return sender, []
+        return sender, [], sender
     receiver = ReceiverRank(
         rank=rank,
-        kv_cache=runner.kv_cache,
-        kv_head_range=runner.kv_head_range,
+        kv_cache=model.kv_cache,
+        kv_head_range=model.kv_head_range,
         endpoint=transport,
         config=config.transfer,
         decode_epoch=epoch,
         faults=faults,
     )
-    return receiver, receiver.first_addresses
+    return receiver, receiver.first_addresses, None
 
 
 def rank_main(rank: int, connection: Connection, config: WorkerConfig, epoch: int, address: str) -> None:
     """Main of a rank's process, wherever it runs."""
     pipe = RankPipe(connection)
     try:
-        runner = load_runner(config.engine, _group(config, rank, address), beside_bytes=_beside(config))
-        endpoint, addresses = _endpoint(config, epoch, rank, runner)
+        model = load_model(config.engine, _group(config, rank, address), beside_bytes=_beside(config))
+        endpoint, addresses, sink = _endpoint(config, epoch, rank, model)
+        runner = ModelRunner(model, sink)
     except Exception as error:
         report_failure(pipe, error)
         os._exit(1)
