@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,8 +15,7 @@ from engine.scheduler.sequence import Sequence
 from engine.stop import finish_reason, forbidden
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(NamedTuple):
     """The draws from one row of logits: one, or at the end of the prompt one for each choice."""
 
     sequence: Sequence

@@ -120,6 +120,8 @@ class OutputProcessor:
             output.done.append(request_done([sequence]))
             return
         self.append_tokens(sequence, tokens)
+        if sequence.state is not S.FINISHED:
+            return
         choices = self._scheduler.requests[request_id]
         if all(s.state is S.FINISHED for s in choices):
             output.done.append(request_done(choices))
