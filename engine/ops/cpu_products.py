@@ -13,12 +13,12 @@ from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.ops.cpu_kernels import compiled
+from engine.ops.cpu_kernels import compiled, declare, prefetch
 
 PANEL = 32
 MOST_ROWS = 12
@@ -64,11 +64,6 @@ _BFloat._create_instance()
 _WEIGHTS, ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 
 
-def declare(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
-    known = builder.module.globals.get(name)
-    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
-
-
 def load(builder, kind, address, align):
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
@@ -80,7 +75,6 @@ def after(builder, address, offset):
 def accumulate(builder, count, x, x_stride, weights, pairs, starts):
     """The loop of a tile: count × 32 sums, as two vectors a row, from `starts` on. Leaves `builder` behind it."""
     product = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, SUMS, _WEIGHTS, _WEIGHTS)
-    prefetch = declare(builder, "llvm.prefetch.p0", ir.VoidType(), ir.IntType(8).as_pointer(), I32, I32, I32)
     sources = [x]
     for _ in range(count - 1):
         sources.append(builder.add(sources[-1], x_stride))
@@ -93,8 +87,7 @@ def accumulate(builder, count, x, x_stride, weights, pairs, starts):
     at = builder.add(weights, builder.mul(pair, ir.Constant(I64, _PAIR_BYTES)))
     halves = [load(builder, _WEIGHTS, after(builder, at, 64 * half), 4) for half in (0, 1)]
     for half in (0, 1):
-        line = builder.inttoptr(after(builder, at, _AHEAD_BYTES + 64 * half), ir.IntType(8).as_pointer())
-        builder.call(prefetch, [line, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
+        prefetch(builder, after(builder, at, _AHEAD_BYTES + 64 * half))
     offset = builder.mul(pair, ir.Constant(I64, 4))
     for source, own in zip(sources, sums, strict=True):
         both = builder.bitcast(
@@ -122,20 +115,27 @@ def spread(builder, word):
 
 @intrinsic
 def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, columns):
-    """out[rows, columns ≤ 32] = x · panel + bias; addresses, strides in bytes. `rows` is a tuple of that length."""
-    count = rows.count
+    """out[rows ≤ MOST_ROWS, columns ≤ 32] = x · panel + bias; addresses, strides in bytes. Each number of rows has code
+    of its own, whose sums are registers."""
 
     def codegen(context, builder, signature, args):
         if not instruction_there():  # compiled all the same, never called
             return context.get_dummy_value()
-        _, x, x_stride, weights, pairs, bias, out, out_stride, columns = args
-        starts = [load(builder, SUMS, after(builder, bias, 64 * half), 4) for half in (0, 1)]
-        sums = accumulate(builder, count, x, x_stride, weights, pairs, starts)
-        _store_rows(builder, sums, out, out_stride, columns)
+        rows, x, x_stride, weights, pairs, bias, out, out_stride, columns = args
+        done = builder.append_basic_block("tile_done")
+        choice = builder.switch(rows, done)
+        for count in range(1, MOST_ROWS + 1):
+            form = builder.append_basic_block("tile")
+            choice.add_case(ir.Constant(I64, count), form)
+            builder.position_at_end(form)
+            starts = [load(builder, SUMS, after(builder, bias, 64 * half), 4) for half in (0, 1)]
+            sums = accumulate(builder, count, x, x_stride, weights, pairs, starts)
+            _store_rows(builder, sums, out, out_stride, columns)
+            builder.branch(done)
+        builder.position_at_end(done)
         return context.get_dummy_value()
 
-    address = types.int64
-    return types.void(rows, *([address] * 8)), codegen
+    return types.void(*([types.int64] * 9)), codegen
 
 
 def _store_rows(builder, sums, out, out_stride, columns):
@@ -158,38 +158,6 @@ def _store_rows(builder, sums, out, out_stride, columns):
         out = builder.add(out, out_stride)
 
 
-# Of a tile: the length of a tuple is part of its type, so each has a form of its own.
-_SIZES = tuple((0,) * rows for rows in range(MOST_ROWS + 1))
-
-
-@njit(inline="always")
-def _tile_of(count, x, xs, w, pairs, b, out, outs, columns):
-    if count == 1:
-        _tile(_SIZES[1], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 2:
-        _tile(_SIZES[2], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 3:
-        _tile(_SIZES[3], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 4:
-        _tile(_SIZES[4], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 5:
-        _tile(_SIZES[5], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 6:
-        _tile(_SIZES[6], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 7:
-        _tile(_SIZES[7], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 8:
-        _tile(_SIZES[8], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 9:
-        _tile(_SIZES[9], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 10:
-        _tile(_SIZES[10], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 11:
-        _tile(_SIZES[11], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 12:
-        _tile(_SIZES[12], x, xs, w, pairs, b, out, outs, columns)
-
-
 @compiled
 def multiply(x, rows, inputs, panels, bias, out, outputs, first, last):
     """out[rows, outputs] = x[rows, inputs] · Wᵀ + bias, for panels [first, last)."""
@@ -204,7 +172,7 @@ def multiply(x, rows, inputs, panels, bias, out, outputs, first, last):
             for tile in range(tiles):
                 begin = top + here * tile // tiles
                 count = top + here * (tile + 1) // tiles - begin
-                _tile_of(
+                _tile(
                     count, x + begin * inputs * 2, inputs * 2, weights, inputs // 2, b,
                     to + begin * outputs * 2, outputs * 2, columns,
                 )  # fmt: skip

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.ops.cpu_kernels import compiled
+from engine.ops.cpu_kernels import compiled, declare, floats, words
 from engine.ops.cpu_products import (
     F32,
     I32,
@@ -28,7 +28,6 @@ from engine.ops.cpu_products import (
     SUMS,
     accumulate,
     after,
-    declare,
     instruction_there,
     load,
     spread,
@@ -38,41 +37,38 @@ ROWS = MOST_ROWS  # of a tile; shorter prompts are left to others
 _HIDDEN = np.float32(-1e30)  # finite: the difference of two infinities is no number
 _LOG2E = np.float32(1.44269504088896341)
 _POWERS = (0.00961813, 0.05550411, 0.24022651, 0.69314718, 1.0)  # Taylor's, of 2^r: |r| ≤ ½
-_TILE = (0,) * ROWS
 
 
 @intrinsic
-def _scores(typing, rows, q, q_stride, panel, pairs, out, out_stride):
-    """out[rows, 32] = q · panel, fp32; addresses, strides in bytes."""
-    count = rows.count
+def _scores(typing, q, q_stride, panel, pairs, out, out_stride):
+    """out[ROWS, 32] = q · panel, fp32; addresses, strides in bytes."""
 
     def codegen(context, builder, signature, args):
         if not instruction_there():
             return context.get_dummy_value()
-        _, q, q_stride, panel, pairs, out, out_stride = args
+        q, q_stride, panel, pairs, out, out_stride = args
         zero = ir.Constant(SUMS, [0.0] * 16)
-        for own in accumulate(builder, count, q, q_stride, panel, pairs, [zero, zero]):
+        for own in accumulate(builder, ROWS, q, q_stride, panel, pairs, [zero, zero]):
             for half in (0, 1):
                 to = builder.inttoptr(after(builder, out, 64 * half), SUMS.as_pointer())
                 builder.store(own[half], to, align=4)
             out = builder.add(out, out_stride)
         return context.get_dummy_value()
 
-    return types.void(rows, *([types.int64] * 6)), codegen
+    return types.void(*([types.int64] * 6)), codegen
 
 
 @intrinsic
-def _mixed(typing, rows, weights, stride, panel, pairs, shares, out, out_stride):
-    """out[rows, 32] = weights · panel, each row times its share, rounded to bf16; addresses, strides in bytes."""
-    count = rows.count
+def _mixed(typing, weights, stride, panel, pairs, shares, out, out_stride):
+    """out[ROWS, 32] = weights · panel, each row times its share, rounded to bf16; addresses, strides in bytes."""
 
     def codegen(context, builder, signature, args):
         if not instruction_there():
             return context.get_dummy_value()
-        _, weights, stride, panel, pairs, shares, out, out_stride = args
+        weights, stride, panel, pairs, shares, out, out_stride = args
         rounding = declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ROUNDED, SUMS)
         zero = ir.Constant(SUMS, [0.0] * 16)
-        for row, own in enumerate(accumulate(builder, count, weights, stride, panel, pairs, [zero, zero])):
+        for row, own in enumerate(accumulate(builder, ROWS, weights, stride, panel, pairs, [zero, zero])):
             share = spread(builder, load(builder, F32, after(builder, shares, 4 * row), 4))
             for half in (0, 1):
                 to = builder.inttoptr(after(builder, out, 32 * half), ROUNDED.as_pointer())
@@ -80,7 +76,7 @@ def _mixed(typing, rows, weights, stride, panel, pairs, shares, out, out_stride)
             out = builder.add(out, out_stride)
         return context.get_dummy_value()
 
-    return types.void(rows, *([types.int64] * 7)), codegen
+    return types.void(*([types.int64] * 7)), codegen
 
 
 def _loop(builder, count, starts, body):
@@ -172,26 +168,6 @@ def _powers(typing, scores, chunks, scale, top, out):
 
 
 @intrinsic
-def _words(typing, address):
-    """A pointer to uint32: two numbers of bf16."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint32)(types.int64), codegen
-
-
-@intrinsic
-def _numbers(typing, address):
-    """A pointer to float32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.float32)(types.int64), codegen
-
-
-@intrinsic
 def _held(typing, array):
     """Uses the array, so that its memory is still allocated here: numba frees an array after the last use of its name,
     and an address taken from it is no use."""
@@ -209,8 +185,8 @@ def pack_head(keys, values, head_stride, token_stride, tokens, dim8, panels, fir
     bytes. Tokens are filled up with zeros to whole panels: hidden ones have no weight, and 0 · 0 is 0."""
     pairs, whole = 4 * len(dim8), (tokens + PANEL - 1) // PANEL * PANEL
     for head in range(first, last):
-        source = _words(keys + head * head_stride)
-        to = _words(panels + head * whole * pairs * 8)
+        source = words(keys + head * head_stride)
+        to = words(panels + head * whole * pairs * 8)
         step = token_stride // 4
         for token in range(whole):
             base = token // PANEL * PANEL * pairs + token % PANEL
@@ -220,8 +196,8 @@ def pack_head(keys, values, head_stride, token_stride, tokens, dim8, panels, fir
             else:
                 for pair in range(pairs):
                     to[base + pair * PANEL] = np.uint32(0)
-        source = _words(values + head * head_stride)
-        to = _words(panels + head * whole * pairs * 8 + whole * pairs * 4)
+        source = words(values + head * head_stride)
+        to = words(panels + head * whole * pairs * 8 + whole * pairs * 4)
         for two in range(whole // 2):
             at = 2 * two * step
             for pair in range(pairs):
@@ -235,7 +211,7 @@ def pack_head(keys, values, head_stride, token_stride, tokens, dim8, panels, fir
 @njit(inline="always")
 def _soften(scores, width, weights, begin, end, scale):
     """Weights of one row, not yet divided by their sum, which is returned. Keys outside [begin, end) get none."""
-    row = _numbers(scores)
+    row = floats(scores)
     for i in range(begin):
         row[i] = _HIDDEN
     for i in range(end, width):
@@ -273,7 +249,7 @@ def attend_prompt(
             here = q + row * q_stride + head * dim * 2
             for panel in range(low, high):
                 _scores(
-                    _TILE, here, q_stride, keys + panel * dim * 64, dim // 2,
+                    here, q_stride, keys + panel * dim * 64, dim // 2,
                     to_scores + (panel - low) * PANEL * 4, whole * 4,
                 )  # fmt: skip
             for i in range(ROWS):
@@ -286,7 +262,7 @@ def attend_prompt(
                 shares[i] = np.float32(1.0) / total
             for panel in range(dim // PANEL):
                 _mixed(
-                    _TILE, to_weights, whole * 2,
+                    to_weights, whole * 2,
                     values + (panel * whole + low * PANEL) * 64, width // 2, to_shares,
                     out + row * out_stride + (head * dim + panel * PANEL) * 2, out_stride,
                 )  # fmt: skip
