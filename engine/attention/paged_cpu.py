@@ -73,5 +73,5 @@ class PagedCpuBackend(SdpaBackend):
     def _weights(self, scores: Tensor, piece: Piece) -> Tensor:
         """In place, without computing hidden keys (torch's softmax and mask take twice the time)."""
         rows = piece.rows.stop - piece.rows.start
-        kernels.soften_rows(self._kind, scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window)
+        kernels.softmax_rows(self._kind, scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window)
         return scores

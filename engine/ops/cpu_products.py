@@ -1,10 +1,10 @@
 """Products with bf16 weights by the CPU's own instruction for them (AVX512-BF16), compiled by numba.
 
-A weight [outputs, inputs] lies in panels of 32 outputs: [panel][pair of inputs][output][2], each panel one stream of
+A weight [outputs, inputs] is stored in panels of 32 outputs: [panel][pair of inputs][output][2], each panel one stream of
 memory. A tile multiplies up to 12 rows with one panel: 24 sums stay in registers, two vectors of weights are read for
-24 products. In decode every weight is then read once, by the row, from memory, and the products hide behind the
-reading; in a prompt as many rows as fit the second-level cache stay there while all panels go by. A row's sums are
-taken in the same order whatever rows are beside it.
+24 products. In decode every weight is read from memory once, and memory bandwidth is the limit; in a prompt as many rows
+as fit the second-level cache stay there while all panels are read. The order of a row's sums does not depend on the
+other rows.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from engine.ops.cpu_kernels import compiled, declare, prefetch
 
 PANEL = 32
 MOST_ROWS = 12
-# Of rows at a time, beside the panel in a cache of 1 MiB; measured from 128 to 768 KiB. All rows for each panel came from
-# the third level again and again: a tenth slower where a row is long.
+# Rows that are computed together, beside a panel in a cache of 1 MiB; measured from 128 to 768 KiB. Without a limit long
+# rows are read from the third level for each panel, a tenth slower.
 _ROWS_BYTES = 384 << 10
-_AHEAD_BYTES = 4096  # of the stream of weights: no hardware prefetcher goes beyond a page
+_AHEAD_BYTES = 4096  # of the stream of weights: hardware prefetchers stop at the end of a page
 _PAIR_BYTES = PANEL * 2 * 2
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 SUMS = ir.VectorType(F32, 16)
 
 
 def supported() -> bool:
-    """This CPU has the instruction. One with AMX has better ones, which oneDNN uses."""
-    return instruction_there() and not llvmlite.binding.get_host_cpu_features().get("amx-bf16")
+    """Whether this CPU has the instruction, and not the better ones of AMX, which oneDNN uses."""
+    return has_instruction() and not llvmlite.binding.get_host_cpu_features().get("amx-bf16")
 
 
-def instruction_there() -> bool:
+def has_instruction() -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 
@@ -48,7 +48,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
-    """llvmlite has no name for it."""
+    """LLVM's bfloat, which llvmlite lacks."""
 
     null = "0.0"
     intrinsic_name = "bf16"
@@ -73,7 +73,7 @@ def after(builder, address, offset):
 
 
 def accumulate(builder, count, x, x_stride, weights, pairs, starts):
-    """The loop of a tile: count × 32 sums, as two vectors a row, from `starts` on. Leaves `builder` behind it."""
+    """The loop of a tile: count × 32 sums, two vectors a row, beginning with `starts`. `builder` ends after it."""
     product = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, SUMS, _WEIGHTS, _WEIGHTS)
     sources = [x]
     for _ in range(count - 1):
@@ -119,7 +119,7 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
     of its own, whose sums are registers."""
 
     def codegen(context, builder, signature, args):
-        if not instruction_there():  # compiled all the same, never called
+        if not has_instruction():  # compiled on every CPU, called only with it
             return context.get_dummy_value()
         rows, x, x_stride, weights, pairs, bias, out, out_stride, columns = args
         done = builder.append_basic_block("tile_done")
@@ -139,7 +139,7 @@ def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, colu
 
 
 def _store_rows(builder, sums, out, out_stride, columns):
-    """Rounds to bf16; columns beyond the matrix are not written."""
+    """Round to bf16 and store; columns beyond the matrix are not written."""
     lanes = ir.VectorType(I32, 16)
     bits = ir.VectorType(ir.IntType(1), 16)
     rounding = declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ROUNDED, SUMS)
