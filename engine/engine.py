@@ -16,25 +16,13 @@ from typing import Protocol
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
-from cluster.errors import (
-    BlocksExhaustedError,
-    ContextLengthError,
-    InvalidRequestError,
-    engine_request_error,
-)
+from cluster.errors import BlocksExhaustedError, ContextLengthError, InvalidRequestError, engine_request_error
 from engine.cache.block_pool import BlockPool
 from engine.model.config import ModelConfig
 from engine.next_tokens import StopLimits
 from engine.output import Counters, OutputProcessor, StepSpan, request_done
 from engine.plan import PlanItem, StepPlan
-from engine.request import (
-    ChainReport,
-    EngineRequest,
-    EngineReservation,
-    EngineStats,
-    StepOutput,
-    TokenOutput,
-)
+from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.states import SequenceState as S

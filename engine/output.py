@@ -1,4 +1,4 @@
-"""Turns a step's logits into tokens: progress of each sequence, sampling, new choices, ends, failures of one request."""
+"""Turns a step's logits into tokens: progress of sequences, sampling, new choices, ends, failures of single requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OutputProcessor:
     def process(
         self, decision: StepDecision, plan: StepPlan, logits: Tensor, span: StepSpan, output: StepOutput
     ) -> None:
-        """Add to `output` what the step gave. `logits` is [items of `plan` that want them, vocab]."""
+        """Add the step's tokens and ends to `output`. `logits` is [items of `plan` that want them, vocab]."""
         for sequence, count in decision.scheduled.items():
             if sequence.state is not S.RUNNING:  # another choice of its request has failed
                 continue

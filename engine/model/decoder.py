@@ -36,13 +36,7 @@ AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Decoder:
     """`forward` returns hidden states, `logits` the logits of chosen rows of them."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        group: TpGroup,
-        linear: MakeLinear,
-    ):
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, group: TpGroup, linear: MakeLinear):
         c = self.config = config
         self._group = group
         size, rank = group.size, group.rank

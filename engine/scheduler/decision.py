@@ -10,16 +10,16 @@ from engine.scheduler.sequence import Sequence
 
 @dataclass
 class StepDecision:
-    """What a step computes, and what had to give way to it."""
+    """What a step computes, and the reservations and requests that lost their blocks to it."""
 
     scheduled: dict[Sequence, int] = field(
         default_factory=dict
     )  # tokens to compute; their blocks are allocated
     copies: list[BlockCopy] = field(default_factory=list)
-    evicted_reservations: list[str] = field(default_factory=list)  # EVICTED: the request's owner aborts it
+    evicted_reservations: list[str] = field(default_factory=list)  # now EVICTED; the worker aborts them
     returned: list[list[Sequence]] = field(
         default_factory=list
-    )  # requests that go back to the router, finished
+    )  # to the router: the choices of each, finished
     preemptions: int = 0
     cached_tokens: int = 0  # of the sequences that were admitted
 

@@ -18,8 +18,7 @@ SET_ASIDE_TOKENS = 256
 
 
 def reservation_for(rank: int, sequences: Seq[Sequence]) -> Sequence | None:
-    """The reservation that a growing sequence of class `rank` evicts: of its class or a lower one; None if there is
-    none."""
+    """The reservation, of class `rank` or a lower one, that a growing sequence of that class evicts; None if none."""
     reserved = [s for s in sequences if s.state is S.WAITING_FOR_KV and s.rank >= rank]
     return choose_victim(reserved, sequences) if reserved else None
 

@@ -100,7 +100,7 @@ class Scheduler:
         return sibling
 
     def park(self, request_id: str) -> None:
-        """Stop computing the request but keep its blocks until `abort`: hand-off writes may still read them."""
+        """Stop computing the request but keep its blocks until `abort`."""
         for sequence in self.requests.get(request_id, ()):
             self._remove(sequence)
             if sequence.state is S.RUNNING:
@@ -115,8 +115,7 @@ class Scheduler:
         sequence.blocks = []
 
     def abort(self, request_id: str, verified_tokens: int = 0) -> bool:
-        """Free the request's blocks. Of a reservation's KV the first `verified_tokens` tokens stay cached. False if there
-        is no such request."""
+        """See Engine.abort."""
         sequences = self.requests.pop(request_id, None)
         if sequences is None:
             return False
@@ -244,7 +243,7 @@ class Scheduler:
 
     def _make_room(self, growing: Sequence, decision: StepDecision) -> bool:
         """False if `growing` itself was preempted, or waits for a reservation's blocks: these are not free within the
-        step, because parts of its KV may be landing in them until its owner has stopped them."""
+        step, because parts of the reservation's KV may be landing in them."""
         if self.eviction_pending():
             return False
         if self.evict_reservation(growing.rank, decision):
@@ -252,16 +251,17 @@ class Scheduler:
             return False
         victims = [s for s in self.running if s not in decision.scheduled]
         self._preempt(choose_victim(victims, self.running), decision)
-        return growing.state is S.RUNNING  # it goes as well where the victim is another choice of its request
+        # The victim may be another choice of its request, which is returned with all of them.
+        return growing.state is S.RUNNING
 
     def eviction_pending(self) -> bool:
-        """A reservation was evicted, and its owner has not aborted it yet."""
+        """Whether an evicted reservation has not been aborted yet."""
         return any(s.state is S.EVICTED for s in self.sequences())
 
     def evict_reservation(self, rank: int, decision: StepDecision) -> bool:
         """Evict the least important and youngest reservation of class `rank` or a lower one. False if there is none.
 
-        It keeps its blocks until `abort`: only its owner can tell that no write to them is under way.
+        It keeps its blocks until the worker aborts it, after the last write to them has ended.
         """
         victim = reservation_for(rank, self.sequences())
         if victim is None:
@@ -271,8 +271,8 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Sequence, decision: StepDecision) -> None:
-        """Free the victim's blocks. It waits to be computed again, or its request goes back to the router if it is too
-        long for that."""
+        """Free the victim's blocks. It is computed again later; if it is too long for that, its whole request is returned
+        to the router."""
         decision.preemptions += 1
         limit = self._config.recompute_limit_tokens
         if limit and len(victim.tokens) > limit:
