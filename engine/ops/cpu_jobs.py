@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
+from engine.ops.cpu_llvm import as_f32, compiled, integers
 
 # Indices of a job's int64 numbers. Those that several threads write are in separate cache lines.
 NEXT, FINISHED, STOP, CODE = 0, 8, 16, 24  # NEXT: shares · 2³² + next share
@@ -78,14 +79,14 @@ def _pause(typing):
 
 @njit(inline="always")
 def _number(bits):
-    return kernels.as_f32(np.uint32(bits))
+    return as_f32(np.uint32(bits))
 
 
 @njit
 def _share(kind, dim8, job, first, last):
     """Items [first, last) of the job."""
-    code = kernels.integers(job)[CODE]
-    a = kernels.integers(job + ARGUMENTS * 8)
+    code = integers(job)[CODE]
+    a = integers(job + ARGUMENTS * 8)
     if code == MULTIPLY:
         products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
     elif code == ADD_NORM:
@@ -117,7 +118,7 @@ def _make(sources: str) -> Any:
     def work(kind, dim8, job, polls):
         """With `polls` 0, lead: offer the shares, return when all are done. Otherwise help: compute shares until `polls`
         polls in a row found none, or STOP is set."""
-        numbers = kernels.integers(job)
+        numbers = integers(job)
         led = numbers[SHARES]
         done = idle = len(sources) * 0
         if polls == 0:
@@ -145,12 +146,12 @@ def _make(sources: str) -> Any:
         while _read(job + FINISHED * 8) + done < led:
             _pause()
 
-    return kernels.compiled(work)
+    return compiled(work)
 
 
 def _sources() -> str:
     here = Path(__file__)
-    names = ("cpu_kernels.py", "cpu_products.py", "cpu_prompts.py")
+    names = ("cpu_kernels.py", "cpu_llvm.py", "cpu_products.py", "cpu_prompts.py")
     files = [here, *(here.with_name(name) for name in names)]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 

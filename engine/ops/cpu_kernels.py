@@ -9,32 +9,17 @@ tensors that they pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
+from engine.ops.cpu_llvm import as_f32, as_u32, compiled, integers, prefetch_line
+
 F = np.float32
 _LOG2E, _LN2_HIGH, _LN2_LOW = F(1.44269504088896341), F(0.693359375), F(-2.12194440e-4)
 _EXP = tuple(F(c) for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 0.166666655, 0.5))
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compile, and cache on disk where a directory is writable: the first start takes seconds, later ones load."""
-    # With Python's error model a division is a branch, and a loop with a branch is not vectorised.
-    options: dict[str, Any] = {
-        "fastmath": {"reassoc", "contract", "nsz", "arcp"},
-        "nogil": True,
-        "error_model": "numpy",
-    }
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no directory for a cache: a read-only file system
-        return njit(**options)(function)
 
 
 def kind_of(dtype: torch.dtype) -> int | float:
@@ -42,22 +27,6 @@ def kind_of(dtype: torch.dtype) -> int | float:
 
 
 # --- memory ---------------------------------------------------------------------------------------------
-
-
-@intrinsic
-def as_f32(typing, bits):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
-
-
-@intrinsic
-def _as_u32(typing, value):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
 
 
 @intrinsic
@@ -69,48 +38,6 @@ def _at(typing, address, kind):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(element)(types.int64, kind), codegen
-
-
-def _pointer_to(element: types.Type) -> Any:
-    """An intrinsic that makes an address a pointer to `element`."""
-
-    @intrinsic
-    def pointer(typing, address):
-        def codegen(context, builder, signature, args):
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(element)(types.int64), codegen
-
-    return pointer
-
-
-integers, words, floats = (_pointer_to(kind) for kind in (types.int64, types.uint32, types.float32))
-
-
-def declare(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
-    """The LLVM function `name` of the module."""
-    known = builder.module.globals.get(name)
-    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
-
-
-def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Load one cache line into all caches, for reading."""
-    pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-    function = declare(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, word, word, word)
-    flags = [ir.Constant(word, flag) for flag in (0, 3, 1)]
-    builder.call(function, [builder.inttoptr(address, pointer), *flags])
-
-
-@intrinsic
-def _prefetch(typing, address):
-    """Prefetch one cache line. Blocks lie anywhere in the pool, where no hardware prefetcher follows: prefetching the
-    next block while one is computed took reading from 10 to 25 GB/s (measured)."""
-
-    def codegen(context, builder, signature, args):
-        prefetch(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
 
 
 def _load(pointer, index): ...
@@ -134,7 +61,7 @@ def _store_of(pointer, index, value):
     if pointer.dtype is types.uint16:
 
         def rounded(pointer, index, value):
-            bits = _as_u32(F(value))
+            bits = as_u32(F(value))
             odd = (bits >> np.uint32(16)) & np.uint32(1)
             pointer[index] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
@@ -266,7 +193,7 @@ def rotate_and_store(
 @njit(inline="always")
 def _prefetch_range(address, size):
     for line in range(0, size, 64):
-        _prefetch(address + line)
+        prefetch_line(address + line)
 
 
 @compiled

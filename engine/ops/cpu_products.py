@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.ops.cpu_kernels import compiled, declare, prefetch
+from engine.ops.cpu_llvm import F32, I32, I64, after, compiled, declare, load, prefetch, spread
 
 PANEL = 32
 MOST_ROWS = 12
@@ -27,7 +27,6 @@ MOST_ROWS = 12
 _ROWS_BYTES = 384 << 10
 _AHEAD_BYTES = 4096  # of the stream of weights: hardware prefetchers stop at the end of a page
 _PAIR_BYTES = PANEL * 2 * 2
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 SUMS = ir.VectorType(F32, 16)
 
 
@@ -64,14 +63,6 @@ _BFloat._create_instance()
 _WEIGHTS, ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 
 
-def load(builder, kind, address, align):
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
-
-
-def after(builder, address, offset):
-    return builder.add(address, offset if isinstance(offset, ir.Value) else ir.Constant(I64, offset))
-
-
 def accumulate(builder, count, x, x_stride, weights, pairs, starts):
     """The loop of a tile: count × 32 sums, two vectors a row, beginning with `starts`. `builder` ends after it."""
     product = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, SUMS, _WEIGHTS, _WEIGHTS)
@@ -103,14 +94,6 @@ def accumulate(builder, count, x, x_stride, weights, pairs, starts):
     builder.cbranch(builder.icmp_signed("<", following, pairs), loop, done)
     builder.position_at_end(done)
     return sums
-
-
-def spread(builder, word):
-    """One value in all 16 lanes."""
-    lane = builder.insert_element(
-        ir.Constant(ir.VectorType(word.type, 16), ir.Undefined), word, ir.Constant(I32, 0)
-    )
-    return builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(I32, 16), [0] * 16))
 
 
 @intrinsic

@@ -16,21 +16,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.ops.cpu_kernels import compiled, declare, floats, words
-from engine.ops.cpu_products import (
-    F32,
-    I32,
-    I64,
-    MOST_ROWS,
-    PANEL,
-    ROUNDED,
-    SUMS,
-    accumulate,
-    after,
-    has_instruction,
-    load,
-    spread,
-)
+from engine.ops.cpu_llvm import F32, I32, I64, after, compiled, declare, floats, load, spread, words
+from engine.ops.cpu_products import MOST_ROWS, PANEL, ROUNDED, SUMS, accumulate, has_instruction
 
 ROWS = MOST_ROWS  # of a tile; shorter prompts are computed by sdpa.py
 _HIDDEN = np.float32(-1e30)  # finite: the difference of two infinities is no number
