@@ -83,21 +83,17 @@ class Engine:
     def abort(self, request_id: str, verified_tokens: int = 0) -> bool:
         """Free the request's blocks. Of a reservation's KV the first `verified_tokens` tokens stay cached. False if there
         is no such request."""
-        return self._scheduler.abort(request_id, verified_tokens)
+        return self._scheduler.remove(request_id, verified_tokens)
 
     def park(self, request_id: str) -> None:
         """Stop computing the request but keep its blocks until `abort`: hand-off writes may still read them."""
         self._scheduler.park(request_id)
 
     def pause(self, request_id: str) -> None:
-        self._set_paused(request_id, True)
+        self._scheduler.set_paused(request_id, True)
 
     def resume(self, request_id: str) -> None:
-        self._set_paused(request_id, False)
-
-    def _set_paused(self, request_id: str, paused: bool) -> None:
-        for sequence in self._scheduler.requests.get(request_id, ()):
-            sequence.paused = paused
+        self._scheduler.set_paused(request_id, False)
 
     def block_ids(self, request_id: str) -> list[int]:
         return list(self._scheduler.requests[request_id][0].blocks)

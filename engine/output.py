@@ -125,7 +125,7 @@ class OutputProcessor:
         choices = self._scheduler.requests[request_id]
         if all(s.state is S.FINISHED for s in choices):
             output.done.append(request_done(choices))
-            del self._scheduler.requests[request_id]
+            self._scheduler.remove(request_id)
 
     def _fail(self, sequence: Sequence, error: EngineRequestError, output: StepOutput) -> None:
         """End the whole request. One that exports KV keeps its blocks until `abort`: they may still be read."""
@@ -136,7 +136,7 @@ class OutputProcessor:
         if sequence.request.export:
             self._scheduler.park(request_id)
         else:
-            self._scheduler.abort(request_id)
+            self._scheduler.remove(request_id)
 
 
 def request_done(

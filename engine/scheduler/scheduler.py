@@ -100,22 +100,22 @@ class Scheduler:
         return sibling
 
     def park(self, request_id: str) -> None:
-        """Stop computing the request but keep its blocks until `abort`."""
+        """Stop computing the request but keep its blocks until `remove`."""
         for sequence in self.requests.get(request_id, ()):
-            self._remove(sequence)
+            self._dequeue(sequence)
             if sequence.state is S.RUNNING:
                 sequence.machine.to(S.HELD)
 
     def finish(self, sequence: Sequence) -> None:
         if sequence.state is S.FINISHED:
             return
-        self._remove(sequence)
+        self._dequeue(sequence)
         sequence.machine.to(S.FINISHED)
         self._pool.free(sequence.blocks)
         sequence.blocks = []
 
-    def abort(self, request_id: str, verified_tokens: int = 0) -> bool:
-        """See Engine.abort."""
+    def remove(self, request_id: str, verified_tokens: int = 0) -> bool:
+        """Free the request's blocks; see Engine.abort."""
         sequences = self.requests.pop(request_id, None)
         if sequences is None:
             return False
@@ -124,6 +124,10 @@ class Scheduler:
                 self._prefixes.register(sequence, verified_tokens)
             self.finish(sequence)
         return True
+
+    def set_paused(self, request_id: str, paused: bool) -> None:
+        for sequence in self.requests.get(request_id, ()):
+            sequence.paused = paused
 
     def invalidate(self, request_id: str) -> None:
         """Remove from the prefix cache what this request has computed or found there."""
@@ -153,7 +157,7 @@ class Scheduler:
         self.waiting.append(sequence)
         self.waiting.sort(key=lambda s: s.order)
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _dequeue(self, sequence: Sequence) -> None:
         for queue in (self.waiting, self.running):
             if sequence in queue:
                 queue.remove(sequence)

@@ -42,7 +42,7 @@ def test_without_chunks_a_long_prompt_waits_for_a_step_of_its_own() -> None:
     decision = parts.scheduler.schedule()
     assert parts.scheduled(decision) == {"short/0": 1}
     parts.process(decision, [13])
-    parts.scheduler.abort("short")
+    parts.scheduler.remove("short")
     assert parts.scheduled(parts.scheduler.schedule()) == {"long/0": len(PROMPT)}
 
 
@@ -79,7 +79,7 @@ def test_a_parked_request_keeps_its_blocks_and_is_left_out() -> None:
     parts.scheduler.park("one")
     assert sequence.state is S.HELD and len(sequence.blocks) == 3
     assert not parts.scheduler.schedule().scheduled
-    assert parts.scheduler.abort("one")
+    assert parts.scheduler.remove("one")
     assert parts.pool.num_free == 8
 
 
@@ -141,7 +141,7 @@ def test_growth_evicts_a_reservation_once_and_waits_for_its_owner() -> None:
     assert parts.choices("reserved")[0].state is S.EVICTED
     again = parts.scheduler.schedule()
     assert (again.evicted_reservations, again.scheduled) == ([], {})
-    parts.scheduler.abort("reserved")
+    parts.scheduler.remove("reserved")
     assert parts.scheduled(parts.scheduler.schedule()) == {"one/0": 1}
 
 
