@@ -46,6 +46,7 @@ class ModelRunner:
         self.kv_cache = model.kv_cache
         self.num_blocks = model.kv_cache.shape[0]
         self.page_size = model.config.page_size
+        self.kv_head_range = model.kv_head_range
         self._decoder = model.decoder
         self._ops = model.ops
         self._attention = model.attention
