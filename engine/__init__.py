@@ -1,1 +1,1 @@
-"""Runs a model: cache, scheduler, attention, layers, sampling, tensor parallel. Knows nothing of networks."""
+"""Runs a model: cache, scheduler, attention, layers, sampling, tensor parallel. No network."""

@@ -1,4 +1,4 @@
-"""Builds a runner: resolves every "auto", loads this rank's share of the weights, allocates its cache."""
+"""Loads a model: resolves every "auto", loads this rank's share of the weights, allocates its cache."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.attention.base import AttentionShape
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
 from engine.model.config import ModelConfig, inverse_frequencies
 from engine.model.decoder import Decoder
+from engine.model.shares import check_shares
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.rotary import tables
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup, kv_head_range
-from engine.parallel.shares import check_shares
-from engine.runner import ModelRunner
+from engine.runner import LoadedModel, ModelRunner
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -103,12 +103,17 @@ def _check_card(device: torch.device) -> None:
         raise ConfigError("device cuda: torch sees no CUDA device here; use cpu", field="device")
     if (device.index or 0) >= count:
         raise ConfigError(
-            f"device {device}: here are cuda:0 to cuda:{count - 1} (CUDA_VISIBLE_DEVICES decides which those are)",
+            f"device {device}: this machine has cuda:0 to cuda:{count - 1} (those in CUDA_VISIBLE_DEVICES)",
             field="device",
         )
 
 
 def load_runner(config: EngineConfig, group: TpGroup | None = None, *, beside_bytes: int = 0) -> ModelRunner:
+    """Load the model for a runner that exports nothing; arguments and errors as of `load_model`."""
+    return ModelRunner(load_model(config, group, beside_bytes=beside_bytes))
+
+
+def load_model(config: EngineConfig, group: TpGroup | None = None, *, beside_bytes: int = 0) -> LoadedModel:
     """Load the model. `beside_bytes`: device memory that this rank will allocate later, beside its KV pool.
 
     Raises ModelError naming the tensor or key, or ConfigError naming the setting.
@@ -130,14 +135,14 @@ def load_runner(config: EngineConfig, group: TpGroup | None = None, *, beside_by
     )
     ops = _make_ops(model, decoder, cache, resolved, team)
     attention = registry.make(resolved.attention_backend, shape, cache, team)
-    _give_back_freed_memory()
-    return ModelRunner(resolved, model, decoder, ops, attention, cache, group)
+    _trim_allocator()
+    return LoadedModel(resolved, model, decoder, ops, attention, cache, group)
 
 
 def _make_ops(
     model: ModelConfig, decoder: Decoder, cache: Tensor, config: EngineConfig, team: Team
 ) -> LayerOps:
-    """The CPU's kernels serve both ends of a product, or neither: the backend says which."""
+    """The CPU's own operations if the team runs kernels, which the attention backend decides; else torch's."""
     shape = OpsShape(decoder.num_heads, decoder.num_kv_heads, model.head_dim, model.norm_eps)
     cos, sin = tables(inverse_frequencies(model), config.max_model_len)
     if isinstance(team, KernelTeam):
@@ -148,7 +153,7 @@ def _make_ops(
 
 
 def _linear_of(dtype: torch.dtype, team: Team) -> MakeLinear:
-    """Our own product where this CPU has its instruction; then no operation of torch is worth a second thread."""
+    """Our own product if this CPU has the instruction for it; then torch's operations need no second thread."""
     if dtype is not torch.bfloat16 or not isinstance(team, KernelTeam):
         return TorchLinear
     from engine.ops import cpu_products
@@ -164,8 +169,8 @@ def _linear_of(dtype: torch.dtype, team: Team) -> MakeLinear:
     return make
 
 
-def _give_back_freed_memory() -> None:
-    """Loading leaves what the packed weights were made from in the allocator's hands."""
+def _trim_allocator() -> None:
+    """Return freed memory to the system: loading frees the tensors that the packed weights were made from."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

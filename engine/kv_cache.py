@@ -39,8 +39,8 @@ def choose_bytes(
         if device.type == "cpu" and asked > (free := available_bytes()):
             # The kernel commits memory on first use: the worker would start, and be killed later under load.
             raise ConfigError(
-                f"kv_memory: {asked} bytes are more than the {free} bytes of memory that are free: give less, or "
-                f"omit it for a share that fits",
+                f"kv_memory: {asked} bytes are more than the {free} bytes of free memory: give less, or omit it for a "
+                f"share that fits",
                 field="kv_memory",
             )
         return asked
@@ -53,10 +53,12 @@ def choose_bytes(
 def sized(
     config: EngineConfig, block_bytes: int, device: torch.device, group: TpGroup, beside_bytes: int = 0
 ) -> EngineConfig:
-    """`config` with the pool's size: the smallest over all ranks, because the leader's plans name the same blocks for
-    every rank."""
+    """`config` with the pool's size: the smallest over all ranks, because a plan names the same blocks for every rank.
+
+    Raises ConfigError if that holds no whole context, or is more than the memory that is free.
+    """
     if config.kv_memory_bytes:
-        choose_bytes(config.kv_memory_bytes, device)  # or it says why not
+        choose_bytes(config.kv_memory_bytes, device)  # for its check
         return config
     own = choose_bytes(0, device, beside_bytes)
     smallest = int(group.gather_last(torch.tensor([[own]], dtype=torch.int64, device=device)).min())
@@ -65,7 +67,7 @@ def sized(
 
 
 def check_fits(pool_bytes: int, block_bytes: int, config: EngineConfig) -> None:
-    """Raise ConfigError if the pool can't hold one context; the message says how many bytes are missing."""
+    """Raise ConfigError, with the number of missing bytes, if the pool can't hold one context."""
     blocks = pool_bytes // block_bytes
     needed = -(-config.max_model_len // config.page_size)
     if blocks < needed:

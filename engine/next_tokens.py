@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,8 +15,7 @@ from engine.scheduler.sequence import Sequence
 from engine.stop import finish_reason, forbidden
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Draws(NamedTuple):
     """The draws from one row of logits: one, or at the end of the prompt one for each choice."""
 
     sequence: Sequence
@@ -24,79 +24,69 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Ends:
+class StopLimits:
     """The model's limits that end a choice."""
 
     eos: tuple[int, ...]
     max_len: int
 
 
-Answer = list[TokenOutput] | EngineRequestError
+Drawn = list[TokenOutput] | EngineRequestError
 
 
-def next_tokens(wanted: Seq[Wanted], logits: Tensor, ends: Ends) -> list[Answer]:
-    """Tokens for each entry of `wanted`, in its order, or the error that ends that request.
+def next_tokens(draws: Seq[Draws], logits: Tensor, limits: StopLimits) -> list[Drawn]:
+    """Tokens for each entry of `draws`, in its order, or the error that ends that request.
 
-    `logits` is [rows, vocab], a row for each entry.
+    `logits` is [rows, vocab].
     """
-    answers: list[Answer] = []
+    results: list[Drawn] = []
     rows: list[Row] = []
     source: list[int] = []
-    for one in wanted:
+    for draw in draws:
         try:
-            mine = _rows(one, ends)
-            rows += mine
-            source += [one.logits_row] * len(mine)
-            answers.append([])
+            own = _rows(draw, limits)
+            rows += own
+            source += [draw.logits_row] * len(own)
+            results.append([])
         except Exception as error:
-            answers.append(engine_request_error(error))
+            results.append(engine_request_error(error))
     if not rows:
-        return answers
-    picked = iter(zip(rows, sample(logits[source], rows), strict=True))
-    for index, one in enumerate(wanted):
-        if not isinstance(answers[index], list):
+        return results
+    sampled = iter(zip(rows, sample(logits[source], rows), strict=True))
+    for index, draw in enumerate(draws):
+        if not isinstance(results[index], list):
             continue
-        mine_picked = [next(picked) for _ in range(one.choices)]
+        own_sampled = [next(sampled) for _ in range(draw.choices)]
         try:
-            answers[index] = [_output(one.sequence, row, token, ends) for row, token in mine_picked]
+            results[index] = [_output(draw.sequence, row, token, limits) for row, token in own_sampled]
         except Exception as error:
-            answers[index] = engine_request_error(error)
-    return answers
+            results[index] = engine_request_error(error)
+    return results
 
 
 def is_sound(logits: Tensor) -> bool:
-    """Has a row, as the model gave it, a finite maximum? If not, the keys and values that it was computed from are to
-    blame: whoever found them in the cache would fail as well."""
+    """Whether a row, as the model gave it, has a finite maximum. If not, the KV that it was computed from is wrong, and
+    every request that found it in the prefix cache would fail as well."""
     return bool(logits.max().isfinite())
 
 
-def _rows(one: Wanted, ends: Ends) -> list[Row]:
-    sequence, params = one.sequence, one.sequence.request.sampling
-    banned = forbidden(len(sequence.tokens) - sequence.num_prompt, params, ends.eos)
+def _rows(draws: Draws, limits: StopLimits) -> list[Row]:
+    sequence, params = draws.sequence, draws.sequence.request.sampling
+    banned = forbidden(len(sequence.tokens) - sequence.num_prompt, params, limits.eos)
     return [
         Row(params, sequence.choice + extra, sequence.tokens, sequence.num_prompt, banned)
-        for extra in range(one.choices)
+        for extra in range(draws.choices)
     ]
 
 
-def _output(sequence: Sequence, row: Row, token: Sampled | EngineRequestError, ends: Ends) -> TokenOutput:
+def _output(
+    sequence: Sequence, row: Row, token: Sampled | EngineRequestError, limits: StopLimits
+) -> TokenOutput:
     if isinstance(token, EngineRequestError):
         raise token
     position = len(sequence.tokens)
-    reason = finish_reason(
-        token.token_id,
-        position - sequence.num_prompt + 1,
-        position + 1,
-        row.params,
-        ends.eos,
-        ends.max_len,
-    )
+    output_count = position - sequence.num_prompt + 1
+    reason = finish_reason(token.token_id, output_count, position + 1, row.params, limits.eos, limits.max_len)
     return TokenOutput(
-        sequence.request.request_id,
-        row.choice,
-        position,
-        token.token_id,
-        token.logprob,
-        token.top,
-        reason,
+        sequence.request.request_id, row.choice, position, token.token_id, token.logprob, token.top, reason
     )

@@ -1,4 +1,4 @@
-"""One step, as the leader plans it and every rank runs it. Plain data: it is broadcast to the ranks."""
+"""One step as the leader plans it and every rank runs it. Plain data: it is broadcast to the ranks."""
 
 from __future__ import annotations
 
@@ -44,12 +44,10 @@ class StepPlan:
 
 
 class ExportSink(Protocol):
-    """Is told, on the rank's engine thread, after each layer of a step whose KV must leave this worker.
-
-    The KV of `layer` for positions [token_begin, token_end) is final in the rank's cache (on CUDA: once the
-    current stream's work so far is done). Must return in microseconds: it only notes the fact.
-    """
+    """Where the KV of exported requests goes: the hand-off's end on a prefill worker's rank."""
 
     def layer_computed(
         self, request_id: str, layer: int, token_begin: int, token_end: int, block_ids: Sequence[int]
-    ) -> None: ...
+    ) -> None:
+        """The KV of `layer` for positions [token_begin, token_end) is final in the rank's cache (on CUDA: after the work
+        that the current stream has now). Called on the rank's engine thread; must return in microseconds."""

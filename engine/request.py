@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out."""
+"""The engine's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -57,9 +57,8 @@ class EngineRequest:
     """One request, or one attempt at it.
 
     `output_tokens` are tokens that earlier attempts already sent (n = 1 only): they are computed like prompt,
-    but penalties, limits and positions count them as output. `sampling.max_tokens` counts them too.
-    With `prefill_only` the engine samples every choice's first token and then holds the blocks until
-    `Engine.release`.
+    but penalties, limits, positions and `sampling.max_tokens` count them as output. With `prefill_only` the engine
+    samples every choice's first token and then holds the blocks until `Engine.abort`.
     """
 
     request_id: str
@@ -71,9 +70,9 @@ class EngineRequest:
     salt: bytes = bytes(16)
     priority: int = 0  # above 0 is high, 0 normal, below 0 batch
     tenant: str = ""
-    weight: float = 1.0  # of the tenant, beside other tenants'
+    weight: float = 1.0  # of the tenant, relative to other tenants
     prefill_only: bool = False
-    export: bool = False  # tell the export sink about every computed layer
+    export: bool = False  # every computed layer goes to the export sink
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """What one step computed of one prompt (or of output that an earlier attempt had sent): monotonic seconds."""
+    """The tokens that one step computed of a prompt, or of output that an earlier attempt sent; monotonic seconds."""
 
     began: float
     ended: float
@@ -100,10 +99,10 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class RequestDone:
-    """A request left the engine's batch: every choice finished, it was given back, or its computation failed."""
+    """A request left the engine's batch: every choice finished, it goes back to the router, or it failed."""
 
     request_id: str
-    preempted: bool = False  # given back to the router at its position
+    preempted: bool = False  # goes back to the router at its position
     cached_tokens: int = 0
     computed_prompt_tokens: int = 0
     prompt_compute_seconds: float = 0.0  # its share, by tokens, of the steps that computed them
@@ -115,13 +114,13 @@ class RequestDone:
 class StepOutput:
     tokens: list[TokenOutput]
     done: list[RequestDone]
-    evicted_reservations: list[str] = field(default_factory=list)  # growth wants their blocks: abort them
+    evicted_reservations: list[str] = field(default_factory=list)  # growth needs their blocks: abort them
     began: float = 0.0  # monotonic seconds
 
 
 @dataclass(frozen=True)
 class ChainReport:
-    """Of the prefix chain `hashes` (16 bytes each, from the root) this worker holds the first `held` blocks."""
+    """The first `held` blocks of the prefix chain `hashes` (16 bytes each, from the root) are cached here."""
 
     hashes: list[bytes]
     held: int
@@ -129,7 +128,7 @@ class ChainReport:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the start, and gauges of now."""
+    """Counters since the start, and present gauges."""
 
     steps: int = 0
     running: int = 0
@@ -152,7 +151,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class EngineReservation:
-    """Blocks that wait for a hand-off."""
+    """Blocks reserved for a hand-off's KV."""
 
     block_ids: list[int]
-    held_tokens: int  # leading tokens whose KV the blocks hold already
+    held_tokens: int  # leading tokens whose KV is in the blocks already

@@ -1,4 +1,4 @@
-"""How long steps take and how much is in them."""
+"""Histograms of steps: duration, tokens, sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cluster.telemetry.metrics import worker as metrics
 
 
 class StepTimes:
-    """One thread adds, any thread reads."""
+    """Written by one thread, read by any."""
 
     def __init__(self) -> None:
         self.total_seconds = {"prefill": 0.0, "decode": 0.0}
@@ -17,7 +17,7 @@ class StepTimes:
         self.requests = metrics.ENGINE_STEP_REQUESTS.create()
 
     def add(self, tokens: int, sequences: int, seconds: float) -> None:
-        """A step that computes more than a token a sequence has a prompt in it."""
+        """Record a step. One with more tokens than sequences contains a prompt."""
         kind: Literal["prefill", "decode"] = "prefill" if tokens > sequences else "decode"
         self.total_seconds[kind] += seconds
         self.seconds[kind].observe(seconds)

@@ -1,4 +1,4 @@
-"""When a choice is finished by its tokens. Stop strings are the router's."""
+"""Ends of a choice that its token ids decide. The router applies stop strings."""
 
 from __future__ import annotations
 

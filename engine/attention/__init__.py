@@ -1,1 +1,1 @@
-"""Attention over the paged cache: one contract, several backends, chosen by what the machine can do."""
+"""Attention over the paged cache: one contract, and backends of which one that works on the machine is chosen."""

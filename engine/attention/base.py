@@ -13,7 +13,7 @@ from engine.plan import PlanItem
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a backend must know of the model, on one rank."""
+    """Shape of the model's attention on one rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -28,7 +28,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def begin(self, items: Sequence[PlanItem]) -> None:
-        """Prepares what all layers of the step share: block tables, positions."""
+        """Prepare what all layers of the step share: block tables, positions."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [tokens, heads, dim]; k, v [tokens, kv_heads, dim], rotated, already in the cache.

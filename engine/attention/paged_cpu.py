@@ -1,5 +1,5 @@
-"""Attention on the CPU: single tokens by a kernel that reads the blocks where they lie, prompts by products; in bf16,
-where the CPU has an instruction for it, by a kernel as well (engine/ops/cpu_prompts): half the time."""
+"""Attention on the CPU: single tokens by a kernel that reads the blocks in place; prompts by matrix products, or in bf16
+on CPUs with an instruction for it by a kernel (engine/ops/cpu_prompts), in half the time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.plan import PlanItem
 
 class PagedCpuBackend(SdpaBackend):
     name = "cpu"
-    takes_tokens_apart = True
+    separate_tokens = True
 
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: KernelTeam):
         super().__init__(shape, kv_cache, team)
@@ -63,7 +63,7 @@ class PagedCpuBackend(SdpaBackend):
         if numbers > self._panels.numel():
             self._panels = self._cache.new_empty(numbers)
         panels, size = self._panels.data_ptr(), keys.element_size()
-        strides = (keys.stride(0) * size, keys.stride(1) * size)  # the values' are the same
+        strides = (keys.stride(0) * size, keys.stride(1) * size)  # values have the same
         run(jobs.PACK_HEADS, s.num_kv_heads, (keys.data_ptr(), values.data_ptr(), *strides, tokens, panels))
         at = (q.data_ptr(), q.stride(0) * size, out.data_ptr(), out.stride(0) * size, rows, begin, tokens)
         scale = bits_of(self._scale)
@@ -71,7 +71,7 @@ class PagedCpuBackend(SdpaBackend):
         return None
 
     def _weights(self, scores: Tensor, piece: Piece) -> Tensor:
-        """In place, and of hidden keys nothing is computed (torch's softmax and mask: twice the time)."""
+        """In place, without computing hidden keys (torch's softmax and mask take twice the time)."""
         rows = piece.rows.stop - piece.rows.start
-        kernels.soften_rows(self._kind, scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window)
+        kernels.softmax_rows(self._kind, scores.data_ptr(), *scores.shape, rows, piece.offset, piece.window)
         return scores

@@ -1,4 +1,4 @@
-"""Backends by name, imported only when chosen."""
+"""Attention backends by name, imported only when chosen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> str:
-    """Resolves "auto". Raises ConfigError for a name that is unknown or can't run here."""
+    """The backend's name, "auto" resolved. Raises ConfigError for a name that is unknown or can't run here."""
     fits = device.type == "cpu" and _has_numba() and can_run(dtype, head_dim, page_size)
     if name == "auto":
         if device.type != "cuda":
@@ -66,7 +66,7 @@ def _probe(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, p
 
 
 def can_run(dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
-    """What the CPU's kernels are made for."""
+    """Whether the CPU's kernels support these."""
     return dtype in (torch.bfloat16, torch.float32) and head_dim % 8 == 0 and page_size % 4 == 0
 
 
@@ -74,7 +74,7 @@ def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> Atte
     if name == "cpu":
         from engine.attention.paged_cpu import PagedCpuBackend
 
-        assert isinstance(team, KernelTeam), "build.py makes it for this backend"
+        assert isinstance(team, KernelTeam), "build.py makes a KernelTeam for this backend"
         return PagedCpuBackend(shape, kv_cache, team)
     if name == "sdpa":
         from engine.attention.sdpa import SdpaBackend
@@ -91,7 +91,7 @@ def make(name: str, shape: AttentionShape, kv_cache: Tensor, team: Team) -> Atte
 
 @cache
 def _has_numba() -> bool:
-    """Import numba, not only find it: its llvmlite may be missing, or numpy too new for it."""
+    """By import: an installed numba may lack its llvmlite, or refuse the installed numpy."""
     try:
         importlib.import_module("numba")
     except Exception as error:

@@ -28,7 +28,7 @@ class _Span:
     rows: slice
     begin: int
     end: int
-    blocks: Tensor | None  # int64; None: a fresh prompt, its keys are in hand
+    blocks: Tensor | None  # int64; None: a whole prompt, whose keys are arguments of `attend`
 
     @property
     def is_token(self) -> bool:
@@ -47,8 +47,8 @@ class Piece:
 
 class SdpaBackend:
     name = "sdpa"
-    # True in subclasses that compute single tokens apart, from `_tokens`
-    takes_tokens_apart = False
+    # True in subclasses that compute single tokens separately, from `_tokens`
+    separate_tokens = False
 
     def __init__(self, shape: AttentionShape, kv_cache: Tensor, team: Team):
         self._shape = shape
@@ -60,18 +60,16 @@ class SdpaBackend:
         self._tokens: list[tuple[int, PlanItem]] = []  # (row, item)
         self._pages = kv_cache.new_empty(0)
         self._flat = kv_cache.new_empty(0)
-        # Of this step: all layers of a step need the same few.
-        self._masks: dict[tuple[int, int], Tensor] = {}
-        self._prompt_masks: dict[tuple[int, int, int, int], Tensor] = {}
+        # Of this step: all its layers need the same few.
+        self._masks: dict[tuple[int, int, int, int], Tensor] = {}
 
     def begin(self, items: Sequence[PlanItem]) -> None:
         page = self._shape.page_size
         self._spans, self._tokens, row, longest = [], [], 0, 0
         self._masks.clear()
-        self._prompt_masks.clear()
         for item in items:
             count = len(item.token_ids)
-            if count == 1 and self.takes_tokens_apart:
+            if count == 1 and self.separate_tokens:
                 self._tokens.append((row, item))
                 row += 1
                 continue
@@ -96,7 +94,7 @@ class SdpaBackend:
         return out.view(q.shape[0], -1)
 
     def _attend_tokens(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """For backends that take single tokens apart."""
+        """For backends that compute single tokens separately."""
 
     def _attend_spans(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         window = self._shape.windows[layer]
@@ -107,7 +105,8 @@ class SdpaBackend:
             else:
                 keys, values = self._gather(layer, span.blocks, span.end)
             if span.is_token:
-                mask = self._window_mask(span.end, window)
+                masked = window and span.end > window
+                mask = self._mask(1, span.end, span.end - 1, window) if masked else None
                 self._attend_token(q[rows] * self._scale, keys, values, mask, out[rows])
             else:
                 self._attend_prompt(q[rows], keys, values, span.begin, window, out[rows])
@@ -129,24 +128,11 @@ class SdpaBackend:
             both[:, :, end - rest :] = pages[whole, :, :, :rest]
         return both[0], both[1]
 
-    def _window_mask(self, end: int, window: int) -> Tensor | None:
-        """Additive mask [1, end] that hides the tokens before the window; None if the window covers them all.
-
-        A mask over all tokens needs no copy; a slice would make torch clone keys and values first.
-        """
-        if not window or end <= window:
-            return None
-        key = (end, window)
-        if key not in self._masks:
-            mask = self._cache.new_zeros(1, end)
-            mask[:, : end - window] = float("-inf")
-            self._masks[key] = mask
-        return self._masks[key]
-
     def _attend_token(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor
     ) -> None:
-        """One query row: all KV heads in one product; the group's queries lie side by side as they are."""
+        """One query row: all KV heads in one product, the queries of a group as rows. A window is a mask over all keys: a
+        slice would copy keys and values."""
         s = self._shape
         shape = (s.num_kv_heads, self._group, s.head_dim)
         scores = torch.bmm(q.view(shape), keys.transpose(1, 2))
@@ -197,14 +183,14 @@ class SdpaBackend:
         return torch.softmax(scores, -1)
 
     def _mask(self, rows: int, keys: int, offset: int, window: int) -> Tensor:
-        """0 where row i (at position offset + i of the keys) may look, -inf elsewhere. [group · rows, keys]"""
+        """[group · rows, keys]: 0 for the keys visible to row i (at position offset + i of the keys), else -inf."""
         key = (rows, keys, offset, window)
-        if key not in self._prompt_masks:
+        if key not in self._masks:
             at = torch.arange(rows, device=self._cache.device)[:, None] + offset
             to = torch.arange(keys, device=self._cache.device)[None, :]
             hidden = to > at
             if window:
                 hidden |= to <= at - window
             mask = self._cache.new_zeros(rows, keys).masked_fill_(hidden, float("-inf"))
-            self._prompt_masks[key] = mask.repeat(self._group, 1)
-        return self._prompt_masks[key]
+            self._masks[key] = mask.repeat(self._group, 1)
+        return self._masks[key]

@@ -1,1 +1,1 @@
-"""Which blocks belong to whom, and which prefixes they hold."""
+"""The blocks of the KV cache: which are free, which are referenced, and which prefixes they hold."""

@@ -1,9 +1,9 @@
 """Blocks of the KV cache: reference counts, an LRU free list, and the prefix cache over them.
 
-    held      reference count > 0
-    free      reference count 0; keeps its hash and contents until it is taken again (then it is evicted)
+    allocated  reference count > 0
+    free       reference count 0; keeps its hash and contents until it is allocated again (then it is evicted)
 
-free + held = total, always.
+free + allocated = total, always.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from engine.cache.evicted_chains import Evicted, EvictedChains
 
 
 class BlockPool:
-    """`on_evicted(chain, held)` hears that of the prefix chain (from the root) only `held` blocks are left."""
+    """`on_evicted(chain, held)`: of the prefix chain (hashes from the root) only the first `held` blocks are cached."""
 
     def __init__(self, num_blocks: int, on_evicted: Evicted = lambda chain, held: None):
         self._refs = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._parent: dict[bytes, bytes | None] = {}
-        # Least recently used first: the next to be taken. Never used ones come before all cached ones.
+        # Least recently used first: the next to be allocated. Blocks without a hash come before all cached ones.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._evicted = EvictedChains(self._parent, on_evicted)
 
@@ -32,11 +32,11 @@ class BlockPool:
         return len(self._refs)
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         return len(self._free)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks that hold the longest cached prefix of `hashes`; takes no references."""
+        """The blocks that hold the longest cached prefix of `hashes`; adds no references."""
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -48,30 +48,30 @@ class BlockPool:
     def free_among(self, blocks: Iterable[int]) -> int:
         return sum(block in self._free for block in blocks)
 
-    def hold(self, blocks: Iterable[int]) -> None:
-        """One more reference on each."""
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._free[block]
             self._refs[block] += 1
 
-    def take(self, count: int) -> list[int]:
-        """`count` blocks to write to, one reference each. Raises BlocksExhaustedError and takes none."""
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks to write to, one reference each. Raises BlocksExhaustedError and allocates none."""
         if count > len(self._free):
             raise BlocksExhaustedError(
                 f"{count} KV blocks are needed, {len(self._free)} are free", retry_after_seconds=0.05
             )
-        taken = []
+        allocated = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            self._forget(block)
+            self._uncache(block)
             self._refs[block] = 1
-            taken.append(block)
-        self._evicted.tell()
-        return taken
+            allocated.append(block)
+        self._evicted.report()
+        return allocated
 
-    def drop(self, blocks: Sequence[int]) -> None:
-        """One reference less on each. The tail of a prefix is freed first, so that it is evicted first."""
+    def free(self, blocks: Sequence[int]) -> None:
+        """Remove a reference from each block. The tail of a prefix is freed first, so that it is evicted first."""
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -82,38 +82,38 @@ class BlockPool:
     def shared(self, block: int) -> bool:
         return self._refs[block] > 1
 
-    def remember(self, block: int, block_hash: bytes, parent: bytes | None) -> bool:
-        """The block now holds this prefix. False if another block already does: one copy is enough."""
+    def register(self, block: int, block_hash: bytes, parent: bytes | None) -> bool:
+        """Cache the block under the hash of its prefix. False if another block is: one copy is enough."""
         if block_hash in self._block_of:
             return False
-        self._forget(block)
-        self._evicted.tell()
-        self._evicted.remembered(block_hash)
+        self._uncache(block)
+        self._evicted.report()
+        self._evicted.registered(block_hash)
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
         self._parent[block_hash] = parent
         return True
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """No request finds what these blocks of a sequence, first to last, hold any more, nor what is cached behind it:
-        that was computed from it. Whoever holds them goes on holding them."""
+    def invalidate(self, blocks: Iterable[int]) -> None:
+        """Remove these blocks of a sequence, first to last, from the prefix cache, and all cached blocks behind them,
+        which were computed from them. References stay."""
         behind: dict[bytes, list[bytes]] = {}
         for block_hash, parent in self._parent.items():
             if parent is not None:
                 behind.setdefault(parent, []).append(block_hash)
-        going: dict[bytes, None] = {}  # every hash after the one before it
-        look = [found for block in blocks if (found := self._hash_of[block]) is not None][::-1]
-        while look:
-            block_hash = look.pop()
-            if block_hash not in going:
-                going[block_hash] = None
-                look += behind.get(block_hash, ())
-        for block_hash in reversed(going):  # tails first, as chains are told
+        invalid: dict[bytes, None] = {}  # every hash after the one before it
+        pending = [found for block in blocks if (found := self._hash_of[block]) is not None][::-1]
+        while pending:
+            block_hash = pending.pop()
+            if block_hash not in invalid:
+                invalid[block_hash] = None
+                pending += behind.get(block_hash, ())
+        for block_hash in reversed(invalid):  # tails first, the order of reports
             block = self._block_of[block_hash]
-            self._forget(block)
+            self._uncache(block)
             if block in self._free:
                 self._free.move_to_end(block, last=False)
-        self._evicted.tell()
+        self._evicted.report()
 
     def chains(self) -> list[list[bytes]]:
         """Every cached prefix that is not the beginning of a longer one."""
@@ -132,7 +132,7 @@ class BlockPool:
             node = self._parent[node]
         return chain[::-1]
 
-    def _forget(self, block: int) -> None:
+    def _uncache(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
             self._evicted.evicted(block_hash)
@@ -141,7 +141,7 @@ class BlockPool:
             del self._parent[block_hash]
 
     def check_integrity(self, references: Mapping[int, int]) -> None:
-        """`references`: how many holders each block has, counted by those who hold."""
+        """`references`: for each block, the number of sequences that hold it."""
         held = sum(count > 0 for count in self._refs)
         assert held + len(self._free) == self.total, f"{held} held + {len(self._free)} free != {self.total}"
         assert all(self._refs[block] == 0 for block in self._free), "a free block has references"

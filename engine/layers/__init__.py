@@ -1,1 +1,1 @@
-"""Linear layers in the form that is fastest where they run."""
+"""Linear layers, in the fastest form for the machine."""

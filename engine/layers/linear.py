@@ -1,4 +1,4 @@
-"""A linear layer in the form that is fastest where it runs."""
+"""Linear layers: by torch, by oneDNN's prepacked product, by an own kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACK_ROWS = 16
 
 
 def _can_pack() -> bool:
-    """oneDNN's prepacked bf16 product is a private op of torch: tried once, done without where it is missing."""
+    """Whether torch has oneDNN's prepacked bf16 product, which is a private operation."""
     try:
         weight = torch.zeros(32, 32, dtype=torch.bfloat16)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
@@ -31,7 +31,7 @@ def _can_pack() -> bool:
 
 
 class TorchLinear:
-    """bf16 on a CPU is prepacked (2× in decode) and the original given up."""
+    """bf16 on a CPU is prepacked (2× in decode); the original weight is freed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool | None = None):
         self.out_features, self.in_features = weight.shape

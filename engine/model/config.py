@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says, in our terms."""
+"""The model's configuration, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ModelConfig:
         return found
 
     def _check(self) -> None:
-        """What no model can do without. Raises ModelError naming the key."""
+        """Raises ModelError naming the key that has no usable value."""
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for key in (*sizes, "head_dim", "max_model_len"):
             value = getattr(self, key)
@@ -72,7 +72,7 @@ class ModelConfig:
                 raise ModelError(f"config.json: {key} is {value!r}, not a positive number", field=key)
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
-                f"config.json: {self.num_heads} heads are no multiple of {self.num_kv_heads} KV heads",
+                f"config.json: {self.num_heads} heads are not a multiple of {self.num_kv_heads} KV heads",
                 field="num_key_value_heads",
             )
         if self.head_dim % 2:
@@ -88,7 +88,7 @@ class ModelConfig:
         check_rope(self.rope)
         for key, values in (("eos_token_id", self.eos_token_ids), ("sliding_window", self.windows)):
             if not all(type(value) is int for value in values):
-                raise ModelError(f"config.json: {key} holds something else than numbers", field=key)
+                raise ModelError(f"config.json: {key} is not a number or a list of numbers", field=key)
         if any(window < 0 for window in self.windows):
             raise ModelError("config.json: sliding_window is negative", field="sliding_window")
         if len(self.windows) != self.num_layers:
@@ -179,7 +179,7 @@ def _eos(directory: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     if eos is None:
         return ()
     vocab = raw["vocab_size"]
-    # An id outside the vocabulary can never be drawn, and as an index of a ban it would be out of bounds or hit another.
+    # An id outside the vocabulary is never drawn; as the index of a forbidden token it would be wrong or out of bounds.
     return tuple(
         one
         for one in (eos if isinstance(eos, list) else [eos])

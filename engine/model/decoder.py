@@ -34,15 +34,9 @@ AttentionFunction = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder:
-    """`forward` gives hidden states, `logits` those of the rows that are wanted."""
+    """`forward` returns hidden states, `logits` the logits of chosen rows of them."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        checkpoint: Checkpoint,
-        group: TpGroup,
-        linear: MakeLinear,
-    ):
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, group: TpGroup, linear: MakeLinear):
         c = self.config = config
         self._group = group
         size, rank = group.size, group.rank
@@ -96,7 +90,7 @@ class Decoder:
         )
 
     def forward(self, tokens: Tensor, ops: LayerOps, attention: AttentionFunction) -> Tensor:
-        """tokens: int64 [T] → hidden states [T, hidden] after the final norm. `ops` has been told of the step."""
+        """tokens: int64 [T] → hidden states [T, hidden] after the final norm. Call `ops.begin` first."""
         x = self._embed(tokens)
         y = ops.norm(x, self.layers[0].input_norm)
         following = [layer.input_norm for layer in self.layers[1:]] + [self._norm]

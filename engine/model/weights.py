@@ -12,7 +12,7 @@ from cluster.errors import ModelError
 
 
 class Checkpoint:
-    """Reads one tensor at a time, so that a model never lies in memory twice."""
+    """Reads one tensor at a time, so that a model is never in memory twice."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device):
         self._dtype = dtype
@@ -56,7 +56,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def _inside(directory: Path, file: str) -> Path:
-    """An index names files beside itself; another place would be another model's, or nobody's business."""
+    """The path of a file that an index names. Raises ValueError if it is not directly in the index's directory."""
     if Path(file).name != file:
         raise ValueError(f"{file!r} is not the name of a file in this directory")
     return directory / file
@@ -65,5 +65,5 @@ def _inside(directory: Path, file: str) -> Path:
 def _open(file: Path) -> safe_open:
     try:
         return safe_open(str(file), "pt")
-    except Exception as error:  # safetensors raises types of its own for torn and foreign files
+    except Exception as error:  # safetensors raises types of its own for damaged files
         raise ModelError(f"{file}: {error}", field=file.name) from error

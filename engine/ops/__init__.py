@@ -1,1 +1,1 @@
-"""What lies between the products of a layer, in a form for any device and one for the CPU."""
+"""The operations between a layer's products: by torch for any device, by own kernels for the CPU."""

@@ -1,4 +1,4 @@
-"""The contract: norms, rotation, the KV cache's new entries, the gate."""
+"""The contract of a layer's operations: norms, rotation, writes to the KV cache, the gate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OpsShape:
-    """What the operations must know of the model, on one rank."""
+    """Shape of the model's heads on one rank, and its norms' epsilon."""
 
     num_heads: int
     num_kv_heads: int

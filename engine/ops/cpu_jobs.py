@@ -1,10 +1,10 @@
-"""Kernels as jobs that threads share without a word to each other.
+"""Kernels as jobs whose shares are computed by several threads.
 
-A job is written into a row of int64, then its tickets are put out; whoever reads a ticket does that share. The thread
-that leads does shares too and waits only for those that another has begun: a helper that sleeps, or whose core serves
-another process, delays nobody. Helpers look for tickets without the interpreter's lock and give up after a while
-without any. Two OpenMP threads that sleep between operations need about 60 µs to meet (measured), a decode step has a
-hundred operations; here it is one or two.
+The leading thread writes a job into a row of int64, then the number of its shares. Each thread takes the next share by an
+atomic add. The leader computes shares too, and waits only for those that a helper has begun, so a helper that sleeps or
+has lost its core delays no job. Helpers poll without the interpreter's lock and return after a while without a share.
+This costs 1 to 2 µs a job; two OpenMP threads that sleep between operations need about 60 µs (measured), and a decode
+step has a hundred operations.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from numba.extending import intrinsic
 from engine.ops import cpu_kernels as kernels
 from engine.ops import cpu_products as products
 from engine.ops import cpu_prompts as prompts
+from engine.ops.cpu_llvm import as_f32, compiled, integers
 
-# int64 numbers of a job. What several threads write lies in cache lines of its own.
-TICKETS, FINISHED, STOP, CODE = 0, 8, 16, 24  # TICKETS: shares · 2³² + next share
+# Indices of a job's int64 numbers. Those that several threads write are in separate cache lines.
+NEXT, FINISHED, STOP, CODE = 0, 8, 16, 24  # NEXT: shares · 2³² + next share
 TOTAL, SHARES, ARGUMENTS = CODE + 1, CODE + 2, CODE + 3
 SIZE = 64
 ADD_NORM, GATE, HEADS, ATTEND, MULTIPLY, PACK_HEADS, ATTEND_PROMPT = range(7)
@@ -37,7 +38,7 @@ def _address(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 @intrinsic
 def _add(typing, address, value):
-    """Atomic; returns what was there before."""
+    """Atomic; returns the value before."""
 
     def codegen(context, builder, signature, args):
         return builder.atomic_rmw("add", _address(builder, args[0]), args[1], "seq_cst")
@@ -64,7 +65,7 @@ def _write(typing, address, value):
 
 @intrinsic
 def _pause(typing):
-    """Tells the core that it only waits."""
+    """The processor's hint for a loop that only waits."""
 
     def codegen(context, builder, signature, args):
         name = "llvm.x86.sse2.pause"
@@ -78,14 +79,14 @@ def _pause(typing):
 
 @njit(inline="always")
 def _number(bits):
-    return kernels.as_f32(np.uint32(bits))
+    return as_f32(np.uint32(bits))
 
 
 @njit
 def _share(kind, dim8, job, first, last):
     """Items [first, last) of the job."""
-    code = kernels.integers(job)[CODE]
-    a = kernels.integers(job + ARGUMENTS * 8)
+    code = integers(job)[CODE]
+    a = integers(job + ARGUMENTS * 8)
     if code == MULTIPLY:
         products.multiply(a[0], a[1], a[2], a[3], a[4], a[5], a[6], first, last)
     elif code == ADD_NORM:
@@ -93,7 +94,7 @@ def _share(kind, dim8, job, first, last):
     elif code == GATE:
         kernels.silu_mul(kind, a[0], a[1], first, last, a[2])
     elif code == HEADS:
-        kernels.rotate_and_keep(
+        kernels.rotate_and_store(
             kind, a[0], first, last, a[1], a[2], dim8, a[3], a[4], a[5], a[6],
             a[7], a[8], a[9], a[10], a[11], a[12], _number(a[13]),
         )  # fmt: skip
@@ -111,48 +112,48 @@ def _share(kind, dim8, job, first, last):
 
 
 def _make(sources: str) -> Any:
-    """`sources` is part of the name under which numba keeps the machine code: by itself it sees changes of this file
-    only, not of those whose kernels are compiled into it."""
+    """`sources` becomes part of the key of numba's cache: by itself numba detects changes of this file only, not of the
+    files whose kernels are compiled into it."""
 
-    def take(kind, dim8, job, patience):
-        """Patience 0 leads: puts the tickets out, returns when all shares are done. More serves: does shares until
-        it has looked that often in a row for nothing, or STOP is set."""
-        numbers = kernels.integers(job)
+    def work(kind, dim8, job, polls):
+        """With `polls` 0, lead: offer the shares, return when all are done. Otherwise help: compute shares until `polls`
+        polls in a row found none, or STOP is set."""
+        numbers = integers(job)
         led = numbers[SHARES]
-        done = looks = len(sources) * 0
-        if patience == 0:
+        done = idle = len(sources) * 0
+        if polls == 0:
             numbers[FINISHED] = 0
-            _write(job + TICKETS * 8, led << 32)
+            _write(job + NEXT * 8, led << 32)
         while True:
-            seen = _read(job + TICKETS * 8)
+            seen = _read(job + NEXT * 8)
             if (seen & _LOW) < (seen >> 32):
-                ticket = _add(job + TICKETS * 8, 1)
-                number, shares = ticket & _LOW, ticket >> 32
+                taken = _add(job + NEXT * 8, 1)
+                number, shares = taken & _LOW, taken >> 32
                 if number < shares:
                     total = numbers[TOTAL]
                     _share(kind, dim8, job, total * number // shares, total * (number + 1) // shares)
                     done += 1
-                    looks = 0
-                    if patience:
+                    idle = 0
+                    if polls:
                         _add(job + FINISHED * 8, 1)
                     continue
-            if patience == 0:
+            if polls == 0:
                 break
-            looks += 1
-            if looks > patience or _read(job + STOP * 8):
+            idle += 1
+            if idle > polls or _read(job + STOP * 8):
                 return
             _pause()
         while _read(job + FINISHED * 8) + done < led:
             _pause()
 
-    return kernels.compiled(take)
+    return compiled(work)
 
 
 def _sources() -> str:
     here = Path(__file__)
-    names = ("cpu_kernels.py", "cpu_products.py", "cpu_prompts.py")
+    names = ("cpu_kernels.py", "cpu_llvm.py", "cpu_products.py", "cpu_prompts.py")
     files = [here, *(here.with_name(name) for name in names)]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 
-take = _make(_sources())
+work = _make(_sources())

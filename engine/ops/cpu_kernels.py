@@ -1,16 +1,13 @@
-"""Kernels for the CPU, compiled by numba for the machine they run on, and kept in its cache on disk.
+"""Kernels for the CPU, compiled by numba for the machine and cached on disk.
 
-They take addresses of contiguous tensors, not arrays: a call costs 0.3 µs that way, and a decode step makes a hundred.
-`kind` says what the addresses point to: an int stands for bfloat16, a float for float32 (numba compiles one form for
-each type). `dim8` is a tuple whose length is head_dim / 8: a type carries it, so loops over it have a known length.
-All sums are kept in float32. Nothing is checked here: engine/ops/cpu_ops.py and engine/attention/paged_cpu.py pass
-what they own.
+They take addresses of contiguous tensors, not arrays: then a call costs 0.3 µs, and a decode step makes a hundred.
+`kind` is the type behind the addresses: an int for bfloat16, a float for float32 (numba compiles a form for each).
+`dim8` is a tuple of length head_dim / 8: the length is part of its type, so that loops over it have a constant length.
+All sums are float32. Arguments are not checked: engine/ops/cpu_ops.py and engine/attention/paged_cpu.py own the
+tensors that they pass.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,23 +15,11 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
+from engine.ops.cpu_llvm import as_f32, as_u32, compiled, integers, prefetch_line
+
 F = np.float32
 _LOG2E, _LN2_HIGH, _LN2_LOW = F(1.44269504088896341), F(0.693359375), F(-2.12194440e-4)
 _EXP = tuple(F(c) for c in (1.98756915e-4, 1.39819995e-3, 8.33345191e-3, 4.16657959e-2, 0.166666655, 0.5))
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """Kept on disk where something is writable: the first start compiles for seconds, later ones load."""
-    # Divisions that may raise are branches, and no loop with one is made of vectors.
-    options: dict[str, Any] = {
-        "fastmath": {"reassoc", "contract", "nsz", "arcp"},
-        "nogil": True,
-        "error_model": "numpy",
-    }
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no place for a cache: a read-only file system
-        return njit(**options)(function)
 
 
 def kind_of(dtype: torch.dtype) -> int | float:
@@ -42,22 +27,6 @@ def kind_of(dtype: torch.dtype) -> int | float:
 
 
 # --- memory ---------------------------------------------------------------------------------------------
-
-
-@intrinsic
-def as_f32(typing, bits):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
-
-
-@intrinsic
-def _as_u32(typing, value):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
 
 
 @intrinsic
@@ -69,34 +38,6 @@ def _at(typing, address, kind):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(element)(types.int64, kind), codegen
-
-
-@intrinsic
-def integers(typing, address):
-    """A pointer to int64."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int64)(types.int64), codegen
-
-
-@intrinsic
-def _prefetch(typing, address):
-    """Asks for one cache line. Blocks lie anywhere in the pool, where no hardware prefetcher follows:
-    asking for the next one while this one is worked on took reading from 10 to 25 GB/s (measured)."""
-
-    def codegen(context, builder, signature, args):
-        pointer = ir.IntType(8).as_pointer()
-        word = ir.IntType(32)
-        line = builder.inttoptr(args[0], pointer)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-        name = "llvm.prefetch.p0"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        builder.call(function, [line, ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
 
 
 def _load(pointer, index): ...
@@ -120,7 +61,7 @@ def _store_of(pointer, index, value):
     if pointer.dtype is types.uint16:
 
         def rounded(pointer, index, value):
-            bits = _as_u32(F(value))
+            bits = as_u32(F(value))
             odd = (bits >> np.uint32(16)) & np.uint32(1)
             pointer[index] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
@@ -150,7 +91,7 @@ def _two_to(typing, exponent):
 
 @njit(inline="always")
 def _exp(x):
-    """e^x, x ≤ 0, to the last bit or two (Cephes' expf). No call of floor, no wide integer: it fills vectors."""
+    """e^x, x ≤ 0, to one or two units in the last place (Cephes' expf). No floor, no 64-bit integers: it vectorises."""
     x = x if x > F(-87.0) else F(-87.0)
     whole = np.int32(x * _LOG2E - F(0.5))  # truncated towards zero: the nearest, as x is not positive
     n = F(whole)
@@ -170,7 +111,7 @@ def _exp(x):
 
 @compiled
 def add_norm(kind, x, delta, weight, out, first, last, width, eps):
-    """x += delta (where there is one: not 0), out = RMS norm of x. Rows [first, last) of `width`."""
+    """x += delta (unless its address is 0), out = RMS norm of x. Rows [first, last) of `width`."""
     xs, ds, ws, ys = _at(x, kind), _at(delta, kind), _at(weight, kind), _at(out, kind)
     for row in range(first, last):
         base = row * width
@@ -201,18 +142,18 @@ def silu_mul(kind, gate_up, out, first, last, width):
 
 
 @compiled
-def rotate_and_keep(
+def rotate_and_store(
     kind, qkv, first, last, heads, kv, dim8,
     cosine, sine, positions, slots, cache, layer, block_stride, page,
     q_norm, k_norm, eps,
 ):  # fmt: skip
-    """Norms (where the model has them) and rotates queries and keys in place; keys and values go to the cache.
+    """Norm (if the model has norms) and rotate queries and keys in place; write keys and values to the cache.
 
     qkv rows are [q heads | k heads | v heads]; cosine and sine are float32 [positions, head_dim / 2];
     slots[row] = block · page + offset; `layer` is the element offset of the layer in a block.
     """
     dim, half = 8 * len(dim8), 4 * len(dim8)
-    rows, kept = _at(qkv, kind), _at(cache, kind)
+    rows, stored = _at(qkv, kind), _at(cache, kind)
     cos, sin = _at(cosine, 0.0), _at(sine, 0.0)
     where, places = integers(positions), integers(slots)
     for row in range(first, last):
@@ -240,19 +181,19 @@ def rotate_and_keep(
             key, value = base + (heads + head) * dim, base + (heads + kv + head) * dim
             to = target + head * page * dim
             for i in range(dim):
-                kept[to + i] = rows[key + i]
+                stored[to + i] = rows[key + i]
             to += kv * page * dim
             for i in range(dim):
-                kept[to + i] = rows[value + i]
+                stored[to + i] = rows[value + i]
 
 
 # --- attention of single tokens -----------------------------------------------------------------------------
 
 
 @njit(inline="always")
-def _ask_for(address, size):
+def _prefetch_range(address, size):
     for line in range(0, size, 64):
-        _prefetch(address + line)
+        prefetch_line(address + line)
 
 
 @compiled
@@ -262,7 +203,7 @@ def _scores(keys, coming, size, kv, group, page, tokens, dim8, q, out):
     for head in range(kv):
         for token in range(tokens):
             row = (head * page + token) * dim
-            _ask_for(coming + row * size, dim * size)
+            _prefetch_range(coming + row * size, dim * size)
             for g in range(0, group - 1, 2):
                 one, two = F(0.0), F(0.0)
                 for i in range(dim):
@@ -281,7 +222,7 @@ def _scores(keys, coming, size, kv, group, page, tokens, dim8, q, out):
 @compiled
 def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
     """acc[head] += p[head, token] · value[token] for the first `tokens` of a block; prefetches block `coming`.
-    Four at a time: fewer loads and stores of the sums. Nothing behind them is read, as 0 · NaN of stale KV is NaN."""
+    Four at a time: fewer loads and stores of the sums. Nothing behind them is read: 0 · NaN of stale KV is NaN."""
     dim = 8 * len(dim8)
     fours = tokens // 4 * 4
     for head in range(kv):
@@ -293,7 +234,7 @@ def _mix(values, coming, size, kv, group, page, tokens, dim8, p, acc):
                     acc[g, i] += a * _load(values, row + i)
         for token in range(0, fours, 4):
             row = (head * page + token) * dim
-            _ask_for(coming + row * size, 4 * dim * size)
+            _prefetch_range(coming + row * size, 4 * dim * size)
             for g in range(head * group, head * group + group):
                 a, b, c, d = p[g, token], p[g, token + 1], p[g, token + 2], p[g, token + 3]
                 for i in range(dim):
@@ -337,7 +278,7 @@ def attend_tokens(
             coming = cache + (after * block_stride + layer + (0 if index + 1 < high else values)) * size
             used, part = min(page, end - index * page), weights[:, (index - low) * page :]
             _scores(_at(block, kind), coming, size, kv, group, page, used, dim8, scaled, part)
-        _soften(weights, heads, begin - low * page, end - low * page)
+        _softmax(weights, heads, begin - low * page, end - low * page)
         for index in range(low, high):
             block = cache + (table[item * width + index] * block_stride + layer + values) * size
             after = table[item * width + min(index + 1, high - 1)]
@@ -350,8 +291,8 @@ def attend_tokens(
 
 
 @compiled
-def _soften(weights, heads, begin, end):
-    """Softmax over tokens [begin, end). Tokens before get weight 0; those behind have no score and are not read."""
+def _softmax(weights, heads, begin, end):
+    """Softmax over tokens [begin, end). Earlier tokens get weight 0; later ones have no score and are not read."""
     for head in range(heads):
         whole = weights[head]
         row = whole[begin:end]
@@ -372,9 +313,9 @@ def _soften(weights, heads, begin, end):
 
 
 @compiled
-def soften_rows(kind, scores, count, keys, rows, offset, window):
-    """Softmax in place over what each of `count` rows of `keys` scores may see. Rows repeat for each head of a group:
-    row i is `rows` apart from the next head's, its own key is number offset + i % rows."""
+def softmax_rows(kind, scores, count, keys, rows, offset, window):
+    """Softmax in place over the visible ones of `keys` scores, in each of `count` rows. The rows of the heads of a group
+    follow each other, `rows` a head; the key of row i itself is number offset + i % rows."""
     values = _at(scores, kind)
     whole = np.empty(keys, np.float32)
     for row in range(count):

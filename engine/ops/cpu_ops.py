@@ -1,4 +1,4 @@
-"""The operations by our own kernels: a token's step through a layer is four calls, not twenty (engine/ops/cpu_kernels)."""
+"""The operations by kernels of engine/ops/cpu_kernels: four calls for a token and layer instead of twenty."""
 
 from __future__ import annotations
 

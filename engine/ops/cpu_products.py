@@ -1,10 +1,10 @@
 """Products with bf16 weights by the CPU's own instruction for them (AVX512-BF16), compiled by numba.
 
-A weight [outputs, inputs] lies in panels of 32 outputs: [panel][pair of inputs][output][2], each panel one stream of
+A weight [outputs, inputs] is stored in panels of 32 outputs: [panel][pair of inputs][output][2], each panel one stream of
 memory. A tile multiplies up to 12 rows with one panel: 24 sums stay in registers, two vectors of weights are read for
-24 products. In decode every weight is then read once, by the row, from memory, and the products hide behind the
-reading; in a prompt as many rows as fit the second-level cache stay there while all panels go by. A row's sums are
-taken in the same order whatever rows are beside it.
+24 products. In decode every weight is read from memory once, and memory bandwidth is the limit; in a prompt as many rows
+as fit the second-level cache stay there while all panels are read. The order of a row's sums does not depend on the
+other rows.
 """
 
 from __future__ import annotations
@@ -13,30 +13,29 @@ from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.ops.cpu_kernels import compiled
+from engine.ops.cpu_llvm import F32, I32, I64, after, compiled, declare, load, prefetch, spread
 
 PANEL = 32
 MOST_ROWS = 12
-# Of rows at a time, beside the panel in a cache of 1 MiB; measured from 128 to 768 KiB. All rows for each panel came from
-# the third level again and again: a tenth slower where a row is long.
+# Rows that are computed together, beside a panel in a cache of 1 MiB; measured from 128 to 768 KiB. Without a limit long
+# rows are read from the third level for each panel, a tenth slower.
 _ROWS_BYTES = 384 << 10
-_AHEAD_BYTES = 4096  # of the stream of weights: no hardware prefetcher goes beyond a page
+_AHEAD_BYTES = 4096  # of the stream of weights: hardware prefetchers stop at the end of a page
 _PAIR_BYTES = PANEL * 2 * 2
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 SUMS = ir.VectorType(F32, 16)
 
 
 def supported() -> bool:
-    """This CPU has the instruction. One with AMX has better ones, which oneDNN uses."""
-    return instruction_there() and not llvmlite.binding.get_host_cpu_features().get("amx-bf16")
+    """Whether this CPU has the instruction, and not the better ones of AMX, which oneDNN uses."""
+    return has_instruction() and not llvmlite.binding.get_host_cpu_features().get("amx-bf16")
 
 
-def instruction_there() -> bool:
+def has_instruction() -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 
@@ -48,7 +47,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
-    """llvmlite has no name for it."""
+    """LLVM's bfloat, which llvmlite lacks."""
 
     null = "0.0"
     intrinsic_name = "bf16"
@@ -64,23 +63,9 @@ _BFloat._create_instance()
 _WEIGHTS, ROUNDED = ir.VectorType(_BFloat(), 32), ir.VectorType(_BFloat(), 16)
 
 
-def declare(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
-    known = builder.module.globals.get(name)
-    return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
-
-
-def load(builder, kind, address, align):
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
-
-
-def after(builder, address, offset):
-    return builder.add(address, offset if isinstance(offset, ir.Value) else ir.Constant(I64, offset))
-
-
 def accumulate(builder, count, x, x_stride, weights, pairs, starts):
-    """The loop of a tile: count × 32 sums, as two vectors a row, from `starts` on. Leaves `builder` behind it."""
+    """The loop of a tile: count × 32 sums, two vectors a row, beginning with `starts`. `builder` ends after it."""
     product = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, SUMS, _WEIGHTS, _WEIGHTS)
-    prefetch = declare(builder, "llvm.prefetch.p0", ir.VoidType(), ir.IntType(8).as_pointer(), I32, I32, I32)
     sources = [x]
     for _ in range(count - 1):
         sources.append(builder.add(sources[-1], x_stride))
@@ -93,8 +78,7 @@ def accumulate(builder, count, x, x_stride, weights, pairs, starts):
     at = builder.add(weights, builder.mul(pair, ir.Constant(I64, _PAIR_BYTES)))
     halves = [load(builder, _WEIGHTS, after(builder, at, 64 * half), 4) for half in (0, 1)]
     for half in (0, 1):
-        line = builder.inttoptr(after(builder, at, _AHEAD_BYTES + 64 * half), ir.IntType(8).as_pointer())
-        builder.call(prefetch, [line, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
+        prefetch(builder, after(builder, at, _AHEAD_BYTES + 64 * half))
     offset = builder.mul(pair, ir.Constant(I64, 4))
     for source, own in zip(sources, sums, strict=True):
         both = builder.bitcast(
@@ -112,34 +96,33 @@ def accumulate(builder, count, x, x_stride, weights, pairs, starts):
     return sums
 
 
-def spread(builder, word):
-    """One value in all 16 lanes."""
-    lane = builder.insert_element(
-        ir.Constant(ir.VectorType(word.type, 16), ir.Undefined), word, ir.Constant(I32, 0)
-    )
-    return builder.shuffle_vector(lane, lane, ir.Constant(ir.VectorType(I32, 16), [0] * 16))
-
-
 @intrinsic
 def _tile(typing, rows, x, x_stride, weights, pairs, bias, out, out_stride, columns):
-    """out[rows, columns ≤ 32] = x · panel + bias; addresses, strides in bytes. `rows` is a tuple of that length."""
-    count = rows.count
+    """out[rows ≤ MOST_ROWS, columns ≤ 32] = x · panel + bias; addresses, strides in bytes. Each number of rows has code
+    of its own, whose sums are registers."""
 
     def codegen(context, builder, signature, args):
-        if not instruction_there():  # compiled all the same, never called
+        if not has_instruction():  # compiled on every CPU, called only with it
             return context.get_dummy_value()
-        _, x, x_stride, weights, pairs, bias, out, out_stride, columns = args
-        starts = [load(builder, SUMS, after(builder, bias, 64 * half), 4) for half in (0, 1)]
-        sums = accumulate(builder, count, x, x_stride, weights, pairs, starts)
-        _store_rows(builder, sums, out, out_stride, columns)
+        rows, x, x_stride, weights, pairs, bias, out, out_stride, columns = args
+        done = builder.append_basic_block("tile_done")
+        choice = builder.switch(rows, done)
+        for count in range(1, MOST_ROWS + 1):
+            form = builder.append_basic_block("tile")
+            choice.add_case(ir.Constant(I64, count), form)
+            builder.position_at_end(form)
+            starts = [load(builder, SUMS, after(builder, bias, 64 * half), 4) for half in (0, 1)]
+            sums = accumulate(builder, count, x, x_stride, weights, pairs, starts)
+            _store_rows(builder, sums, out, out_stride, columns)
+            builder.branch(done)
+        builder.position_at_end(done)
         return context.get_dummy_value()
 
-    address = types.int64
-    return types.void(rows, *([address] * 8)), codegen
+    return types.void(*([types.int64] * 9)), codegen
 
 
 def _store_rows(builder, sums, out, out_stride, columns):
-    """Rounds to bf16; columns beyond the matrix are not written."""
+    """Round to bf16 and store; columns beyond the matrix are not written."""
     lanes = ir.VectorType(I32, 16)
     bits = ir.VectorType(ir.IntType(1), 16)
     rounding = declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ROUNDED, SUMS)
@@ -158,38 +141,6 @@ def _store_rows(builder, sums, out, out_stride, columns):
         out = builder.add(out, out_stride)
 
 
-# Of a tile: the length of a tuple is part of its type, so each has a form of its own.
-_SIZES = tuple((0,) * rows for rows in range(MOST_ROWS + 1))
-
-
-@njit(inline="always")
-def _tile_of(count, x, xs, w, pairs, b, out, outs, columns):
-    if count == 1:
-        _tile(_SIZES[1], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 2:
-        _tile(_SIZES[2], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 3:
-        _tile(_SIZES[3], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 4:
-        _tile(_SIZES[4], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 5:
-        _tile(_SIZES[5], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 6:
-        _tile(_SIZES[6], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 7:
-        _tile(_SIZES[7], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 8:
-        _tile(_SIZES[8], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 9:
-        _tile(_SIZES[9], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 10:
-        _tile(_SIZES[10], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 11:
-        _tile(_SIZES[11], x, xs, w, pairs, b, out, outs, columns)
-    elif count == 12:
-        _tile(_SIZES[12], x, xs, w, pairs, b, out, outs, columns)
-
-
 @compiled
 def multiply(x, rows, inputs, panels, bias, out, outputs, first, last):
     """out[rows, outputs] = x[rows, inputs] · Wᵀ + bias, for panels [first, last)."""
@@ -204,7 +155,7 @@ def multiply(x, rows, inputs, panels, bias, out, outputs, first, last):
             for tile in range(tiles):
                 begin = top + here * tile // tiles
                 count = top + here * (tile + 1) // tiles - begin
-                _tile_of(
+                _tile(
                     count, x + begin * inputs * 2, inputs * 2, weights, inputs // 2, b,
                     to + begin * outputs * 2, outputs * 2, columns,
                 )  # fmt: skip

@@ -1,13 +1,12 @@
-"""Attention over a prompt in bf16, by the products' own instruction (engine/ops/cpu_products): nothing between the two
-products leaves the cache.
+"""Attention over a prompt in bf16, by the instruction of engine/ops/cpu_products. Scores and weights stay in the cache.
 
     keys ──panels of 32 tokens──►  12 rows × panel ─► scores, fp32 ─► softmax ─► weights, bf16
     values ─panels of 32 columns─────────────────────────────────────────────►  12 rows × panel ─► out
 
 A tile is 12 queries of one head; it computes the scores of the panels that its last query may see, so half of the square
-is left out. Sums and scores stay fp32; the weights are rounded once, before they are divided by their sum, which the
-result is divided by instead. e^x is 2^n · p(r) with a polynomial of degree 4, exact to 4e-5: a tenth of what rounding to
-bf16 loses (algorithm: Cody and Waite's reduction, as in any libm).
+is left out. Sums and scores are fp32. The weights are rounded to bf16 before normalisation; the result is divided by
+their sum. e^x is 2^n · p(r) with a polynomial of degree 4, exact to 4e-5: a tenth of the error of rounding to bf16
+(algorithm: Cody and Waite's reduction, as in any libm).
 """
 
 from __future__ import annotations
@@ -17,62 +16,45 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.ops.cpu_kernels import compiled
-from engine.ops.cpu_products import (
-    F32,
-    I32,
-    I64,
-    MOST_ROWS,
-    PANEL,
-    ROUNDED,
-    SUMS,
-    accumulate,
-    after,
-    declare,
-    instruction_there,
-    load,
-    spread,
-)
+from engine.ops.cpu_llvm import F32, I32, I64, after, compiled, declare, floats, load, spread, words
+from engine.ops.cpu_products import MOST_ROWS, PANEL, ROUNDED, SUMS, accumulate, has_instruction
 
-ROWS = MOST_ROWS  # of a tile; shorter prompts are left to others
+ROWS = MOST_ROWS  # of a tile; shorter prompts are computed by sdpa.py
 _HIDDEN = np.float32(-1e30)  # finite: the difference of two infinities is no number
 _LOG2E = np.float32(1.44269504088896341)
 _POWERS = (0.00961813, 0.05550411, 0.24022651, 0.69314718, 1.0)  # Taylor's, of 2^r: |r| ≤ ½
-_TILE = (0,) * ROWS
 
 
 @intrinsic
-def _scores(typing, rows, q, q_stride, panel, pairs, out, out_stride):
-    """out[rows, 32] = q · panel, fp32; addresses, strides in bytes."""
-    count = rows.count
+def _scores(typing, q, q_stride, panel, pairs, out, out_stride):
+    """out[ROWS, 32] = q · panel, fp32; addresses, strides in bytes."""
 
     def codegen(context, builder, signature, args):
-        if not instruction_there():
+        if not has_instruction():
             return context.get_dummy_value()
-        _, q, q_stride, panel, pairs, out, out_stride = args
+        q, q_stride, panel, pairs, out, out_stride = args
         zero = ir.Constant(SUMS, [0.0] * 16)
-        for own in accumulate(builder, count, q, q_stride, panel, pairs, [zero, zero]):
+        for own in accumulate(builder, ROWS, q, q_stride, panel, pairs, [zero, zero]):
             for half in (0, 1):
                 to = builder.inttoptr(after(builder, out, 64 * half), SUMS.as_pointer())
                 builder.store(own[half], to, align=4)
             out = builder.add(out, out_stride)
         return context.get_dummy_value()
 
-    return types.void(rows, *([types.int64] * 6)), codegen
+    return types.void(*([types.int64] * 6)), codegen
 
 
 @intrinsic
-def _mixed(typing, rows, weights, stride, panel, pairs, shares, out, out_stride):
-    """out[rows, 32] = weights · panel, each row times its share, rounded to bf16; addresses, strides in bytes."""
-    count = rows.count
+def _mixed(typing, weights, stride, panel, pairs, shares, out, out_stride):
+    """out[ROWS, 32] = weights · panel, each row times its share, rounded to bf16; addresses, strides in bytes."""
 
     def codegen(context, builder, signature, args):
-        if not instruction_there():
+        if not has_instruction():
             return context.get_dummy_value()
-        _, weights, stride, panel, pairs, shares, out, out_stride = args
+        weights, stride, panel, pairs, shares, out, out_stride = args
         rounding = declare(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ROUNDED, SUMS)
         zero = ir.Constant(SUMS, [0.0] * 16)
-        for row, own in enumerate(accumulate(builder, count, weights, stride, panel, pairs, [zero, zero])):
+        for row, own in enumerate(accumulate(builder, ROWS, weights, stride, panel, pairs, [zero, zero])):
             share = spread(builder, load(builder, F32, after(builder, shares, 4 * row), 4))
             for half in (0, 1):
                 to = builder.inttoptr(after(builder, out, 32 * half), ROUNDED.as_pointer())
@@ -80,7 +62,7 @@ def _mixed(typing, rows, weights, stride, panel, pairs, shares, out, out_stride)
             out = builder.add(out, out_stride)
         return context.get_dummy_value()
 
-    return types.void(rows, *([types.int64] * 7)), codegen
+    return types.void(*([types.int64] * 7)), codegen
 
 
 def _loop(builder, count, starts, body):
@@ -132,7 +114,7 @@ def _powers(typing, scores, chunks, scale, top, out):
     """out = 2^(scale · score − top) as bf16, for 32 · chunks fp32 scores; returns their sum."""
 
     def codegen(context, builder, signature, args):
-        if not instruction_there():
+        if not has_instruction():
             return ir.Constant(F32, 0.0)
         scores, chunks, scale, top, out = args
         fma = declare(builder, "llvm.fma.v16f32", SUMS, SUMS, SUMS, SUMS)
@@ -172,45 +154,25 @@ def _powers(typing, scores, chunks, scale, top, out):
 
 
 @intrinsic
-def _words(typing, address):
-    """A pointer to uint32: two numbers of bf16."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint32)(types.int64), codegen
-
-
-@intrinsic
-def _numbers(typing, address):
-    """A pointer to float32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.float32)(types.int64), codegen
-
-
-@intrinsic
-def _held(typing, array):
-    """Uses the array, so that its memory is still allocated here: numba frees an array after the last use of its name,
-    and an address taken from it is no use."""
+def _keep(typing, array):
+    """Keep the array's memory allocated up to here: numba frees an array after the last use of its name, and an address
+    taken from it does not count."""
     return types.void(array), lambda context, builder, signature, args: context.get_dummy_value()
 
 
 def padded(tokens: int) -> int:
-    """To whole panels."""
+    """`tokens` rounded up to whole panels."""
     return -(-tokens // PANEL) * PANEL
 
 
 @compiled
 def pack_head(keys, values, head_stride, token_stride, tokens, dim8, panels, first, last):
-    """Keys and values of the KV heads [first, last) as panels, one head after the other, keys before values. Strides in
-    bytes. Tokens are filled up with zeros to whole panels: hidden ones have no weight, and 0 · 0 is 0."""
+    """Pack the KV heads [first, last) into panels, one head after the other, keys before values. Strides in bytes. The
+    last panel is padded with zeros: hidden tokens have weight 0, and 0 · 0 is 0."""
     pairs, whole = 4 * len(dim8), (tokens + PANEL - 1) // PANEL * PANEL
     for head in range(first, last):
-        source = _words(keys + head * head_stride)
-        to = _words(panels + head * whole * pairs * 8)
+        source = words(keys + head * head_stride)
+        to = words(panels + head * whole * pairs * 8)
         step = token_stride // 4
         for token in range(whole):
             base = token // PANEL * PANEL * pairs + token % PANEL
@@ -220,8 +182,8 @@ def pack_head(keys, values, head_stride, token_stride, tokens, dim8, panels, fir
             else:
                 for pair in range(pairs):
                     to[base + pair * PANEL] = np.uint32(0)
-        source = _words(values + head * head_stride)
-        to = _words(panels + head * whole * pairs * 8 + whole * pairs * 4)
+        source = words(values + head * head_stride)
+        to = words(panels + head * whole * pairs * 8 + whole * pairs * 4)
         for two in range(whole // 2):
             at = 2 * two * step
             for pair in range(pairs):
@@ -233,9 +195,9 @@ def pack_head(keys, values, head_stride, token_stride, tokens, dim8, panels, fir
 
 
 @njit(inline="always")
-def _soften(scores, width, weights, begin, end, scale):
-    """Weights of one row, not yet divided by their sum, which is returned. Keys outside [begin, end) get none."""
-    row = _numbers(scores)
+def _softmax(scores, width, weights, begin, end, scale):
+    """Weights of one row before their division by the sum, which is returned. Keys outside [begin, end) get 0."""
+    row = floats(scores)
     for i in range(begin):
         row[i] = _HIDDEN
     for i in range(end, width):
@@ -265,7 +227,7 @@ def attend_prompt(
         keys = panels + head // group * whole * dim * 4
         values = keys + whole * dim * 2
         for tile in range((rows + ROWS - 1) // ROWS):
-            row = min(tile * ROWS, rows - ROWS)  # the last tile computes some rows again, and the same
+            row = min(tile * ROWS, rows - ROWS)  # the last tile computes some rows again
             at = begin + row
             low = max(0, at + 1 - window) // PANEL if window else 0
             high = (at + ROWS + PANEL - 1) // PANEL
@@ -273,23 +235,23 @@ def attend_prompt(
             here = q + row * q_stride + head * dim * 2
             for panel in range(low, high):
                 _scores(
-                    _TILE, here, q_stride, keys + panel * dim * 64, dim // 2,
+                    here, q_stride, keys + panel * dim * 64, dim // 2,
                     to_scores + (panel - low) * PANEL * 4, whole * 4,
                 )  # fmt: skip
             for i in range(ROWS):
                 mine = at + i - low * PANEL
                 oldest = max(0, mine + 1 - window) if window else 0
-                total = _soften(
+                total = _softmax(
                     to_scores + i * whole * 4, width, to_weights + i * whole * 2,
                     oldest, mine + 1, factor,
                 )  # fmt: skip
                 shares[i] = np.float32(1.0) / total
             for panel in range(dim // PANEL):
                 _mixed(
-                    _TILE, to_weights, whole * 2,
+                    to_weights, whole * 2,
                     values + (panel * whole + low * PANEL) * 64, width // 2, to_shares,
                     out + row * out_stride + (head * dim + panel * PANEL) * 2, out_stride,
                 )  # fmt: skip
-    _held(scores)
-    _held(weights)
-    _held(shares)
+    _keep(scores)
+    _keep(weights)
+    _keep(shares)

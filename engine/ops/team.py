@@ -1,4 +1,4 @@
-"""The threads that share one piece of work."""
+"""Threads that compute one operation together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-# Of one job: few enough to cost nothing, and the last one is short to wait for.
-MOST_SHARES = 16
-# Looks for work before a helper goes to sleep, about 0.2 ms: it is awake throughout a step and asleep between steps.
-PATIENCE = 8192
+# Of one job: few enough to cost nothing, and the wait for the last one is short.
+MAX_SHARES = 16
+# Polls of a helper before it sleeps, about 0.2 ms: it is awake throughout a step and asleep between steps.
+IDLE_POLLS = 8192
 
 
 class Team:
-    """The caller and `threads - 1` helpers. Python threads do: kernels and torch's products release the lock."""
+    """The caller and `threads - 1` helpers: Python threads, because kernels and torch's products release the lock."""
 
     def __init__(self, threads: int):
         self.threads = threads
@@ -26,15 +26,15 @@ class Team:
             self._helpers = ThreadPoolExecutor(threads - 1, "engine-helper", _one_thread)
 
     def split_torch(self, count: int, work: Callable[[int, int], None]) -> None:
-        """Calls work(first, last), made of torch operations, so that [0, count) is covered. Many small products on one
-        thread each are faster than each of them on all (1.6 times, measured on attention)."""
+        """Call work(first, last), made of torch operations, for parts of [0, count), one a thread. Many small products on
+        one thread each are 1.6 times faster than one after the other on all threads (measured on attention)."""
         if self._helpers is None or count < self.threads:
             work(0, count)
             return
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            part = torch.inference_mode()(work)  # the mode is a thread's own
+            part = torch.inference_mode()(work)  # the mode is set per thread
             borders = [count * i // self.threads for i in range(self.threads + 1)]
             others = [self._helpers.submit(part, borders[i], borders[i + 1]) for i in range(1, self.threads)]
             part(borders[0], borders[1])
@@ -45,14 +45,14 @@ class Team:
 
 
 class KernelTeam(Team):
-    """Shares the CPU's kernels as well (engine/ops/cpu_jobs.py). Only one thread may lead."""
+    """Also computes jobs of the CPU's kernels (engine/ops/cpu_jobs.py). Only one thread may call `run`."""
 
     def __init__(self, threads: int, dtype: torch.dtype, head_dim: int):
         super().__init__(threads)
         from engine.ops import cpu_jobs
         from engine.ops.cpu_kernels import kind_of
 
-        self._take = cpu_jobs.take
+        self._work = cpu_jobs.work
         self._kind, self._dim8 = kind_of(dtype), (0,) * (head_dim // 8)
         self._row = (ctypes.c_int64 * cpu_jobs.SIZE)()
         self._job = ctypes.addressof(self._row)
@@ -60,19 +60,19 @@ class KernelTeam(Team):
         self._serving: list[Future[Any]] = []
 
     def run(self, code: int, total: int, arguments: Sequence[int]) -> None:
-        """Runs a job over the items [0, total); returns when all of it is done."""
-        shares = 1 if self._helpers is None else min(total, MOST_SHARES)
+        """Run a job over the items [0, total); returns when it is done."""
+        shares = 1 if self._helpers is None else min(total, MAX_SHARES)
         struct.pack_into(f"{3 + len(arguments)}q", self._row, self._begin, code, total, shares, *arguments)
         if shares > 1:
             self._wake()
-        self._take(self._kind, self._dim8, self._job, 0)
+        self._work(self._kind, self._dim8, self._job, 0)
 
     def _wake(self) -> None:
-        assert self._helpers is not None, "only they share"
+        assert self._helpers is not None, "only helpers are woken"
         self._serving = [one for one in self._serving if not one.done()]
         for _ in range(self.threads - 1 - len(self._serving)):
             self._serving.append(
-                self._helpers.submit(self._take, self._kind, self._dim8, self._job, PATIENCE)
+                self._helpers.submit(self._work, self._kind, self._dim8, self._job, IDLE_POLLS)
             )
 
     def split_torch(self, count: int, work: Callable[[int, int], None]) -> None:
@@ -84,11 +84,11 @@ class KernelTeam(Team):
 
 
 def bits_of(value: float) -> int:
-    """A float as a job's argument."""
+    """The bits of a float, for a job's argument."""
     (bits,) = struct.unpack("i", struct.pack("f", value))
     return int(bits)
 
 
 def _one_thread() -> None:
-    """A helper's torch operations run on the helper: the setting is the thread's own."""
+    """Keep a helper's torch operations on its own thread; torch stores the setting per thread."""
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The operations by torch: any device and dtype, and the reference for the CPU's fast form."""
+"""The operations by torch: for any device and dtype, and as reference of the CPU's kernels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class TorchOps:
         self._shape = shape
         self._cache = kv_cache
         self._page = kv_cache.shape[4]
-        # The halves are swapped by a roll; the sign that goes with it is in the table.
+        # Rotation swaps the halves by a roll; its sign is in the table.
         self._cos = torch.cat((cos, cos), -1).to(kv_cache)
         self._sin = torch.cat((-sin, sin), -1).to(kv_cache)
-        self._turn = (self._cos, self._sin)
+        self._rotation = (self._cos, self._sin)
         self._blocks = self._offsets = torch.empty(0)
 
     def begin(self, positions: Tensor, slots: Tensor) -> None:
-        self._turn = (self._cos[positions][:, None], self._sin[positions][:, None])
+        self._rotation = (self._cos[positions][:, None], self._sin[positions][:, None])
         self._blocks, self._offsets = slots // self._page, slots % self._page
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ class TorchOps:
         heads, kv = self._shape.num_heads, self._shape.num_kv_heads
         qkv = qkv.view(-1, heads + 2 * kv, self._shape.head_dim)
         if q_norm is None or k_norm is None:
-            turned = self._rotate(qkv[:, : heads + kv])
-            q, k = turned[:, :heads], turned[:, heads:]
+            rotated = self._rotate(qkv[:, : heads + kv])
+            q, k = rotated[:, :heads], rotated[:, heads:]
         else:
             q = self._rotate(self.norm(qkv[:, :heads], q_norm))
             k = self._rotate(self.norm(qkv[:, heads : heads + kv], k_norm))
@@ -53,5 +53,5 @@ class TorchOps:
 
     def _rotate(self, x: Tensor) -> Tensor:
         """x [tokens, heads, head_dim]."""
-        cos, sin = self._turn
+        cos, sin = self._rotation
         return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)

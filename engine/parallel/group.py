@@ -1,4 +1,4 @@
-"""The ranks of one model. One rank needs no group: its operations are the identity, so no caller branches."""
+"""The tensor-parallel ranks of one model. The group of a single rank is the identity, so that no caller branches."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from cluster.errors import InternalError, SetupError
 from engine.parallel.listeners import listening_meanwhile
 from engine.plan import StepPlan
 
-# A rank waits for its leader's next step as long as nobody asks anything; a dead leader is noticed by the pipe
-# between the two (worker/ranks/process.py), a rank that hangs by its beats and arrivals (worker/ranks/watch.py), not by
-# a time-out of the collective.
+# An idle leader sends no plan, so collectives have no time-out. A dead leader is noticed by its pipe to the rank
+# (worker/ranks/process.py), a rank that hangs by its beats and arrivals (worker/ranks/watch.py).
 IDLE_SECONDS = 10 * 365 * 86400
-JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they come; one that died on the way never does
+JOIN_SECONDS = 300.0  # ranks load Python, Ray and torch before they join
 
 
 class Arrivals:
-    """Counts the collective operations that this rank has entered, with the time of the last one (monotonic seconds).
+    """Number of collective operations that this rank has entered, and the time of the last one (monotonic seconds).
 
     Written by the thread that runs the plans, read by any thread.
     """
@@ -51,10 +50,10 @@ class TpGroup(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
     def gather_last(self, x: Tensor) -> Tensor:
-        """Concatenates the ranks' last dimensions, in order of rank."""
+        """Concatenate the ranks' last dimensions, in order of rank."""
 
     def share(self, plan: StepPlan | None) -> StepPlan | None:
-        """The leader's plan, at every rank; None = stop."""
+        """Return the leader's plan on every rank; None = stop."""
 
     def close(self) -> None: ...
 
@@ -80,8 +79,8 @@ class NullGroup:
 
 
 class _Together:
-    """Context of a collective operation: its failure means a lost rank and becomes an InternalError, which differs from
-    exceptions of a rank's own computation."""
+    """Context of a collective operation. Its failure means a lost rank and becomes an InternalError, unlike an exception
+    of a rank's own computation."""
 
     def __init__(self, arrivals: Arrivals):
         self._arrivals = arrivals
@@ -108,28 +107,28 @@ class DistributedGroup:
     ):
         """`address` is host:port of the leader's store, `listener` the leader's socket that listens there.
 
-        Raises SetupError if not everybody comes there in time.
+        Raises SetupError if not all ranks join in time.
         """
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # the communicator is this device's
+            torch.cuda.set_device(device)  # the communicator is made on the current device
         host, _, port = address.rpartition(":")
-        _listen_only_towards(host)
-        patience = datetime.timedelta(seconds=join_seconds)
-        # torch's own socket would listen on every interface.
+        _restrict_interfaces(host)
+        # A socket made by torch would listen on every interface.
         descriptor = listener.detach() if listener is not None else None
         try:
-            # Made here, because the group's own time-out, which is none, would hold for the meeting as well.
+            # Made here: init_process_group would join without a time-out, as it has none for collectives.
+            timeout = datetime.timedelta(seconds=join_seconds)
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, int(port), size, rank == 0, timeout=patience, master_listen_fd=descriptor
+                host, int(port), size, rank == 0, timeout=timeout, master_listen_fd=descriptor
             )
         except dist.DistError as error:
             reason = str(error).splitlines()[0]
             raise SetupError(
-                f"rank {rank} of {size} did not meet the others at {address} within {join_seconds:.0f} s: {reason}",
+                f"rank {rank} of {size} did not join the others at {address} within {join_seconds:.0f} s: {reason}",
                 field="tensor_parallel",
             ) from error
         backend = "nccl" if device.type == "cuda" else "gloo"
-        # NCCL connects when ranks first need it, which may be later.
+        # NCCL connects at the first operation, which may be later.
         with listening_meanwhile() if backend == "gloo" else contextlib.nullcontext():
             dist.init_process_group(
                 backend,
@@ -158,7 +157,7 @@ class DistributedGroup:
         return torch.cat(pieces, -1)
 
     def share(self, plan: StepPlan | None) -> StepPlan | None:
-        """Not as a pickle, as torch broadcasts objects: the backends' sockets authenticate nobody."""
+        """As msgpack: torch broadcasts objects as pickles, and the backends' sockets have no authentication."""
         encoded = self._encoder.encode(plan) if self.rank == 0 else b""
         size = torch.tensor([len(encoded)], device=self._device)
         with self._together:
@@ -178,14 +177,14 @@ class DistributedGroup:
 
 
 def listen_at(host: str) -> tuple[str, socket.socket]:
-    """A socket for the leader's store, on this address only, and host:port of it."""
+    """A socket for the leader's store that listens on this address only, and its host:port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     return f"{host}:{listener.getsockname()[1]}", listener
 
 
-def _listen_only_towards(leader: str) -> None:
-    """gloo and NCCL open ports on the interface that leads to the leader, unless the operator named others."""
+def _restrict_interfaces(leader: str) -> None:
+    """Let gloo and NCCL open ports on the interface towards the leader, unless the environment names others."""
     own = interface_of(leader) or interface_of(source_address(leader))
     if own:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", own)

@@ -1,5 +1,5 @@
-"""gloo's listening sockets: needed until every rank has come, and open to whoever connects for as long as the process
-lives. gloo keeps the descriptor of each connection that ends without a word, and aborts the process when none is free.
+"""gloo's listening sockets: needed until all ranks have joined, but open as long as the process lives. gloo keeps the
+descriptor of every connection that closes without data, and aborts the process when no descriptor is free.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 SO_ATTACH_FILTER = 26  # Linux; not among Python's constants
-DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: take 0 bytes of the packet
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0 bytes of the packet
 
 
 @contextlib.contextmanager
 def listening_meanwhile() -> Iterator[None]:
-    """Sockets that begin to listen inside take no new connection afterwards; open ones go on.
+    """After the block, sockets that began to listen inside it accept no new connection; open connections stay.
 
-    They are not closed: gloo has them in its poll set, and fails when they are gone from there.
+    The sockets are not closed: they are in gloo's poll set, and gloo would fail.
     """
     before = _listening()
     yield
@@ -31,13 +31,13 @@ def listening_meanwhile() -> Iterator[None]:
         try:
             _drop_packets(descriptor)
         except OSError as error:
-            log.warning("the group's port stays open after all ranks have come: %s", error)
+            log.warning("the process group's port cannot be closed to other hosts: %s", error)
 
 
 def _listening() -> set[int]:
     found = set()
     for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else []:
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed since it was listed
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as one:
@@ -47,7 +47,7 @@ def _listening() -> set[int]:
 
 
 def _drop_packets(descriptor: int) -> None:
-    """Raises OSError where the kernel has no such filters."""
+    """Raises OSError if the kernel has no socket filters."""
     program = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         listener.setsockopt(

@@ -1,1 +1,1 @@
-"""What a step computes: every sequence catches up with its tokens within a budget."""
+"""Sequences, and what each step computes: every sequence catches up with its tokens within a budget."""

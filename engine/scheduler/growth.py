@@ -15,22 +15,29 @@ from engine.scheduler.victim import choose_victim
 
 # Set aside at the first eviction: as many tokens as a decode worker reserves for a new request's growth.
 SET_ASIDE_TOKENS = 256
-HIGHEST_RANK = -1
 
 
-def reservation_for(wanting_rank: int, everyone: Seq[Sequence]) -> Sequence | None:
-    """The reservation to evict, of the growing sequence's class or a lower one; None if there is none."""
-    reserved = [s for s in everyone if s.state is S.WAITING_FOR_KV and s.rank >= wanting_rank]
-    return choose_victim(reserved, everyone) if reserved else None
+def reservation_for(rank: int, sequences: Seq[Sequence]) -> Sequence | None:
+    """The reservation, of class `rank` or a lower one, that a growing sequence of that class evicts; None if none."""
+    reserved = [s for s in sequences if s.state is S.WAITING_FOR_KV and s.rank >= rank]
+    return choose_victim(reserved, sequences) if reserved else None
 
 
-class PreemptionReserve:
-    """Blocks that new requests must leave free for sequences whose growth has evicted a reservation."""
+class GrowthClaims:
+    """Blocks that new requests must leave free for running sequences: those that a sequence lacked in the last step,
+    and those set aside for one whose growth has evicted a reservation."""
 
     def __init__(self, page_size: int, max_model_len: int):
         self._page = page_size
         self._max_len = max_model_len  # 0 = unknown
-        self._up_to: dict[Sequence, int] = {}  # total blocks up to which a sequence may grow
+        self._short: dict[Sequence, int] = {}  # left out of the last step for so many blocks
+        self._up_to: dict[Sequence, int] = {}  # set aside: total blocks up to which a sequence may grow
+
+    def begin_step(self) -> None:
+        self._short.clear()
+
+    def short_of(self, sequence: Sequence, blocks: int) -> None:
+        self._short[sequence] = blocks
 
     def evicted_for(self, sequence: Sequence) -> None:
         output = len(sequence.tokens) - sequence.num_prompt
@@ -38,11 +45,13 @@ class PreemptionReserve:
         length = len(sequence.tokens) + max(1, min(left, max(SET_ASIDE_TOKENS, output)))
         self._up_to[sequence] = -(-min(length, self._max_len or length) // self._page)
 
-    def owed(self, sequence: Sequence) -> int:
-        return max(0, self._up_to.get(sequence, 0) - len(sequence.blocks))
-
-    def sequences(self) -> Seq[Sequence]:
-        return list(self._up_to)
+    def blocks(self, rank: int) -> int:
+        """Blocks claimed by running sequences of class `rank` or a higher one."""
+        claims = {s: max(0, up_to - len(s.blocks)) for s, up_to in self._up_to.items()}
+        for sequence, count in self._short.items():
+            claims[sequence] = max(count, claims.get(sequence, 0))
+        return sum(n for s, n in claims.items() if s.state is S.RUNNING and not s.paused and s.rank <= rank)
 
     def remove(self, sequence: Sequence) -> None:
+        self._short.pop(sequence, None)
         self._up_to.pop(sequence, None)

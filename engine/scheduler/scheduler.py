@@ -1,19 +1,25 @@
-"""Which sequences a step computes, and how many tokens of each. Running ones come first, single tokens before
-chunks; then waiting ones are admitted while the token budget, the batch and the blocks last."""
+"""Owns all sequences, their queues and blocks; decides what a step computes.
+
+Running sequences come first, single tokens before chunks; then waiting ones are admitted while the token budget, the
+batch and the blocks last.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import Counter
+from collections.abc import Sequence as Seq
 from operator import attrgetter
-from typing import Protocol
 
 from cluster.config.worker import EngineConfig
+from cluster.errors import BlocksExhaustedError
 from engine.cache.block_pool import BlockPool
 from engine.plan import BlockCopy
-from engine.request import StepOutput
-from engine.scheduler.growth import PreemptionReserve
-from engine.scheduler.sequence import HIGHEST, Sequence
+from engine.request import EngineRequest
+from engine.scheduler.decision import StepDecision
+from engine.scheduler.growth import GrowthClaims, reservation_for
+from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
 from engine.scheduler.states import SequenceState as S
 from engine.scheduler.victim import choose_victim
 
@@ -21,91 +27,174 @@ from engine.scheduler.victim import choose_victim
 AGING_SECONDS = 30.0
 
 
-class Owner(Protocol):
-    """What the scheduler asks of the engine when blocks are short."""
-
-    def evict_reservation(self, output: StepOutput, rank: int) -> bool:
-        """Asks the owner of the least important and youngest reservation for its blocks, unless one was asked
-        before and has not answered. False: there is none of `rank` or a lower class."""
-
-    def return_to_router(self, victim: Sequence, output: StepOutput) -> bool:
-        """A preempted sequence that is too long to be computed again here leaves. False: it stays and waits."""
-
-
 class Scheduler:
-    def __init__(self, config: EngineConfig, pool: BlockPool, owner: Owner, count: Counter[str]):
+    def __init__(self, config: EngineConfig, pool: BlockPool, prefixes: PrefixCache):
         self._config = config
         self._pool = pool
-        self._owner = owner
-        self._count = count
+        self._prefixes = prefixes
         self._page = config.page_size
+        self._arrivals = itertools.count()
+        self._claims = GrowthClaims(config.page_size, config.max_model_len)
+        self.requests: dict[str, list[Sequence]] = {}  # the choices of each
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.copies: list[BlockCopy] = []
-        self._short: list[tuple[Sequence, int]] = []  # who was left out of the last step for so many blocks
-        self._set_aside = PreemptionReserve(config.page_size, config.max_model_len)
-
-    def enqueue(self, sequence: Sequence) -> None:
-        sequence.waits_since = time.monotonic()
-        self.waiting.append(sequence)
-        self.waiting.sort(key=lambda s: s.order)
-
-    def remove(self, sequence: Sequence) -> None:
-        for queue in (self.waiting, self.running):
-            if sequence in queue:
-                queue.remove(sequence)
-        self._set_aside.remove(sequence)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting) or any(not s.paused for s in self.running)
 
-    def room(self, held: list[int], rank: int) -> int:
-        """Blocks available to a new request of class `rank` that also takes the cached blocks `held`.
-
-        Excludes blocks that running sequences of the same or a higher class wait for or have set aside for growth.
-        """
-        owed = {s: self._set_aside.owed(s) for s in self._set_aside.sequences()}
-        for sequence, count in self._short:
-            owed[sequence] = max(count, owed.get(sequence, 0))
-        theirs = sum(n for s, n in owed.items() if s.state is S.RUNNING and not s.paused and s.rank <= rank)
-        return self._pool.free - self._pool.free_among(held) - theirs
-
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._page)
 
-    def schedule(self, output: StepOutput) -> list[tuple[Sequence, int]]:
-        """(sequence, tokens to compute); their blocks are taken. What blocks run short for is told in `output`."""
+    def sequences(self) -> list[Sequence]:
+        """Any thread; the list of requests is copied at once, so that a step may change them meanwhile."""
+        return [s for choices in list(self.requests.values()) for s in choices]
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> None:
+        self._enqueue(self._new_sequence(request, S.WAITING))
+
+    def reserve(self, request: EngineRequest, block_hashes: Seq[bytes], max_tokens: int) -> Sequence:
+        """Allocate blocks for KV that will arrive, and for growth up to `max_tokens` tokens of each choice.
+
+        `block_hashes` are those of full blocks of the request's tokens. Raises BlocksExhaustedError.
+        """
+        held = self._prefixes.match(block_hashes)
+        total = self.blocks_for(max_tokens)
+        length = len(request.prompt_tokens) + len(request.output_tokens)
+        growth = total - length // self._page  # what every further choice needs of its own
+        need = total - len(held) + growth * (request.n - 1)
+        if need > self._room(held, rank_of(request)):
+            raise BlocksExhaustedError(
+                f"{need} KV blocks are needed, {self._pool.num_free} are free", retry_after_seconds=0.05
+            )
+        sequence = self._new_sequence(request, S.WAITING_FOR_KV)
+        self._allocate(sequence, held, total)
+        return sequence
+
+    def start_reserved(self, sequence: Sequence) -> None:
+        """Run a reservation for which the KV of all tokens has arrived."""
+        sequence.num_computed = len(sequence.tokens)
+        self._prefixes.register(sequence, len(sequence.tokens))
+        sequence.machine.to(S.RUNNING)
+        self.running.append(sequence)
+
+    def fork(self, first: Sequence, choice: int, token_id: int) -> Sequence:
+        """Add a choice that continues with `token_id`. It shares the blocks; the last one is copied when written to."""
+        used = first.blocks[: self.blocks_for(len(first.tokens))]
+        self._pool.retain(used)
+        sibling = Sequence(
+            first.request,
+            choice,
+            [*first.tokens, token_id],
+            first.arrival,
+            S.RUNNING,
+            blocks=used,
+            hashes=list(first.hashes),
+            num_computed=len(first.tokens),
+            registered_blocks=first.registered_blocks,
+        )
+        self.requests[first.request.request_id].append(sibling)
+        self.running.append(sibling)
+        return sibling
+
+    def park(self, request_id: str) -> None:
+        """Stop computing the request but keep its blocks until `remove`."""
+        for sequence in self.requests.get(request_id, ()):
+            self._dequeue(sequence)
+            if sequence.state is S.RUNNING:
+                sequence.machine.to(S.HELD)
+
+    def finish(self, sequence: Sequence) -> None:
+        if sequence.state is S.FINISHED:
+            return
+        self._dequeue(sequence)
+        sequence.machine.to(S.FINISHED)
+        self._pool.free(sequence.blocks)
+        sequence.blocks = []
+
+    def remove(self, request_id: str, verified_tokens: int = 0) -> bool:
+        """Free the request's blocks; see Engine.abort."""
+        sequences = self.requests.pop(request_id, None)
+        if sequences is None:
+            return False
+        for sequence in sequences:
+            if sequence.state in (S.WAITING_FOR_KV, S.EVICTED) and verified_tokens:
+                self._prefixes.register(sequence, verified_tokens)
+            self.finish(sequence)
+        return True
+
+    def set_paused(self, request_id: str, paused: bool) -> None:
+        for sequence in self.requests.get(request_id, ()):
+            sequence.paused = paused
+
+    def invalidate(self, request_id: str) -> None:
+        """Remove from the prefix cache what this request has computed or found there."""
+        for sequence in self.requests.get(request_id, ()):
+            self._pool.invalidate(sequence.blocks)
+
+    def _new_sequence(self, request: EngineRequest, state: S) -> Sequence:
+        tokens = [*request.prompt_tokens, *request.output_tokens]
+        sequence = Sequence(request, request.first_choice, tokens, next(self._arrivals), state)
+        sequence.hashes = self._prefixes.hashes_of(tokens, request)
+        self.requests[request.request_id] = [sequence]
+        return sequence
+
+    def _allocate(self, sequence: Sequence, held: list[int], total: int) -> None:
+        """`total` blocks, of which the prefix cache holds the first ones, `held`."""
+        self._pool.retain(held)
+        sequence.blocks = held + self._pool.allocate(total - len(held))
+        sequence.cached_tokens = len(held) * self._page
+        sequence.registered_blocks = len(held)
+
+    def _room(self, held: list[int], rank: int) -> int:
+        """Blocks available to a new request of class `rank` that also takes the cached blocks `held`."""
+        return self._pool.num_free - self._pool.free_among(held) - self._claims.blocks(rank)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.waits_since = time.monotonic()
+        self.waiting.append(sequence)
+        self.waiting.sort(key=lambda s: s.order)
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        for queue in (self.waiting, self.running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._claims.remove(sequence)
+
+    # --- a step ----------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepDecision:
+        decision = StepDecision()
+        self._claims.begin_step()
+        budget = self._schedule_running(decision)
+        if self.waiting:
+            self._age()
+        while self.waiting and budget > 0 and len(self.running) < self._config.max_batch_requests:
+            count = self._admit(self.waiting[0], budget, decision)
+            if count == 0:
+                break
+            budget -= count
+        return decision
+
+    def _schedule_running(self, decision: StepDecision) -> int:
+        """Returns the token budget that is left."""
         budget = self._config.max_batch_tokens
-        scheduled: list[tuple[Sequence, int]] = []
-        busy: set[Sequence] = set()
-        self._short.clear()
         ordered = sorted(self.running, key=attrgetter("order"))
         ordered.sort(key=lambda s: s.missing > 1)  # keeps the order among equals
         for sequence in ordered:
             if sequence.paused or sequence.state is not S.RUNNING or budget <= 0:
                 continue
             count = min(sequence.missing, budget)
-            if not self._grow(sequence, sequence.num_computed + count, output, busy):
-                continue
-            scheduled.append((sequence, count))
-            busy.add(sequence)
-            budget -= count
-        scheduled = [(s, n) for s, n in scheduled if s.state is S.RUNNING]
-        if self.waiting:
-            self._age()
-        while self.waiting and budget > 0 and len(self.running) < self._config.max_batch_requests:
-            sequence = self.waiting[0]
-            count = self._admit(sequence, budget, bool(scheduled))
-            if count == 0:
-                break
-            scheduled.append((sequence, count))
-            budget -= count
-        return scheduled
+            if self._grow(sequence, sequence.num_computed + count, decision):
+                decision.scheduled[sequence] = count
+                budget -= count
+        return budget
 
     def _age(self) -> None:
         now = time.monotonic()
-        aged = [s for s in self.waiting if s.rank > HIGHEST and now - s.waits_since >= AGING_SECONDS]
+        aged = [s for s in self.waiting if s.rank > HIGHEST_RANK and now - s.waits_since >= AGING_SECONDS]
         for sequence in aged:
             sequence.rank -= 1
             sequence.order = (sequence.rank, sequence.arrival)
@@ -113,69 +202,93 @@ class Scheduler:
         if aged:
             self.waiting.sort(key=lambda s: s.order)
 
-    def _admit(self, sequence: Sequence, budget: int, others: bool) -> int:
-        held: list[int] = []
-        if self._config.prefix_caching:
-            held = self._pool.match(sequence.hashes[: (len(sequence.tokens) - 1) // self._page])
+    def _admit(self, sequence: Sequence, budget: int, decision: StepDecision) -> int:
+        """Returns how many of its tokens the step computes; 0 if it must wait."""
+        held = self._prefixes.match(sequence.hashes[: (len(sequence.tokens) - 1) // self._page])
         missing = len(sequence.tokens) - len(held) * self._page
-        if not self._config.chunked_prefill:
-            if others and missing > budget:
+        if missing > budget and not self._config.chunked_prefill:
+            if decision.scheduled:
                 return 0
-            count = missing
-        else:
-            count = min(missing, budget)
-        need = self.blocks_for(len(sequence.tokens)) - len(held)
-        if need > self.room(held, sequence.rank):
+            budget = missing
+        total = self.blocks_for(len(sequence.tokens))
+        if total - len(held) > self._room(held, sequence.rank):
             return 0
-        self._pool.hold(held)
-        sequence.blocks = held + self._pool.take(need)
-        sequence.num_computed = sequence.cached_tokens = len(held) * self._page
-        sequence.registered_blocks = len(held)
-        self._count["cached"] += sequence.cached_tokens
+        self._allocate(sequence, held, total)
+        sequence.num_computed = sequence.cached_tokens
+        decision.cached_tokens += sequence.cached_tokens
         self.waiting.pop(0)
         sequence.machine.to(S.RUNNING)
         self.running.append(sequence)
-        return count
+        decision.scheduled[sequence] = min(missing, budget)
+        return decision.scheduled[sequence]
 
-    def _grow(self, sequence: Sequence, tokens: int, output: StepOutput, busy: set[Sequence]) -> bool:
-        """Blocks for the first `tokens` tokens, the written ones its own. False: it is not in this step."""
+    def _grow(self, sequence: Sequence, tokens: int, decision: StepDecision) -> bool:
+        """Allocate blocks for the first `tokens` tokens; a shared block that is written to is copied. False: the
+        sequence is not in this step."""
         need = max(0, self.blocks_for(tokens) - len(sequence.blocks))
         tail = sequence.num_computed // self._page
         copy = tail < len(sequence.blocks) and self._pool.shared(sequence.blocks[tail])
         if not need and not copy:
             return True
-        while need + copy > self._pool.free:
-            if not self._make_room(sequence, output, busy):
-                self._short.append((sequence, need + copy))
+        while need + copy > self._pool.num_free:
+            if not self._make_room(sequence, decision):
+                self._claims.short_of(sequence, need + copy)
                 return False
         if copy:
-            (fresh,) = self._pool.take(1)
-            self.copies.append(BlockCopy(sequence.blocks[tail], fresh))
-            self._pool.drop([sequence.blocks[tail]])
-            sequence.blocks[tail] = fresh
+            (target,) = self._pool.allocate(1)
+            decision.copies.append(BlockCopy(sequence.blocks[tail], target))
+            self._pool.free([sequence.blocks[tail]])
+            sequence.blocks[tail] = target
         if need > 0:
-            sequence.blocks.extend(self._pool.take(need))
+            sequence.blocks.extend(self._pool.allocate(need))
         return True
 
-    def _make_room(self, wanting: Sequence, output: StepOutput, busy: set[Sequence]) -> bool:
-        """False: `wanting` itself had to go, or it waits. The blocks of a reservation cannot be had within a step:
-        parts of its KV may be landing in them until its owner has seen to it that none does."""
-        before = len(output.evicted_reservations)
-        if self._owner.evict_reservation(output, wanting.rank):
-            if len(output.evicted_reservations) > before:
-                self._set_aside.evicted_for(wanting)
-            return False
-        victims = [s for s in self.running if s not in busy]
-        victim = choose_victim(victims, self.running)
-        self._preempt(victim, output)
-        return wanting.state is S.RUNNING  # it goes as well where the victim is another choice of its request
+    # --- when blocks are short -------------------------------------------------------------------------
 
-    def _preempt(self, victim: Sequence, output: StepOutput) -> None:
-        self._count["preemptions"] += 1
+    def _make_room(self, growing: Sequence, decision: StepDecision) -> bool:
+        """False if `growing` itself was preempted, or waits for a reservation's blocks: these are not free within the
+        step, because parts of the reservation's KV may be landing in them."""
+        if self.eviction_pending():
+            return False
+        if self.evict_reservation(growing.rank, decision):
+            self._claims.evicted_for(growing)
+            return False
+        victims = [s for s in self.running if s not in decision.scheduled]
+        self._preempt(choose_victim(victims, self.running), decision)
+        # The victim may be another choice of its request, which is returned with all of them.
+        return growing.state is S.RUNNING
+
+    def eviction_pending(self) -> bool:
+        """Whether an evicted reservation has not been aborted yet."""
+        return any(s.state is S.EVICTED for s in self.sequences())
+
+    def evict_reservation(self, rank: int, decision: StepDecision) -> bool:
+        """Evict the least important and youngest reservation of class `rank` or a lower one. False if there is none.
+
+        It keeps its blocks until the worker aborts it, after the last write to them has ended.
+        """
+        victim = reservation_for(rank, self.sequences())
+        if victim is None:
+            return False
+        victim.machine.to(S.EVICTED)
+        decision.evicted_reservations.append(victim.request.request_id)
+        return True
+
+    def _preempt(self, victim: Sequence, decision: StepDecision) -> None:
+        """Free the victim's blocks. It is computed again later; if it is too long for that, its whole request is returned
+        to the router."""
+        decision.preemptions += 1
+        limit = self._config.recompute_limit_tokens
+        if limit and len(victim.tokens) > limit:
+            choices = self.requests.pop(victim.request.request_id)
+            decision.returned.append(choices)
+            for choice in choices:
+                decision.scheduled.pop(choice, None)
+                self.finish(choice)
+            return
         self.running.remove(victim)
-        self._pool.drop(victim.blocks)
+        self._pool.free(victim.blocks)
         victim.blocks = []
         victim.num_computed = victim.registered_blocks = 0
         victim.machine.to(S.WAITING)
-        if not self._owner.return_to_router(victim, output):
-            self.enqueue(victim)
+        self._enqueue(victim)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from cluster.state_machine import StateMachine
 from engine.request import EngineRequest, PromptChunk
 from engine.scheduler.states import TRANSITIONS, SequenceState
 
-HIGHEST = -1  # rank of the class high
+HIGHEST_RANK = -1  # of the class high
 
 
 def rank_of(request: EngineRequest) -> int:
     """Rank of the request's class: high before normal before batch. Priority numbers within a class are equal."""
     return (request.priority < 0) - (request.priority > 0)
+
+
+@dataclass
+class PromptWork:
+    """What the prompt of a sequence has cost so far."""
+
+    tokens: int = 0
+    seconds: float = 0.0  # its share, by tokens, of the steps that computed it
+    chunks: list[PromptChunk] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -27,25 +36,24 @@ class Sequence:
     choice: int
     tokens: list[int]
     arrival: int
+    state_at_start: InitVar[SequenceState] = SequenceState.WAITING
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
-    registered_blocks: int = 0  # leading blocks that the prefix cache knows
+    registered_blocks: int = 0  # leading blocks that are in the prefix cache
     cached_tokens: int = 0
-    computed_prompt_tokens: int = 0
-    prompt_compute_seconds: float = 0.0  # its share of the steps that computed its prompt
-    chunks: list[PromptChunk] = field(default_factory=list)
+    prompt_work: PromptWork = field(default_factory=PromptWork)
     paused: bool = False
     waits_since: float = 0.0  # monotonic seconds: in the queue, and in its class
     rank: int = field(init=False)
     order: tuple[int, int] = field(init=False)  # sort key: class, then arrival
     machine: StateMachine[SequenceState] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, state_at_start: SequenceState) -> None:
         # Stored, because every step reads them for every running sequence.
         self.rank = rank_of(self.request)
         self.order = (self.rank, self.arrival)
-        self.machine = StateMachine(SequenceState.WAITING, TRANSITIONS, self.request.request_id)
+        self.machine = StateMachine(state_at_start, TRANSITIONS, self.request.request_id)
 
     @property
     def state(self) -> SequenceState:

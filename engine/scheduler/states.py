@@ -1,9 +1,9 @@
-"""The life of a sequence in the engine.
+"""States of a sequence in the engine.
 
 WAITING ──admitted──► RUNNING ──► FINISHED
    ▲                  │  ▲  └─prefill_only, or parked─► HELD ──► FINISHED
    └───preempted──────┘  └─commit─ WAITING_FOR_KV (reserved, KV on its way)
-                                        └──growth wants its blocks──► EVICTED (until all writes ended) ──► FINISHED
+                                        └──growth needs its blocks──► EVICTED (until all writes ended) ──► FINISHED
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who gives its blocks back when they are short."""
+"""Which sequence frees its blocks when there are too few."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence as Seq
 from engine.scheduler.sequence import Sequence
 
 
-def choose_victim(candidates: Seq[Sequence], everyone: Iterable[Sequence]) -> Sequence:
+def choose_victim(candidates: Seq[Sequence], holders: Iterable[Sequence]) -> Sequence:
     """Of the lowest class, then of the tenant that holds most blocks for its weight, the youngest.
 
-    `everyone` holds blocks; `candidates`, not empty, may be asked to give theirs back. Tenants that hold equally much
-    are one: of theirs the youngest goes.
+    `candidates` is not empty; the shares of tenants are counted over `holders`. Tenants with equal shares count as one:
+    the youngest of them all is chosen.
     """
     lowest = max(one.rank for one in candidates)
     candidates = [one for one in candidates if one.rank == lowest]
     if len({one.request.tenant for one in candidates}) > 1:
-        shares: Counter[str] = Counter()
-        for one in everyone:
-            shares[one.request.tenant] += len(one.blocks)
-        holds = [shares[one.request.tenant] / one.request.weight for one in candidates]
-        most = max(holds)
-        candidates = [one for one, held in zip(candidates, holds, strict=True) if held == most]
+        blocks: Counter[str] = Counter()
+        for one in holders:
+            blocks[one.request.tenant] += len(one.blocks)
+        shares = [blocks[one.request.tenant] / one.request.weight for one in candidates]
+        largest = max(shares)
+        candidates = [one for one, share in zip(candidates, shares, strict=True) if share == largest]
     return max(candidates, key=lambda one: one.arrival)

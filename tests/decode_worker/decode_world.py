@@ -18,6 +18,8 @@ from cluster.protocol.wire_version import WIRE_VERSION
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
 from engine.request import StepOutput
+from engine.scheduler.decision import StepDecision
+from engine.scheduler.sequence import HIGHEST_RANK
 from kv_transfer import messages as m
 from kv_transfer.contract import DecodeEngine
 from kv_transfer.decode_side.receiver import HandoffReceiver
@@ -242,9 +244,10 @@ class DecodeWorld:
 
     def evict(self) -> None:
         """As a step does that is short of blocks."""
-        output = StepOutput([], [], [], 0.0)
-        self.core.engine.evict_reservation(output)
-        self.role.on_output(output)
+        scheduler, decision = self.core.engine._scheduler, StepDecision()
+        if not scheduler.eviction_pending():
+            scheduler.evict_reservation(HIGHEST_RANK, decision)
+        self.role.on_output(StepOutput([], [], decision.evicted_reservations))
 
     def step(self) -> StepOutput | None:
         if not self.core.engine.has_work:

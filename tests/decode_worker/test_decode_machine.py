@@ -60,7 +60,9 @@ class DecodeMachine(PeerRules):
             transfer_id = bytes.fromhex(engine_id)
             assert transfer_id not in self.promised_dead, "committed after the arbiter had said ABORTED"
             assert self.landed.whole(transfer_id), "committed without all of its tokens"
-            if engine_id in self.world.core.engine._requests:  # or its blocks were taken back meanwhile
+            if (
+                engine_id in self.world.core.engine._scheduler.requests
+            ):  # or its blocks were taken back meanwhile
                 self.world.fill_cache(engine_id, prompt_of(transfer_id))
             commit(engine_id, first)
             self.committed.add(transfer_id)
@@ -72,7 +74,7 @@ class DecodeMachine(PeerRules):
         abort = self.world.core.engine.abort
 
         def checked(engine_id: str, verified_tokens: int = 0) -> bool:
-            if verified_tokens and engine_id in self.world.core.engine._requests:
+            if verified_tokens and engine_id in self.world.core.engine._scheduler.requests:
                 transfer_id = bytes.fromhex(engine_id)
                 whole = self.landed.whole_tokens(transfer_id)
                 assert verified_tokens == whole, f"{verified_tokens} of {whole} tokens were kept"
@@ -253,7 +255,7 @@ class DecodeMachine(PeerRules):
                 if slot.machine.state is SlotState.FREE:
                     assert slot.index not in world.rank.writers, "a slot is free that may be written into"
         for part in world.rank.scatters.values():
-            families = world.core.engine._requests
+            families = world.core.engine._scheduler.requests
             owner = families[part.transfer_id.hex()][0].blocks if part.transfer_id.hex() in families else []
             blocks = world.rank.blocks[part.transfer_id]
             assert owner[: len(blocks)] == blocks, (

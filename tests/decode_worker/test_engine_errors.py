@@ -7,7 +7,7 @@ import pytest
 from cluster.errors import EngineRequestError
 from decode_worker import attempts as attempts_module
 from decode_worker.attempt import DecodeState
-from engine.engine import Engine
+from engine.output import OutputProcessor
 from kv_transfer.contract import HandoffState
 from tests.decode_worker.decode_world import DecodeWorld
 from tests.decode_worker.test_commit import TRANSFER, close, finish, ready_to_commit
@@ -47,7 +47,7 @@ async def test_a_commit_that_fails_in_the_engine_says_so_to_both(monkeypatch):
     def fails(*arguments):
         raise ZeroDivisionError("of this request")
 
-    monkeypatch.setattr(Engine, "_fork", fails)
+    monkeypatch.setattr(OutputProcessor, "append_tokens", fails)
     finish(stream)
     await until(lambda: world.receiver.live == 0 and not world.rank.unanswered, "the hand-off has ended")
     await until(lambda: attempt.machine.state is DecodeState.ENDED, "the attempt has ended")

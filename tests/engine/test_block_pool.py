@@ -19,10 +19,10 @@ def cache(pool: BlockPool, *path: int) -> list[int]:
     """Blocks of a prompt whose prefixes are path[:1], path[:2], …; all of them held, those that were cached shared."""
     hashes = [name(*path[: end + 1]) for end in range(len(path))]
     held = pool.match(hashes)
-    pool.hold(held)
-    blocks = held + pool.take(len(hashes) - len(held))
+    pool.retain(held)
+    blocks = held + pool.allocate(len(hashes) - len(held))
     for index in range(len(held), len(hashes)):
-        pool.remember(blocks[index], hashes[index], hashes[index - 1] if index else None)
+        pool.register(blocks[index], hashes[index], hashes[index - 1] if index else None)
     return blocks
 
 
@@ -32,29 +32,29 @@ def cache(pool: BlockPool, *path: int) -> list[int]:
 def test_the_tail_of_a_prefix_is_evicted_first() -> None:
     pool = BlockPool(4)
     blocks = cache(pool, 1, 2, 3, 4)
-    pool.drop(blocks)
-    assert [pool.take(1)[0] for _ in range(4)] == blocks[::-1]
+    pool.free(blocks)
+    assert [pool.allocate(1)[0] for _ in range(4)] == blocks[::-1]
 
 
 def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     pool = BlockPool(6)
     first, second, third = cache(pool, 1, 2), cache(pool, 3, 4), cache(pool, 5, 6)
-    pool.drop(second)
-    pool.drop(first)
-    pool.drop(third)
-    pool.hold(second)  # used again, and with that the youngest
-    pool.drop(second)
-    assert pool.take(6) == [*first[::-1], *third[::-1], *second[::-1]]
+    pool.free(second)
+    pool.free(first)
+    pool.free(third)
+    pool.retain(second)  # used again, and with that the youngest
+    pool.free(second)
+    assert pool.allocate(6) == [*first[::-1], *third[::-1], *second[::-1]]
 
 
 def test_blocks_that_hold_nothing_go_before_all_cached_ones() -> None:
     """Also those freed later: a partly filled block can never be a prefix hit."""
     pool = BlockPool(5)
     cached = cache(pool, 1, 2)
-    pool.drop(cached)
-    empty = pool.take(2)
-    pool.drop(empty)
-    assert set(pool.take(3)) == set(range(5)) - set(cached)
+    pool.free(cached)
+    empty = pool.allocate(2)
+    pool.free(empty)
+    assert set(pool.allocate(3)) == set(range(5)) - set(cached)
     assert pool.match([name(1), name(1, 2)]) == cached
 
 
@@ -62,9 +62,9 @@ def test_a_shared_prefix_outlives_its_tails() -> None:
     pool = BlockPool(4)
     one = cache(pool, 1, 2, 3)
     other = cache(pool, 1, 2, 4)
-    pool.drop(one)
-    pool.drop(other)
-    assert pool.take(2) == [one[2], other[2]]
+    pool.free(one)
+    pool.free(other)
+    assert pool.allocate(2) == [one[2], other[2]]
     assert pool.match([name(1), name(1, 2), name(1, 2, 3)]) == one[:2]
 
 
@@ -74,9 +74,9 @@ def test_a_shared_prefix_outlives_its_tails() -> None:
 def test_a_run_of_evictions_of_one_chain_is_reported_once() -> None:
     told: list[tuple[list[bytes], int]] = []
     pool = BlockPool(8, lambda chain, held: told.append((list(chain), held)))
-    pool.drop(cache(pool, 1, 2, 3, 4))
-    pool.drop(cache(pool, 9, 8, 7, 6))
-    pool.take(6)
+    pool.free(cache(pool, 1, 2, 3, 4))
+    pool.free(cache(pool, 9, 8, 7, 6))
+    pool.allocate(6)
     chains = [[name(*path[: end + 1]) for end in range(4)] for path in ((1, 2, 3, 4), (9, 8, 7, 6))]
     assert told == [(chains[0], 0), (chains[1], 2)]
 
@@ -86,16 +86,16 @@ def test_no_report_claims_a_chain_with_a_gap() -> None:
     told: list[tuple[list[bytes], int]] = []
     pool = BlockPool(5, lambda chain, held: told.append((list(chain), held)))
     first = cache(pool, 1, 2)
-    own = pool.take(3)  # the same two blocks computed again, and one behind them
-    assert not pool.remember(own[0], name(1), None) and not pool.remember(own[1], name(1, 2), name(1))
-    assert pool.remember(own[2], name(1, 2, 3), name(1, 2))
-    pool.drop(first)
-    pool.take(1)  # evicts 1-2; 1-2-3 is still held, but no longer reachable
+    own = pool.allocate(3)  # the same two blocks computed again, and one behind them
+    assert not pool.register(own[0], name(1), None) and not pool.register(own[1], name(1, 2), name(1))
+    assert pool.register(own[2], name(1, 2, 3), name(1, 2))
+    pool.free(first)
+    pool.allocate(1)  # evicts 1-2; 1-2-3 is still held, but no longer reachable
     assert told == [([name(1), name(1, 2)], 1)]
     assert pool.chains() == [[name(1)]]
-    pool.drop(own)
+    pool.free(own)
     told.clear()
-    pool.take(4)
+    pool.allocate(4)
     assert told == [([name(1), name(1, 2)], 0)]  # of 1-2-3 everything was told before
 
 
@@ -104,9 +104,9 @@ def test_a_chain_of_which_blocks_go_in_another_order_is_held_up_to_its_first_gap
     pool = BlockPool(4, lambda chain, held: told.append((len(chain), held)))
     blocks = cache(pool, 1, 2, 3, 4)
     for block in (blocks[3], blocks[1], blocks[2]):
-        pool.drop([block])
+        pool.free([block])
     for _ in range(3):
-        pool.take(1)
+        pool.allocate(1)
     assert told == [(4, 3), (4, 1)]
 
 
@@ -115,11 +115,11 @@ def test_a_block_cached_and_evicted_again_is_reported_again() -> None:
     pool = BlockPool(3, lambda chain, held: told.append((len(chain), held)))
     first = cache(pool, 1, 2)
     for _ in range(3):
-        pool.drop(first[1:])
-        pool.drop(pool.take(2))  # the empty block, and the tail
+        pool.free(first[1:])
+        pool.free(pool.allocate(2))  # the empty block, and the tail
         assert pool.match([name(1), name(1, 2)]) == first[:1]
-        first = first[:1] + pool.take(1)
-        pool.remember(first[1], name(1, 2), name(1))
+        first = first[:1] + pool.allocate(1)
+        pool.register(first[1], name(1, 2), name(1))
     assert told == [(2, 1)] * 3
 
 
@@ -150,16 +150,16 @@ def test_reports_are_enough_to_know_what_is_cached(steps: list) -> None:
     held: list[list[int]] = []
     for step in steps:
         if isinstance(step, list):
-            if len(step) > pool.free:
+            if len(step) > pool.num_free:
                 continue
             held.append(cache(pool, *step))
             known.update({name(*step[: end + 1]): True for end in range(len(step))})
         elif step[0] == "drop" and held:
-            pool.drop(held.pop(step[1] % len(held)))
+            pool.free(held.pop(step[1] % len(held)))
         elif step[0] == "forget" and held:
-            pool.forget(held[step[1] % len(held)])
-        elif step[0] == "take" and step[1] <= pool.free:
-            pool.drop(pool.take(step[1]))
+            pool.invalidate(held[step[1] % len(held)])
+        elif step[0] == "take" and step[1] <= pool.num_free:
+            pool.free(pool.allocate(step[1]))
         pool.check_integrity(_counted(held))
         for path in itertools.chain.from_iterable(itertools.product(range(3), repeat=n) for n in (1, 2, 3)):
             hashes = [name(*path[: end + 1]) for end in range(len(path))]
@@ -198,10 +198,10 @@ def long_chain(tail: int = 0) -> list[Counted]:
 
 def remember(pool: BlockPool, hashes: list[Counted]) -> list[int]:
     blocks = pool.match(hashes)
-    pool.hold(blocks)
-    blocks += pool.take(len(hashes) - len(blocks))
+    pool.retain(blocks)
+    blocks += pool.allocate(len(hashes) - len(blocks))
     for index, block in enumerate(blocks):
-        pool.remember(block, hashes[index], hashes[index - 1] if index else None)
+        pool.register(block, hashes[index], hashes[index - 1] if index else None)
     return blocks
 
 
@@ -210,10 +210,10 @@ def test_taking_the_blocks_of_a_long_prompt_is_linear_in_their_number(at_once: i
     """A prompt of 32k tokens: at once, in chunks, and block by block as streams grow."""
     told: list[int] = []
     pool = BlockPool(BLOCKS, lambda chain, held: told.append(held))
-    pool.drop(remember(pool, long_chain()))
+    pool.free(remember(pool, long_chain()))
     Counted.looks = 0
     for _ in range(BLOCKS // at_once):
-        pool.take(at_once)
+        pool.allocate(at_once)
     assert Counted.looks <= 12 * BLOCKS
     assert told == list(range(BLOCKS - at_once, -1, -at_once))
 
@@ -222,8 +222,8 @@ def test_many_tails_of_one_long_prefix_cost_no_walk_to_the_root_each() -> None:
     told: list[tuple[int, int]] = []
     pool = BlockPool(BLOCKS + 500, lambda chain, held: told.append((len(chain), held)))
     for tail in range(1, 501):
-        pool.drop(remember(pool, long_chain(tail)))
+        pool.free(remember(pool, long_chain(tail)))
     Counted.looks = 0
-    pool.take(500)
+    pool.allocate(500)
     assert Counted.looks <= 4 * BLOCKS + 20 * 500
     assert told == [(BLOCKS + 1, BLOCKS)] * 500

@@ -67,7 +67,7 @@ def test_the_gate_survives_extreme_values():
     torch.testing.assert_close(ops.gate(gate), expected, atol=1e-30, rtol=1e-6)
 
 
-@pytest.mark.skipif(not cpu_products.instruction_there(), reason="this CPU has no AVX512-BF16")
+@pytest.mark.skipif(not cpu_products.has_instruction(), reason="this CPU has no AVX512-BF16")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products_by_panels(threads):
     """Every size of a tile, several of them, and outputs that do not fill a panel."""

@@ -185,13 +185,13 @@ def test_a_model_recovers_from_a_block_that_is_not_a_number(backend, checkpoint)
 
 def test_forgotten_blocks_stay_their_holders_and_are_taken_first():
     pool = BlockPool(8)
-    blocks = pool.take(4)
+    blocks = pool.allocate(4)
     for block, name, parent in zip(blocks, b"abcd", (None, b"a", b"b", b"c"), strict=True):
-        pool.remember(block, bytes([name]), parent)
-    pool.drop(blocks[2:])
-    pool.drop(pool.take(4))  # the others are free, and hold nothing
-    pool.forget(blocks[1:2])
+        pool.register(block, bytes([name]), parent)
+    pool.free(blocks[2:])
+    pool.free(pool.allocate(4))  # the others are free, and hold nothing
+    pool.invalidate(blocks[1:2])
     assert pool.match([b"a", b"b", b"c", b"d"]) == blocks[:1]
     assert pool.chains() == [[b"a"]]
-    assert set(pool.take(2)) == set(blocks[2:]), "they hold nothing: the next ones to be taken"
+    assert set(pool.allocate(2)) == set(blocks[2:]), "they hold nothing: the next ones to be taken"
     pool.check_integrity(dict.fromkeys(blocks, 1))

@@ -23,7 +23,7 @@ def test_a_rank_that_comes_alone_says_so(rank):
     address, listener = listen_at("127.0.0.1")
     if rank:
         listener.close()
-    with pytest.raises(SetupError, match=f"rank {rank} of 2 did not meet the others at {address}"):
+    with pytest.raises(SetupError, match=f"rank {rank} of 2 did not join the others at {address}"):
         DistributedGroup(
             rank, 2, address, torch.device("cpu"), listener if rank == 0 else None, join_seconds=1.0
         )

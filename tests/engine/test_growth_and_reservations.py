@@ -154,7 +154,7 @@ def test_blocks_set_aside_for_a_stream_are_released_with_it() -> None:
         reserve(engine, "second", 5, 90, NORMAL)
     engine.abort("growing")
     reserve(engine, "third", 5, 90, NORMAL)
-    assert not engine._scheduler._set_aside.sequences()
+    assert not engine._scheduler._claims._up_to
 
 
 def test_blocks_set_aside_for_a_lower_class_are_available_to_a_higher_one() -> None:

@@ -106,7 +106,7 @@ def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch
         seen.append(beside_bytes)
         raise ConfigError("far enough", field="model")
 
-    monkeypatch.setattr(local.build, "load_runner", load)
+    monkeypatch.setattr(local.build, "load_model", load)
     monkeypatch.setattr(local, "check", lambda config: None)
     transfer = TransferConfig(staging_bytes=3 << 20, ring_bytes=5 << 20, ring_max_bytes=7 << 20)
     config = WorkerConfig(role=role, engine=EngineConfig(model="/m"), transfer=transfer)  # type: ignore[arg-type]

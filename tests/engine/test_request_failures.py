@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from cluster import errors
 from cluster.errors import BatonError, BlocksExhaustedError, EngineRequestError, InvalidRequestError
-from engine import engine as engine_module
 from engine import next_tokens as next_tokens_module
 from engine.engine import Engine
+from engine.output import OutputProcessor
 from engine.plan import StepPlan
 from engine.request import EngineRequest, FinishReason, RequestDone, SamplingParams, TokenOutput
 from engine.sampling import sampler as sampler_module
+from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.scheduler import Scheduler
 from tests.checkpoints import prompt_ids
 from tests.engine.fake_model import VOCAB, FakeRunner, continuation
 from tests.engine.ranks import engine_of, runners
@@ -138,10 +140,10 @@ def fails_for_bad(real: Callable[..., object], name_of: Callable[..., str], at: 
 
 # Where the engine works for one request: (module, function, which request its arguments are of)
 WORK: list[tuple[object, str, Callable[..., str]]] = [
-    (engine_module, "note_computed", lambda sequence, *_: sequence.request.request_id),
-    (Engine, "_register", lambda _, sequence, __: sequence.request.request_id),
-    (Engine, "_fork", lambda _, sequence, __: sequence.request.request_id),
-    (Engine, "_took", lambda _, sequence, *__: sequence.request.request_id),
+    (OutputProcessor, "_advance", lambda _, sequence, *__: sequence.request.request_id),
+    (PrefixCache, "register", lambda _, sequence, __: sequence.request.request_id),
+    (OutputProcessor, "append_tokens", lambda _, sequence, __: sequence.request.request_id),
+    (OutputProcessor, "_accept", lambda _, sequence, *__: sequence.request.request_id),
     (next_tokens_module, "_rows", lambda one, _: one.sequence.request.request_id),
     (next_tokens_module, "_output", lambda sequence, *_: sequence.request.request_id),
     (sampler_module, "adjust", lambda _, row: "bad" if row.params.min_tokens else "good"),
@@ -197,24 +199,28 @@ def reserved(n: int = 1) -> tuple[Engine, list[int], list[TokenOutput]]:
     return engine, taken.block_ids, [TokenOutput("bad", choice, len(BAD), 3 + choice) for choice in range(n)]
 
 
-@pytest.mark.parametrize("function", ["_register", "_fork", "_finish"])
-def test_a_commit_that_fails_frees_everything(function, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "function"),
+    [(PrefixCache, "register"), (OutputProcessor, "append_tokens"), (Scheduler, "finish")],
+    ids=["register", "append_tokens", "finish"],
+)
+def test_a_commit_that_fails_frees_everything(owner, function, monkeypatch):
     """Before anything is done, between two choices, and after the last one."""
     engine, _, tokens = reserved(n=3)
-    tokens[1] = dataclasses.replace(tokens[1], finish=FinishReason.STOP)  # `_finish` is called of it
-    real = getattr(Engine, function)
+    tokens[1] = dataclasses.replace(tokens[1], finish=FinishReason.STOP)  # `finish` is called for it
+    real = getattr(owner, function)
     failed = False
 
-    def failing(self: Engine, sequence: object, *more: object) -> object:
+    def failing(self: object, sequence: object, *more: object) -> object:
         nonlocal failed
         if failed:
             return real(self, sequence, *more)
         failed = True
-        if function == "_fork":
+        if function == "append_tokens":
             real(self, sequence, *more)
         raise ZeroDivisionError("of this request")
 
-    monkeypatch.setattr(Engine, function, failing)
+    monkeypatch.setattr(owner, function, failing)
     with pytest.raises(EngineRequestError) as caught:
         engine.commit("bad", tokens)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

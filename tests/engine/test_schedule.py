@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 
 import pytest
 
 from engine.cache.block_pool import BlockPool
 from engine.engine import Engine
-from engine.request import EngineRequest, SamplingParams, StepOutput
+from engine.request import EngineRequest, SamplingParams
+from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.states import SequenceState as S
 from tests.engine.fake_model import PAGE, FakeRunner
-
-
-class NoOwner:
-    def evict_reservation(self, output: StepOutput, rank: int) -> bool:
-        return False
-
-    def return_to_router(self, victim: Sequence, output: StepOutput) -> bool:
-        return False
 
 
 def request(name: str, tokens: int, priority: int = 0, new: int = 40) -> EngineRequest:
@@ -33,10 +25,11 @@ def running(count: int, tokens: int) -> Scheduler:
     """`count` running sequences with `tokens` computed tokens and one still to be computed."""
     runner = FakeRunner(count * (tokens // PAGE + 2), max_batch_tokens=2048)
     pool = BlockPool(runner.num_blocks)
-    scheduler = Scheduler(runner.config, pool, NoOwner(), Counter())
+    prefixes = PrefixCache(pool, PAGE, lambda report: None, secret=b"s", enabled=True)
+    scheduler = Scheduler(runner.config, pool, prefixes)
     for number in range(count):
         sequence = Sequence(request(f"{number}", tokens, number % 3 - 1), 0, [5] * (tokens + 1), number)
-        sequence.blocks = pool.take(tokens // PAGE)
+        sequence.blocks = pool.allocate(tokens // PAGE)
         sequence.num_computed = tokens
         sequence.machine.to(S.RUNNING)
         scheduler.running.append(sequence)
@@ -50,10 +43,9 @@ def calls_of_a_step(count: int, tokens: int) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    output = StepOutput([], [], [])
     sys.setprofile(count_calls)
     try:
-        scheduled = scheduler.schedule(output)
+        scheduled = scheduler.schedule().scheduled
     finally:
         sys.setprofile(None)
     assert len(scheduled) == count
@@ -75,8 +67,8 @@ def test_single_tokens_come_before_chunks_and_higher_classes_before_lower_ones()
         engine.step()
     engine.add(request("long and high", 40, 1))
     engine.step()  # from now on it runs, in chunks of what the others leave
-    scheduled = engine._scheduler.schedule(StepOutput([], [], []))
-    assert [(s.request.request_id, count) for s, count in scheduled] == [
+    scheduled = engine._scheduler.schedule().scheduled
+    assert [(s.request.request_id, count) for s, count in scheduled.items()] == [
         ("high", 1),
         ("normal", 1),
         ("batch", 1),
@@ -87,8 +79,8 @@ def test_single_tokens_come_before_chunks_and_higher_classes_before_lower_ones()
 def test_the_oldest_of_a_class_comes_first() -> None:
     scheduler = running(12, 6)
     scheduler.running.reverse()
-    scheduled = scheduler.schedule(StepOutput([], [], []))
-    orders = [(s.rank, s.arrival) for s, _ in scheduled]
+    scheduled = scheduler.schedule().scheduled
+    orders = [(s.rank, s.arrival) for s in scheduled]
     assert orders == sorted(orders) and len(orders) == 12
 
 
@@ -103,5 +95,5 @@ def test_a_sequence_scheduled_in_a_step_is_not_preempted_in_it() -> None:
     for _ in range(PAGE):
         assert len(engine.step().tokens) == 2
     assert engine.stats().blocks_free == 1
-    scheduled = [s.request.request_id for s, _ in engine._scheduler.schedule(StepOutput([], [], []))]
+    scheduled = [s.request.request_id for s in engine._scheduler.schedule().scheduled]
     assert scheduled == ["large"]

@@ -274,10 +274,10 @@ class PrefillMachine(RuleBasedStateMachine):
         transfer = over[pick % len(over)]
         handoff = self.sender.handoffs[transfer]
         attempt = self.opened[transfer]
-        kept = attempt.engine_id in self.engine._requests
+        kept = attempt.engine_id in self.engine._scheduler.requests
         self.inside(lambda: handoff.all_drained.set_result(None))
         if attempt.log.ended:
-            assert attempt.freed.is_set() and attempt.engine_id not in self.engine._requests
+            assert attempt.freed.is_set() and attempt.engine_id not in self.engine._scheduler.requests
             if kept:
                 REACHED.hit("blocks freed after writes")
 
@@ -357,7 +357,7 @@ class PrefillMachine(RuleBasedStateMachine):
 
     def keeps_blocks(self, attempt: PrefillAttempt, handoff: Handoff) -> None:
         """Blocks that a write may still read stay allocated, and the request is no longer computed."""
-        sequences = self.engine._requests.get(attempt.engine_id, [])
+        sequences = self.engine._scheduler.requests.get(attempt.engine_id, [])
         if handoff.all_drained.done():
             return
         assert not attempt.freed.is_set(), "given back while a write reads"

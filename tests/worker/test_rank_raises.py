@@ -94,8 +94,8 @@ class Endpoint(Echo):
 
 
 def rank_main(rank: int, connection: Connection) -> None:
-    local.load = lambda *_, **__: Runner()
-    local.open_endpoint = lambda *_: (Endpoint(), [])
+    local.load = lambda *_, **__: None
+    local.open_rank = lambda *_: (Runner(), Endpoint(), [])
     rank_mains.rank_main(rank, connection, SimpleNamespace(worker_id="w"), 1, "")
 
 

@@ -41,7 +41,7 @@ async def test_consistent_accounts(host):
 
 async def test_a_block_that_nobody_owns(host):
     check = SelfCheck(host, lambda: None)
-    await host.call(lambda engine: engine._pool.take(1))
+    await host.call(lambda engine: engine._pool.allocate(1))
     await asyncio.wait_for(check.run(), 60.0)
     assert "1 references, and 0 holders" in check.failure
 

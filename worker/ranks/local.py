@@ -13,7 +13,7 @@ from cluster.faults.orders import open_faults
 from engine import build
 from engine.model.config import ModelConfig
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup, kv_head_range
-from engine.runner import ModelRunner
+from engine.runner import LoadedModel, ModelRunner
 from kv_transfer.decode_side.fitting import check_slot_bytes
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.prefill_side.sender_rank import SenderRank
@@ -35,9 +35,9 @@ def _smallest_part_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     return 2 * (end - first) * engine.page_size * model.head_dim * dtype.itemsize
 
 
-def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> ModelRunner:
+def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> LoadedModel:
     """Load the rank's share of the model. `address` is the process group's. Raises ModelError or ConfigError."""
-    return build.load_runner(
+    return build.load_model(
         config.engine, _group(config, rank, address, listener), beside_bytes=_beside(config)
     )
 
@@ -65,10 +65,10 @@ def _group(config: WorkerConfig, rank: int, address: str, listener: socket.socke
     return DistributedGroup(rank, size, address, device, listener)
 
 
-def open_endpoint(
-    config: WorkerConfig, epoch: int, rank: int, runner: ModelRunner
-) -> tuple[Rank[Any, Any], list[int]]:
-    """Open the rank's end of hand-offs, with the addresses of its landing slots (decode).
+def open_rank(
+    config: WorkerConfig, epoch: int, rank: int, model: LoadedModel
+) -> tuple[ModelRunner, Rank[Any, Any], list[int]]:
+    """Open the rank's runner, its end of hand-offs, and the addresses of its landing slots (decode).
 
     A sender is also its runner's export sink. Raises TransportError or ConfigError.
     """
@@ -84,21 +84,20 @@ def open_endpoint(
     if config.role == "prefill":
         sender = SenderRank(
             rank=rank,
-            kv_cache=runner.kv_cache,
-            kv_head_range=runner.kv_head_range,
+            kv_cache=model.kv_cache,
+            kv_head_range=model.kv_head_range,
             endpoints=endpoints,
             config=config.transfer,
             faults=faults,
         )
-        runner.export_to(sender)
-        return sender, []
+        return ModelRunner(model, sender), sender, []
     receiver = ReceiverRank(
         rank=rank,
-        kv_cache=runner.kv_cache,
-        kv_head_range=runner.kv_head_range,
+        kv_cache=model.kv_cache,
+        kv_head_range=model.kv_head_range,
         endpoints=endpoints,
         config=config.transfer,
         decode_epoch=epoch,
         faults=faults,
     )
-    return receiver, receiver.first_addresses
+    return ModelRunner(model), receiver, receiver.first_addresses

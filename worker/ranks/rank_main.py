@@ -45,8 +45,8 @@ def rank_main(rank: int, connection: Connection, config: WorkerConfig, epoch: in
     """Run a rank in this process until its leader ends it. `address` is the process group's."""
     pipe: Pipe = RankPipe(connection)
     try:
-        runner = local.load(config, rank, address)
-        endpoint, addresses = local.open_endpoint(config, epoch, rank, runner)
+        model = local.load(config, rank, address)
+        runner, endpoint, addresses = local.open_rank(config, epoch, rank, model)
     except Exception as error:
         pipe.send(Failed(f"{type(error).__name__}: {error}"))
         os._exit(1)

@@ -88,9 +88,9 @@ def open_ranks(config: WorkerConfig, epoch: int, reports: RankReports) -> Ranks:
         from worker.ranks.remote import place_ranks  # Ray takes a second to import
 
         starting += place_ranks(config, epoch, address, range(here, size))
-    runner = local.load(config, 0, address, listener)
+    model = local.load(config, 0, address, listener)
     remote = [rank.wait_ready(reports) for rank in starting]
-    own, addresses = local.open_endpoint(config, epoch, 0, runner)
+    runner, own, addresses = local.open_rank(config, epoch, 0, model)
     return Ranks(
         runner,
         [own, *remote],

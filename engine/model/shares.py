@@ -5,20 +5,20 @@ from __future__ import annotations
 from cluster.errors import ConfigError
 from engine.model.config import ModelConfig
 
-MOST_RANKS = 64  # the largest size that an error message suggests
+MAX_SUGGESTED_RANKS = 64  # in an error message
 
 
 def check_shares(model: ModelConfig, size: int) -> None:
     """Raise ConfigError naming the dimension that `size` ranks can't share equally, and the sizes that fit."""
-    if reason := _in_the_way(model, size):
-        fit = ", ".join(str(one) for one in range(1, MOST_RANKS + 1) if not _in_the_way(model, one))
+    if dimension := _indivisible(model, size):
+        fit = ", ".join(str(one) for one in range(1, MAX_SUGGESTED_RANKS + 1) if not _indivisible(model, one))
         raise ConfigError(
-            f"tensor_parallel {size}: the model's {reason} can't be shared equally; sizes that fit: {fit}",
+            f"tensor_parallel {size}: the model's {dimension} can't be shared equally; sizes that fit: {fit}",
             field="tensor_parallel",
         )
 
 
-def _in_the_way(model: ModelConfig, size: int) -> str:
+def _indivisible(model: ModelConfig, size: int) -> str:
     """The dimension that `size` ranks can't share equally, with its value; "" if there is none."""
     for key, value in (
         ("num_attention_heads", model.num_heads),

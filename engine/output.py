@@ -1,0 +1,154 @@
+"""Turns a step's logits into tokens: progress of sequences, sampling, new choices, ends, failures of single requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cluster.errors import EngineRequestError, engine_request_error
+from engine.next_tokens import Draws, StopLimits, is_sound, next_tokens
+from engine.plan import StepPlan
+from engine.request import PromptChunk, RequestDone, StepOutput, TokenOutput
+from engine.scheduler.decision import StepDecision
+from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Sequence
+from engine.scheduler.states import SequenceState as S
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """Since the start; the fields of EngineStats that have these names."""
+
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    output_tokens: int = 0
+    prefill_chunks: int = 0
+    preemptions: int = 0
+    reservations_evicted: int = 0
+
+
+@dataclass(frozen=True)
+class StepSpan:
+    """Begin and end of a forward pass (monotonic seconds), and the tokens of all its sequences."""
+
+    began: float
+    ended: float
+    tokens: int
+
+
+class OutputProcessor:
+    def __init__(self, scheduler: Scheduler, prefixes: PrefixCache, limits: StopLimits, counters: Counters):
+        self._scheduler = scheduler
+        self._prefixes = prefixes
+        self._limits = limits
+        self._counters = counters
+
+    def process(
+        self, decision: StepDecision, plan: StepPlan, logits: Tensor, span: StepSpan, output: StepOutput
+    ) -> None:
+        """Add the step's tokens and ends to `output`. `logits` is [items of `plan` that want them, vocab]."""
+        for sequence, count in decision.scheduled.items():
+            if sequence.state is not S.RUNNING:  # another choice of its request has failed
+                continue
+            try:
+                self._advance(sequence, count, span)
+            except Exception as error:
+                self._fail(sequence, engine_request_error(error), output)
+        sampled = [s for s, item in zip(decision.scheduled, plan.items, strict=True) if item.wants_logits]
+        draws = [
+            Draws(sequence, row, self._new_choices(sequence))
+            for row, sequence in enumerate(sampled)
+            if sequence.state is S.RUNNING
+        ]
+        for draw, drawn in zip(draws, next_tokens(draws, logits, self._limits), strict=True):
+            if draw.sequence.state is not S.RUNNING:  # another choice of its request has failed
+                continue
+            try:
+                if isinstance(drawn, EngineRequestError):
+                    raise drawn
+                self._accept(draw.sequence, drawn, output)
+                output.tokens.extend(drawn)
+                self._counters.output_tokens += len(drawn)
+            except Exception as error:
+                if not is_sound(logits[draw.logits_row]):
+                    self._scheduler.invalidate(draw.sequence.request.request_id)
+                self._fail(draw.sequence, engine_request_error(error), output)
+
+    def append_tokens(self, first: Sequence, tokens: Seq[TokenOutput]) -> None:
+        """Append to the choice `first` its token. The other tokens, at the end of a prompt, begin choices of their own."""
+        for token in tokens:
+            if token.choice == first.choice:
+                continue
+            sibling = self._scheduler.fork(first, token.choice, token.token_id)
+            if token.finish is not None:
+                self._scheduler.finish(sibling)
+        own = next(token for token in tokens if token.choice == first.choice)
+        first.tokens.append(own.token_id)
+        if own.finish is not None:
+            self._scheduler.finish(first)
+
+    def _advance(self, sequence: Sequence, count: int, span: StepSpan) -> None:
+        """Record that `count` more tokens have their KV; prompt tokens are charged their share of the step's time."""
+        prompt = max(0, min(sequence.num_computed + count, sequence.num_prompt) - sequence.num_computed)
+        if prompt or count > 1:
+            work, counters = sequence.prompt_work, self._counters
+            work.tokens += prompt
+            work.seconds += prompt * (span.ended - span.began) / span.tokens
+            counters.prompt_tokens_computed += prompt
+            if prompt and (count < sequence.missing or work.chunks):
+                counters.prefill_chunks += 1
+            work.chunks.append(PromptChunk(span.began, span.ended, count))
+        sequence.num_computed += count
+        self._prefixes.register(sequence, sequence.num_computed)
+
+    def _new_choices(self, sequence: Sequence) -> int:
+        """How many choices are drawn from its logits: all of them at the end of the prompt, then one."""
+        request = sequence.request
+        fresh = len(sequence.tokens) == sequence.num_prompt + len(request.output_tokens)
+        return request.n if fresh and len(self._scheduler.requests[request.request_id]) == 1 else 1
+
+    def _accept(self, sequence: Sequence, tokens: list[TokenOutput], output: StepOutput) -> None:
+        request_id = sequence.request.request_id
+        if sequence.request.prefill_only:
+            self._scheduler.park(request_id)
+            output.done.append(request_done([sequence]))
+            return
+        self.append_tokens(sequence, tokens)
+        if sequence.state is not S.FINISHED:
+            return
+        choices = self._scheduler.requests[request_id]
+        if all(s.state is S.FINISHED for s in choices):
+            output.done.append(request_done(choices))
+            self._scheduler.remove(request_id)
+
+    def _fail(self, sequence: Sequence, error: EngineRequestError, output: StepOutput) -> None:
+        """End the whole request. One that exports KV keeps its blocks until `abort`: they may still be read."""
+        request_id = sequence.request.request_id
+        level = logging.WARNING if error.field else logging.ERROR  # a field of the request is the reason
+        log.log(level, "request %s failed: %s", request_id, error.message, exc_info=error.__cause__)
+        output.done.append(request_done(self._scheduler.requests[request_id], error=error))
+        if sequence.request.export:
+            self._scheduler.park(request_id)
+        else:
+            self._scheduler.remove(request_id)
+
+
+def request_done(
+    choices: Seq[Sequence], *, preempted: bool = False, error: EngineRequestError | None = None
+) -> RequestDone:
+    first = choices[0]
+    return RequestDone(
+        first.request.request_id,
+        preempted,
+        min(first.cached_tokens, first.num_prompt),
+        first.prompt_work.tokens,
+        first.prompt_work.seconds,
+        tuple(first.prompt_work.chunks),
+        error,
+    )

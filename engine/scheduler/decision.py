@@ -1,0 +1,38 @@
+"""What the scheduler decided for one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.plan import BlockCopy, PlanItem, StepPlan
+from engine.scheduler.sequence import Sequence
+
+
+@dataclass
+class StepDecision:
+    """What a step computes, and the reservations and requests that lost their blocks to it."""
+
+    scheduled: dict[Sequence, int] = field(
+        default_factory=dict
+    )  # tokens to compute; their blocks are allocated
+    copies: list[BlockCopy] = field(default_factory=list)
+    evicted_reservations: list[str] = field(default_factory=list)  # now EVICTED; the worker aborts them
+    returned: list[list[Sequence]] = field(
+        default_factory=list
+    )  # to the router: the choices of each, finished
+    preemptions: int = 0
+    cached_tokens: int = 0  # of the sequences that were admitted
+
+    def plan(self) -> StepPlan:
+        items = [
+            PlanItem(
+                request_id=s.request.request_id,
+                token_ids=s.tokens[s.num_computed : s.num_computed + count],
+                begin=s.num_computed,
+                block_ids=s.blocks,
+                wants_logits=count == s.missing,
+                export=s.request.export,
+            )
+            for s, count in self.scheduled.items()
+        ]
+        return StepPlan(items, self.copies)

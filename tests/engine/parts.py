@@ -1,0 +1,63 @@
+"""A scheduler and an output processor without an engine or a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from cluster.config.worker import EngineConfig
+from engine.cache.block_pool import BlockPool
+from engine.next_tokens import StopLimits
+from engine.output import Counters, OutputProcessor, StepSpan
+from engine.request import ChainReport, EngineRequest, SamplingParams, StepOutput
+from engine.scheduler.decision import StepDecision
+from engine.scheduler.prefix_cache import PrefixCache
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import Sequence
+
+PAGE, VOCAB, CONTEXT, EOS = 4, 16, 256, 2
+
+
+def request(name: str, prompt: list[int], new: int = 40, **more: object) -> EngineRequest:
+    sampling = SamplingParams(temperature=0.0, max_tokens=new)
+    return EngineRequest(name, prompt, sampling, **more)  # type: ignore[arg-type]
+
+
+class Parts:
+    def __init__(self, blocks: int, **settings: object):
+        config = EngineConfig(model=Path("/none"), page_size=PAGE, max_model_len=CONTEXT, **settings)  # type: ignore[arg-type]
+        self.reports: list[ChainReport] = []
+        self.pool = BlockPool(blocks)
+        prefixes = PrefixCache(
+            self.pool, PAGE, self.reports.append, secret=b"s", enabled=config.prefix_caching
+        )
+        self.counters = Counters()
+        self.scheduler = Scheduler(config, self.pool, prefixes)
+        self.outputs = OutputProcessor(self.scheduler, prefixes, StopLimits((EOS,), CONTEXT), self.counters)
+
+    def choices(self, name: str) -> list[Sequence]:
+        return self.scheduler.requests[name]
+
+    def process(self, decision: StepDecision, rows: list[int | float]) -> StepOutput:
+        """As if the model had computed the step: the greedy token of each row of logits; a float fills the whole row."""
+        plan, output = decision.plan(), StepOutput([], [])
+        logits = torch.zeros(len(rows), VOCAB)
+        for row, value in zip(logits, rows, strict=True):
+            if isinstance(value, float):
+                row[:] = value
+            else:
+                row[value] = 1.0
+        assert len(rows) == sum(item.wants_logits for item in plan.items)
+        span = StepSpan(10.0, 12.0, sum(decision.scheduled.values()))
+        self.outputs.process(decision, plan, logits, span, output)
+        self.check()
+        return output
+
+    def check(self) -> None:
+        self.pool.check_integrity(Counter(b for s in self.scheduler.sequences() for b in s.blocks))
+
+    def scheduled(self, decision: StepDecision) -> dict[str, int]:
+        self.check()
+        return {f"{s.request.request_id}/{s.choice}": count for s, count in decision.scheduled.items()}
