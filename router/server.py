@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from cluster.membership.reader import Members
+from cluster.protocol.times import LOOP_STALL_SECONDS
 from cluster.rpc import health
 from cluster.rpc.health import Health
 from cluster.security.key_file import ApiKeys
@@ -52,7 +53,6 @@ EXTRA_STREAMS = 64
 LOOK_SECONDS = 0.02
 QUIET_SECONDS = 0.5
 log = logging.getLogger(__name__)
-STALL_SECONDS = 30.0  # without a turn of the loop for so long, a router is dead
 # Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 256 << 10
@@ -227,7 +227,7 @@ class Router:
     def _why_not_live(self) -> list[str]:
         """Asked on the probes' threads, which go on when the loop that serves stands still."""
         silent = time.monotonic() - self._turned
-        return [f"the event loop has stood still for {silent:.0f} s"] if silent > STALL_SECONDS else []
+        return [f"the event loop has stood still for {silent:.0f} s"] if silent > LOOP_STALL_SECONDS else []
 
     async def _serve_http(self) -> None:
         # uvicorn installs its own signal handlers, and raises what it caught again at its end: the process is ours.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
+from cluster.protocol.times import BEAT_SECONDS
 from wire import common_pb2
 
-BEAT_SECONDS = 0.5
 MAX_UNREAD_TOKENS = 256
 
 

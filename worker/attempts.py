@@ -18,12 +18,12 @@ from typing import Generic, Protocol, TypeVar
 
 from cluster.background_tasks import FollowUps
 from cluster.errors import OverloadedError, StaleTransferError
+from cluster.protocol.times import DETACH_SECONDS
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 from worker.ended_attempts import EndedAttempts
 
 log = logging.getLogger(__name__)
-DETACH_SECONDS = 1.5
 
 
 class HasLog(Protocol):

@@ -27,6 +27,7 @@ from cluster.membership.registration import Registration
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Locating
 from cluster.membership.types import Then, WorkerInfo
+from cluster.protocol.times import LOST_SECONDS
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.security.tls import worker_peers
 from cluster.telemetry.exporter import MetricsServer
@@ -41,7 +42,6 @@ from worker.health import Health, Phase
 from worker.model_id import make_model_id
 from worker.ranks.process import RankRaised
 from worker.ranks.ranks import Ranks, open_ranks
-from worker.ranks.watch import LOST_SECONDS
 from worker.self_check import SelfCheck
 from worker.server import WorkerServer
 from worker.validate import SpecLimits

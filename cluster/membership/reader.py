@@ -20,7 +20,13 @@ from cluster.kubernetes.pod import Pod
 from cluster.membership import keys, scripts
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Location
-from cluster.membership.types import LEASE_DEAD_SECONDS, WorkerInfo, lease_of
+from cluster.membership.types import WorkerInfo, lease_of
+from cluster.protocol.times import (
+    FORGET_SECONDS,
+    LEASE_DEAD_SECONDS,
+    REFRESH_SECONDS,
+    REGISTER_AGAIN_SECONDS,
+)
 from cluster.redis.connect import connect, connect_async
 from cluster.redis.elsewhere import leave_async
 from wire import common_pb2
@@ -37,9 +43,6 @@ _NUMBERS = {
 }
 _TEXTS = ("worker_id", "model_id", "address", "metrics_address", "place", "host", "process")
 log = logging.getLogger(__name__)
-FORGET_SECONDS = 300.0
-REFRESH_SECONDS = 0.25
-REGISTER_AGAIN_SECONDS = 2.0
 
 
 def decode(answer: Sequence[Any]) -> list[WorkerInfo]:

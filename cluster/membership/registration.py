@@ -15,7 +15,8 @@ import redis
 
 from cluster.membership import keys, scripts
 from cluster.membership.status import WorkerStatus
-from cluster.membership.types import LEASE_DEAD_SECONDS, RENEW_SECONDS, Then, WorkerInfo
+from cluster.membership.types import Then, WorkerInfo
+from cluster.protocol.times import LEASE_DEAD_SECONDS, RENEW_SECONDS
 from cluster.redis.connect import connect
 from cluster.redis.elsewhere import leave
 

@@ -9,10 +9,7 @@ from cluster.config.worker import Role
 from cluster.kubernetes.pod import Pod
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Location
-
-LEASE_SUSPECT_SECONDS = 2.0
-LEASE_DEAD_SECONDS = 5.0
-RENEW_SECONDS = 0.5
+from cluster.protocol.times import LEASE_DEAD_SECONDS, LEASE_SUSPECT_SECONDS
 
 Lease = Literal["live", "suspect", "dead"]
 # What a drained worker does: its process ends, or stays without a worker (in a pod that ends anyway, Ray would only

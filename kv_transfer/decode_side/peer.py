@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster import errors
 from cluster.faults.points import inject
+from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS
 from kv_transfer import messages as m
 from kv_transfer.decode_side.in_turn import InTurn
 from kv_transfer.decode_side.ring import Slot
@@ -18,7 +19,6 @@ from kv_transfer.decode_side.validate import check_message
 from kv_transfer.layout.compatibility import check_layouts
 from kv_transfer.layout.digest import NONE, stricter
 from kv_transfer.outbox import Outbox
-from kv_transfer.prefill_side.link import BEAT_SECONDS, LOST_SECONDS
 from wire import common_pb2, handoff_pb2
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ import grpc
 
 from cluster import errors
 from cluster.faults.points import inject
+from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
 from cluster.rpc import errors as rpc
 from kv_transfer import messages as m
 from kv_transfer.layout.digest import stricter
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from kv_transfer.prefill_side.sender import HandoffSender, OutgoingHandoff
 
 log = logging.getLogger(__name__)
-BEAT_SECONDS = 0.5
-SUSPECT_SECONDS = 2.0  # of silence: nothing new goes there
-LOST_SECONDS = 5.0
 ANSWER_SECONDS = 5.0  # D says yes or no between two steps of its engine
 LINGER_SECONDS = 10.0
 PROBE_SECONDS = 3.0

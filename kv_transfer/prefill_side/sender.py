@@ -12,6 +12,7 @@ from typing import Any
 from cluster import errors
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
+from cluster.protocol.times import HANDOFF_STALL_SECONDS
 from cluster.security.tls import Peers
 from cluster.telemetry.metrics import worker as metrics
 from kv_transfer import messages as m
@@ -28,7 +29,6 @@ from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
 TRANSPORTS = ("nixl", "grpc")
-STALL_SECONDS = 10.0  # D grants in turn: one hand-off may wait for others, but not for so long
 LAST_WORDS_SECONDS = 1.0  # how long a closing sender waits for acknowledgements of Drained
 
 
@@ -119,10 +119,10 @@ class OutgoingHandoff:
 
     async def _as_it_progresses(self, future: asyncio.Future[Any]) -> None:
         while not future.done():
-            left = self._progressed + STALL_SECONDS - time.monotonic()
+            left = self._progressed + HANDOFF_STALL_SECONDS - time.monotonic()
             if left <= 0:
                 raise errors.TransportError(
-                    f"nothing of the hand-off was granted or landed for {STALL_SECONDS:.0f} s"
+                    f"nothing of the hand-off was granted or landed for {HANDOFF_STALL_SECONDS:.0f} s"
                 )
             await asyncio.wait([future], timeout=left)
         future.result()

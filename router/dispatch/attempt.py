@@ -20,11 +20,12 @@ import grpc
 from cluster import errors
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.first_token import ends_with_first_token
+from cluster.protocol.times import LOST_SECONDS
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors as rpc
 from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.channels import Channels
-from router.dispatch.liveness import LOST_SECONDS, Liveness, Watch
+from router.dispatch.liveness import Liveness, Watch
 from router.placement.types import Placed
 from wire import common_pb2, decode_pb2, prefill_pb2
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from cluster.protocol.times import LOST_SECONDS, SUSPECT_SECONDS
 from router.dispatch.backoff import Backoff
 
-SUSPECT_SECONDS = 2.0
-LOST_SECONDS = 5.0
 WATCH_SECONDS = 0.1
 
 

@@ -19,6 +19,7 @@ from cluster.membership import keys
 from cluster.membership.reader import Members
 from cluster.membership.topology import LEVELS
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.times import ROUTER_LEASE_SECONDS
 from cluster.redis.connect import connect_async
 from cluster.redis.memory import RedisMemory
 from cluster.telemetry.metrics import router as metrics
@@ -34,7 +35,6 @@ from router.placement.types import Charge, Generation, Mode, Placed, PlacementRe
 
 log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.05
-LEASE_SECONDS = 5.0
 PREDICT_SECONDS = 10.0
 SCRIPT_SECONDS = 0.1  # a hung Redis must not delay a request more than this
 RETRY_SECONDS = 0.5
@@ -114,7 +114,7 @@ class Placement:
         self._closed = True
         self._dirty.set()
         if self._task is not None:
-            await asyncio.wait([self._task], timeout=LEASE_SECONDS)
+            await asyncio.wait([self._task], timeout=ROUTER_LEASE_SECONDS)
         await self._watch.close()
         self._charges.clear()
         await self._settle_once()
@@ -211,7 +211,7 @@ class Placement:
         began, settlings = time.monotonic(), self._settlings
         run, number = self._numbers.run, self._numbers.begin()
         try:
-            identity = run, number, int(LEASE_SECONDS * 1000)
+            identity = run, number, int(ROUTER_LEASE_SECONDS * 1000)
             answer = await self._place(
                 self._script_keys,
                 [*self._arguments(request, candidates.model_id), *identity, *candidates.arguments],
@@ -330,14 +330,14 @@ class Placement:
         renewed = 0.0
         while not self._closed:
             try:
-                async with asyncio.timeout(LEASE_SECONDS / 5):
+                async with asyncio.timeout(ROUTER_LEASE_SECONDS / 5):
                     await self._dirty.wait()
             except TimeoutError:
                 pass
             # An idle router is nearly quiet: it keeps its lease, so that nobody drops its charges between the next
             # placement and the settling after that, and sees to it that what a dead one has charged does not stay.
             quiet = time.monotonic() - renewed
-            if self._dirty.is_set() or quiet > LEASE_SECONDS / (5 if self._charges else 2):
+            if self._dirty.is_set() or quiet > ROUTER_LEASE_SECONDS / (5 if self._charges else 2):
                 self._dirty.clear()
                 await self._settle_once()
                 renewed = time.monotonic()
@@ -372,7 +372,7 @@ class Placement:
             self._settlings += 1
 
     async def _send_table(self, *arguments: Argument) -> int:
-        identity = self._config.router_id, int(LEASE_SECONDS * 1000)
+        identity = self._config.router_id, int(ROUTER_LEASE_SECONDS * 1000)
         return int(await self._settle(self._settle_keys, [*identity, *arguments], SCRIPT_SECONDS))
 
 

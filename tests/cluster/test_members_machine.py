@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cluster.membership import reader as module
-from cluster.membership.reader import FORGET_SECONDS, REGISTER_AGAIN_SECONDS, Members
+from cluster.membership.reader import Members
 from cluster.membership.registration import encode
-from cluster.membership.types import LEASE_DEAD_SECONDS, LEASE_SUSPECT_SECONDS, WorkerInfo
+from cluster.membership.types import WorkerInfo
+from cluster.protocol.times import (
+    FORGET_SECONDS,
+    LEASE_DEAD_SECONDS,
+    LEASE_SUSPECT_SECONDS,
+    REGISTER_AGAIN_SECONDS,
+)
 from tests.virtual_time import VirtualLoop
 
 WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])

@@ -13,11 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import InternalError
 from cluster.kubernetes.pod import Pod
+from cluster.protocol.times import LOST_SECONDS, RANK_QUIET_SECONDS
 from decode_worker.worker import DecodeWorker
 from tests.conftest import Checkpoint
 from tests.worker.fake_rank import FakeRank
 from worker import core as cores
-from worker.ranks.watch import LOST_SECONDS, QUIET_SECONDS
 
 LONG = 60.0
 
@@ -48,7 +48,7 @@ async def test_beats_stop_while_a_rank_is_silent_or_the_engine_hangs(worker, mon
     one, rank = worker
     core = one._core
     assert core.beat_step() == core.host.steps
-    rank.silent = QUIET_SECONDS
+    rank.silent = RANK_QUIET_SECONDS
     assert core.beat_step() is None and core.host.healthy()
     rank.silent = 0.0
     assert core.beat_step() == core.host.steps
@@ -101,7 +101,7 @@ def registered(worker, monkeypatch):
 async def test_the_lease_is_not_renewed_while_a_rank_is_silent(worker, registered):
     healthy, rank = registered(1).healthy, worker[1]
     assert healthy()
-    rank.silent = QUIET_SECONDS
+    rank.silent = RANK_QUIET_SECONDS
     assert not healthy()
     rank.silent = 0.0
     assert healthy()

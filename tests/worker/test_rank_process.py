@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import InternalError, SetupError
+from cluster.protocol.times import RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
 from kv_transfer.messages import Confirmed, Land, NewEpoch, PeerRank, Wake
 from tests.waiting import wait_for
@@ -26,7 +27,7 @@ from worker.ranks.outbox import RankOutbox
 from worker.ranks.pipe import RankHello, RankPipe, Ready
 from worker.ranks.process import START_SECONDS, RemoteRank, serve_pipe, spawn_rank
 from worker.ranks.ranks import Ranks
-from worker.ranks.watch import QUIET_SECONDS, RankWatch
+from worker.ranks.watch import RankWatch
 
 BIG = Land(b"", bytes(100_000))  # more than a pipe holds
 MANY = 64
@@ -138,11 +139,11 @@ class NoProcess:
 def test_a_stopped_rank_is_silent_until_it_wakes():
     with spawned() as (remote, _, failures):
         leader = Arrivals()
-        assert remote.silent_seconds(leader) < QUIET_SECONDS
+        assert remote.silent_seconds(leader) < RANK_QUIET_SECONDS
         os.kill(pid_of(remote), signal.SIGSTOP)
-        wait_for(lambda: remote.silent_seconds(leader) > QUIET_SECONDS, 30.0, "it is silent")
+        wait_for(lambda: remote.silent_seconds(leader) > RANK_QUIET_SECONDS, 30.0, "it is silent")
         os.kill(pid_of(remote), signal.SIGCONT)
-        wait_for(lambda: remote.silent_seconds(leader) < QUIET_SECONDS, 30.0, "it is heard again")
+        wait_for(lambda: remote.silent_seconds(leader) < RANK_QUIET_SECONDS, 30.0, "it is heard again")
         assert not failures
 
 

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from cluster.protocol.times import LOST_SECONDS, RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
 from tests.virtual_time import VirtualLoop
 from tests.worker.fake_rank import FakeRank
-from worker.ranks.watch import LOST_SECONDS, QUIET_SECONDS, RankWatch
+from worker.ranks.watch import RankWatch
 
 PATIENCE = 30.0
 
@@ -46,7 +47,7 @@ def test_the_rank_that_is_silent_longest_decides():
     ranks = [FakeRank(1, 0.1), FakeRank(2, 0.1)]
     watch = RankWatch(ranks, Arrivals())
     assert watch.prompt() and watch.healthy()
-    ranks[1].silent = QUIET_SECONDS
+    ranks[1].silent = RANK_QUIET_SECONDS
     assert not watch.prompt() and watch.healthy()
     ranks[1].silent, ranks[0].silent = 0.1, LOST_SECONDS
     assert not watch.prompt() and not watch.healthy()

@@ -54,7 +54,7 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Beat:
-    """Sent every BEAT_SECONDS while the process runs. `arrived`: collective operations entered so far."""
+    """Sent every RANK_BEAT_SECONDS while the process runs. `arrived`: collective operations entered so far."""
 
     arrived: int
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.errors import InternalError, SetupError
+from cluster.protocol.times import RANK_BEAT_SECONDS
 from engine.parallel.group import Arrivals
 from worker.ranks.outbox import RankOutbox
 from worker.ranks.pipe import Beat, Close, Failed, Leaving, Raised, RankHello, RankPipe, Ready
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 START_SECONDS = 300.0
 LEAVING_FILE = "BATON_LEAVING_FILE"  # in the environment of ranks in pods of their own
 LEAVING_LOOK_SECONDS = 1.0
-BEAT_SECONDS = 0.15
 END_SECONDS = 10.0
 
 
@@ -224,7 +224,7 @@ def _beat(arrivals: Arrivals, send: Callable[[Any], None]) -> None:
     with contextlib.suppress(OSError):  # the leader is gone: `_receive` ends this process
         while True:
             send(Beat(arrivals.count))
-            time.sleep(BEAT_SECONDS)
+            time.sleep(RANK_BEAT_SECONDS)
 
 
 def _tell_leaving(file: Path, send: Callable[[Any], None]) -> None:

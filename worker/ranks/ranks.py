@@ -22,6 +22,7 @@ from cluster.addresses import advertised
 from cluster.config.worker import WorkerConfig
 from cluster.errors import BatonError, ConfigError, InternalError, SetupError
 from cluster.faults.orders import open_faults
+from cluster.protocol.times import RANK_QUIET_SECONDS
 from engine.build import check, load_runner
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup, listen_at
 from engine.runner import ModelRunner
@@ -39,7 +40,7 @@ from worker.ranks.process import (
     serve_pipe,
     spawn_rank,
 )
-from worker.ranks.watch import LOOK_SECONDS, QUIET_SECONDS, RankWatch
+from worker.ranks.watch import LOOK_SECONDS, RankWatch
 
 log = logging.getLogger(__name__)
 STOP_SECONDS = 2.0  # limit of the group's last operation
@@ -80,7 +81,7 @@ class Ranks:
             stopping = threading.Thread(target=self.runner.stop_ranks, name="stop-ranks", daemon=True)
             stopping.start()
             stopping.join(STOP_SECONDS)
-        self.watch.kill_silent(QUIET_SECONDS)
+        self.watch.kill_silent(RANK_QUIET_SECONDS)
         for rank in self.remote:
             rank.start_closing()
         deadline = time.monotonic() + END_SECONDS

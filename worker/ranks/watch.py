@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from cluster.errors import InternalError
+from cluster.protocol.times import LOST_SECONDS, RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
 
-QUIET_SECONDS = 0.5  # three beats
-LOST_SECONDS = 5.0
 LOOK_SECONDS = 0.5
 # Between two observations of a busy loop; after a longer one this process was stopped
 MAX_PERIOD_SECONDS = 2.0
@@ -54,7 +53,7 @@ class RankWatch:
 
     def prompt(self) -> bool:
         """Whether this worker may send beats and renew its lease."""
-        return self.silent_seconds() < QUIET_SECONDS
+        return self.silent_seconds() < RANK_QUIET_SECONDS
 
     def healthy(self) -> bool:
         return self.silent_seconds() < LOST_SECONDS
@@ -84,7 +83,7 @@ class RankWatch:
             for rank in self._ranks:
                 if rank.failure:
                     return fail(InternalError(rank.failure))
-                if rank.silent_seconds(self._leader) < QUIET_SECONDS:
+                if rank.silent_seconds(self._leader) < RANK_QUIET_SECONDS:
                     silent.pop(rank.rank, None)
                     continue
                 silent[rank.rank] = silent.get(rank.rank, -passed) + passed  # 0 at the first observation

@@ -12,9 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from cluster.protocol.times import LOST_SECONDS, SUSPECT_SECONDS
 from router.dispatch import liveness as module
 from router.dispatch.backoff import MOST_SECONDS
-from router.dispatch.liveness import LOST_SECONDS, SUSPECT_SECONDS, WATCH_SECONDS, Liveness, Watch
+from router.dispatch.liveness import WATCH_SECONDS, Liveness, Watch
 from tests.virtual_time import VirtualLoop
 
 WORKERS = st.sampled_from(["d0", "d1"])

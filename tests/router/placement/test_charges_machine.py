@@ -19,8 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from cluster.config.router import RouterConfig
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.times import ROUTER_LEASE_SECONDS
 from router.placement import placement as module
-from router.placement.placement import LEASE_SECONDS, Placement
+from router.placement.placement import Placement
 from router.placement.types import PlacementRequest
 
 NAMES = st.sampled_from(["one", "two"])
@@ -148,7 +149,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 way.run(names, arguments)
                 REACHED["arrived late"] += 1
 
-        @rule(seconds=st.sampled_from([1, LEASE_SECONDS + 1]))
+        @rule(seconds=st.sampled_from([1, ROUTER_LEASE_SECONDS + 1]))
         def time_passes(self, seconds: float) -> None:
             """Let a lease pass: routers that do not settle meanwhile count as dead."""
             self.tick(seconds)
@@ -196,10 +197,10 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             for name in self.routers:
                 for transfer in self.held[name]:
                     self.routers[name].release(transfer)
-            self.tick(LEASE_SECONDS + 1)
+            self.tick(ROUTER_LEASE_SECONDS + 1)
             self.settled()
             assert self.load() == {}
-            self.tick(LEASE_SECONDS + 1)
+            self.tick(ROUTER_LEASE_SECONDS + 1)
             self.settled()
             assert not client.keys(f"{{{self.namespace}}}:chg:*"), "a table without charges"
 

@@ -161,7 +161,7 @@ async def load_is(placement: Placement, namespace: str, total: int) -> None:
 @pytest.fixture
 def settles_only_when_told(monkeypatch):
     """An idle router would heal its charges by itself, within some seconds."""
-    monkeypatch.setattr("router.placement.placement.LEASE_SECONDS", 60.0)
+    monkeypatch.setattr("router.placement.placement.ROUTER_LEASE_SECONDS", 60.0)
 
 
 @pytest.mark.usefixtures("settles_only_when_told")
