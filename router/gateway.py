@@ -167,9 +167,5 @@ class RequestGateway:
     def why_not_ready(self) -> list[str]:
         if self.leaving:
             return ["draining: this router leaves"]
-        members = self.services.members
-        if not members.decode:
-            return ["no decode worker is there"]
-        if not members.prefill and self.services.placement.mode == "never":
-            return ["no prefill worker is there"]
-        return []
+        missing = self.services.placement.view.eligibility.missing_role()
+        return [f"no {missing} worker is there"] if missing else []

@@ -139,19 +139,6 @@ class Members:
     def all(self) -> list[WorkerInfo]:
         return self._workers
 
-    @property
-    def prefill(self) -> list[WorkerInfo]:
-        return self._usable("prefill")
-
-    @property
-    def decode(self) -> list[WorkerInfo]:
-        return self._usable("decode")
-
-    def _usable(self, role: Role) -> list[WorkerInfo]:
-        ready = [w for w in self._workers if w.role == role and w.state == "ready"]
-        live = [worker for worker in ready if worker.lease == "live"]
-        return live or [worker for worker in ready if worker.lease == "suspect"] or ready
-
     async def start(self) -> None:
         await self.refresh()
         self._task = asyncio.get_running_loop().create_task(self._run())

@@ -21,9 +21,8 @@ from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.observe.live.recorder import Recorder
 from router.observe.traces.arrival import Arrival
 from router.observe.traces.request_trace import RequestTrace
-from router.placement.generations import usable
 from router.placement.placement import Placement
-from router.placement.types import PlacementRequest
+from router.placement.types import PlacementRequest, Reason
 from router.quota.quota import Quota
 from router.request.completion import Completion
 from router.request.resume_tickets import Tickets
@@ -78,12 +77,15 @@ class Services:
         if not self.members.all:
             raise UnavailableError("no worker is there", retry_after_seconds=1.0)
 
-    def without_parted(self, request: PlacementRequest) -> PlacementRequest:
-        """Of workers that do not reach each other, the request leaves one of each two out."""
+    def without_unreachable_pairs(self, request: PlacementRequest) -> PlacementRequest:
+        """The request, excluding one of every two workers that do not reach each other."""
         if not self.pairs.any_unreachable:
             return request
-        prefill, decode = usable(self.members.prefill, request), usable(self.members.decode, request)
-        return replace(request, excluded=request.excluded | self.pairs.left_out(prefill, decode))
+        eligibility = self.placement.view.eligibility
+        out = self.pairs.left_out(
+            eligibility.usable("prefill", request), eligibility.usable("decode", request)
+        )
+        return replace(request, excluded={**request.excluded, **dict.fromkeys(out, Reason.UNREACHABLE)})
 
     def salt(self, model_id: str, prefix_scope: str) -> bytes:
         """Of a model's block hashes, for those who share prefixes."""

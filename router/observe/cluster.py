@@ -22,9 +22,9 @@ _LEASES = ("live", "suspect", "dead")
 
 def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
     calls, costs = declared.REDIS_CALLS.create_family(), declared.PLACEMENT_COST.create_family()
-    calls.adopt(services.placement.seconds, "place")
+    calls.adopt(services.placement.script.seconds, "place")
     calls.adopt(services.quota.seconds, "quota")
-    for term, histogram in services.placement.cost_terms.items():
+    for term, histogram in services.placement.script.cost_terms.items():
         costs.adopt(histogram, term)
     return [
         calls,
@@ -79,8 +79,8 @@ def _redis(services: Services) -> list[ScrapedMetric]:
         declared.REDIS_ERRORS.read(
             lambda: {
                 "membership": members.errors,
-                "place": placement.errors["place"],
-                "settle": placement.errors["settle"],
+                "place": placement.script.errors,
+                "settle": placement.settlement.errors,
                 "quota": quota.errors,
             }
         ),

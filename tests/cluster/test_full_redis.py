@@ -91,7 +91,8 @@ def others(client: redis.Redis, namespace: str) -> set[bytes]:
 
 
 async def test_a_full_index_stops_nothing(small, client, namespace, cluster, monkeypatch) -> None:
-    monkeypatch.setattr("router.placement.placement.SCRIPT_SECONDS", 10.0)
+    for module in ("settlement", "place_script"):
+        monkeypatch.setattr(f"router.placement.{module}.SCRIPT_SECONDS", 10.0)
     monkeypatch.setattr("router.quota.quota.CALL_SECONDS", 10.0)
     placement, quota, registrations = cluster
     limits = RateLimits(requests_per_minute=1000, tokens_per_minute=10_000_000)
@@ -103,7 +104,7 @@ async def test_a_full_index_stops_nothing(small, client, namespace, cluster, mon
         await asyncio.to_thread(fill, client, namespace, registrations[0].slot, registrations[0].name, 3000)
         request = PlacementRequest(bytes([round_]) * 16, RNG.randbytes(8 * 16), 256, 10)
         placed = await placement.place(request)
-        assert placed.from_redis and not placement.errors
+        assert placed.from_redis and not placement.script.errors
         charge = await quota.charge("t", limits, 10, Claim(str(round_)))
         assert charge is not None and charge.certain and not quota.errors
         await quota.settle(charge, Use(5, 5))
@@ -132,7 +133,7 @@ async def test_a_full_index_stops_nothing(small, client, namespace, cluster, mon
 
 
 def _decode(placement: Placement) -> bytes:
-    (charge,) = placement._charges.values()
+    (charge,) = placement._charges._charges.values()
     return charge.decode.encode()
 
 

@@ -24,6 +24,7 @@ from router.dispatch.services import Services
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.placement.calibration import Calibration
 from router.placement.types import Generation, Placed, PlacementRequest
+from router.placement.worker_view import WorkerView
 from router.request.completion import Completion
 from router.text.tokenizer import ModelText
 from wire import common_pb2
@@ -155,7 +156,7 @@ class World:
         self.scripts = list(scripts)
         self.attempts: list[Scripted] = []
         self.released: list[bytes] = []
-        self.excluded: list[frozenset[str]] = []
+        self.excluded: list[set[str]] = []
         self.calibration = Calibration()
         facts = {
             "place": "",
@@ -164,11 +165,15 @@ class World:
             "model_id": "m",
             "page_size": 16,
             "layout": b"",
+            "state": "ready",
+            "lease": "live",
         }
         self.p, self.d = (
-            SimpleNamespace(worker_id=name, address=name, epoch=1, name=name, **facts) for name in ("p", "d")
+            SimpleNamespace(worker_id=name, address=name, epoch=1, name=name, role=role, **facts)
+            for name, role in (("p", "prefill"), ("d", "decode"))
         )
-        members: Any = SimpleNamespace(all=[self.p, self.d], prefill=[self.p], decode=[self.d])
+        members: Any = SimpleNamespace(all=[self.p, self.d])
+        self.view = WorkerView(members.all, "fallback")
         stand_in: Any = self
         config = RouterConfig(model=Path("/none"), max_attempts=50)
         self.services = Services(config, text, members, stand_in, stand_in, stand_in)
@@ -181,7 +186,7 @@ class World:
         """No quota."""
 
     async def place(self, request: PlacementRequest) -> Placed:
-        self.excluded.append(request.excluded)
+        self.excluded.append(set(request.excluded))
         return Placed(self.p, self.d, 0, 0, False)  # type: ignore[arg-type]
 
     def prefilled(self, transfer_id: bytes) -> None:
