@@ -23,7 +23,7 @@ _LEASES = ("live", "suspect", "dead")
 def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
     calls, costs = declared.REDIS_CALLS.create_family(), declared.PLACEMENT_COST.create_family()
     calls.adopt(services.placement.script.seconds, "place")
-    calls.adopt(services.quota.seconds, "quota")
+    calls.adopt(services.quota.scripts.seconds, "quota")
     for term, histogram in services.placement.script.cost_terms.items():
         costs.adopt(histogram, term)
     return [
@@ -81,7 +81,7 @@ def _redis(services: Services) -> list[ScrapedMetric]:
                 "membership": members.errors,
                 "place": placement.script.errors,
                 "settle": placement.settlement.errors,
-                "quota": quota.errors,
+                "quota": quota.scripts.errors,
             }
         ),
         declared.REDIS_MEMORY_USED.read(lambda: placement.memory.used_bytes),

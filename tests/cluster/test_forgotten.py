@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.membership import keys, scripts
-from cluster.membership.registration import encode
+from cluster.membership.registry import encode
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.times import FORGET_SECONDS
 from cluster.redis.connect import connect

@@ -93,7 +93,7 @@ def others(client: redis.Redis, namespace: str) -> set[bytes]:
 async def test_a_full_index_stops_nothing(small, client, namespace, cluster, monkeypatch) -> None:
     for module in ("settlement", "place_script"):
         monkeypatch.setattr(f"router.placement.{module}.SCRIPT_SECONDS", 10.0)
-    monkeypatch.setattr("router.quota.quota.CALL_SECONDS", 10.0)
+    monkeypatch.setattr("router.quota.scripts.CALL_SECONDS", 10.0)
     placement, quota, registrations = cluster
     limits = RateLimits(requests_per_minute=1000, tokens_per_minute=10_000_000)
     first = await quota.charge("t", limits, 500, Claim("first"))
@@ -106,7 +106,7 @@ async def test_a_full_index_stops_nothing(small, client, namespace, cluster, mon
         placed = await placement.place(request)
         assert placed.from_redis and not placement.script.errors
         charge = await quota.charge("t", limits, 10, Claim(str(round_)))
-        assert charge is not None and charge.certain and not quota.errors
+        assert charge is not None and charge.certain and not quota.scripts.errors
         await quota.settle(charge, Use(5, 5))
         placement.release(request.transfer_id)
     assert client.info("stats")["evicted_keys"] > 1000, "it was full"
@@ -128,7 +128,7 @@ async def test_a_full_index_stops_nothing(small, client, namespace, cluster, mon
     )
     assert first is not None
     await quota.settle(first, Use(200, 100))
-    assert quota.unsettled == 0 and not quota.errors
+    assert quota.unsettled == 0 and not quota.scripts.errors
     await asyncio.to_thread(newcomer.stop)
 
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.membership import reader as module
 from cluster.membership.reader import Members
-from cluster.membership.registration import encode
+from cluster.membership.registry import encode
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.times import (
     FORGET_SECONDS,

@@ -72,7 +72,7 @@ class Way:
 
 @pytest.fixture
 async def way(redis_url, tmp_path, monkeypatch):
-    monkeypatch.setattr("router.quota.quota.CALL_SECONDS", 10.0)
+    monkeypatch.setattr("router.quota.scripts.CALL_SECONDS", 10.0)
     async with Way(redis_url, tmp_path / "way.sock") as made:
         yield made
 

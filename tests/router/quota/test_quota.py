@@ -21,7 +21,7 @@ from tests.waiting import until
 @pytest.fixture
 async def routers(redis_url, namespace, monkeypatch):
     # What a busy machine lets wait must not count as an outage: a call given up may have been charged.
-    monkeypatch.setattr("router.quota.quota.CALL_SECONDS", 10.0)
+    monkeypatch.setattr("router.quota.scripts.CALL_SECONDS", 10.0)
     made = [Quota(redis_url, namespace, CollectorRegistry()) for _ in range(2)]
     yield made
     for one in made:
@@ -261,7 +261,7 @@ async def test_a_charge_whose_answer_came_too_late_is_settled_by_use(routers, bu
     await warm(quota)
     paused(500)
     with monkeypatch.context() as hurried:
-        hurried.setattr("router.quota.quota.CALL_SECONDS", 0.1)
+        hurried.setattr("router.quota.scripts.CALL_SECONDS", 0.1)
         late = await quota.charge("t", WIDE, 9000, Claim("late"))
     assert late is not None and not late.certain
     await until(lambda: bucket() == (1, 9), "it was charged all the same")
@@ -337,7 +337,7 @@ async def test_everybody_is_let_in_while_redis_is_gone(tmp_path, namespace, capl
     server = EmbeddedRedis.start(tmp_path / "redis")
     quota = Quota(server.url, namespace, CollectorRegistry())
     limits = RateLimits(requests_per_minute=1)
-    with caplog.at_level(logging.INFO, logger="router.quota.quota"):
+    with caplog.at_level(logging.INFO, logger="router.quota.scripts"):
         await admitted([quota], limits, 1, 1)
         before = unchecked(quota)
         os.kill(server.pid, signal.SIGSTOP)

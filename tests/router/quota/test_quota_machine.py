@@ -21,8 +21,10 @@ from prometheus_client import CollectorRegistry
 
 from cluster.errors import OverloadedError
 from cluster.security.keys import RateLimits
-from router.quota import quota as module
+from router.quota import quota as quota_module
+from router.quota import scripts
 from router.quota.quota import Charge, Claim, Quota, Use
+from router.quota.scripts import script_source
 
 NAMES = st.sampled_from(["a", "b", "c"])
 WAYS = st.sampled_from(["well", "well", "well", "repeated", "answer lost", "late"])
@@ -133,8 +135,8 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
             self.quotas = self.loop.run_until_complete(make())
             for quota in self.quotas:
-                quota._charge = Way(self, with_our_clock(module.script_source("charge.lua")))  # type: ignore[assignment]
-                quota._settle = Way(self, with_our_clock(module.script_source("settle.lua")))  # type: ignore[assignment]
+                quota.scripts._charge = Way(self, with_our_clock(script_source("charge.lua")))  # type: ignore[assignment]
+                quota.scripts._settle = Way(self, with_our_clock(script_source("settle.lua")))  # type: ignore[assignment]
                 quota._repeating = True  # said again where this machine says so
 
         # --- the model -------------------------------------------------------------------------------------
@@ -307,7 +309,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             self.forget()
             quota, self.way = self.quotas[which], "well"
             waiting, before = [one.charge for _, one in quota._unsettled._waiting], list(self.sent)
-            self.loop.run_until_complete(quota._say_again())
+            self.loop.run_until_complete(quota._settle_again())
             quota._repeating = True
             assert quota.unsettled == 0
             for charge in waiting:
@@ -316,7 +318,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                     for one in before
                     if one.held is not None
                     and one.held.charge is charge
-                    and one.script == quota._settle.source
+                    and one.script == quota.scripts._settle.source
                 )
                 REACHED["said again"] += 1
                 assert call.held is not None
@@ -402,7 +404,8 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
 
 def test_charges_in_any_order(redis_url, monkeypatch):
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+    for module in (quota_module, scripts):
+        monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
     how = settings(
         max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
