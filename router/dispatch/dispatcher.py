@@ -137,7 +137,7 @@ class RequestDispatcher:
         except Exception as error:  # the reader of the queue deals with it
             self._fail(error)
         else:
-            self._services.at_done(self._completion.request_id)
+            self._services.faults.done(self._completion.request_id)
             self._deltas.end()
 
     def _fail(self, error: Exception) -> None:
@@ -273,7 +273,7 @@ class RequestDispatcher:
         """Returns when every choice has its end. Raises _Retry, or the error that ends the request."""
         self.stats.attempts += 1
         try:
-            self._services.at_placed(attempt.transfer_id)
+            self._services.faults.placed(attempt.transfer_id)
             attempt.start()
             while True:
                 events = await attempt.events.take()
@@ -304,7 +304,7 @@ class RequestDispatcher:
         return waiting <= attempt.finished | attempt.lost or self._completion.stop != ()
 
     def _token(self, event: TokenCame, attempt: Attempt, choices: list[ChoiceStream], now: float) -> None:
-        self._services.at_token(attempt.transfer_id)
+        self._services.faults.token(attempt.transfer_id)
         choice = choices[event.token.choice - choices[0].index]
         try:
             delta = choice.take(event.token)

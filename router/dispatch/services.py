@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.background_tasks import FollowUps
 from cluster.config.router import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.faults.orders import open_faults
-from cluster.faults.points import Point
+from cluster.faults.points import FaultPoint, Faults, Point
 from cluster.membership.reader import Members
 from cluster.protocol.block_hash import make_salt
 from cluster.telemetry.metrics import router as metrics
@@ -34,6 +35,19 @@ if TYPE_CHECKING:
 MAX_SALTS = 4096  # tenants whose salt is kept at hand
 
 
+class RequestFaults(NamedTuple):
+    """Points of a request at which faults can be injected."""
+
+    placed: FaultPoint
+    token: FaultPoint
+    done: FaultPoint
+
+    @classmethod
+    def of(cls, faults: Faults) -> RequestFaults:
+        points = (Point.ROUTER_PLACED, Point.ROUTER_TOKEN, Point.ROUTER_DONE)
+        return cls(*map(faults.point, points))
+
+
 class Services:
     def __init__(
         self,
@@ -43,6 +57,7 @@ class Services:
         placement: Placement,
         channels: Channels,
         quota: Quota,
+        tracing: Tracing | None = None,
     ):
         self.config = config
         self.text = text
@@ -55,11 +70,8 @@ class Services:
         self.liveness = Liveness()
         self.pairs = UnreachablePairs()
         self.recorder = Recorder()
-        faults = open_faults(config.fault_orders, config.router_id)
-        self.at_placed = faults.point(Point.ROUTER_PLACED)
-        self.at_token = faults.point(Point.ROUTER_TOKEN)
-        self.at_done = faults.point(Point.ROUTER_DONE)
-        self.tracing: Tracing | None = None
+        self.faults = RequestFaults.of(open_faults(config.fault_orders, config.router_id))
+        self.tracing = tracing
         self.inter_token_seconds = metrics.ITL.create()
         self._cleanups = FollowUps()
 
@@ -102,3 +114,12 @@ class Services:
 
     async def finish(self, seconds: float) -> None:
         await self._cleanups.wait(seconds)
+
+    async def close(self) -> None:
+        await self.channels.close()
+        await self.placement.close()
+        await self.quota.close()
+        await self.members.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+        self.text.close()
