@@ -23,7 +23,7 @@ from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.engine_failures import EngineFailures
 from router.dispatch.exclusions import ended_by, exclusions
-from router.dispatch.quota_lease import charged
+from router.dispatch.quota_lease import quota_lease
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.retry_policy import RetryPolicy
 from router.dispatch.services import Services
@@ -107,7 +107,7 @@ class RequestDispatcher:
         return all(choice.finish is not None for choice in self._choices)
 
     def resume_ticket(self) -> bytes:
-        """What its client shows when it goes on at another router."""
+        """What its client presents to resume it at another router."""
         return self._services.tickets.issue(self._name, self._completion.sampling.seed)
 
     def start(self, deltas: BoundedQueue[Delta]) -> None:
@@ -117,7 +117,7 @@ class RequestDispatcher:
         self._work = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """Cancels what is still going on; the workers are told."""
+        """Cancel what is still running, at the workers too."""
         if self._work is not None:
             self._work.cancel()
 
@@ -125,7 +125,9 @@ class RequestDispatcher:
         try:
             async with (
                 asyncio.timeout(self._completion.deadline_seconds),
-                charged(self._services, self._completion, self._name, resumed=self._resumed, use=self._use),
+                quota_lease(
+                    self._services, self._completion, self._name, resumed=self._resumed, use=self._use
+                ),
             ):
                 if self._completion.rate_limits:
                     self.on_charged()
@@ -145,7 +147,7 @@ class RequestDispatcher:
         self._deltas.fail(error)
 
     def _use(self) -> Use | None:
-        """Work that no worker has begun costs nothing: the request was refused, or nobody was there."""
+        """None: no worker has begun work for it, so it costs nothing."""
         if not self.stats.attempts and not self._resumed:
             return None
         held = len(self._completion.resume_tokens)
@@ -167,7 +169,8 @@ class RequestDispatcher:
                 self.stats.retries[type(retry.reason).__name__] += 1
                 log.info("attempt over: %s", retry, extra={"request_id": self._completion.request_id})
                 progress = sum(choice.new_tokens for choice in choices) > before
-                costly = bool(attempt.lost & attempt.heard) or isinstance(retry.reason, errors.InternalError)
+                lost = attempt.failed & attempt.responded
+                costly = bool(lost) or isinstance(retry.reason, errors.InternalError)
                 pause = retry_policy.pause_seconds(
                     retry.reason, retry.pause_seconds, progress=progress, costly=costly
                 )
@@ -189,7 +192,7 @@ class RequestDispatcher:
     async def _place(self, choices: list[ChoiceStream], deadline: float) -> Attempt:
         c = self._completion
         began = time.monotonic()
-        self._services.check_anybody()
+        self._services.check_any_worker()
         spec, request, placed = await self._place_until(choices, deadline)
         ended = time.monotonic()
         self.stats.placement_seconds += ended - began
@@ -267,8 +270,6 @@ class RequestDispatcher:
             weight=c.weight,
         )
 
-    # --- one attempt -------------------------------------------------------------------------------------
-
     async def _attempt(self, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         """Returns when every choice has its end. Raises _Retry, or the error that ends the request."""
         self.stats.attempts += 1
@@ -301,7 +302,7 @@ class RequestDispatcher:
     def _told_all(self, attempt: Attempt, choices: list[ChoiceStream]) -> bool:
         """The reports have come, as far as they will; an answer cut by a stop string does not wait for them."""
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
-        return waiting <= attempt.finished | attempt.lost or self._completion.stop != ()
+        return waiting <= attempt.finished | attempt.failed or self._completion.stop != ()
 
     def _token(self, event: TokenCame, attempt: Attempt, choices: list[ChoiceStream], now: float) -> None:
         self._services.faults.token(attempt.transfer_id)

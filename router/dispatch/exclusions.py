@@ -1,4 +1,4 @@
-"""Why a request is not placed on some workers: what this router, and its own attempts, have met there."""
+"""The workers that a request excludes, with the reasons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from router.placement.types import Reason
 def exclusions(
     silent: Iterable[str], attempts: Mapping[str, Reason], engines: Iterable[str]
 ) -> dict[str, Reason]:
-    """Of a request: workers that this router hears nothing from, that its attempts met, and whose engines it failed in."""
+    """`silent`: workers from which this router receives nothing. `attempts`: reasons of the request's own attempts, by
+    worker. `engines`: in which the request failed."""
     return {
         **dict.fromkeys(silent, Reason.SILENT),
         **attempts,

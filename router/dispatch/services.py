@@ -1,4 +1,4 @@
-"""What every request's life uses: one bundle per router."""
+"""What every request uses: one object per router."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from router.text.tokenizer import ModelText
 if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import Tracing
 
-MAX_SALTS = 4096  # tenants whose salt is kept at hand
+MAX_SALTS = 4096  # kept, one per model and tenant
 
 
 class RequestFaults(NamedTuple):
@@ -84,8 +84,8 @@ class Services:
     def new_transfer_id(self) -> bytes:
         return secrets.token_bytes(16)
 
-    def check_anybody(self) -> None:
-        """Raises UnavailableError before the first worker has come: nobody knows whether one will."""
+    def check_any_worker(self) -> None:
+        """Raises UnavailableError before the first worker has registered."""
         if not self.members.all:
             raise UnavailableError("no worker is there", retry_after_seconds=1.0)
 
@@ -100,7 +100,7 @@ class Services:
         return replace(request, excluded={**request.excluded, **dict.fromkeys(out, Reason.UNREACHABLE)})
 
     def salt(self, model_id: str, prefix_scope: str) -> bytes:
-        """Of a model's block hashes, for those who share prefixes."""
+        """Of a model's block hashes, for requests that share prefixes."""
         known = self._salts.get((model_id, prefix_scope))
         if known is None:
             if len(self._salts) >= MAX_SALTS:
@@ -109,7 +109,7 @@ class Services:
         return known
 
     def clean_up(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Runs on after the request is over: a client that has gone must not wait for it."""
+        """Run it to its end, also after the request: a client does not wait for it."""
         self._cleanups.spawn(coroutine)
 
     async def finish(self, seconds: float) -> None:

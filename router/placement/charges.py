@@ -11,7 +11,7 @@ from router.placement.types import PlacementRequest, PriorityClass
 
 
 @dataclass
-class Charge:
+class AttemptCharge:
     """One attempt's share."""
 
     prefill: str  # worker_id@epoch
@@ -25,11 +25,11 @@ class Charges:
     """By transfer id. `add`, `prefilled`, `release`: one attempt each, in this order."""
 
     def __init__(self) -> None:
-        self._charges: dict[bytes, Charge] = {}
+        self._charges: dict[bytes, AttemptCharge] = {}
 
     def add(self, request: PlacementRequest, prefill: WorkerInfo, decode: WorkerInfo, uncached: int) -> None:
         """`prefill`: the worker that computes the `uncached` tokens of the prompt, a decode worker too."""
-        self._charges[request.transfer_id] = Charge(
+        self._charges[request.transfer_id] = AttemptCharge(
             prefill.name,
             decode.name,
             uncached,

@@ -41,7 +41,7 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute")
 
 
 @dataclass(frozen=True)
-class Claim:
+class ChargedRequest:
     """Which request a charge is for.
 
     `again`: another router has charged it, as its client proves, and the client holds `held_tokens` of its answer.
@@ -55,13 +55,13 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Charge:
+class QuotaCharge:
     """What one request was charged, for `settle`. Not `certain`: it was charged only if its record in Redis says so."""
 
     tenant: str
     limits: RateLimits
     tokens: int
-    claim: Claim
+    request: ChargedRequest
     owner: str = field(default_factory=lambda: secrets.token_hex(8))
     certain: bool = True
 
@@ -77,7 +77,7 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class _Settlement:
-    charge: Charge
+    charge: QuotaCharge
     arguments: tuple[Argument, ...]
 
 
@@ -93,8 +93,8 @@ class Quota:
         self.refused = metrics.QUOTA_REFUSED.create(registry, _LIMITS)
 
     async def charge(
-        self, tenant: str, limits: RateLimits, tokens: int, claim: Claim | None = None
-    ) -> Charge | None:
+        self, tenant: str, limits: RateLimits, tokens: int, request: ChargedRequest | None = None
+    ) -> QuotaCharge | None:
         """`tokens`: what the request is expected to use, at all its routers. None: there is nothing to settle.
 
         Raises OverloadedError with the limit and the time until there is room again.
@@ -104,18 +104,18 @@ class Quota:
         if not self.scripts.may_ask():
             self.unchecked.inc()
             return None
-        charge = Charge(tenant, limits, tokens, claim or Claim())
+        charge = QuotaCharge(tenant, limits, tokens, request or ChargedRequest())
         arguments = (
             limits.requests_per_minute or 0,
             limits.tokens_per_minute or 0,
             tokens,
             charge.owner,
-            int(charge.claim.again),
-            charge.claim.held_tokens,
-            int(charge.claim.seconds * 1000),
+            int(charge.request.again),
+            charge.request.held_tokens,
+            int(charge.request.seconds * 1000),
         )
         try:
-            answer = await self.scripts.charge(tenant, charge.claim.name, arguments)
+            answer = await self.scripts.charge(tenant, charge.request.name, arguments)
         except asyncio.CancelledError:
             self._follow_ups.spawn(self._take_back(charge))
             raise
@@ -136,7 +136,7 @@ class Quota:
             )
         return charge
 
-    async def settle(self, charge: Charge, use: Use | None) -> None:
+    async def settle(self, charge: QuotaCharge, use: Use | None) -> None:
         """Once per charge. `use` None: the request was not served, and does not count as one."""
         arguments = (
             charge.owner,
@@ -158,7 +158,7 @@ class Quota:
 
     async def _send(self, settlement: _Settlement) -> bool:
         charge = settlement.charge
-        return await self.scripts.settle(charge.tenant, charge.claim.name, settlement.arguments)
+        return await self.scripts.settle(charge.tenant, charge.request.name, settlement.arguments)
 
     def _keep(self, settlement: _Settlement) -> None:
         self._unsettled.add(settlement)
@@ -190,7 +190,7 @@ class Quota:
     def settlements_dropped(self) -> int:
         return self._unsettled.dropped
 
-    async def _take_back(self, charge: Charge) -> None:
+    async def _take_back(self, charge: QuotaCharge) -> None:
         await asyncio.sleep(TAKE_BACK_SECONDS)
         await self.settle(replace(charge, certain=False), None)
 

@@ -24,7 +24,7 @@ from cluster.redis.memory import RedisMemory
 from cluster.security.keys import RateLimits
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest
-from router.quota.quota import Claim, Quota, Use
+from router.quota.quota import ChargedRequest, Quota, Use
 from tests.waiting import until
 
 MEBIBYTE = 1 << 20
@@ -96,7 +96,7 @@ async def test_a_full_index_stops_nothing(small, client, namespace, cluster, mon
     monkeypatch.setattr("router.quota.scripts.CALL_SECONDS", 10.0)
     placement, quota, registrations = cluster
     limits = RateLimits(requests_per_minute=1000, tokens_per_minute=10_000_000)
-    first = await quota.charge("t", limits, 500, Claim("first"))
+    first = await quota.charge("t", limits, 500, ChargedRequest("first"))
     held = PlacementRequest(b"held", b"", 300, 10)
     await placement.place(held)
     before = others(client, namespace)
@@ -105,7 +105,7 @@ async def test_a_full_index_stops_nothing(small, client, namespace, cluster, mon
         request = PlacementRequest(bytes([round_]) * 16, RNG.randbytes(8 * 16), 256, 10)
         placed = await placement.place(request)
         assert placed.from_redis and not placement.script.errors
-        charge = await quota.charge("t", limits, 10, Claim(str(round_)))
+        charge = await quota.charge("t", limits, 10, ChargedRequest(str(round_)))
         assert charge is not None and charge.certain and not quota.scripts.errors
         await quota.settle(charge, Use(5, 5))
         placement.release(request.transfer_id)
@@ -141,7 +141,7 @@ async def test_only_the_index_has_a_time_to_live(small, client, namespace, clust
     placement, quota, registrations = cluster
     limits = RateLimits(requests_per_minute=1000, tokens_per_minute=10_000)
     for number in range(3):
-        charge = await quota.charge("t", limits, 10, Claim(str(number)))
+        charge = await quota.charge("t", limits, 10, ChargedRequest(str(number)))
         assert charge is not None
         if number:
             await quota.settle(charge, Use(5, 5, finished=number == 1))

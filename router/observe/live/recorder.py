@@ -12,14 +12,14 @@ MAX_PAIRS = 4096  # of workers; further ones are not told apart
 
 
 @dataclass
-class Flow:
+class PairTraffic:
     """KV that went from one prefill worker to one decode worker."""
 
     bytes: int = 0
     handoffs: int = 0
 
-    def copy(self) -> Flow:
-        return Flow(self.bytes, self.handoffs)
+    def copy(self) -> PairTraffic:
+        return PairTraffic(self.bytes, self.handoffs)
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Recorder:
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     itl: LatencyHistogram = field(default_factory=LatencyHistogram)
     output_tokens: int = 0
-    flows: dict[tuple[str, str], Flow] = field(default_factory=dict)
+    flows: dict[tuple[str, str], PairTraffic] = field(default_factory=dict)
 
     def token(self, first_seconds: float | None, gap_seconds: float | None) -> None:
         """`first_seconds`: since the request came, of its first token. `gap_seconds`: since the token before, of
@@ -47,7 +47,7 @@ class Recorder:
         if flow is None:
             if len(self.flows) >= MAX_PAIRS:
                 return
-            flow = self.flows[pair] = Flow()
+            flow = self.flows[pair] = PairTraffic()
         flow.bytes += report.kv_bytes_shipped
         flow.handoffs += 1
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import orjson
 
 from router.observe.live.histogram import LatencyHistogram
-from router.observe.live.recorder import Flow
+from router.observe.live.recorder import PairTraffic
 
 RouterState = Literal["ready", "not ready", "draining"]
 Pair = tuple[str, str]  # prefill worker, decode worker
@@ -34,7 +34,7 @@ class Counts:
     output_tokens: int = 0
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     itl: LatencyHistogram = field(default_factory=LatencyHistogram)
-    flows: dict[Pair, Flow] = field(default_factory=dict)
+    flows: dict[Pair, PairTraffic] = field(default_factory=dict)
 
     def since(self, earlier: Counts) -> Counts:
         return Counts(
@@ -61,24 +61,24 @@ class Counts:
         )
 
 
-def _flows_since(now: dict[Pair, Flow], then: dict[Pair, Flow]) -> dict[Pair, Flow]:
+def _flows_since(now: dict[Pair, PairTraffic], then: dict[Pair, PairTraffic]) -> dict[Pair, PairTraffic]:
     """Only pairs between which something moved."""
-    none = Flow()
+    none = PairTraffic()
     moved = {}
     for pair, flow in now.items():
         before = then.get(pair, none)
         # A router that has forgotten a pair begins again at nothing.
         before = before if before.handoffs <= flow.handoffs else none
         if flow.handoffs > before.handoffs:
-            moved[pair] = Flow(flow.bytes - before.bytes, flow.handoffs - before.handoffs)
+            moved[pair] = PairTraffic(flow.bytes - before.bytes, flow.handoffs - before.handoffs)
     return moved
 
 
-def _flows_together(parts: Iterable[dict[Pair, Flow]]) -> dict[Pair, Flow]:
-    together: dict[Pair, Flow] = {}
+def _flows_together(parts: Iterable[dict[Pair, PairTraffic]]) -> dict[Pair, PairTraffic]:
+    together: dict[Pair, PairTraffic] = {}
     for part in parts:
         for pair, flow in part.items():
-            sum_of_pair = together.setdefault(pair, Flow())
+            sum_of_pair = together.setdefault(pair, PairTraffic())
             sum_of_pair.bytes += flow.bytes
             sum_of_pair.handoffs += flow.handoffs
     return together
@@ -133,7 +133,7 @@ def _decode_counts(told: dict[str, Any]) -> Counts:
         LatencyHistogram.from_pairs(told["ttft"]),
         LatencyHistogram.from_pairs(told["itl"]),
         {
-            (str(sender), str(receiver)): Flow(int(size), int(handoffs))
+            (str(sender), str(receiver)): PairTraffic(int(size), int(handoffs))
             for sender, receiver, size, handoffs in told["flows"]
         },
     )

@@ -83,8 +83,8 @@ class Scripted:
     trip_seconds: float = 0.0
     closed: bool = False
     finished: set[Source] = field(default_factory=set)
-    lost: set[Source] = field(default_factory=set)
-    heard: set[Source] = field(default_factory=set)
+    failed: set[Source] = field(default_factory=set)
+    responded: set[Source] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.events: BoundedQueue[Any] = BoundedQueue(512)
@@ -103,23 +103,23 @@ class Scripted:
         position = self.from_position
         for step in self.steps:
             position = self.play(step, position)
-        while D not in self.finished | self.lost and position < PROMPT + NEW:
+        while D not in self.finished | self.failed and position < PROMPT + NEW:
             position = self.play("next", position)
         for source in (P, D):
-            if source not in self.finished | self.lost:
+            if source not in self.finished | self.failed:
                 self.ends(source, end("DONE"))
 
     def play(self, step: str, position: int) -> int:
         who, _, what = step.partition(" ")
         source = P if who in ("first", "prefill") else D
-        if source in self.finished | self.lost:
+        if source in self.finished | self.failed:
             return position
         match step:
             case "next" | "gap":
                 position += step == "gap"
                 if position < PROMPT + NEW:
                     self.events.add(TokenCame(token(position), D))
-                    self.heard.add(D)
+                    self.responded.add(D)
                     position += 1
             case "first":
                 if self.from_position < PROMPT + NEW:
@@ -128,7 +128,7 @@ class Scripted:
                 if position > PROMPT:
                     self.events.add(TokenCame(token(max(PROMPT, position - 2)), D))
             case _ if what == "lost":
-                self.lost.add(source)
+                self.failed.add(source)
                 self.events.add(Ended(source, None, PeerLostError("gone")))
             case "prefill refused":
                 self.ends(P, end("REFUSED", BlocksExhaustedError("full", retry_after_seconds=0.001)))
@@ -141,7 +141,7 @@ class Scripted:
         self.events.add(Ended(source, said))
 
     async def abort_unless_committed(self) -> bool:
-        if self.arbiter == "silent" or D in self.lost:
+        if self.arbiter == "silent" or D in self.failed:
             raise PeerLostError("no answer")
         return self.arbiter == "committed"
 
