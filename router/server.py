@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import time
 
 from cluster.config.router import RouterConfig
 from cluster.membership.reader import Members
+from cluster.periodic import Periodic
 from cluster.protocol.times import LOOP_STALL_SECONDS
 from cluster.security.key_file import ApiKeys
 from cluster.security.tls import Peers, make_identity
@@ -29,7 +29,6 @@ from router.placement.placement import Placement
 from router.quota.quota import Quota
 from router.text.tokenizer import ModelText
 
-log = logging.getLogger(__name__)
 REFRESH_SECONDS = 0.5
 LOOK_SECONDS = 0.02
 QUIET_SECONDS = 0.5
@@ -59,7 +58,10 @@ class Router:
         ask_clients = config.tls_client_ca is not None
         self._http = HttpEndpoint(config, self.gateway, identity, ask_clients=ask_clients)
         self._grpc = GrpcEndpoint(config, self.gateway, identity, ask_clients=ask_clients)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._refreshing = Periodic(
+            "refreshing health, connections, keys and certificates", REFRESH_SECONDS, self._refresh
+        )
+        self._serving: asyncio.Task[None] | None = None
         self._turned = time.monotonic()
         self._metrics: MetricsServer | None = None
 
@@ -83,8 +85,8 @@ class Router:
         await self._grpc.start()
         self._loop_lag.start()
         self._open_metrics()
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._http.serve()), loop.create_task(self._refresh_forever())]
+        self._serving = asyncio.get_running_loop().create_task(self._http.serve())
+        self._refreshing.start()
         # The objects of now live as long as the process: about 100,000, and a full collection that scanned them would
         # hold every stream for 50 ms.
         return_long_blocks()
@@ -104,17 +106,9 @@ class Router:
         silent = time.monotonic() - self._turned
         return [f"the event loop has stood still for {silent:.0f} s"] if silent > LOOP_STALL_SECONDS else []
 
-    async def _refresh_forever(self) -> None:
-        while True:
-            self._turned = time.monotonic()
-            try:
-                await self._refresh()
-            except Exception:  # one failure must not end it: revoked keys would stay valid, for one
-                log.exception("refreshing health, connections, keys and certificates failed; retrying")
-            await asyncio.sleep(REFRESH_SECONDS)
-
     async def _refresh(self) -> None:
         """Health follows readiness, connections to workers that are gone are closed, changed files are read."""
+        self._turned = time.monotonic()
         self._grpc.show_ready(self.gateway.ready())
         self._services.channels.keep_only({worker.address for worker in self._services.members.all})
         await asyncio.to_thread(self._read_files)
@@ -148,9 +142,9 @@ class Router:
         await self.drain()
         self._http.stop()
         await self._grpc.stop(GRACE_SECONDS)
-        for task in self._tasks[1:]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._refreshing.close(GRACE_SECONDS)
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
         await self._services.finish(GRACE_SECONDS)
         await self.gateway.live.close()
         await self._services.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
@@ -21,6 +20,7 @@ from cluster.membership import keys, scripts
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Location
 from cluster.membership.types import WorkerInfo, lease_of
+from cluster.periodic import Periodic
 from cluster.protocol.times import (
     FORGET_SECONDS,
     LEASE_DEAD_SECONDS,
@@ -124,7 +124,7 @@ class Members:
         self._read = self._client.register_script(scripts.READ)
         self._keys = keys.registry(namespace)
         self._workers: list[WorkerInfo] = []
-        self._task: asyncio.Task[None] | None = None
+        self._refreshing = Periodic("reading the registry", REFRESH_SECONDS, self.refresh)
         self._turn = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None  # a read that has not begun
         self._reads: set[asyncio.Task[None]] = set()
@@ -132,7 +132,6 @@ class Members:
         self.errors = 0  # reads that Redis did not answer
         self._slots = 0  # given out so far, as Redis knows it
         self._back_since = 0.0
-        self._closed = asyncio.Event()
         self.refreshed = 0.0
 
     @property
@@ -141,7 +140,7 @@ class Members:
 
     async def start(self) -> None:
         await self.refresh()
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._refreshing.start()
 
     async def refresh(self) -> None:
         """Read once; keep the last view if Redis does not answer.
@@ -188,17 +187,7 @@ class Members:
         return workers + [worker for worker in self._workers if worker.worker_id not in known]
 
     async def close(self) -> None:
-        if self._task is not None:
-            # Not by cancelling: the Redis client may swallow a cancellation that meets its own deadline.
-            self._closed.set()
-            await asyncio.wait([self._task], timeout=LEASE_DEAD_SECONDS)
+        await self._refreshing.close(LEASE_DEAD_SECONDS)
         if self._reads:
             await asyncio.wait(self._reads, timeout=LEASE_DEAD_SECONDS)
         await self._client.aclose()
-
-    async def _run(self) -> None:
-        while not self._closed.is_set():
-            await self.refresh()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REFRESH_SECONDS):
-                    await self._closed.wait()
