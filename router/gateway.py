@@ -132,6 +132,6 @@ class RequestGateway:
 
     def why_not_ready(self) -> list[str]:
         if self.leaving:
-            return ["draining: this router is leaving"]
+            return ["draining: this router leaves"]
         missing = self.services.placement.view.eligibility.missing_role()
         return [f"no {missing} worker is there"] if missing else []

@@ -176,9 +176,7 @@ class _Calls:
             self.errors += 1
             self._registry.failed(error)
             if not self.unreachable:
-                log.warning(
-                    "worker %s goes on without Redis, which is unreachable: %s", self._worker_id, error
-                )
+                log.warning("Redis is out of reach; worker %s goes on without it: %s", self._worker_id, error)
             self.unreachable = True
         except Exception:  # the thread goes on, or the lease would never be renewed
             if not self._failing:

@@ -36,14 +36,14 @@ class Registry:
 
     def register(self, info: WorkerInfo, status: WorkerStatus, drain: Then | None) -> int:
         """The worker's new slot."""
-        told = json.dumps(status.encode())
-        arguments = [info.worker_id, info.name, encode(info), told, info.process, drain or ""]
+        published = json.dumps(status.encode())
+        arguments = [info.worker_id, info.name, encode(info), published, info.process, drain or ""]
         return int(self._register(keys=self._keys, args=arguments))
 
     def renew(self, info: WorkerInfo, status: WorkerStatus) -> Then | Literal[""] | None:
         """What the worker is to drain for; "": nothing; None: it must register again."""
-        told = json.dumps(status.encode())
-        drain = self._renew(keys=self._keys, args=[info.worker_id, info.name, info.slot, told])
+        published = json.dumps(status.encode())
+        drain = self._renew(keys=self._keys, args=[info.worker_id, info.name, info.slot, published])
         return None if drain is None else cast(Then, drain.decode())
 
     def leave(self, info: WorkerInfo) -> None:

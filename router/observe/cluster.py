@@ -1,4 +1,4 @@
-"""What a router shows of its view of the cluster: workers, placement, Redis, its own limits."""
+"""Metrics of a router's view of the cluster: workers, placement, Redis, its own limits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _cluster(services: Services) -> list[ScrapedMetric]:
 
 
 def _workers(services: Services) -> Counter[tuple[str, ...]]:
-    """Zeros too: an alert on none must have a series."""
+    """With zeros, because an alert on missing workers needs a series."""
     roles = ("prefill", "decode")
     count: Counter[tuple[str, ...]] = Counter({(role, lease): 0 for role in roles for lease in _LEASES})
     count.update((worker.role, worker.lease) for worker in services.members.all)

@@ -30,7 +30,7 @@ class OwnState(NamedTuple):
 
 
 class Live:
-    """`view` at any time; it moves between `start` and `close`."""
+    """`view` at any time; it is updated between `start` and `close`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Live:
             recorder.keep_only({worker.worker_id for worker in members.all})
         self._routers = await self._exchange.swap(self._report())
         now = self._clock()
-        self._history.tick(now, {name: told.report for name, told in self._routers.items()})
+        self._history.tick(now, {name: counts.report for name, counts in self._routers.items()})
         self._rates.tick(now, members.all)
 
     def _report(self) -> RouterReport:
