@@ -133,5 +133,5 @@ class RequestGateway:
     def why_not_ready(self) -> list[str]:
         if self.leaving:
             return ["draining: this router leaves"]
-        missing = self.services.placement.view.eligibility.missing_role()
+        missing = self.services.placement.eligibility.missing_role()
         return [f"no {missing} worker is there"] if missing else []

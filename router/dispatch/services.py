@@ -93,7 +93,7 @@ class Services:
         """The request, excluding one of every two workers that do not reach each other."""
         if not self.pairs.any_unreachable:
             return request
-        eligibility = self.placement.view.eligibility
+        eligibility = self.placement.eligibility
         out = self.pairs.left_out(
             eligibility.usable("prefill", request), eligibility.usable("decode", request)
         )

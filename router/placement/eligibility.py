@@ -11,21 +11,23 @@ from collections.abc import Sequence
 
 from cluster.config.worker import Role
 from cluster.membership.types import Lease, WorkerInfo
-from router.placement.generations import generation_of
+from router.placement.candidates import Candidates
+from router.placement.generations import Generations, generation_of
 from router.placement.types import Generation, Mode, PlacementRequest, Reason
 
+MAX_CANDIDATES_KEPT = 8  # candidate lists, one per generation and set of excluded workers
 _LEASES: tuple[Lease, ...] = ("live", "suspect", "dead")  # the best first
 
 
 class Eligibility:
-    """Of the workers of one membership.
+    """What follows for placement from one version of the membership; made once for it.
 
     A lease counts against the best of its role: where every worker of a role seems suspect or dead, the fault is taken to
     be Redis's.
     """
 
     def __init__(self, workers: Sequence[WorkerInfo], mode: Mode):
-        self._workers = workers
+        self.workers = workers
         self._mode = mode
         ready = [worker for worker in workers if worker.state == "ready"]
         self._best_lease: dict[Role, Lease] = {
@@ -36,6 +38,8 @@ class Eligibility:
         }
         self.prefill = self._of_good_standing("prefill")
         self.decode = self._of_good_standing("decode")
+        self.generations = Generations(self.prefill, self.decode, mode)
+        self._kept: dict[tuple[Generation | None, frozenset[str]], Candidates] = {}
 
     def why_not(self, worker: WorkerInfo, request: PlacementRequest) -> Reason | None:
         """Why the request is not placed on the worker; None: it may be."""
@@ -51,16 +55,24 @@ class Eligibility:
         eligible = [worker for worker in workers if self.why_not(worker, request) is None]
         return eligible or [one for one in workers if self._standing(one, request.generation) is None]
 
-    def candidates(self, request: PlacementRequest) -> tuple[list[WorkerInfo], list[WorkerInfo]]:
-        """Prefill and decode workers for placement; no prefill worker where decode workers are to prefill."""
+    def candidates(self, request: PlacementRequest) -> Candidates:
+        """For the script; kept for the next requests, since while a worker is suspect every request excludes it."""
+        wanted = request.generation, frozenset(request.excluded)
+        known = self._kept.pop(wanted, None) or self._candidates(request)
+        self._kept[wanted] = known  # moves it to the end: the least recently used is dropped first
+        if len(self._kept) > MAX_CANDIDATES_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return known
+
+    def _candidates(self, request: PlacementRequest) -> Candidates:
         prefill, decode = self.usable("prefill", request), self.usable("decode", request)
         if self._mode != "never" and prefill and self.why_not(prefill[0], request):
-            prefill = []  # every one is excluded
-        return prefill, decode
+            prefill = []  # every one is excluded: decode workers prefill
+        return Candidates(prefill, decode, self._mode)
 
     def explain(self, request: PlacementRequest) -> dict[str, Reason]:
         """The reason against each worker that has one, by worker_id."""
-        reasons = {worker.worker_id: self.why_not(worker, request) for worker in self._workers}
+        reasons = {worker.worker_id: self.why_not(worker, request) for worker in self.workers}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def missing_role(self) -> Role | None:
@@ -70,7 +82,7 @@ class Eligibility:
         return "prefill" if not self.prefill and self._mode == "never" else None
 
     def _of_good_standing(self, role: Role) -> list[WorkerInfo]:
-        return [one for one in self._workers if one.role == role and self._standing(one) is None]
+        return [one for one in self.workers if one.role == role and self._standing(one) is None]
 
     def _standing(self, worker: WorkerInfo, generation: Generation | None = None) -> Reason | None:
         if self._mode == "always" and worker.role == "prefill":

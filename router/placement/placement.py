@@ -17,13 +17,13 @@ from cluster.redis.memory import RedisMemory
 from router.placement.calibration import Calibration
 from router.placement.candidates import Candidates
 from router.placement.charges import Charges
+from router.placement.eligibility import Eligibility
 from router.placement.keys import PlacementKeys
 from router.placement.local_placement import LocalPlacement
 from router.placement.memory_watch import MemoryWatch
 from router.placement.place_script import PlaceScript
 from router.placement.settlement import SCRIPT_SECONDS, Settlement
 from router.placement.types import Generation, Mode, Placed, PlacementRequest
-from router.placement.worker_view import WorkerView
 
 log = logging.getLogger(__name__)
 MAX_VIEWS = 3  # of the membership, for one placement
@@ -37,7 +37,7 @@ class Placement:
         self._members = members
         self.mode: Mode = config.local_prefill
         self.calibration = Calibration()
-        self._view = WorkerView([], self.mode)
+        self._eligibility = Eligibility([], self.mode)
         self._keys = PlacementKeys(config.namespace, config.router_id)
         self._client = connect_async(config.redis_url, SCRIPT_SECONDS)
         self._watch = MemoryWatch(self._client, self._keys.load)
@@ -69,16 +69,16 @@ class Placement:
         return self._watch.memory
 
     @property
-    def view(self) -> WorkerView:
+    def eligibility(self) -> Eligibility:
         """Of the latest membership."""
         workers = self._members.all
-        if self._view.workers is not workers:
-            self._view = WorkerView(workers, self.mode)
-        return self._view
+        if self._eligibility.workers is not workers:
+            self._eligibility = Eligibility(workers, self.mode)
+        return self._eligibility
 
     def generation(self, before: Generation | None) -> Generation:
         """Which workers a request is for; `before`: those that had it last. Raises UnavailableError."""
-        return self.view.generations.choose(before, self._rng)
+        return self.eligibility.generations.choose(before, self._rng)
 
     async def place(self, request: PlacementRequest) -> Placed:
         """One script call. Raises UnavailableError when a role that is needed has no worker, OverloadedError when the
@@ -93,7 +93,7 @@ class Placement:
         where = "prefill_worker" if placed.prefill is not None else "decode_worker"
         self.decided[where, "redis" if placed.from_redis else "router"] += 1
         if request.explain:
-            placed = replace(placed, why_not=self.view.eligibility.explain(request))
+            placed = replace(placed, why_not=self.eligibility.explain(request))
         return placed
 
     async def _place_among(self, candidates: Candidates, request: PlacementRequest) -> Placed:
@@ -115,7 +115,7 @@ class Placement:
 
     def _candidates(self, request: PlacementRequest) -> Candidates:
         """Raises UnavailableError when a role that is needed has no worker."""
-        candidates = self.view.candidates(request)
+        candidates = self.eligibility.candidates(request)
         missing = "decode" if not candidates.decode else ""
         if not candidates.prefill and self.mode == "never":
             missing = missing or "prefill"

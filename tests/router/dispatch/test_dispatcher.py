@@ -23,8 +23,8 @@ from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.services import Services
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.placement.calibration import Calibration
+from router.placement.eligibility import Eligibility
 from router.placement.types import Generation, Placed, PlacementRequest
-from router.placement.worker_view import WorkerView
 from router.request.completion import Completion
 from router.text.tokenizer import ModelText
 from wire import common_pb2
@@ -173,7 +173,7 @@ class World:
             for name, role in (("p", "prefill"), ("d", "decode"))
         )
         members: Any = SimpleNamespace(all=[self.p, self.d])
-        self.view = WorkerView(members.all, "fallback")
+        self.eligibility = Eligibility(members.all, "fallback")
         stand_in: Any = self
         config = RouterConfig(model=Path("/none"), max_attempts=50)
         self.services = Services(config, text, members, stand_in, stand_in, stand_in)

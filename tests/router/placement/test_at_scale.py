@@ -15,11 +15,11 @@ from cluster.config.router import RouterConfig
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
-from router.placement import place_script, worker_view
+from router.placement import eligibility, place_script
+from router.placement.eligibility import MAX_CANDIDATES_KEPT
 from router.placement.placement import Placement
 from router.placement.redis_backoff import RedisBackoff
 from router.placement.types import PlacementRequest, Reason
-from router.placement.worker_view import MAX_CANDIDATES_KEPT
 from tests.waiting import until
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 10_000)
@@ -62,13 +62,13 @@ async def make(redis_url, namespace):
 
 async def test_a_suspect_does_not_make_every_request_rebuild_the_candidates(make, monkeypatch):
     placement, built = await make(4), []
-    build = worker_view.Candidates
+    build = eligibility.Candidates
 
     def counted(*arguments: Any) -> Any:
         built.append(arguments)
         return build(*arguments)
 
-    monkeypatch.setattr(worker_view, "Candidates", counted)
+    monkeypatch.setattr(eligibility, "Candidates", counted)
     suspect = f"prefill-0@{1:016x}"
     for _ in range(20):
         placed = await placement.place(request(suspect))
@@ -76,7 +76,7 @@ async def test_a_suspect_does_not_make_every_request_rebuild_the_candidates(make
     assert len(built) == 1
     for number in range(100):  # failed requests, each with another exclusion
         await placement.place(request(f"decode-{number}"))
-    assert len(placement.view._kept) <= MAX_CANDIDATES_KEPT, "what is kept has a bound"
+    assert len(placement.eligibility._kept) <= MAX_CANDIDATES_KEPT, "what is kept has a bound"
 
 
 async def test_more_workers_than_lua_can_take_at_once(make, monkeypatch):

@@ -91,7 +91,8 @@ def test_no_worker_is_taken_against_a_reason_unless_all_have_one(workers, mode, 
         assert good == (reason not in STANDING), (worker, reason)
         if good:
             assert reason == (excluded.get(worker.worker_id) or excluded.get(worker.name))
-    for role, taken in zip(("prefill", "decode"), eligibility.candidates(request), strict=True):
+    candidates = eligibility.candidates(request)
+    for role, taken in (("prefill", candidates.prefill), ("decode", candidates.decode)):
         fit = [one for one in workers if one.role == role and standing(one, workers, mode, 16)]
         eligible = [one for one in fit if reasons[one.worker_id] is None]
         instead = [] if role == "prefill" and mode != "never" else fit  # decode workers prefill
