@@ -17,7 +17,7 @@ from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.embedded import EmbeddedRedis
 from router.placement.candidates import Candidates
-from router.placement.placement import script_source
+from router.placement.place_script import script_source
 
 NAMESPACE, MODEL_ID, PAGE = "bench", "m", 16
 KEY_BYTES = 8

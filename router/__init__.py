@@ -1,1 +1,1 @@
-"""Front doors, placement, and the life of a request."""
+"""HTTP and gRPC endpoints, placement, and the life of a request."""

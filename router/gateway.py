@@ -1,4 +1,4 @@
-"""What both doors share: validation, admission, and the measuring of every request."""
+"""What the HTTP and the gRPC endpoint share: validation, admission, and the measuring of every request."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import replace
 
-from cluster.errors import DrainingError, OverloadedError
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import ANYONE, Caller, RateLimits
-from router.admission.limits import ByteBudget, ConcurrencyLimiter, HeldBytes, check_priority
+from router.admission.admission import Admission
+from router.admission.limits import HeldBytes, check_priority
 from router.admission.low_priority import LowPriority
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
@@ -36,15 +36,9 @@ class RequestGateway:
         self.started = time.monotonic()
         self.metrics = metrics
         self.keys = keys
-        self._tenants = ConcurrencyLimiter("tenant")
-        self._connections = ConcurrencyLimiter("connection")
         self.low_priority = LowPriority()
-        self._bodies = ByteBudget.of(services.config, metrics.overloaded)
-        self.in_flight = 0
+        self.admission = Admission(services.config, metrics.overloaded)
         self.leaving = False  # not ready: load balancers should send no new requests
-        self.closed = False  # requests that still arrive are refused, except on the connections below
-        # Connections without an answer yet that announces the shutdown
-        self._last_words: frozenset[str] = frozenset()
         self.requests = 0
         self.live = Live(services, metrics, self._own_state)
 
@@ -56,22 +50,15 @@ class RequestGateway:
         self.validator.check_text(given if isinstance(given, str) else given.text, truncated=truncated)
         return await self.text.encode(given, special=special, tenant=tenant)
 
-    @contextlib.contextmanager
-    def place(self, caller: Caller = ANYONE, connection: str = "") -> Iterator[HeldBytes]:
-        """Hold a place for a request from its head on: the router's, its tenant's and its connection's.
+    @property
+    def in_flight(self) -> int:
+        return self.admission.in_flight
 
-        Yields what its body takes of the budget for bodies. Raises OverloadedError when a place is not free, DrainingError
-        when this router leaves.
-        """
-        with contextlib.ExitStack() as places:
-            try:
-                self._take(places, caller, connection)
-            except OverloadedError:
-                self.metrics.overloaded(caller.tenant)
-                raise
-            held = self._bodies.hold(caller.tenant)
-            places.callback(held.release)
-            yield held
+    def place(
+        self, caller: Caller = ANYONE, connection: str = ""
+    ) -> contextlib.AbstractContextManager[HeldBytes]:
+        """Admit a request (router/admission/admission.py)."""
+        return self.admission.admit(caller, connection)
 
     @contextlib.contextmanager
     def request(
@@ -81,7 +68,7 @@ class RequestGateway:
         first_shown: int = 0,
         arrival: Arrival | None = None,
     ) -> Iterator[RequestDispatcher]:
-        """Measure a request that holds a place, from its dispatch to its end.
+        """Measure an admitted request from its dispatch to its end.
 
         Raises ForbiddenError for what the caller's key does not allow.
         """
@@ -105,37 +92,16 @@ class RequestGateway:
                 await quota.settle(charge, Use(0, 0))
 
     def leave(self) -> None:
-        """From now on probes say no; requests that come are still taken."""
+        """Fail readiness probes from now on; new requests are still admitted."""
         self.leaving = True
 
-    def refuse_new(self, but: Collection[str] = ()) -> None:
-        """`but`: connections whose clients had no chance yet to hear that this router leaves."""
-        self.leaving = self.closed = True
-        self._last_words = frozenset(but)
-
-    def _take(self, places: contextlib.ExitStack, caller: Caller, connection: str) -> None:
-        if self.closed and connection not in self._last_words:
-            raise DrainingError("this router is leaving; ask another one", retry_after_seconds=1.0)
-        limit = self.config.max_concurrent_requests
-        if self.in_flight >= limit:
-            raise OverloadedError(
-                f"this router has {limit} requests in flight", limit=str(limit), retry_after_seconds=1.0
-            )
-        if caller.tenant:
-            own = caller.max_concurrent_requests or self.config.max_concurrent_requests_per_tenant
-            self._tenants.take(caller.tenant, own)
-            places.callback(self._tenants.give_back, caller.tenant)
-        if connection:
-            self._connections.take(connection, self.config.max_concurrent_requests_per_connection)
-            places.callback(self._connections.give_back, connection)
-        self.in_flight += 1
-        places.callback(self._leave)
-
-    def _leave(self) -> None:
-        self.in_flight -= 1
+    def refuse_new(self, unaware: Collection[str] = ()) -> None:
+        """Admit nothing more, but on `unaware`: connections whose clients could not know yet that this router leaves."""
+        self.leaving = True
+        self.admission.close(unaware)
 
     def _owned(self, completion: Completion, caller: Caller) -> Completion:
-        """The request with its owner, who decides with whom it shares prefixes."""
+        """The request with its tenant, on which depends with which requests it shares prefixes."""
         shared = self.config.share_prefixes_across_tenants
         scope = prefix_scope("" if shared else caller.tenant, completion.cache_salt)
         if not caller.tenant:
@@ -153,7 +119,7 @@ class RequestGateway:
         return OwnState(state, time.monotonic() - self.started, self.in_flight)
 
     def _rate_limits(self, caller: Caller) -> RateLimits:
-        """The key's own go before the router's."""
+        """The key's own limits, else the router's."""
         own, config = caller.rate_limits, self.config
         return RateLimits(
             own.requests_per_minute or config.requests_per_minute_per_tenant or None,
@@ -167,9 +133,5 @@ class RequestGateway:
     def why_not_ready(self) -> list[str]:
         if self.leaving:
             return ["draining: this router leaves"]
-        members = self.services.members
-        if not members.decode:
-            return ["no decode worker is there"]
-        if not members.prefill and self.services.placement.mode == "never":
-            return ["no prefill worker is there"]
-        return []
+        missing = self.services.placement.eligibility.missing_role()
+        return [f"no {missing} worker is there"] if missing else []

@@ -1,4 +1,4 @@
-"""Memory of long requests goes back to the system when they have ended."""
+"""Returns the memory of long requests to the system when they have ended."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # malloc.h
 
 
 def return_long_blocks() -> None:
-    """Have glibc give blocks from LONG_BYTES on back to the system at once.
+    """Make glibc return freed blocks of LONG_BYTES and more to the system at once.
 
-    It does so by default only until the first long block is freed; from then on blocks as long come from the heap, which
-    keeps what lies between others: after a thousand bodies of 4 MiB a router held 1 GiB. Other C libraries are left as
-    they are.
+    By default it does so only until the first long block is freed; later ones of that length come from the heap, where a
+    freed block between others stays: after a thousand bodies of 4 MiB a router held 1 GiB. Other C libraries stay as they
+    are.
     """
     if sys.platform != "linux":
         return

@@ -24,7 +24,7 @@ def slots(namespace: str) -> str:
 
 
 def drains(namespace: str) -> str:
-    """Hash: worker_id → process:then. Who is to leave, or leaves: it is placed on no more."""
+    """Hash: worker_id → process:then, of workers that drain or are to drain: they get no more requests."""
     return f"{{{namespace}}}:drains"
 
 
@@ -44,5 +44,5 @@ def router_reports(namespace: str) -> str:
 
 
 def registry(namespace: str) -> list[str]:
-    """What every script of the registry works on, in this order."""
+    """KEYS of every script of the registry, in this order."""
     return [f(namespace) for f in (members, leases, status, slots, slot_owners, drains, sequences)]

@@ -1,4 +1,4 @@
-"""Telling a worker to leave, from anywhere that reaches Redis."""
+"""Draining a worker, from any process that reaches Redis."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cluster.redis.connect import connect
 
 
 def request_drain(redis_url: str, namespace: str, worker_id: str, then: Then = "exit") -> bool:
-    """From here on the worker is placed on no more; it hears of it with its next renewal.
+    """The worker gets no more requests from now on, and starts to drain at its next renewal.
 
-    False: it had been told before. Raises ConfigError where nobody of that name is registered, redis.RedisError.
+    False: it was requested before. Raises ConfigError if no such worker is registered, and redis.RedisError.
     """
     client, registry = connect(redis_url), keys.registry(namespace)
     try:

@@ -1,9 +1,8 @@
-"""Reading the registry: once, or again and again for a router."""
+"""Reads the registry, once or continuously for a router."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import time
@@ -20,7 +19,14 @@ from cluster.kubernetes.pod import Pod
 from cluster.membership import keys, scripts
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Location
-from cluster.membership.types import LEASE_DEAD_SECONDS, WorkerInfo, lease_of
+from cluster.membership.types import WorkerInfo, lease_of
+from cluster.periodic import Periodic
+from cluster.protocol.times import (
+    FORGET_SECONDS,
+    LEASE_DEAD_SECONDS,
+    REFRESH_SECONDS,
+    REGISTER_AGAIN_SECONDS,
+)
 from cluster.redis.connect import connect, connect_async
 from cluster.redis.elsewhere import leave_async
 from wire import common_pb2
@@ -37,9 +43,6 @@ _NUMBERS = {
 }
 _TEXTS = ("worker_id", "model_id", "address", "metrics_address", "place", "host", "process")
 log = logging.getLogger(__name__)
-FORGET_SECONDS = 300.0
-REFRESH_SECONDS = 0.25
-REGISTER_AGAIN_SECONDS = 2.0
 
 
 def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
@@ -50,8 +53,8 @@ def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
         try:
             workers.append(_worker(now, *answer[index + 1 : index + 5]))
         except (KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:
-            # Of another version, or no worker at all: the others are served on.
-            log.debug("the registration of %r is not understood: %r", answer[index], error)
+            # Of another version, or no worker at all: the other workers are used.
+            log.debug("the registration of worker %r is ignored: %r", answer[index], error)
     return sorted(workers, key=lambda worker: worker.worker_id)
 
 
@@ -65,13 +68,13 @@ def _worker(now: int, registration: bytes, renewed: bytes, status: bytes, drains
 
 @lru_cache(maxsize=4096)
 def _status(status: bytes) -> WorkerStatus:
-    """Reads are twice as frequent as renewals."""
+    """Cached, because reads are twice as frequent as renewals."""
     return WorkerStatus.decode(json.loads(status))
 
 
 @lru_cache(maxsize=4096)
 def _registered(registration: bytes) -> Mapping[str, Any]:
-    """What does not change while it is registered; read again and again, it is worked out once."""
+    """Cached, because it does not change while the worker is registered."""
     facts: dict[str, Any] = json.loads(registration)
     facts["layout"] = bytes.fromhex(facts["layout"])
     facts["epoch"] = int(facts["epoch"], 16)
@@ -82,7 +85,7 @@ def _registered(registration: bytes) -> Mapping[str, Any]:
 
 
 def _check(facts: Mapping[str, Any]) -> None:
-    """Raises ValueError or TypeError: what one worker says must not break what is done with all of them together."""
+    """Raises ValueError or TypeError: one bad registration must not break the use of all others."""
     for name, (least, most) in _NUMBERS.items():
         if name in facts and not (type(facts[name]) is int and least <= facts[name] <= most):
             raise ValueError(f"{name}: {facts[name]!r} is no number in {least} … {most}")
@@ -95,12 +98,12 @@ def _check(facts: Mapping[str, Any]) -> None:
 
 
 def _known(facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """What a worker of a later version says beside may be unknown here."""
+    """Without fields that only later versions have."""
     return {name: value for name, value in facts.items() if name in names}
 
 
 def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
-    """Who is registered now. Raises redis.RedisError."""
+    """The workers registered now. Raises redis.RedisError."""
     client, registry = connect(redis_url), keys.registry(namespace)
     try:
         forget = int(FORGET_SECONDS * 1000)
@@ -110,10 +113,10 @@ def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
 
 
 class Members:
-    """A router's view, refreshed every 0.25 s; the last one known is kept while Redis is gone.
+    """A router's view of the workers, refreshed every 0.25 s; the last one is kept while Redis does not answer.
 
-    If all workers of a role seem dead at once, or Redis has forgotten a slot that it had given out, the fault is taken to
-    be Redis's: they stay in the view.
+    If Redis has lost a slot that it had assigned, the fault is taken to be Redis's: workers that it no longer names stay
+    in the view until they have had time to register again.
     """
 
     def __init__(self, redis_url: str, namespace: str):
@@ -121,37 +124,23 @@ class Members:
         self._read = self._client.register_script(scripts.READ)
         self._keys = keys.registry(namespace)
         self._workers: list[WorkerInfo] = []
-        self._task: asyncio.Task[None] | None = None
+        self._refreshing = Periodic("reading the registry", REFRESH_SECONDS, self.refresh)
         self._turn = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None  # a read that has not begun
         self._reads: set[asyncio.Task[None]] = set()
         self.redis_ok = False
         self.errors = 0  # reads that Redis did not answer
-        self._slots = 0  # given out so far, as Redis knows it
+        self._slots = 0  # assigned so far, by Redis's own count
         self._back_since = 0.0
-        self._closed = asyncio.Event()
         self.refreshed = 0.0
 
     @property
     def all(self) -> list[WorkerInfo]:
         return self._workers
 
-    @property
-    def prefill(self) -> list[WorkerInfo]:
-        return self._usable("prefill")
-
-    @property
-    def decode(self) -> list[WorkerInfo]:
-        return self._usable("decode")
-
-    def _usable(self, role: Role) -> list[WorkerInfo]:
-        ready = [w for w in self._workers if w.role == role and w.state == "ready"]
-        live = [worker for worker in ready if worker.lease == "live"]
-        return live or [worker for worker in ready if worker.lease == "suspect"] or ready
-
     async def start(self) -> None:
         await self.refresh()
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._refreshing.start()
 
     async def refresh(self) -> None:
         """Read once; keep the last view if Redis does not answer.
@@ -177,38 +166,28 @@ class Members:
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
             if self.redis_ok:
-                log.warning("Redis is out of reach, going on with the last membership: %s", error)
+                log.warning("Redis is out of reach; the last membership stays in use: %s", error)
             self.redis_ok = False
             await leave_async(self._client, error)
             return
         now = time.monotonic()
         slots = int(answer[1])
-        if not self.redis_ok or slots < self._slots:  # emptied or rolled back, perhaps between two looks
+        if not self.redis_ok or slots < self._slots:  # emptied or rolled back, perhaps between two reads
             self._back_since = now
         self.redis_ok, self._slots = True, slots
         self._workers = self._merge(decode(answer), now)
         self.refreshed = now
 
     def _merge(self, workers: list[WorkerInfo], now: float) -> list[WorkerInfo]:
-        """Redis may have come back empty or rolled back: who was there stays until it had time to register. A life
-        of a worker that has begun another one does not: it would only refuse what is sent to it."""
+        """The workers that Redis names, and those of the last view that may not yet have registered again. Of a worker
+        that Redis names only that epoch counts: an earlier one would refuse every request."""
         if now - self._back_since > REGISTER_AGAIN_SECONDS:
             return workers
         known = {worker.worker_id for worker in workers}
         return workers + [worker for worker in self._workers if worker.worker_id not in known]
 
     async def close(self) -> None:
-        if self._task is not None:
-            # Not by cancelling: the Redis client may swallow a cancellation that meets its own deadline.
-            self._closed.set()
-            await asyncio.wait([self._task], timeout=LEASE_DEAD_SECONDS)
+        await self._refreshing.close(LEASE_DEAD_SECONDS)
         if self._reads:
             await asyncio.wait(self._reads, timeout=LEASE_DEAD_SECONDS)
         await self._client.aclose()
-
-    async def _run(self) -> None:
-        while not self._closed.is_set():
-            await self.refresh()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REFRESH_SECONDS):
-                    await self._closed.wait()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # KEYS: members leases status slots owners drains sequences
 # ARGV: worker_id name(worker@epoch) registration status process "exit" | "stay" | "" (it drains; does not)
-# → slot. A worker that registers again gets a new slot, so entries under its old one go stale at once. A wish that an
-# earlier process of this name should leave is forgotten with that process.
+# → slot. A worker that registers again gets a new slot, so index entries under its old one are stale at once. A request to
+# drain an earlier process of this name is deleted.
 REGISTER = """
 local now = redis.call('TIME')
 local ms = now[1] * 1000 + math.floor(now[2] / 1000)
@@ -33,8 +33,8 @@ return slot
 """
 
 # Same keys   ARGV: worker_id name slot status
-# → "exit" | "stay" (it is to leave), "" renewed, false: register again (Redis was emptied, in part too, rolled back, or
-# another life took the name)
+# → "exit" | "stay" (it is to drain), "" renewed, false: register again (Redis lost it or a part of it, was rolled back, or
+# another epoch has the name)
 RENEW = """
 if redis.call('HGET', KEYS[5], ARGV[3]) ~= ARGV[2] then return false end
 local registration, epoch = redis.call('HGET', KEYS[1], ARGV[1]), string.match(ARGV[2], '[^@]*$')
@@ -58,7 +58,7 @@ return 1
 """
 
 # Same keys   ARGV: worker_id "exit" | "stay"
-# → 0 nobody of that name, 1 marked, 2 was marked already. From here on it is placed on no more.
+# → 0 not registered, 1 marked, 2 was marked already. It gets no more requests from now on.
 DRAIN = """
 local registration = redis.call('HGET', KEYS[1], ARGV[1])
 if not registration then return 0 end
@@ -70,9 +70,9 @@ return 1
 """
 
 # Same keys   ARGV: forget_after_ms
-# → now_ms, the last slot given out, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?)
-# for each. Workers dead for long are forgotten. The first call has no effect on a master, but a replica refuses it: a
-# router must not act on the view of a server that was demoted.
+# → now_ms, the last slot assigned, then worker_id, registration, last renewal ms, status, "exit" | "stay" | "" (drains?)
+# for each. Workers dead for long are deleted. The first call has no effect on a master, but a replica refuses it: a router
+# must not act on the view of a server that was demoted.
 READ = """
 redis.call('HDEL', KEYS[1], '')
 local now = redis.call('TIME')

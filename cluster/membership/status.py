@@ -1,4 +1,4 @@
-"""The message in which a worker publishes its load: in Redis with its lease, and to the Ray replica that supervises it."""
+"""The message in which a worker publishes its load: to Redis with its lease, and to the Ray replica that supervises it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cluster.telemetry.metrics import worker as metrics
 from cluster.telemetry.metrics.declaration import Scrapable
 
 Number = int | float
-# Of the time to the first token. An objective that is one of these is judged exactly; one between two of them, by a
-# straight line.
+# Of the time to the first token. An objective that equals one of these is judged exactly, one between two of them by
+# linear interpolation.
 BOUNDS_SECONDS = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0)
 
 
 def _shown(*as_metrics: Scrapable, default: Number | None = 0) -> Any:
-    """A field that is scraped as well: as the metric of these that the worker's role shows."""
+    """A field that is scraped as well, as those of the metrics that the worker's role shows."""
     return field(default=default, metadata={"metrics": as_metrics})
 
 
@@ -74,18 +74,18 @@ class WorkerStatus:
 
     def encode(self) -> dict[str, Number | str]:
         """As JSON has it: one flat object."""
-        told = {name: value for name, value in vars(self).items() if value is not None}
-        within = told.pop("first_tokens_within")
-        return {**told, **dict(zip(_WITHIN, within, strict=True))}
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        within = values.pop("first_tokens_within")
+        return {**values, **dict(zip(_WITHIN, within, strict=True))}
 
     @classmethod
-    def decode(cls, told: Any) -> WorkerStatus:
-        """Raises TypeError or ValueError that names the field. Fields of later versions are left out, and those that an
-        earlier version lacks have their defaults."""
-        if not isinstance(told, Mapping):
+    def decode(cls, message: Any) -> WorkerStatus:
+        """Raises TypeError or ValueError that names the field. Fields of later versions are dropped; fields that an
+        earlier version lacks get their defaults."""
+        if not isinstance(message, Mapping):
             raise TypeError("a status is an object")
         known = {}
-        for name, value in told.items():
+        for name, value in message.items():
             kinds = _KINDS.get(name)
             if kinds is None:
                 continue

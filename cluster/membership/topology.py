@@ -1,4 +1,4 @@
-"""Where a worker is: its node's labels, as far as somebody knows them.
+"""Where a worker is, by its configuration and its node's labels.
 
 near ──────────────────────────────────► far
 NVLink clique · host · rack · zone · anywhere
@@ -36,7 +36,7 @@ class Location:
 
 
 class Locating:
-    """Asks for the node's labels beside whatever else a start has to do."""
+    """Reads the node's labels on a thread, while the worker starts."""
 
     def __init__(self, config: TopologyConfig, read: ReadLabels | None = None):
         self._config = config
@@ -48,12 +48,14 @@ class Locating:
             self._thread.start()
 
     def location(self) -> Location:
-        """What was named in the configuration, else what the labels say. Waits at most the API's deadline."""
+        """From the configuration, else from the labels. Waits at most `api_seconds`."""
         config = self._config
         if self._thread is not None:
             self._thread.join(config.api_seconds)
             if self._thread.is_alive():
-                log.warning("no labels of node %s within %g s", config.node_name, config.api_seconds)
+                log.warning(
+                    "labels of node %s were not read within %g s", config.node_name, config.api_seconds
+                )
         labels = self._labels
         return Location(
             clique=config.clique or labels.get(config.clique_label, ""),
@@ -66,8 +68,8 @@ class Locating:
         try:
             self._labels = self._read(self._config)
         except SetupError as error:
-            # Placement loses a hint, and measures bandwidth anyway: no reason not to serve.
-            log.warning("the labels of node %s are not known: %s", self._config.node_name, error.message)
+            # Placement loses a hint, and measures bandwidth anyway: the worker serves all the same.
+            log.warning("labels of node %s could not be read: %s", self._config.node_name, error.message)
 
 
 def read_node_labels(config: TopologyConfig) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""A worker as the cluster knows it."""
+"""A worker's registration as routers read it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from cluster.config.worker import Role
 from cluster.kubernetes.pod import Pod
 from cluster.membership.status import WorkerStatus
 from cluster.membership.topology import Location
-
-LEASE_SUSPECT_SECONDS = 2.0
-LEASE_DEAD_SECONDS = 5.0
-RENEW_SECONDS = 0.5
+from cluster.protocol.times import LEASE_DEAD_SECONDS, LEASE_SUSPECT_SECONDS
 
 Lease = Literal["live", "suspect", "dead"]
-# What a drained worker does: its process ends, or stays without a worker (in a pod that ends anyway, Ray would only
-# start the replica again).
+# What a drained worker does: its process ends, or stays without a worker (in a pod that ends anyway, where Ray would
+# only start the replica again).
 Then = Literal["exit", "stay"]
 
 
@@ -30,21 +27,21 @@ class WorkerInfo:
     address: str  # host:port of its gRPC server
     metrics_address: str
     layout: bytes  # serialised KvLayout
-    place: str  # the nearest thing that workers share: an NVLink clique or a machine
+    place: str  # its NVLink clique or its machine
     host: str  # name of its host or pod
     max_model_len: int
     blocks_total: int
     page_size: int = 16
     location: Location = Location()
     pod: Pod = Pod()
-    process: str = ""  # one for its whole process: epochs change when it rejoins
+    process: str = ""  # the same for all epochs of its process
     state: Literal["ready", "draining"] = "ready"
     lease: Lease = "live"
     status: WorkerStatus = WorkerStatus()
 
     @property
     def name(self) -> str:
-        """Names one life of the worker: load is keyed by it."""
+        """Names one epoch of the worker: load is keyed by it."""
         return f"{self.worker_id}@{self.epoch:016x}"
 
 

@@ -2,8 +2,8 @@
 
     block_hash[i] = BLAKE2b(key=deployment secret, block_hash[i-1] ‖ tokens of block i ‖ salt)     16 bytes
 
-Token ids are little-endian uint32. The salt separates what must not share: model, adapter, tenant. Only full
-blocks have a hash. The first 8 bytes are the key in the radix index; workers compare all 16.
+Token ids are little-endian uint32. Prompts of different models, adapters or tenants have different salts and share no
+block. Only full blocks have a hash. The first 8 bytes are the key in the radix index; workers compare all 16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def make_salt(model_id: str, adapter: str = "", tenant: str = "") -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32: the wire's and the hash's form."""
+    """Token ids as little-endian uint32, the form of the wire and of the hashes."""
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 

@@ -1,6 +1,6 @@
 """Which attempts end with their first token and need no decode worker.
 
-Routers and prefill workers use the same rule: otherwise one would wait for a decode worker that the other never asked.
+Routers and prefill workers share the rule: otherwise one would wait for a decode worker that the other never called.
 """
 
 from __future__ import annotations

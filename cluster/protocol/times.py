@@ -13,9 +13,7 @@ from __future__ import annotations
 BEAT_SECONDS = 0.5  # an idle sender sends one beat per period; the engine withholds it while it hangs
 SUSPECT_SECONDS = 2.0  # four beats: the peer gets no new work, what it has goes on
 LOST_SECONDS = 5.0  # ten beats: what the peer has is given up
-DETACH_SECONDS = (
-    1.5  # an attempt without a reader; long enough to open its stream again, shorter than SUSPECT_SECONDS
-)
+DETACH_SECONDS = 1.5  # an attempt without a reader is cancelled: three beats to open its stream again
 
 # Leases of workers in Redis. Redis's clock decides; clocks of machines are never compared.
 RENEW_SECONDS = BEAT_SECONDS

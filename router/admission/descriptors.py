@@ -1,4 +1,4 @@
-"""File descriptors for the HTTP and gRPC ports: neither may take those that the other, Redis and the workers need."""
+"""Shares of the process's file descriptors: neither port may use those that the other, Redis and the workers need."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def fitted(config: RouterConfig, descriptors: int) -> RouterConfig:
 
 
 def max_silent(max_http_connections: int) -> int:
-    """How many connections to the HTTP port may wait for their first bytes, beside those that the limit counts."""
+    """Limit of connections to the HTTP port that have sent nothing yet, beside those that the limit counts."""
     return max(1, max_http_connections // 2)

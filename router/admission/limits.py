@@ -16,7 +16,7 @@ _CLASSES = ("batch", "normal", "high")  # the lowest first
 
 
 class ConcurrencyLimiter:
-    """Requests in flight by holder. Holders without any are not remembered."""
+    """Counts requests in flight by holder; holders without any use no memory."""
 
     def __init__(self, what: str):
         self._what = what
@@ -25,8 +25,8 @@ class ConcurrencyLimiter:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def take(self, holder: str, limit: int) -> None:
-        """Raises OverloadedError when `limit` are taken; 0 = no limit."""
+    def acquire(self, holder: str, limit: int) -> None:
+        """Raises OverloadedError when the holder has `limit`; 0 = no limit."""
         if limit and self._taken[holder] >= limit:
             raise OverloadedError(
                 f"this {self._what} has {limit} requests in flight",
@@ -36,21 +36,21 @@ class ConcurrencyLimiter:
             )
         self._taken[holder] += 1
 
-    def give_back(self, holder: str) -> None:
+    def release(self, holder: str) -> None:
         self._taken[holder] -= 1
         if self._taken[holder] <= 0:
             del self._taken[holder]
 
 
-# Of each body. Places bound how many there are, so a request of usual length is never refused because others are long.
+# Of each body, which are not counted: their number is limited, so long bodies never make a short one refused.
 FREE_BYTES = 1 << 16
 
 
 class ByteBudget:
-    """Bytes of bodies held for requests not yet dispatched, in all and by tenant; FREE_BYTES of each don't count."""
+    """Bytes of bodies held for requests not yet dispatched, in all and by tenant, without FREE_BYTES of each."""
 
     def __init__(self, limit: int, tenant_limit: int, refused: Callable[[str], None]):
-        """The tenant limit holds for named tenants. `refused` is called with the tenant whose body is too much."""
+        """The tenant limit applies to named tenants. `refused` is called with the tenant of each refused body."""
         self._limit = limit
         self._tenant_limit = tenant_limit
         self._refused = refused
@@ -59,7 +59,7 @@ class ByteBudget:
 
     @classmethod
     def of(cls, config: RouterConfig, refused: Callable[[str], None]) -> ByteBudget:
-        """With room for one body of the largest size, whatever the settings."""
+        """From the settings, but never too small for one body of the largest size."""
         least = config.max_body_bytes
         return cls(
             max(config.max_body_bytes_in_flight, least),
@@ -70,7 +70,7 @@ class ByteBudget:
     def hold(self, tenant: str) -> HeldBytes:
         return HeldBytes(self, tenant)
 
-    def take(self, tenant: str, count: int) -> None:
+    def acquire(self, tenant: str, count: int) -> None:
         """Raises OverloadedError."""
         if self.held + count > self._limit:
             raise self._full(tenant, "this router", self._limit)
@@ -79,7 +79,7 @@ class ByteBudget:
         self.held += count
         self._tenants[tenant] += count
 
-    def give_back(self, tenant: str, count: int) -> None:
+    def release(self, tenant: str, count: int) -> None:
         self.held -= count
         self._tenants[tenant] -= count
         if not self._tenants[tenant]:
@@ -96,7 +96,7 @@ class ByteBudget:
 
 
 class HeldBytes:
-    """What one body takes of the budget."""
+    """One body's share of the budget."""
 
     def __init__(self, budget: ByteBudget, tenant: str):
         self._budget = budget
@@ -104,21 +104,21 @@ class HeldBytes:
         self._counted = 0
 
     def grow_to(self, size: int) -> None:
-        """Raises OverloadedError; then it holds what it held before."""
+        """Raises OverloadedError; the share is then as before."""
         more = size - FREE_BYTES - self._counted
         if more > 0:
-            self._budget.take(self._tenant, more)
+            self._budget.acquire(self._tenant, more)
             self._counted += more
 
     def release(self) -> None:
-        """Once or several times."""
+        """May be called more than once."""
         if self._counted:
-            self._budget.give_back(self._tenant, self._counted)
+            self._budget.release(self._tenant, self._counted)
             self._counted = 0
 
 
 def check_priority(completion: Completion, caller: Caller) -> None:
-    """Raise ForbiddenError if the request's class is above its key's: it would enter before every other tenant's."""
+    """Raise ForbiddenError if the request's class is above its key's: it would overtake those of other tenants."""
     asked = priority_class_of(completion.priority)
     if _CLASSES.index(asked) > _CLASSES.index(caller.max_priority):
         raise ForbiddenError(

@@ -1,7 +1,7 @@
 """Work on the event loop that may wait.
 
-A request needs about ten turns of the loop until its first token. Without an order, each of these turns is as long as
-the work on everything that hundreds of other clients sent meanwhile.
+A request needs about ten turns of the loop until its first token. Without an order, each of these turns takes as long as
+the work on everything that hundreds of other clients have sent meanwhile.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SECONDS_PER_STEP = 0.004
 class LowPriority:
     """Steps in the order of arrival: 64 KiB of a long body, 256 fields of a long message, or a request without a key.
 
-    One per turn of the event loop, and a further one for each 4 ms that the turn before took: on a busy loop, whose turns
-    are long, one alone would let bodies come in at a few MiB per second.
+    One per turn of the event loop, and another for each 4 ms of the turn before: on a busy loop, whose turns are long, one
+    step per turn would read bodies at a few MiB per second.
 
-    What waits is bounded by the requests in flight and the connections, each of which waits for one step at a time.
+    The queue is bounded by the requests in flight and the connections, each of which waits for one step at a time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class LowPriority:
         return len(self._waiting)
 
     async def step(self) -> None:
-        """Wait until the caller may go on; its step ends where it awaits something."""
+        """Wait for the caller's turn; its step ends where it awaits something."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             self._turned = self._clock()

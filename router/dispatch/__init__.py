@@ -1,1 +1,1 @@
-"""The life of a request: placed, attempted, merged, retried, ended."""
+"""The life of a request: placement, attempts, merging of their streams, retries."""

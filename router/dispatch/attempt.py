@@ -20,11 +20,12 @@ import grpc
 from cluster import errors
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.first_token import ends_with_first_token
+from cluster.protocol.times import LOST_SECONDS
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors as rpc
 from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.channels import Channels
-from router.dispatch.liveness import LOST_SECONDS, Liveness, Watch
+from router.dispatch.liveness import Liveness, Watch
 from router.placement.types import Placed
 from wire import common_pb2, decode_pb2, prefill_pb2
 
@@ -48,7 +49,7 @@ class TokenCame:
 
 @dataclass(frozen=True)
 class Ended:
-    """A stream's end: what its worker said, or `error` when it was lost."""
+    """A stream's end as its worker reported it, or `error` when the stream was lost."""
 
     source: Source
     end: common_pb2.AttemptEnd | None
@@ -71,11 +72,11 @@ class Attempt:
     from_position: int
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
-    finished: set[Source] = field(default_factory=set)  # have said their end
-    lost: set[Source] = field(default_factory=set)  # will say nothing any more
-    heard: set[Source] = field(default_factory=set)  # have said anything at all
+    finished: set[Source] = field(default_factory=set)  # have reported their end
+    failed: set[Source] = field(default_factory=set)  # their streams are lost
+    responded: set[Source] = field(default_factory=set)  # have sent anything at all
     prefilled_at: float = 0.0  # when the first token came; 0 = none has
-    prefill_report: common_pb2.WorkReport | None = None  # of whoever computed the prompt
+    prefill_report: common_pb2.WorkReport | None = None  # of the worker that computed the prompt
     span: OpenSpan | None = None  # where the request is traced
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class Attempt:
     @property
     def trip_seconds(self) -> float | None:
         """What its first token took beyond the worker's own time: there and back, and both event loops. None: it
-        had none, or its worker did not tell."""
+        had none, or its worker did not report."""
         report = self.prefill_report
         if report is None or not self.prefilled_at:
             return None
@@ -168,7 +169,7 @@ class Attempt:
             with self.liveness.watch(worker.name, on_lost) as watch:
                 await self._events_of(source, call, watch)
         except grpc.aio.AioRpcError as error:
-            if source not in self.heard and not rpc.is_from_peer(error):
+            if source not in self.responded and not rpc.is_from_peer(error):
                 self.liveness.not_reached(worker.name)
             self._lost(source, rpc.error_from_rpc(error))
         except asyncio.CancelledError:
@@ -178,22 +179,22 @@ class Attempt:
                 self._lost(source, errors.PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
             elif task.cancelling():
                 raise
-            else:  # nobody has cancelled this task: the channel was closed under the call
+            else:  # this task was not cancelled: the channel was closed under the call
                 self._lost(source, errors.PeerLostError("the connection was closed"))
         finally:
             if not call.done():
                 call.cancel()
 
     async def _events_of(self, source: Source, call: Any, watch: Watch) -> None:
-        """Until the stream has said its end."""
+        """Until the stream has ended."""
         while True:
             event = await call.read()
             if not isinstance(event, common_pb2.AttemptEvent):
-                # Ends without saying how: the worker stopped, or the status says why.
+                # Without an end event: the worker stopped, or the call's status has the reason.
                 self._lost(source, errors.PeerLostError("the stream ended early"))
                 return
-            watch.heard()
-            self.heard.add(source)
+            watch.responded()
+            self.responded.add(source)
             kind = event.WhichOneof("event")
             if kind == "token":
                 self.events.add(TokenCame(event.token, source))
@@ -207,7 +208,7 @@ class Attempt:
                 watch.resume()
 
     def _lost(self, source: Source, error: errors.BatonError) -> None:
-        self.lost.add(source)
+        self.failed.add(source)
         if source is Source.DECODE:
             self._decode_lost.set()
         self.events.add(Ended(source, None, error))
@@ -215,7 +216,7 @@ class Attempt:
     async def abort_unless_committed(self) -> bool:
         """Has D committed? Raises BatonError when D does not answer, or is found to be lost meanwhile: P often
         notices first that D is gone, and D's silence must not be waited for twice."""
-        asking = asyncio.create_task(self._ask_arbiter())
+        asking = asyncio.create_task(self._abort())
         gone = asyncio.create_task(self._decode_lost.wait())
         try:
             await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -229,7 +230,7 @@ class Attempt:
             gone.cancel()
             await asyncio.gather(asking, gone, return_exceptions=True)
 
-    async def _ask_arbiter(self) -> bool:
+    async def _abort(self) -> bool:
         stub = self.channels.decode(self.placed.decode.address)
         request = decode_pb2.AbortRequest(transfer_id=self.transfer_id, worker_epoch=self.placed.decode.epoch)
         try:
@@ -240,7 +241,7 @@ class Attempt:
 
     @property
     def has_ended(self) -> bool:
-        """Every worker has said its end: `close` has nothing to do."""
+        """Every worker has reported its end: `close` has nothing to do."""
         waited_for = {Source.DECODE} if self.is_local else {Source.PREFILL, Source.DECODE}
         return waited_for <= self.finished
 

@@ -1,7 +1,7 @@
-"""Who could not be reached is left alone for a while, each time for twice as long, and then tried again.
+"""Exponential back-off: what failed is excluded for a while, each time for twice as long, and then tried again.
 
-Without it every request that is sent there finds out for itself, and waits for seconds each time, for as long as a
-partition lasts. It only says who is not to be tried now: where nobody else is there, placement tries all the same.
+Without it every request sent to an unreachable worker waits for seconds, for as long as a partition lasts. The exclusion
+is a preference: where no other worker is left, placement tries the worker all the same.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class _Out:
 
 
 class Backoff(Generic[Name]):
-    """Of anything that has a name. Who has not failed for MOST_SECONDS after its time begins anew."""
+    """By name. A name that has not failed for MOST_SECONDS after its exclusion starts again at FIRST_SECONDS."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._out: dict[Name, _Out] = {}
 
     def failed(self, name: Name) -> bool:
-        """Whether that is news: what was under way with the first failure may fail later, and counts once."""
+        """False while the name is excluded already: calls in flight at the first failure count with it."""
         now = self._clock()
         self._out = {one: out for one, out in self._out.items() if now < out.until + MOST_SECONDS}
         known = self._out.get(name)
@@ -49,6 +49,6 @@ class Backoff(Generic[Name]):
         self._out.pop(name, None)
 
     def names(self) -> frozenset[Name]:
-        """Who is not to be tried now."""
+        """Names that are excluded now."""
         now = self._clock()
         return frozenset(name for name, out in self._out.items() if now < out.until)

@@ -1,8 +1,8 @@
-"""A bounded handover from producers to one reader, who takes all that is there at once.
+"""A bounded queue from producers to one reader, which takes all items at once.
 
-Tokens that came while the reader was busy cost it one wake-up together, not one each. A reader whose every wake-up
-costs a system call asks for a pace besides: what follows a batch within it waits for the rest of that time, so that
-a burst leaves in a few pieces, while the first token, and any that comes after a pause, is never held.
+Tokens that arrive while the reader is busy cost it one wake-up together, not one each. A reader for which every wake-up
+costs a system call sets a pace: items that follow a batch within it wait for the rest of that time, so a burst leaves in
+a few pieces, while the first token, and any after a pause, is never held.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class BoundedQueue(Generic[T]):
             await waiter
 
     def end(self) -> None:
-        """One producer has nothing more to say."""
+        """One producer has ended."""
         self._producers -= 1
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """The reader gets what lies there, then this error; the first one counts."""
+        """The reader gets the unread items, then this error; the first error counts."""
         self._error = self._error or error
         self._wake()
         self._make_room()
 
     def discard(self, error: BaseException) -> None:
-        """Nobody wants what lies there any more."""
+        """Drop the unread items and end with the error."""
         self._items.clear()
         self.fail(error)
 

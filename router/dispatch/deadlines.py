@@ -1,4 +1,4 @@
-"""How soon a request wants its first token, and how long it may wait before it is told that it waits in vain."""
+"""How soon a request needs its first token, and how long it may wait before it is refused."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class RequestDeadlines:
 
     @property
     def admission_seconds(self) -> float:
-        """How long it may wait for a place: as long as its class's target lets it queue, and ended sooner than its
-        deadline would end it, so that it is told why."""
-        patience = max(self.config.admission_seconds, self.target_seconds)
-        return min(patience, OF_DEADLINE * self.completion.deadline_seconds)
+        """How long it may wait for a worker: as long as the target of its class allows, but less than its own deadline, so
+        that the refusal and its reason still reach the client."""
+        longest = max(self.config.admission_seconds, self.target_seconds)
+        return min(longest, OF_DEADLINE * self.completion.deadline_seconds)
 
     def worker_seconds(self, deadline: float) -> float:
-        """How long a worker may take to find it a place. A late attempt gets a second of its own, but no longer than
-        leaves time to say that it was in vain."""
+        """How long it may queue at a worker. A late attempt gets a second of its own, but no longer than leaves time to
+        tell the client that it failed."""
         return max(deadline - time.monotonic(), min(LAST_SECONDS, OF_DEADLINE * self.left_seconds))

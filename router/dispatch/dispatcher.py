@@ -22,14 +22,15 @@ from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.choice import ChoiceStream, GapError
 from router.dispatch.deadlines import RequestDeadlines
 from router.dispatch.engine_failures import EngineFailures
-from router.dispatch.quota_lease import charged
+from router.dispatch.exclusions import ended_by, exclusions
+from router.dispatch.quota_lease import quota_lease
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.retry_policy import RetryPolicy
 from router.dispatch.services import Services
 from router.observe.traces import request_trace
 from router.observe.traces.arrival import Arrival
 from router.placement.candidates import level_of
-from router.placement.types import Generation, Placed, PlacementRequest
+from router.placement.types import Generation, Placed, PlacementRequest, Reason
 from router.quota.quota import Use
 from router.request.completion import Completion, Delta, Outcome
 from router.request.resume_tickets import name_of
@@ -62,7 +63,7 @@ class _Retry(Exception):
 
 
 class RequestDispatcher:
-    """`start` it with the mailbox its deltas go to; `outcome` tells the whole truth after the mailbox has ended."""
+    """`start` it with the queue its deltas go to; `outcome` is complete after the queue has ended."""
 
     def __init__(
         self, completion: Completion, services: Services, first_shown: int = 0, arrival: Arrival | None = None
@@ -83,7 +84,7 @@ class RequestDispatcher:
         self._trace = services.begin_trace(arrival, completion)
         self.trace_id = self._trace.trace_id if self._trace is not None else ""
         self._deadlines = RequestDeadlines(services.config, completion, self._received)
-        self._excluded: set[str] = set()
+        self._excluded: dict[str, Reason] = {}  # by worker_id
         self._engine_failures = EngineFailures()
         self._generation: Generation | None = None  # the workers that have it
         self.on_charged: Callable[[], None] = lambda: None  # called where the tenant has limits
@@ -106,7 +107,7 @@ class RequestDispatcher:
         return all(choice.finish is not None for choice in self._choices)
 
     def resume_ticket(self) -> bytes:
-        """What its client shows when it goes on at another router."""
+        """What its client presents to resume it at another router."""
         return self._services.tickets.issue(self._name, self._completion.sampling.seed)
 
     def start(self, deltas: BoundedQueue[Delta]) -> None:
@@ -116,7 +117,7 @@ class RequestDispatcher:
         self._work = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """Cancels what is still going on; the workers are told."""
+        """Cancel what is still running, at the workers too."""
         if self._work is not None:
             self._work.cancel()
 
@@ -124,7 +125,9 @@ class RequestDispatcher:
         try:
             async with (
                 asyncio.timeout(self._completion.deadline_seconds),
-                charged(self._services, self._completion, self._name, resumed=self._resumed, use=self._use),
+                quota_lease(
+                    self._services, self._completion, self._name, resumed=self._resumed, use=self._use
+                ),
             ):
                 if self._completion.rate_limits:
                     self.on_charged()
@@ -133,10 +136,10 @@ class RequestDispatcher:
         except TimeoutError:
             seconds = self._completion.deadline_seconds
             self._fail(errors.DeadlineError(f"not finished within {seconds:.1f} s", field="deadline"))
-        except Exception as error:  # whoever reads the mailbox deals with it
+        except Exception as error:  # the reader of the queue deals with it
             self._fail(error)
         else:
-            self._services.at_done(self._completion.request_id)
+            self._services.faults.done(self._completion.request_id)
             self._deltas.end()
 
     def _fail(self, error: Exception) -> None:
@@ -144,7 +147,7 @@ class RequestDispatcher:
         self._deltas.fail(error)
 
     def _use(self) -> Use | None:
-        """Work that no worker has begun costs nothing: the request was refused, or nobody was there."""
+        """None: no worker has begun work for it, so it costs nothing."""
         if not self.stats.attempts and not self._resumed:
             return None
         held = len(self._completion.resume_tokens)
@@ -166,7 +169,8 @@ class RequestDispatcher:
                 self.stats.retries[type(retry.reason).__name__] += 1
                 log.info("attempt over: %s", retry, extra={"request_id": self._completion.request_id})
                 progress = sum(choice.new_tokens for choice in choices) > before
-                costly = bool(attempt.lost & attempt.heard) or isinstance(retry.reason, errors.InternalError)
+                lost = attempt.failed & attempt.responded
+                costly = bool(lost) or isinstance(retry.reason, errors.InternalError)
                 pause = retry_policy.pause_seconds(
                     retry.reason, retry.pause_seconds, progress=progress, costly=costly
                 )
@@ -185,17 +189,15 @@ class RequestDispatcher:
                     raise errors.first_of(failed) from failed
                 return
 
-    # --- placing -----------------------------------------------------------------------------------------
-
     async def _place(self, choices: list[ChoiceStream], deadline: float) -> Attempt:
         c = self._completion
         began = time.monotonic()
-        self._services.check_anybody()
+        self._services.check_any_worker()
         spec, request, placed = await self._place_until(choices, deadline)
         ended = time.monotonic()
         self.stats.placement_seconds += ended - began
         if c.explain:
-            self.stats.explanations.append({"terms": placed.terms, "from_redis": placed.from_redis})
+            self.stats.explanations.append(placed.explanation)
         attempt = Attempt(
             request_id=c.request_id,
             spec=spec,
@@ -220,7 +222,7 @@ class RequestDispatcher:
                 self._generation = self._services.placement.generation(self._generation)
                 spec = self._spec(choices, self._generation)
                 request = self._placement_request(choices, spec, self._generation)
-                request = self._services.without_parted(request)
+                request = self._services.without_unreachable_pairs(request)
                 placed = await self._services.placement.place(request)
             except errors.UnavailableError:
                 if time.monotonic() + 0.1 > deadline:
@@ -242,7 +244,9 @@ class RequestDispatcher:
             chain=index_keys(hashes),
             token_count=len(packed) // 4,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=self._services.liveness.suspects | self._excluded | self._engine_failures.names,
+            excluded=exclusions(
+                self._services.liveness.suspects, self._excluded, self._engine_failures.names
+            ),
             generation=generation,
             explain=c.explain,
             priority_class=self._deadlines.priority_class,
@@ -266,13 +270,11 @@ class RequestDispatcher:
             weight=c.weight,
         )
 
-    # --- one attempt -------------------------------------------------------------------------------------
-
     async def _attempt(self, attempt: Attempt, choices: list[ChoiceStream]) -> None:
         """Returns when every choice has its end. Raises _Retry, or the error that ends the request."""
         self.stats.attempts += 1
         try:
-            self._services.at_placed(attempt.transfer_id)
+            self._services.faults.placed(attempt.transfer_id)
             attempt.start()
             while True:
                 events = await attempt.events.take()
@@ -300,10 +302,10 @@ class RequestDispatcher:
     def _told_all(self, attempt: Attempt, choices: list[ChoiceStream]) -> bool:
         """The reports have come, as far as they will; an answer cut by a stop string does not wait for them."""
         waiting = {Source.DECODE} if attempt.is_local else {Source.PREFILL, Source.DECODE}
-        return waiting <= attempt.finished | attempt.lost or self._completion.stop != ()
+        return waiting <= attempt.finished | attempt.failed or self._completion.stop != ()
 
     def _token(self, event: TokenCame, attempt: Attempt, choices: list[ChoiceStream], now: float) -> None:
-        self._services.at_token(attempt.transfer_id)
+        self._services.faults.token(attempt.transfer_id)
         choice = choices[event.token.choice - choices[0].index]
         try:
             delta = choice.take(event.token)
@@ -342,11 +344,11 @@ class RequestDispatcher:
         if isinstance(reason, errors.InvalidRequestError):
             raise reason
         if outcome == common_pb2.ATTEMPT_OUTCOME_REFUSED:
-            self._excluded = {attempt.placed.decode.worker_id}
+            self._excluded = {attempt.placed.decode.worker_id: Reason.REFUSED}
             raise _Retry(reason, pause_seconds=reason.retry_after_seconds or 0.05)
         if outcome == common_pb2.ATTEMPT_OUTCOME_PREEMPTED:
             if isinstance(reason, errors.DrainingError):
-                self._excluded.add(attempt.placed.decode.worker_id)
+                self._excluded[attempt.placed.decode.worker_id] = Reason.DRAINED
                 raise _Retry(reason)
             raise _Retry(errors.BlocksExhaustedError("the decode worker needed its blocks for others"))
         await self._decide(event, attempt, reason)
@@ -365,16 +367,16 @@ class RequestDispatcher:
                 if await attempt.abort_unless_committed():
                     return  # go on reading from D
             except errors.BatonError as error:
-                self._excluded.add(placed.decode.worker_id)
+                self._excluded[placed.decode.worker_id] = Reason.UNANSWERED
                 raise _Retry(error) from None
             if event.end is None or isinstance(reason, errors.DrainingError):
-                self._excluded.add(placed.prefill.worker_id)
+                self._excluded[placed.prefill.worker_id] = ended_by(event)
             elif isinstance(reason, errors.HandoffError):
                 # P lives and could not reach D: their next meeting may end the same way.
-                self._excluded.add(placed.decode.worker_id)
+                self._excluded[placed.decode.worker_id] = Reason.HANDOFF
                 self._services.pairs.failed(placed, reason)
         elif event.end is None or isinstance(reason, errors.DrainingError):
-            self._excluded.add(placed.decode.worker_id)
+            self._excluded[placed.decode.worker_id] = ended_by(event)
         raise _Retry(reason)
 
     def _keep_report(self, source: Source, report: common_pb2.WorkReport, placed: Placed) -> None:
@@ -383,8 +385,6 @@ class RequestDispatcher:
         level = level_of(placed.prefill, placed.decode) if placed.prefill is not None else None
         # What a worker measured corrects what placement assumes.
         self._services.placement.calibration.learn(report, len(self._completion.prompt_tokens), level)
-
-    # --- the end -----------------------------------------------------------------------------------------
 
     @cached_property
     def outcome(self) -> Outcome:

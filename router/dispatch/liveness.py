@@ -1,9 +1,9 @@
-"""What this router hears of each worker, over all its streams.
+"""When each worker last sent something, over all its streams to this router.
 
-Every stream carries a beat each 0.5 s. A worker from which no stream has brought anything for 2 s is suspect: it
-gets no new work. After 5 s it is lost, for every stream at once: one that was opened later need not wait 5 s of its
-own. A stream that alone is silent for 5 s is lost by itself. Who was lost gets nothing new for a while
-(router/dispatch/backoff.py): while a partition lasts, no request after the first should wait for it.
+Every stream carries a beat each 0.5 s. A worker from which no stream has received anything for 2 s is suspect and gets no
+new requests. After 5 s it is lost, for all its streams at once, also those opened later. A stream that alone is silent for
+5 s is lost by itself. A lost worker gets no new requests for a while (router/dispatch/backoff.py): during a partition only
+the first request should wait for it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from cluster.protocol.times import LOST_SECONDS, SUSPECT_SECONDS
 from router.dispatch.backoff import Backoff
 
-SUSPECT_SECONDS = 2.0
-LOST_SECONDS = 5.0
 WATCH_SECONDS = 0.1
 
 
 @dataclass(eq=False)
 class Watch:
-    """One stream. `heard` whenever anything comes on it."""
+    """One stream. Call `responded` for everything that arrives on it."""
 
     worker: _Worker
     on_lost: Callable[[], None]
@@ -32,9 +31,9 @@ class Watch:
     clock: Callable[[], float]  # the event loop's: get_running_loop would cost a system call per message
     last: float
     answered: bool = False
-    paused: bool = False  # nobody reads it: a slow client is no sign of a lost worker
+    paused: bool = False  # it is not read: a slow client is no sign of a lost worker
 
-    def heard(self) -> None:
+    def responded(self) -> None:
         self.last = self.worker.last = self.clock()
         if not self.answered:
             self.answered = True
@@ -45,7 +44,7 @@ class Watch:
 
     def resume(self) -> None:
         self.paused = False
-        self.heard()
+        self.responded()
 
 
 @dataclass
@@ -54,7 +53,7 @@ class _Worker:
     watches: list[Watch] = field(default_factory=list)
 
     def silent_since(self) -> float:
-        """When something came last; infinity while a stream is not read, which might have brought something."""
+        """When something arrived last; infinity while a stream is not read, on which something may have arrived."""
         return math.inf if any(watch.paused for watch in self.watches) else self.last
 
 
@@ -105,7 +104,7 @@ class Liveness:
         for name, worker in list(self._workers.items()):
             all_lost = worker.silent_since() < late
             for watch in list(worker.watches):
-                # On its own: the worker lives, but has dropped this one, or never heard of it.
+                # Alone: the worker lives, but has dropped this stream, or never got its call.
                 if all_lost or (watch.last < late and not watch.paused):
                     self._lost.failed(name)
                     watch.on_lost()

@@ -1,4 +1,4 @@
-"""What is summed up over all attempts at a request, and told at its end."""
+"""Sums over all attempts at a request, reported at its end."""
 
 from __future__ import annotations
 

@@ -14,9 +14,8 @@ MAX_PAUSE_SECONDS = 0.5
 class RetryPolicy:
     """Two limits: `max_attempts` costly ones in a row that brought no token, and the admission deadline.
 
-    The deadline begins anew with each token: what has begun is worth as much waiting as what has not. A worker that
-    is not there, or full, costs nothing but time. One that spoke and was lost is `costly`: a request that workers die
-    of must not kill one after the other.
+    The deadline restarts with each token. A worker that is absent or full costs only time. A worker that responded and was
+    then lost is `costly`: a request that kills workers must not kill one after another.
     """
 
     def __init__(
@@ -44,14 +43,14 @@ class RetryPolicy:
                 f"gave up after {self._fruitless} attempts: {reason.public_text}"
             ) from None
         if self._clock() + pause > self.deadline:
-            if isinstance(reason, _BEHIND):
+            if isinstance(reason, _OVERLOAD):
                 raise _overloaded(f"no worker took it in time: {reason.public_text}", reason) from None
             raise _unavailable(f"no worker took it in time: {reason.public_text}", reason) from None
         return pause
 
 
-# Workers that are there, and have too much to do.
-_BEHIND = (errors.OverloadedError, errors.DeadlineError, errors.BlocksExhaustedError)
+# Errors of workers that are overloaded
+_OVERLOAD = (errors.OverloadedError, errors.DeadlineError, errors.BlocksExhaustedError)
 
 
 def _overloaded(message: str, reason: errors.BatonError) -> errors.OverloadedError:

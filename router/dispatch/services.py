@@ -1,17 +1,18 @@
-"""What every request's life uses: one bundle per router."""
+"""What every request uses: one object per router."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.background_tasks import FollowUps
 from cluster.config.router import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.faults.orders import open_faults
-from cluster.faults.points import Point
+from cluster.faults.points import FaultPoint, Faults, Point
 from cluster.membership.reader import Members
 from cluster.protocol.block_hash import make_salt
 from cluster.telemetry.metrics import router as metrics
@@ -21,9 +22,8 @@ from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.observe.live.recorder import Recorder
 from router.observe.traces.arrival import Arrival
 from router.observe.traces.request_trace import RequestTrace
-from router.placement.generations import usable
 from router.placement.placement import Placement
-from router.placement.types import PlacementRequest
+from router.placement.types import PlacementRequest, Reason
 from router.quota.quota import Quota
 from router.request.completion import Completion
 from router.request.resume_tickets import Tickets
@@ -32,7 +32,20 @@ from router.text.tokenizer import ModelText
 if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import Tracing
 
-MAX_SALTS = 4096  # tenants whose salt is kept at hand
+MAX_SALTS = 4096  # kept, one per model and tenant
+
+
+class RequestFaults(NamedTuple):
+    """Points of a request at which faults can be injected."""
+
+    placed: FaultPoint
+    token: FaultPoint
+    done: FaultPoint
+
+    @classmethod
+    def of(cls, faults: Faults) -> RequestFaults:
+        points = (Point.ROUTER_PLACED, Point.ROUTER_TOKEN, Point.ROUTER_DONE)
+        return cls(*map(faults.point, points))
 
 
 class Services:
@@ -44,6 +57,7 @@ class Services:
         placement: Placement,
         channels: Channels,
         quota: Quota,
+        tracing: Tracing | None = None,
     ):
         self.config = config
         self.text = text
@@ -56,11 +70,8 @@ class Services:
         self.liveness = Liveness()
         self.pairs = UnreachablePairs()
         self.recorder = Recorder()
-        faults = open_faults(config.fault_orders, config.router_id)
-        self.at_placed = faults.point(Point.ROUTER_PLACED)
-        self.at_token = faults.point(Point.ROUTER_TOKEN)
-        self.at_done = faults.point(Point.ROUTER_DONE)
-        self.tracing: Tracing | None = None
+        self.faults = RequestFaults.of(open_faults(config.fault_orders, config.router_id))
+        self.tracing = tracing
         self.inter_token_seconds = metrics.ITL.create()
         self._cleanups = FollowUps()
 
@@ -73,20 +84,23 @@ class Services:
     def new_transfer_id(self) -> bytes:
         return secrets.token_bytes(16)
 
-    def check_anybody(self) -> None:
-        """Raises UnavailableError before the first worker has come: nobody knows whether one will."""
+    def check_any_worker(self) -> None:
+        """Raises UnavailableError before the first worker has registered."""
         if not self.members.all:
             raise UnavailableError("no worker is there", retry_after_seconds=1.0)
 
-    def without_parted(self, request: PlacementRequest) -> PlacementRequest:
-        """Of workers that do not reach each other, the request leaves one of each two out."""
+    def without_unreachable_pairs(self, request: PlacementRequest) -> PlacementRequest:
+        """The request, excluding one of every two workers that do not reach each other."""
         if not self.pairs.any_unreachable:
             return request
-        prefill, decode = usable(self.members.prefill, request), usable(self.members.decode, request)
-        return replace(request, excluded=request.excluded | self.pairs.left_out(prefill, decode))
+        eligibility = self.placement.eligibility
+        out = self.pairs.left_out(
+            eligibility.usable("prefill", request), eligibility.usable("decode", request)
+        )
+        return replace(request, excluded={**request.excluded, **dict.fromkeys(out, Reason.UNREACHABLE)})
 
     def salt(self, model_id: str, prefix_scope: str) -> bytes:
-        """Of a model's block hashes, for those who share prefixes."""
+        """Of a model's block hashes, for requests that share prefixes."""
         known = self._salts.get((model_id, prefix_scope))
         if known is None:
             if len(self._salts) >= MAX_SALTS:
@@ -95,8 +109,17 @@ class Services:
         return known
 
     def clean_up(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Runs on after the request is over: a client that has gone must not wait for it."""
+        """Run it to its end, also after the request: a client does not wait for it."""
         self._cleanups.spawn(coroutine)
 
     async def finish(self, seconds: float) -> None:
         await self._cleanups.wait(seconds)
+
+    async def close(self) -> None:
+        await self.channels.close()
+        await self.placement.close()
+        await self.quota.close()
+        await self.members.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+        self.text.close()

@@ -1,8 +1,8 @@
-"""Which prefill and decode workers do not reach each other, though this router reaches both.
+"""Pairs of prefill and decode workers that do not reach each other, though this router reaches both.
 
-Neither of them can act on it: a prefill worker does not know whether there is another decode worker to send to. Without
-this, every request placed on such a pair would wait for seconds, for as long as a partition between the two lasts. It
-only says whom to place without; where nobody else is there, placement takes them all the same.
+Only the router can avoid such a pair: a prefill worker cannot choose another decode worker. Without this, every request
+placed on the pair would wait for seconds, for as long as the partition between the two lasts. The exclusion is a
+preference: where no other worker is left, placement takes the pair all the same.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class UnreachablePairs:
         self._rng = rng or random.Random()
 
     def failed(self, placed: Placed, reason: BatonError) -> None:
-        """What the prefill worker said of an attempt whose decode worker answers us."""
+        """`reason`: the prefill worker's, of an attempt whose decode worker answers this router."""
         p, d = placed.prefill, placed.decode
         if p is None or not _not_reached(reason):
             return
         if self._unreachable.failed((p.name, d.name)):
-            log.warning("%s does not reach %s, and both answer us: %s", p.name, d.name, reason.message)
+            log.warning("worker %s does not reach worker %s: %s", p.name, d.name, reason.message)
 
     def met(self, placed: Placed) -> None:
         if placed.prefill is not None:
@@ -43,13 +43,13 @@ class UnreachablePairs:
         return bool(self._unreachable.names())
 
     def left_out(self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo]) -> frozenset[str]:
-        """Names without which no two of the others are apart: first who is apart from most; of equals one by chance, so
-        that both go on working, with others. Never the last decode worker; the last prefill worker only if it reaches
-        none, and then a decode worker may prefill by itself."""
-        apart = self._unreachable.names()
+        """Workers without which all others reach each other: first the one with the most unreachable peers; of equals one
+        at random, so that both get requests, with other peers. Never the last decode worker; the last prefill worker only
+        if it reaches none, because then a decode worker may prefill."""
+        unreachable = self._unreachable.names()
         ps, ds = {one.name for one in prefill}, {one.name for one in decode}
         out: set[str] = set()
-        while left := [(p, d) for p, d in apart if p in ps and d in ds]:
+        while left := [(p, d) for p, d in unreachable if p in ps and d in ds]:
             kept = ds if len(ds) == 1 else ps if len(ps) == 1 and len(left) < len(ds) else set()
             times = Counter(name for pair in left for name in pair if name not in kept)
             worst = self._rng.choice([name for name in sorted(times) if times[name] == max(times.values())])

@@ -1,1 +1,1 @@
-"""What a router reports about its requests and the cluster: metrics, traces, the live view."""
+"""A router's reports on its requests and the cluster: metrics, traces, the live view."""

@@ -1,4 +1,4 @@
-"""What a router shows of its view of the cluster: workers, placement, Redis, its own limits."""
+"""Metrics of a router's view of the cluster: workers, placement, Redis, its own limits."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LEASES = ("live", "suspect", "dead")
 
 def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
     calls, costs = declared.REDIS_CALLS.create_family(), declared.PLACEMENT_COST.create_family()
-    calls.adopt(services.placement.seconds, "place")
-    calls.adopt(services.quota.seconds, "quota")
-    for term, histogram in services.placement.cost_terms.items():
+    calls.adopt(services.placement.script.seconds, "place")
+    calls.adopt(services.quota.scripts.seconds, "quota")
+    for term, histogram in services.placement.script.cost_terms.items():
         costs.adopt(histogram, term)
     return [
         calls,
@@ -47,7 +47,7 @@ def _cluster(services: Services) -> list[ScrapedMetric]:
 
 
 def _workers(services: Services) -> Counter[tuple[str, ...]]:
-    """Zeros too: an alert on none must have a series."""
+    """With zeros, because an alert on missing workers needs a series."""
     roles = ("prefill", "decode")
     count: Counter[tuple[str, ...]] = Counter({(role, lease): 0 for role in roles for lease in _LEASES})
     count.update((worker.role, worker.lease) for worker in services.members.all)
@@ -79,9 +79,9 @@ def _redis(services: Services) -> list[ScrapedMetric]:
         declared.REDIS_ERRORS.read(
             lambda: {
                 "membership": members.errors,
-                "place": placement.errors["place"],
-                "settle": placement.errors["settle"],
-                "quota": quota.errors,
+                "place": placement.script.errors,
+                "settle": placement.settlement.errors,
+                "quota": quota.scripts.errors,
             }
         ),
         declared.REDIS_MEMORY_USED.read(lambda: placement.memory.used_bytes),

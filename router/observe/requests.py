@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 
 from cluster.errors import BatonError
+from cluster.telemetry.metrics import declaration
 from cluster.telemetry.metrics import router as declared
 from router.dispatch.dispatcher import RequestDispatcher
 from router.observe.tenants import Tenants, result_of
@@ -32,6 +33,20 @@ _OUTCOMES = (
 _RETRIES = ("PeerLostError", "BlocksExhaustedError", "UnavailableError", "StaleEpochError", "InternalError")
 
 
+# Counted at the end of each request
+_TOTALS: tuple[tuple[declaration.Counter, Callable[[Outcome], float]], ...] = (
+    (
+        declared.PREFIX_CACHE_QUERIES,
+        lambda outcome: outcome.usage.prompt_tokens if outcome.timings.attempts else 0,
+    ),
+    (declared.GENERATION_TOKENS, lambda outcome: outcome.usage.completion_tokens),
+    (declared.KV_SHIPPED_BYTES, lambda outcome: outcome.timings.kv_bytes_shipped),
+    (declared.KV_NOT_SHIPPED_TOKENS, lambda outcome: outcome.timings.not_shipped_tokens),
+    (declared.ATTEMPTS, lambda outcome: outcome.timings.attempts),
+    (declared.PLACEMENT_CALLS, lambda outcome: outcome.timings.placement_calls),
+)
+
+
 class RouterMetrics:
     def __init__(self, registry: CollectorRegistry):
         self.registry = registry
@@ -40,13 +55,8 @@ class RouterMetrics:
         self.in_flight = declared.REQUESTS_IN_FLIGHT.create(registry)
         self.retries = declared.RETRIES.create(registry, _RETRIES)
         self.prompt_tokens = declared.PROMPT_TOKENS.create(registry)
-        self.asked_tokens = declared.PREFIX_CACHE_QUERIES.create(registry)
         self.cached_tokens = declared.PREFIX_CACHE_HITS.create(registry)
-        self.output_tokens = declared.GENERATION_TOKENS.create(registry)
-        self.shipped = declared.KV_SHIPPED_BYTES.create(registry)
-        self.not_shipped = declared.KV_NOT_SHIPPED_TOKENS.create(registry)
-        self.attempts = declared.ATTEMPTS.create(registry)
-        self.placements = declared.PLACEMENT_CALLS.create(registry)
+        self._totals = [(metric.create(registry), read) for metric, read in _TOTALS]
         self.e2e = declared.E2E.create(registry)
         self.ttft = declared.TTFT.create(registry)
         self.tpot = declared.TPOT.create(registry)
@@ -58,7 +68,7 @@ class RouterMetrics:
         registry.register(stages)
 
     def overloaded(self, tenant: str) -> None:
-        """Refused before anything was done: a limit of requests in flight."""
+        """A request was refused by a limit of requests in flight or of bytes."""
         self.requests.labels("overloaded").inc()
         self.tenants.of(tenant).requests["refused"] += 1
 
@@ -71,7 +81,7 @@ class RouterMetrics:
         outcome = "cancelled"
         try:
             yield
-            if dispatcher.failure is not None:  # told on the stream, which by then had begun
+            if dispatcher.failure is not None:  # reported on a stream that had begun
                 outcome = type(dispatcher.failure).__name__
             elif dispatcher.complete:
                 outcome = "ok"
@@ -103,15 +113,10 @@ class RouterMetrics:
         self.output_lengths.observe(usage.completion_tokens)
         self.prompt_tokens.inc(usage.prompt_tokens)
         self.cached_tokens.inc(usage.cached_tokens)
-        self.output_tokens.inc(usage.completion_tokens)
+        for total, read in self._totals:
+            total.inc(read(outcome))
         tenant.prompt_tokens += usage.prompt_tokens
         tenant.cached_tokens += usage.cached_tokens
         tenant.output_tokens += usage.completion_tokens
-        if timings.attempts:
-            self.asked_tokens.inc(usage.prompt_tokens)
-        self.shipped.inc(timings.kv_bytes_shipped)
-        self.not_shipped.inc(timings.not_shipped_tokens)
-        self.attempts.inc(timings.attempts)
-        self.placements.inc(timings.placement_calls)
         for reason, count in dispatcher.stats.retries.items():
             self.retries.labels(reason).inc(count)

@@ -1,4 +1,4 @@
-"""Metrics by tenant. Who a tenant is, operators decide, in the file of keys: still, only the first ones get series."""
+"""Metrics by tenant. Tenants come from the operator's file of keys; still, only the first MAX_TENANTS get series."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cluster.telemetry.metrics import router as declared
 from cluster.telemetry.scrape import ScrapeCollector
 
 MAX_TENANTS = 64
-OTHER = "other"  # all beyond them, together
-NOBODY = "none"  # without keys everyone is the same nameless tenant
+OTHER = "other"  # all further ones, together
+NO_TENANT = "none"  # without keys every request belongs to one nameless tenant
 RESULTS = ("ok", "cancelled", "refused", "failed")
 
 
@@ -29,7 +29,7 @@ class Tenant:
 
 
 def result_of(outcome: str) -> str:
-    """baton_requests_total's outcome, in four words."""
+    """One of RESULTS, from an outcome of baton_requests_total."""
     if outcome in ("ok", "cancelled"):
         return outcome
     return "refused" if outcome in ("overloaded", "refused", "OverloadedError") else "failed"
@@ -51,8 +51,8 @@ class Tenants(Collector):
         )
 
     def of(self, name: str) -> Tenant:
-        """The tenant's account, or the common one of those that came too late for their own."""
-        name = name or NOBODY
+        """The tenant's counts, or the common ones of tenants beyond the limit."""
+        name = name or NO_TENANT
         known = self._tenants.get(name)
         if known is None:
             if len(self._tenants) >= self._max_tenants:

@@ -1,1 +1,1 @@
-"""Which prefill worker, which decode worker: one atomic Redis script, one round trip."""
+"""The choice of a prefill and a decode worker: one atomic Redis script, one round trip."""

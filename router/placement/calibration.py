@@ -1,4 +1,4 @@
-"""The cost model's constants, learned from what workers report: prefill seconds = a·u + b·u·(L − u/2)."""
+"""The cost model's constants, learned from workers' reports: prefill seconds = a·u + b·u·(L − u/2)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from wire import common_pb2
 
 _WEIGHT = 0.1
 _START_BANDWIDTH = 1e9
-_GUESS = (1.0, 1.0, 0.5, 0.5, 0.5)  # share of the nearest level's bandwidth, until one is measured
+_GUESS = (1.0, 1.0, 0.5, 0.5, 0.5)  # bandwidth by level, relative to the nearest, until one is measured
 _START_A = 1e-3
-_SURPRISE = 4.0  # times as slow as expected: a worker that stood still says nothing about the others
-_KNOWN = 48  # a worker's first prompts take longer than all that follow
+_SURPRISE = 4.0  # at most so many times the expected time count: a worker that stood still is no example
+_KNOWN = 48  # prefills; a worker's first ones take longer than all later ones
 
 
 @dataclass
@@ -21,22 +21,22 @@ class Calibration:
     # Measured bytes per second, by level (topology.LEVELS)
     bandwidths: dict[int, float] = field(default_factory=dict)
     token_bytes: float = 1.0
-    decode_token_seconds: float = 2e-8  # what a resident token adds to a step
+    decode_token_seconds: float = 2e-8  # that a resident token adds to a step
     observed: int = 0  # prefills learned from
     _mean_tokens: float = 0.0
 
     @property
     def known(self) -> bool:
-        """Has enough been seen to refuse requests by it?"""
+        """Enough prefills were observed to refuse requests by it."""
         return self.observed >= _KNOWN
 
     @property
     def rate(self) -> float:
-        """Prefill tokens a second."""
+        """Prefill tokens per second."""
         return 1.0 / self.a
 
     def learn(self, report: common_pb2.WorkReport, prompt_tokens: int, level: int | None) -> None:
-        """From what a worker says of one request. `level`: how near the two of its hand-off lie; None without one."""
+        """From a worker's report of one request. `level`: of the pair of its hand-off; None without one."""
         total = report.computed_prompt_tokens + report.cached_tokens
         self.observe_prefill(report.computed_prompt_tokens, total, report.prompt_compute_seconds)
         if report.kv_bytes_shipped and level is not None:
@@ -44,14 +44,16 @@ class Calibration:
             self.observe_transfer(level, report.kv_bytes_shipped, shipped, report.handoff_exposed_seconds)
 
     def observe_prefill(self, computed_tokens: int, total_tokens: int, seconds: float) -> None:
-        """`seconds`: what the prompt cost, without what it waited for others in the same batch; a queue gets shorter
-        as fast. Least-mean-squares on the two terms; both stay positive, the first samples weigh more."""
+        """Least-mean-squares on the two terms; both stay positive, the first samples weigh more.
+
+        `seconds`: of the prompt, without the time it waited for others in the same batch, as queues shorten by that.
+        """
         if computed_tokens < 16 or seconds <= 0:
             return
         self.observed += 1
         weight = max(_WEIGHT, 1 / self.observed)
         self._mean_tokens += weight * (computed_tokens - self._mean_tokens)
-        # By their tokens: short prompts, of which a step costs more a token, say little about how long a queue is.
+        # By their tokens: short prompts, whose steps cost more per token, tell little about the length of a queue.
         weight = min(1.0, weight * computed_tokens / self._mean_tokens)
         pairs = computed_tokens * (total_tokens - computed_tokens / 2)
         expected = self.a * computed_tokens + self.b * pairs
@@ -61,7 +63,7 @@ class Calibration:
         self.b = max(0.0, self.b + weight * error * 1e-6 * pairs / scale)
 
     def rates(self) -> list[float]:
-        """Bytes a second for each level. What was never measured follows from the nearest level that was."""
+        """Bytes per second for each level; without a measurement, from the nearest level that has one."""
         if not self.bandwidths:
             return [_START_BANDWIDTH * share for share in _GUESS]
         nearest = [min(self.bandwidths, key=lambda known: abs(known - level)) for level in range(len(_GUESS))]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class Calls:
-    """Numbers of one run. `run` is assigned by Redis at start (0 before that); calls of an earlier run of the same router
-    name are void."""
+    """Numbers of one run. Redis assigns `run` at start (0 before that); calls of an earlier run of the same router name
+    are void."""
 
     def __init__(self, run: int = 0) -> None:
         self.restart(run)
@@ -28,7 +28,7 @@ class Calls:
     def settle(self) -> tuple[int, int, int]:
         """(run, number of the next table, oldest placement still awaited).
 
-        The table contains every older placement that still runs, so Redis charges no older one that arrives late.
+        The table contains every older placement that has not ended, so Redis charges no older one that arrives late.
         """
         self._settled += 1
         return self.run, self._settled, min(self._awaited, default=self._next)

@@ -1,4 +1,4 @@
-"""The workers of one placement in the script's form: made once per membership, sent with every call."""
+"""The candidates of a placement in the script's form: made once per membership, sent with every call."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from cluster.membership.topology import LEVELS
 from cluster.membership.types import WorkerInfo
 from router.placement.types import Mode
 
-_CLIQUE, _HOST, _RACK, _ZONE, _FAR = range(1, len(LEVELS) + 1)  # as the script counts them
+_CLIQUE, _HOST, _RACK, _ZONE, _FAR = range(1, len(LEVELS) + 1)  # the script counts from 1
 
 
 class Candidates:
-    """Prefill workers first, then decode workers, each by place; the script's answer counts them from 1."""
+    """Prefill workers first, then decode workers, each sorted by place; the script's answer counts them from 1."""
 
     def __init__(self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo], mode: Mode):
         self.prefill, self.decode = sorted(prefill, key=_place), sorted(decode, key=_place)
@@ -37,8 +37,8 @@ class Candidates:
 
 
 class _Places:
-    """`runs`: (place, last index) of neighbours of one role in one place. `facts`: of each place, what two workers in
-    it share (a clique or a host), and the numbers of its rack and zone, 0 where unknown."""
+    """`runs`: (place, last index) of neighbours of one role in one place. `facts`: of each place, what its workers share
+    (a clique or a host), and the numbers of its rack and zone, 0 where unknown."""
 
     def __init__(self, workers: Sequence[WorkerInfo]):
         self.runs: list[int] = []
@@ -65,7 +65,7 @@ class _Places:
 
 
 def level_of(prefill: WorkerInfo, decode: WorkerInfo) -> int:
-    """Index in LEVELS, as the script judges the pair."""
+    """Index in LEVELS of what the pair shares; the script decides likewise."""
     p, d = prefill.location, decode.location
     if _place(prefill) == _place(decode):
         return (_CLIQUE if p.clique else _HOST) - 1

@@ -1,7 +1,7 @@
-"""Workers between which KV can move, kept apart from those of another model or layout.
+"""Groups of workers between which KV can move: one model, one KV layout.
 
-During a rolling upgrade both kinds are there. A request is placed inside one of them, prefill and decode alike, and
-goes on there after a lost worker; only when its own is gone does it go on in another.
+During a rolling upgrade there are two. A request's prefill and decode worker are of one generation, and so are those of
+its later attempts, until that generation cannot serve any more.
 """
 
 from __future__ import annotations
@@ -13,23 +13,12 @@ from functools import lru_cache
 
 from cluster.errors import UnavailableError
 from cluster.membership.types import WorkerInfo
-from router.placement.types import Generation, Mode, PlacementRequest
+from router.placement.types import Generation, Mode
 from wire import common_pb2
 
 
 def generation_of(worker: WorkerInfo) -> Generation:
     return Generation(worker.model_id, worker.page_size, _comparable(worker.layout))
-
-
-def within(generation: Generation | None, workers: list[WorkerInfo]) -> list[WorkerInfo]:
-    return workers if generation is None else [one for one in workers if generation_of(one) == generation]
-
-
-def usable(workers: list[WorkerInfo], request: PlacementRequest) -> list[WorkerInfo]:
-    """Of the request's generation, without those that failed it, unless nobody else is left."""
-    workers = within(request.generation, workers)
-    others = [worker for worker in workers if not request.excludes(worker)]
-    return others or workers
 
 
 @lru_cache(maxsize=256)
@@ -41,19 +30,19 @@ def _comparable(layout: bytes) -> bytes:
 
 
 class Generations:
-    """Those of one membership, made once for it."""
+    """The generations of one membership."""
 
     def __init__(self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo], mode: Mode):
         self._weights = Counter(generation_of(worker) for worker in decode)
         prefilled = {generation_of(worker) for worker in prefill}
         self._serving = [one for one in self._weights if mode == "always" or one in prefilled]
         if not self._serving and mode != "never":
-            self._serving = list(self._weights)  # its decode workers prefill by themselves
+            self._serving = list(self._weights)  # decode workers prefill by themselves
 
     def choose(self, before: Generation | None, rng: random.Random) -> Generation:
-        """Where a request goes: where it was, else where its model is, else anywhere, by the number of decode workers.
+        """The generation `before` if it serves, else one of the same model, else any, by the number of decode workers.
 
-        Raises UnavailableError where nobody can serve it.
+        Raises UnavailableError where none serves.
         """
         if not self._serving:
             missing = "prefill worker that fits a decode worker" if self._weights else "decode worker"

@@ -1,14 +1,14 @@
-"""Polls Redis' memory use every second."""
+"""Reads Redis's memory use every second."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 import redis
 import redis.asyncio
 
+from cluster.periodic import Periodic
 from cluster.redis.elsewhere import leave_async
 from cluster.redis.memory import PRESSED, RedisMemory, warn_of_policy
 
@@ -17,24 +17,21 @@ LOOK_SECONDS = 1.0
 
 
 class MemoryWatch:
-    """Holds the last reading in `memory`, which stays while Redis is unreachable."""
+    """`memory` is the last reading, also while Redis is unreachable."""
 
     def __init__(self, client: redis.asyncio.Redis, any_hash: str):
         """`any_hash`: a hash key of the namespace for a write without effect, which a replica refuses."""
         self._client = client
         self._any_hash = any_hash
-        self._closed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._reading = Periodic("reading Redis's memory use", LOOK_SECONDS, self.look)
         self._refused = False
         self.memory = RedisMemory()
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._reading.start()
 
     async def close(self) -> None:
-        self._closed.set()
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=2 * LOOK_SECONDS)
+        await self._reading.close(2 * LOOK_SECONDS)
 
     async def look(self) -> None:
         try:
@@ -43,11 +40,13 @@ class MemoryWatch:
                 now = RedisMemory.of(await self._client.info("memory"))
         except redis.exceptions.NoPermissionError as error:
             if not self._refused:
-                log.warning("Redis' memory use can't be read, give this router's Redis user +info: %s", error)
+                log.warning(
+                    "Redis's memory use can't be read; give this router's Redis user +info: %s", error
+                )
             self._refused = True
             return
         except (redis.RedisError, TimeoutError, OSError) as error:
-            log.debug("Redis' memory use could not be read: %s", error)
+            log.debug("Redis's memory use could not be read: %s", error)
             await leave_async(self._client, error)
             return
         self._refused = False
@@ -55,15 +54,7 @@ class MemoryWatch:
         warn_of_policy(before, now)
         if now.pressed != before.pressed:
             log.warning(
-                "Redis' memory is %.0f %% used; above %.0f %% placements are not predicted and index entries live "
+                "Redis's memory is %.0f %% used; above %.0f %% placements are not predicted and index entries live "
                 "shorter: raise maxmemory",
-                100 * now.share,
-                100 * PRESSED,
+                *(100 * now.share, 100 * PRESSED),
             )
-
-    async def _run(self) -> None:
-        while not self._closed.is_set():
-            await self.look()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
-                    await self._closed.wait()

@@ -1,7 +1,7 @@
 -- One placement: match, score, charge, record. One call per dispatch attempt.
 -- KEYS: owners, load, routers, calls, chg:<router>, drains, answers:<router>
 -- ARGV: prefix, router, chain, tokens, page, output_tokens, mode, random, a, b, token_bytes, bandwidth,
---       per_token_decode, feeds, ttl_ms, predict_ms, rate, urgency (high | normal | batch), target and deadline of the
+--       per_token_decode, feeds, ttl_ms, predict_ms, rate, priority_class (high | normal | batch), target and deadline of the
 --       first token (seconds, 0 = none), run of the router, number of the call, lease_ms of the router,
 --       number of prefill candidates, number of candidates,
 --       the decode workers' capacities (8-byte doubles, tokens, packed), slots (4-byte numbers, packed), runs of
@@ -23,7 +23,7 @@ local token_bytes, per_token = tonumber(ARGV[11]), tonumber(ARGV[13])
 local feeds, ttl, predict = ARGV[14], tonumber(ARGV[15]), tonumber(ARGV[16])
 local rate, np, count = tonumber(ARGV[17]), tonumber(ARGV[24]), tonumber(ARGV[25])
 local life, number, lease = tonumber(ARGV[21]), tonumber(ARGV[22]), tonumber(ARGV[23])
-local urgency, target, deadline = ARGV[18], tonumber(ARGV[19]), tonumber(ARGV[20])
+local priority_class, target, deadline = ARGV[18], tonumber(ARGV[19]), tonumber(ARGV[20])
 local AT_ONCE = 4000  -- values: Lua's stack takes 8,000
 local function numbers(kind, packed, size)
   if #packed <= AT_ONCE * size then return {struct.unpack('>' .. string.rep(kind, #packed / size), packed)} end
@@ -265,10 +265,10 @@ local pending = p > 0 and ARGV[LOADS + p] or ARGV[LOADS + count + d - np]
 -- What waits there before this request: lower classes wait behind it. Their share is counted in fields of their own.
 local waits = p > 0 and wait[p] or math.max(0, tonumber(loads[count + d - np] or 0)) / rate
 local ahead = waits
-if waits > 0 and urgency ~= 'batch' then
-  local own = urgency == 'high' and 'high:' or 'batch:'
+if waits > 0 and priority_class ~= 'batch' then
+  local own = priority_class == 'high' and 'high:' or 'batch:'
   local part = math.max(0, tonumber(call('HGET', KEYS[2], own .. pending) or 0)) / rate
-  ahead = urgency == 'high' and part or waits - part
+  ahead = priority_class == 'high' and part or waits - part
 end
 -- Refusing helps only where waiting is what makes it late: an idle worker takes whatever comes, and a long prompt
 -- may wait as long as it computes.
@@ -282,7 +282,7 @@ local function charge(field, amount)
   call('HINCRBY', KEYS[5], field, amount)
 end
 charge(pending, u)
-if urgency ~= 'normal' then charge(urgency .. ':' .. pending, u) end
+if priority_class ~= 'normal' then charge(priority_class .. ':' .. pending, u) end
 charge(ARGV[LOADS + d], L + out)
 -- The lease expires the charges of a router that dies before it ever settles.
 call('ZADD', KEYS[3], 'NX', now + lease, router)

@@ -1,7 +1,7 @@
-"""One script, called over one kept connection with nothing between: a general client's layers, a connection of its own
-for each call, and a task's deadline around it cost as much as the call.
+"""Calls of one script over one kept connection, without the layers of a general client, a connection for each call, or a
+task for its deadline: these cost as much as the call.
 
-Calls need not wait for each other's answers: Redis answers a connection in the order in which it was asked.
+Calls do not wait for each other's answers: Redis answers a connection in the order of the calls.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MORE = object()
 
 class ScriptCall:
     def __init__(self, url: str, script: str, on_unheard: Callable[[], None] = lambda: None):
-        """`on_unheard`: a call was given up (cancelled, too late, its connection lost), and again if its answer comes all
-        the same: what the script does may be done."""
-        # Deadlines of its own would start a task for every command of the handshake.
+        """`on_unheard` is called when a call is given up (cancelled, too late, its connection lost), and again if its
+        answer arrives after all: the script may have run."""
+        # A timeout of the pool's would start a task for every command of the handshake.
         self._pool = redis.asyncio.ConnectionPool.from_url(url, socket_timeout=None)
         self._script = script
         self._on_unheard = on_unheard
@@ -51,7 +51,7 @@ class ScriptCall:
             line = await self._open()
         try:
             return await line.ask(packed, seconds)
-        except NoScriptError:  # a new Redis, or one that has taken over
+        except NoScriptError:  # a new Redis, or a promoted replica
             whole = hiredis.pack_command(("EVAL", self._script, *rest))  # type: ignore[arg-type]
             return await line.ask(whole, seconds)
 
@@ -68,10 +68,10 @@ class ScriptCall:
 
 
 class _Line(asyncio.Protocol):
-    """A connection to Redis. One whose answer is late is not asked again: it may hang for ever."""
+    """A connection to Redis. After a late answer it gets no further calls: it may hang for ever."""
 
     def __init__(self, writer: asyncio.StreamWriter, on_unheard: Callable[[], None]):
-        self._writer = writer  # kept: it closes its connection when it is dropped
+        self._writer = writer  # referenced, because it closes its connection when it is collected
         self._transport = writer.transport
         self._on_unheard = on_unheard
         self._loop = asyncio.get_running_loop()
@@ -81,7 +81,7 @@ class _Line(asyncio.Protocol):
 
     @classmethod
     async def to_redis(cls, pool: redis.asyncio.ConnectionPool, on_unheard: Callable[[], None]) -> _Line:
-        """Address, TLS, user and database are the client's business; what follows its handshake is ours."""
+        """The client connects (address, TLS, user, database); after its handshake the protocol is this class's."""
         connection: Any = pool.make_connection()  # type: ignore[no-untyped-call]
         try:
             await connection.connect()
@@ -110,19 +110,19 @@ class _Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
-        while (said := self._reader.gets()) is not _MORE:
-            if isinstance(said, hiredis.PushNotification):
+        while (reply := self._reader.gets()) is not _MORE:
+            if isinstance(reply, hiredis.PushNotification):
                 continue
-            if isinstance(said, ElsewhereError):
+            if isinstance(reply, ElsewhereError):
                 self.open = False
             answer = self._asked.popleft()
-            if answer.done():  # too late, or cancelled
+            if answer.done():  # given up: too late, or cancelled
                 self._on_unheard()
                 continue
-            if isinstance(said, redis.RedisError):
-                answer.set_exception(said)
+            if isinstance(reply, redis.RedisError):
+                answer.set_exception(reply)
             else:
-                answer.set_result(said)
+                answer.set_result(reply)
         self._close_if_idle()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -140,7 +140,7 @@ class _Line(asyncio.Protocol):
         self._close_if_idle()
 
     def _close_if_idle(self) -> None:
-        """Those who still wait on it may yet be answered."""
+        """Calls that still wait on it may yet be answered."""
         if not self.open and all(answer.done() for answer in self._asked):
             self.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal
 
 from cluster.membership.types import WorkerInfo
@@ -14,6 +16,26 @@ PriorityClass = Literal["high", "normal", "batch"]
 def priority_class_of(priority: int) -> PriorityClass:
     """The class of a request: what is above 0 is high, what is below is batch."""
     return "high" if priority > 0 else "batch" if priority < 0 else "normal"
+
+
+class Reason(StrEnum):
+    """Why a request is not placed on a worker (router/placement/eligibility.py)."""
+
+    # The worker's standing, and its generation
+    ROLE = "local_prefill is always: decode workers prefill"
+    DRAINING = "it is draining"
+    SUSPECT = "its lease is overdue"
+    DEAD = "its lease has run out"
+    GENERATION = "its model or KV layout differs from the request's"
+    # Exclusions of one request
+    SILENT = "this router received nothing from it lately"
+    REFUSED = "it had no room for this request"
+    DRAINED = "it drains and has returned this request"
+    LOST = "this request's stream to it was lost"
+    UNANSWERED = "it did not answer whether this request's attempt had committed"
+    HANDOFF = "a hand-off of this request to it failed"
+    UNREACHABLE = "a worker of the other role does not reach it, or is not reached by it"
+    ENGINE = "this request failed in its engine"
 
 
 @dataclass(frozen=True)
@@ -31,15 +53,12 @@ class PlacementRequest:
     chain: bytes  # packed 8-byte index keys of the prompt's full blocks
     token_count: int
     output_tokens: int  # expected
-    excluded: frozenset[str] = frozenset()  # ids of workers that failed this request, names of suspects
+    excluded: Mapping[str, Reason] = field(default_factory=dict)  # by worker_id, or by worker_id@epoch
     generation: Generation | None = None  # among these workers only; the chain is hashed for it
     explain: bool = False
     priority_class: PriorityClass = "normal"
-    target_seconds: float = 0.0  # the first token is wanted within this; 0 = whenever
+    target_seconds: float = 0.0  # the first token is wanted within this; 0 = no limit
     deadline_seconds: float = 0.0  # and is worth nothing after this
-
-    def excludes(self, worker: WorkerInfo) -> bool:
-        return worker.worker_id in self.excluded or worker.name in self.excluded
 
 
 @dataclass(frozen=True)
@@ -50,14 +69,10 @@ class Placed:
     cached_decode_tokens: int
     from_redis: bool
     terms: dict[str, float] = field(default_factory=dict)  # seconds
+    uncached_tokens: int = 0  # of the prompt, that the worker which prefills computes
+    why_not: dict[str, Reason] | None = None  # by worker_id; only for a request that asks for it
 
-
-@dataclass
-class Charge:
-    """What one attempt added to the load that all routers share."""
-
-    prefill: str  # worker@epoch
-    decode: str
-    prefill_tokens: int
-    decode_tokens: int
-    priority_class: PriorityClass = "normal"
+    @property
+    def explanation(self) -> dict[str, object]:
+        """The decision in the form of `explain`."""
+        return {"terms": self.terms, "from_redis": self.from_redis, "why_not": self.why_not or {}}

@@ -1,17 +1,17 @@
-"""Tenants' requests and tokens a minute, charged before a request is placed and settled when it has ended.
+"""Tenants' requests and tokens per minute, charged before a request is placed and settled when it has ended.
 
-Buckets live in Redis, one script call a charge, so all routers count together. Where Redis is gone or slow everybody
-is let in: a limit is not worth a failed request.
+Buckets live in Redis, with one script call per charge, so all routers count together. While Redis is away or slow, every
+request is admitted.
 
-A request whose client goes on at another router is charged once. Beside the bucket Redis keeps a record of the charge:
+A request that its client resumes at another router is charged once. Beside the bucket Redis keeps a record of the charge:
 
     charged by A ──settled by A: finished──► forgotten
        │   └──settled by A: unfinished──┐
-       ▼ A died, or was left            ▼
+       ▼ A died, or lost its client     ▼
     taken over by B: only what it needs beyond A's charge is charged ──settled by B──► done
 
-What A used and its client does not resume with is charged as well: by A's settlement if A lives after all, by B's charge
-if A has settled. A client that resumes without a token is charged like a new one.
+Tokens that A made and that the client does not resume with are charged too: by A's settlement if A still runs, by B's
+charge if A has settled. A client that resumes without a token is charged like a new one.
 
 A call without an answer (timed out, or cancelled) may have been applied or not. Charge and settlement carry the charge's
 owner, by which Redis applies each once, however often it is repeated and however late it arrives. A settlement is
@@ -22,44 +22,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
-import time
 from dataclasses import dataclass, field, replace
-from importlib import resources
 
-import redis
 from prometheus_client import CollectorRegistry
 
 from cluster.background_tasks import FollowUps
 from cluster.errors import OverloadedError
 from cluster.security.keys import RateLimits
 from cluster.telemetry.metrics import router as metrics
-from router.placement.redis_backoff import RedisBackoff
-from router.placement.script_call import Argument, ScriptCall
+from router.placement.script_call import Argument
+from router.quota.scripts import CALL_SECONDS, RETRY_SECONDS, QuotaScripts
 from router.quota.unsettled import Unsettled
 
-log = logging.getLogger(__name__)
-CALL_SECONDS = 0.1
-RETRY_SECONDS = 0.5  # while Redis is gone, only every so often a request waits for it
-TAKE_BACK_SECONDS = 0.5  # after a call was left; taken back at once, a slow one could charge behind that
+TAKE_BACK_SECONDS = 0.5  # after a cancelled call; taken back at once, a slow charge could arrive after that
 EXPECTED_OUTPUT_TOKENS = 256  # of one choice, at most: most answers end before their max_tokens
 _LIMITS = ("requests_per_minute", "tokens_per_minute")
 
 
-def _lua(name: str) -> str:
-    return resources.files("router.quota").joinpath(name).read_text()
-
-
-def script_source(name: str) -> str:
-    """Source of a script with records.lua in front."""
-    return _lua("records.lua") + _lua(name)
-
-
 @dataclass(frozen=True)
-class Claim:
-    """Which request a charge is for. `again`: its client says that another router has charged it, and holds
-    `held_tokens` of its answer. `seconds`: how long the charge can stay unsettled."""
+class ChargedRequest:
+    """Which request a charge is for.
+
+    `again`: another router has charged it, as its client proves, and the client holds `held_tokens` of its answer.
+    `seconds`: how long the charge can stay unsettled.
+    """
 
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     again: bool = False
@@ -68,20 +55,20 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Charge:
-    """What one request was charged; `settle` needs it. Not `certain`: if it was, only its record in Redis knows."""
+class QuotaCharge:
+    """What one request was charged, for `settle`. Not `certain`: it was charged only if its record in Redis says so."""
 
     tenant: str
     limits: RateLimits
     tokens: int
-    claim: Claim
+    request: ChargedRequest
     owner: str = field(default_factory=lambda: secrets.token_hex(8))
     certain: bool = True
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a request has used, over all the routers it took. Not `finished`: its client may yet go on elsewhere."""
+    """What a request has used, at all its routers. Not `finished`: its client may resume it elsewhere."""
 
     prompt_tokens: int
     output_tokens: int
@@ -90,54 +77,45 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class _Settlement:
-    charge: Charge
+    charge: QuotaCharge
     arguments: tuple[Argument, ...]
 
 
 class Quota:
     def __init__(self, redis_url: str, namespace: str, registry: CollectorRegistry):
-        self._charge = ScriptCall(redis_url, script_source("charge.lua"))
-        self._settle = ScriptCall(redis_url, script_source("settle.lua"))
-        self._shared_keys = [f"{{{namespace}}}:quota-{name}" for name in ("expiry", "applied")]
-        self._prefix = f"{{{namespace}}}:quota:"
-        self._records = f"{{{namespace}}}:quota-request:"
-        self._rest = RedisBackoff(RETRY_SECONDS)
+        self.scripts = QuotaScripts(redis_url, namespace)
         self._unsettled: Unsettled[_Settlement] = Unsettled()
         self._repeating = False
         self._closed = asyncio.Event()
-        self.seconds = metrics.REDIS_CALLS.create()
-        self.errors = 0  # calls that Redis did not answer in time
-        self._is_down = False
         self._follow_ups = FollowUps()
         self.unchecked = metrics.QUOTA_UNCHECKED.create(registry)
         self.taken_over = metrics.QUOTA_TAKEN_OVER.create(registry)
         self.refused = metrics.QUOTA_REFUSED.create(registry, _LIMITS)
 
     async def charge(
-        self, tenant: str, limits: RateLimits, tokens: int, claim: Claim | None = None
-    ) -> Charge | None:
-        """`tokens`: what the request is expected to use, over all the routers it takes. None: nothing was charged,
-        nothing is to be settled.
+        self, tenant: str, limits: RateLimits, tokens: int, request: ChargedRequest | None = None
+    ) -> QuotaCharge | None:
+        """`tokens`: what the request is expected to use, at all its routers. None: there is nothing to settle.
 
-        Raises OverloadedError, which says which limit it was and when there is room again.
+        Raises OverloadedError with the limit and the time until there is room again.
         """
         if not limits:
             return None
-        if not self._rest.may_ask():
+        if not self.scripts.may_ask():
             self.unchecked.inc()
             return None
-        charge = Charge(tenant, limits, tokens, claim or Claim())
+        charge = QuotaCharge(tenant, limits, tokens, request or ChargedRequest())
         arguments = (
             limits.requests_per_minute or 0,
             limits.tokens_per_minute or 0,
             tokens,
             charge.owner,
-            int(charge.claim.again),
-            charge.claim.held_tokens,
-            int(charge.claim.seconds * 1000),
+            int(charge.request.again),
+            charge.request.held_tokens,
+            int(charge.request.seconds * 1000),
         )
         try:
-            answer = await self._call(self._charge, charge, arguments)
+            answer = await self.scripts.charge(tenant, charge.request.name, arguments)
         except asyncio.CancelledError:
             self._follow_ups.spawn(self._take_back(charge))
             raise
@@ -158,8 +136,8 @@ class Quota:
             )
         return charge
 
-    async def settle(self, charge: Charge, use: Use | None) -> None:
-        """Once per charge. None: it was not served, and gets its place back too."""
+    async def settle(self, charge: QuotaCharge, use: Use | None) -> None:
+        """Once per charge. `use` None: the request was not served, and does not count as one."""
         arguments = (
             charge.owner,
             charge.tokens,
@@ -171,27 +149,28 @@ class Quota:
             int(charge.certain),
         )
         settlement = _Settlement(charge, arguments)
-        said = False
+        sent = False
         try:
-            said = self._rest.may_ask() and await self._say(settlement)
+            sent = self.scripts.may_ask() and await self._send(settlement)
         finally:
-            if not said:
+            if not sent:
                 self._keep(settlement)
 
-    async def _say(self, settlement: _Settlement) -> bool:
-        return await self._call(self._settle, settlement.charge, settlement.arguments) is not None
+    async def _send(self, settlement: _Settlement) -> bool:
+        charge = settlement.charge
+        return await self.scripts.settle(charge.tenant, charge.request.name, settlement.arguments)
 
     def _keep(self, settlement: _Settlement) -> None:
         self._unsettled.add(settlement)
         if not self._repeating:
             self._repeating = True
-            self._follow_ups.spawn(self._say_again())
+            self._follow_ups.spawn(self._settle_again())
 
-    async def _say_again(self) -> None:
+    async def _settle_again(self) -> None:
         """Repeat settlements until none waits. When the router closes, each gets one last try while Redis answers."""
         try:
             while (settlement := self._unsettled.oldest()) is not None:
-                if self._rest.may_ask() and await self._say(settlement):
+                if self.scripts.may_ask() and await self._send(settlement):
                     self._unsettled.done(settlement)
                 elif self._closed.is_set():
                     return
@@ -211,35 +190,12 @@ class Quota:
     def settlements_dropped(self) -> int:
         return self._unsettled.dropped
 
-    async def _take_back(self, charge: Charge) -> None:
+    async def _take_back(self, charge: QuotaCharge) -> None:
         await asyncio.sleep(TAKE_BACK_SECONDS)
         await self.settle(replace(charge, certain=False), None)
-
-    async def _call(
-        self, script: ScriptCall, charge: Charge, arguments: tuple[Argument, ...]
-    ) -> list[int] | None:
-        """None: Redis did not answer in time."""
-        began = time.monotonic()
-        try:
-            keys = [self._prefix + charge.tenant, self._records + charge.claim.name, *self._shared_keys]
-            answer = await script(keys, arguments, CALL_SECONDS)
-        except (redis.RedisError, TimeoutError, OSError) as error:
-            self.errors += 1
-            self._rest.failed()
-            if not self._is_down:
-                log.warning("quotas are not checked while Redis does not answer: %s", error or "too slow")
-            self._is_down = True
-            return None
-        self.seconds.observe(time.monotonic() - began)
-        self._rest.answered()
-        if self._is_down:
-            log.info("quotas are checked again")
-        self._is_down = False
-        return answer if isinstance(answer, list) else []
 
     async def close(self) -> None:
         await self._follow_ups.wait(TAKE_BACK_SECONDS + CALL_SECONDS)
         self._closed.set()
         await self._follow_ups.wait(2 * CALL_SECONDS)
-        await self._charge.close()
-        await self._settle.close()
+        await self.scripts.close()

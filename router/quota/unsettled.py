@@ -17,7 +17,7 @@ class Unsettled(Generic[T]):
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._waiting: deque[tuple[float, T]] = deque()
-        self.dropped = 0  # too many or too old: their tenants stay charged in full
+        self.dropped = 0  # too many or too old: their tenants remain charged in full
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -151,9 +151,9 @@ def test_a_registration_follows(pair: Pair, namespace: str) -> None:
     registration = Registration(pair.url, namespace, INFO)
     registration.register_again()
     pair.lead_to(1)
-    registration._try(registration._do_renew)
+    registration._calls.attempt(registration._do_renew)
     assert registration.errors == 1 and registration.unreachable
-    registration._try(registration._do_renew)
+    registration._calls.attempt(registration._do_renew)
     assert registration.errors == 1 and pair.workers_of(1, namespace) == ["w"]
     registration.stop()
 

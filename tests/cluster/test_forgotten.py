@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cluster.membership import keys, scripts
-from cluster.membership.reader import FORGET_SECONDS
-from cluster.membership.registration import encode
+from cluster.membership.registry import encode
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.times import FORGET_SECONDS
 from cluster.redis.connect import connect
 
 INFO = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)

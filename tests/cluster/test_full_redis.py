@@ -24,7 +24,7 @@ from cluster.redis.memory import RedisMemory
 from cluster.security.keys import RateLimits
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest
-from router.quota.quota import Claim, Quota, Use
+from router.quota.quota import ChargedRequest, Quota, Use
 from tests.waiting import until
 
 MEBIBYTE = 1 << 20
@@ -91,11 +91,12 @@ def others(client: redis.Redis, namespace: str) -> set[bytes]:
 
 
 async def test_a_full_index_stops_nothing(small, client, namespace, cluster, monkeypatch) -> None:
-    monkeypatch.setattr("router.placement.placement.SCRIPT_SECONDS", 10.0)
-    monkeypatch.setattr("router.quota.quota.CALL_SECONDS", 10.0)
+    for module in ("settlement", "place_script"):
+        monkeypatch.setattr(f"router.placement.{module}.SCRIPT_SECONDS", 10.0)
+    monkeypatch.setattr("router.quota.scripts.CALL_SECONDS", 10.0)
     placement, quota, registrations = cluster
     limits = RateLimits(requests_per_minute=1000, tokens_per_minute=10_000_000)
-    first = await quota.charge("t", limits, 500, Claim("first"))
+    first = await quota.charge("t", limits, 500, ChargedRequest("first"))
     held = PlacementRequest(b"held", b"", 300, 10)
     await placement.place(held)
     before = others(client, namespace)
@@ -103,9 +104,9 @@ async def test_a_full_index_stops_nothing(small, client, namespace, cluster, mon
         await asyncio.to_thread(fill, client, namespace, registrations[0].slot, registrations[0].name, 3000)
         request = PlacementRequest(bytes([round_]) * 16, RNG.randbytes(8 * 16), 256, 10)
         placed = await placement.place(request)
-        assert placed.from_redis and not placement.errors
-        charge = await quota.charge("t", limits, 10, Claim(str(round_)))
-        assert charge is not None and charge.certain and not quota.errors
+        assert placed.from_redis and not placement.script.errors
+        charge = await quota.charge("t", limits, 10, ChargedRequest(str(round_)))
+        assert charge is not None and charge.certain and not quota.scripts.errors
         await quota.settle(charge, Use(5, 5))
         placement.release(request.transfer_id)
     assert client.info("stats")["evicted_keys"] > 1000, "it was full"
@@ -127,12 +128,12 @@ async def test_a_full_index_stops_nothing(small, client, namespace, cluster, mon
     )
     assert first is not None
     await quota.settle(first, Use(200, 100))
-    assert quota.unsettled == 0 and not quota.errors
+    assert quota.unsettled == 0 and not quota.scripts.errors
     await asyncio.to_thread(newcomer.stop)
 
 
 def _decode(placement: Placement) -> bytes:
-    (charge,) = placement._charges.values()
+    (charge,) = placement._charges._charges.values()
     return charge.decode.encode()
 
 
@@ -140,7 +141,7 @@ async def test_only_the_index_has_a_time_to_live(small, client, namespace, clust
     placement, quota, registrations = cluster
     limits = RateLimits(requests_per_minute=1000, tokens_per_minute=10_000)
     for number in range(3):
-        charge = await quota.charge("t", limits, 10, Claim(str(number)))
+        charge = await quota.charge("t", limits, 10, ChargedRequest(str(number)))
         assert charge is not None
         if number:
             await quota.settle(charge, Use(5, 5, finished=number == 1))

@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cluster.membership import reader as module
-from cluster.membership.reader import FORGET_SECONDS, REGISTER_AGAIN_SECONDS, Members
-from cluster.membership.registration import encode
-from cluster.membership.types import LEASE_DEAD_SECONDS, LEASE_SUSPECT_SECONDS, WorkerInfo
+from cluster.membership.reader import Members
+from cluster.membership.registry import encode
+from cluster.membership.types import WorkerInfo
+from cluster.protocol.times import (
+    FORGET_SECONDS,
+    LEASE_DEAD_SECONDS,
+    LEASE_SUSPECT_SECONDS,
+    REGISTER_AGAIN_SECONDS,
+)
+from router.placement.eligibility import Eligibility
 from tests.virtual_time import VirtualLoop
 
 WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])
@@ -165,7 +172,8 @@ class MembersMachine(RuleBasedStateMachine):
             return
         ids = [one.worker_id for one in self.members.all]
         assert len(ids) == len(set(ids)), "two lives of one worker"
-        for role, usable in (("prefill", self.members.prefill), ("decode", self.members.decode)):
+        eligibility = Eligibility(self.members.all, "never")
+        for role, usable in (("prefill", eligibility.prefill), ("decode", eligibility.decode)):
             ready = [one for one in self.members.all if one.role == role and one.state == "ready"]
             assert bool(usable) == bool(ready), "there are some, and nothing is placed"
             assert all(one in ready for one in usable), "placed where it drains"

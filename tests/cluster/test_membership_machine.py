@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from cluster.membership import keys, scripts
 from cluster.membership.reader import decode
-from cluster.membership.registration import encode
+from cluster.membership.registry import encode
 from cluster.membership.types import WorkerInfo
 
 WORKERS = st.sampled_from(["w0", "w1", "w2"])

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.membership import keys
 from cluster.membership.reader import Members, decode
-from cluster.membership.registration import encode
+from cluster.membership.registry import encode
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 from router.placement.candidates import Candidates

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from cluster.membership.reader import Members
-from cluster.membership.registration import encode
+from cluster.membership.registry import encode
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 

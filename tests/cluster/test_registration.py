@@ -63,7 +63,7 @@ def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace
     try:
         wait_for(lambda: registration.slot, 60.0, "registered")
         broken[0] = True
-        wait_for(lambda: registration._failing, 60.0, "it fails")
+        wait_for(lambda: registration._calls._failing, 60.0, "it fails")
         now[0] += module.LEASE_DEAD_SECONDS + 1
         broken[0] = False
         wait_for(lambda: rejoined, 60.0, "it joins under a new epoch")
@@ -117,7 +117,7 @@ def test_one_that_leaves_between_two_lives_is_gone(redis_url, namespace):
     info = WorkerInfo("w", 7, 0, "prefill", "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
     registration = Registration(redis_url, namespace, info, rejoin=lambda: 8)
     registration.register_again()
-    assert registration._new_life()
+    assert registration._new_epoch()
     registration.stop()
     assert read_workers(redis_url, namespace) == []
 

@@ -14,7 +14,7 @@ from cluster.config import sources
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from router.admission.descriptors import fitted
-from router.server import _grpc_options
+from router.grpc_endpoint import grpc_options
 
 BOUNDED = [
     "max_body_bytes",
@@ -43,7 +43,7 @@ async def test_a_number_works_or_is_refused_by_name(name: str) -> None:
     for number in NUMBERS:
         given: dict[str, Any] = {"model": Path("model"), name: number}
         with contextlib.suppress(ConfigError):
-            options = _grpc_options(fitted(sources.load(RouterConfig, given), 1 << 20))
+            options = grpc_options(fitted(sources.load(RouterConfig, given), 1 << 20))
             counts = [value for key, value in options if key != "grpc.so_reuseport"]
             assert all(0 < count < 2**31 for count in counts), (number, options)
             grpc.aio.server(options=options)

@@ -24,7 +24,7 @@ def test_accepted_connections_do_not_wait_to_fill_segments(redis_url, namespace,
         try:
             async with httpx.AsyncClient(base_url=router.http_url) as client:
                 assert (await client.get("/health")).status_code == 200
-                connections = router._http.server_state.connections
+                connections = router._http._server.server_state.connections
                 sockets = [one.transport.get_extra_info("socket") for one in connections]
                 return [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in sockets]
         finally:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
 from cluster.security.keys import Caller, RateLimits
+from router.admission.admission import Admission
 from router.admission.limits import FREE_BYTES, ByteBudget, ConcurrencyLimiter
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc import message
@@ -40,14 +41,14 @@ def held_by(bodies: ByteBudget) -> tuple[int, int]:
 def test_as_many_places_as_the_limit_and_holders_without_any_are_forgotten() -> None:
     places = ConcurrencyLimiter("tenant")
     for name in ("a", "b"):
-        places.take(name, 2)
-        places.take(name, 2)
+        places.acquire(name, 2)
+        places.acquire(name, 2)
         with pytest.raises(OverloadedError):
-            places.take(name, 2)
+            places.acquire(name, 2)
     for name in ("a", "a", "b", "b"):
-        places.give_back(name)
+        places.release(name)
     assert len(places) == 0
-    places.take("a", 1)
+    places.acquire("a", 1)
 
 
 def test_a_budget_is_used_up_to_its_last_byte_and_no_further() -> None:
@@ -101,11 +102,9 @@ def gateway() -> RequestGateway:
         max_concurrent_requests_per_tenant=2,
         max_concurrent_requests_per_connection=3,
     )
-    made.metrics = SimpleNamespace(overloaded=lambda tenant: None)  # type: ignore[assignment]
-    made._tenants, made._connections = ConcurrencyLimiter("tenant"), ConcurrencyLimiter("connection")
     made.low_priority = LowPriority()
-    made._bodies = budget(8 * MIB, 8 * MIB)
-    made.in_flight, made.closed = 0, False
+    made.admission = Admission(made.config, lambda tenant: None)
+    made.admission._bodies = budget(8 * MIB, 8 * MIB)
     return made
 
 
@@ -114,22 +113,23 @@ def test_what_a_request_holds_is_free_after_it_also_when_it_fails(gateway: Reque
         with contextlib.suppress(KeyError), gateway.place(Caller(tenant="a"), "here") as held:
             held.grow_to(MIB)
             raise KeyError
-    assert (gateway.in_flight, len(gateway._tenants), len(gateway._connections)) == (0, 0, 0)
-    assert held_by(gateway._bodies) == (0, 0)
+    admission = gateway.admission
+    assert (gateway.in_flight, len(admission._tenants), len(admission._connections)) == (0, 0, 0)
+    assert held_by(admission._bodies) == (0, 0)
 
 
 def test_a_refusal_by_a_later_limit_gives_back_what_the_earlier_ones_gave(gateway: RequestGateway) -> None:
     with gateway.place(Caller(), "here"), gateway.place(Caller(), "here"), gateway.place(Caller(), "here"):
         with pytest.raises(OverloadedError, match="connection"), gateway.place(Caller(tenant="a"), "here"):
             pass
-        assert (gateway.in_flight, len(gateway._tenants)) == (3, 0)
+        assert (gateway.in_flight, len(gateway.admission._tenants)) == (3, 0)
         with (
             gateway.place(Caller(), "elsewhere"),
             pytest.raises(OverloadedError, match="router"),
             gateway.place(Caller(), "third"),
         ):
             pass
-    assert (gateway.in_flight, len(gateway._connections)) == (0, 0)
+    assert (gateway.in_flight, len(gateway.admission._connections)) == (0, 0)
 
 
 @pytest.mark.parametrize(("of_the_key", "limit"), [(0, 2), (1, 1), (3, 3)])
@@ -160,7 +160,7 @@ def dispatching(gateway: RequestGateway) -> RequestGateway:
     )
 
     def request(*_: Any, **__: Any) -> Any:
-        raise DispatchedError(gateway._bodies.held, gateway.in_flight)
+        raise DispatchedError(gateway.admission._bodies.held, gateway.in_flight)
 
     gateway.text, gateway.validator = text, Validator(gateway.config, text)
     gateway.request = request  # type: ignore[method-assign]
@@ -181,7 +181,7 @@ async def test_a_body_is_free_and_each_prompt_has_a_place_when_it_is_dispatched(
     with pytest.raises(DispatchedError) as caught:
         await Generate(dispatching).completion(Request({"type": "http", "headers": []}, receive))
     assert caught.value.args == (0, prompts)
-    assert (dispatching.in_flight, dispatching._bodies.held) == (0, 0)
+    assert (dispatching.in_flight, dispatching.admission._bodies.held) == (0, 0)
 
 
 class Call:
@@ -215,7 +215,7 @@ async def test_a_message_is_free_when_it_is_dispatched(dispatching: RequestGatew
     with pytest.raises(DispatchedError) as caught:
         await InferenceService(dispatching).Generate(context, context)
     assert caught.value.args == (0, 1)
-    assert (dispatching.in_flight, dispatching._bodies.held) == (0, 0)
+    assert (dispatching.in_flight, dispatching.admission._bodies.held) == (0, 0)
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize"])
@@ -226,7 +226,7 @@ async def test_a_message_beyond_every_length_is_refused_unparsed(
     context: Any = Context(b"\xff" * (5 * CONTEXT + OTHER_BYTES + MIB))
     with pytest.raises(ContextLengthError):
         await getattr(InferenceService(dispatching), method)(context, context)
-    assert dispatching._bodies.held == 0
+    assert dispatching.admission._bodies.held == 0
 
 
 async def test_the_list_of_models_takes_a_place_and_counts_its_message(dispatching: RequestGateway) -> None:

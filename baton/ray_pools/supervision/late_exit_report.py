@@ -27,8 +27,9 @@ from baton.processes.exit_notices import ExitNotices
 from baton.ray_pools.supervision import worker_sockets
 from baton.ray_pools.supervision.worker_sockets import Facts
 from cluster.config.worker import WorkerConfig
-from cluster.membership.reader import FORGET_SECONDS, read_workers
+from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.times import FORGET_SECONDS
 from cluster.security.tls import worker_peers
 
 log = logging.getLogger(__name__)

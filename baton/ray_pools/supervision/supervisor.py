@@ -19,13 +19,13 @@ from baton.ray_pools.supervision import worker_sockets
 from baton.ray_pools.supervision.worker_sockets import Facts, Place
 from cluster.errors import SetupError
 from cluster.membership.status import WorkerStatus
+from cluster.protocol.times import WORKER_SILENT_SECONDS
 
 log = logging.getLogger(__name__)
 OnGone = Callable[[Facts], None]
 LAUNCH_SECONDS = 60.0
 # An unkept worker that says nothing for so long hangs, or still loads its model: it is ended, and another one started.
 GREETING_SECONDS = 10.0
-SILENT_SECONDS = 20.0  # of a worker that serves; it speaks twice a second
 
 
 class WorkerSupervisor:
@@ -103,7 +103,7 @@ class WorkerSupervisor:
 
     def healthy(self) -> bool:
         """False for a worker that has fallen silent too: a stopped process says nothing."""
-        silent = time.monotonic() - self._last_at > SILENT_SECONDS
+        silent = time.monotonic() - self._last_at > WORKER_SILENT_SECONDS
         return bool(self._last.get("healthy")) and not silent and not self._ended
 
     @property

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 from baton.processes import sessions
 from baton.processes.force_exit import end_surely
 from baton.ray_pools.supervision.worker_sockets import Place, owner_gone
+from cluster.protocol.times import WORKER_REPORT_SECONDS
 
 if TYPE_CHECKING:
     from baton.workers import RunningWorker
     from cluster.config.worker import WorkerConfig
 
 log = logging.getLogger(__name__)
-TELL_SECONDS = 0.5
 # Ray and Serve start anew within half a minute on two cores; a machine that others use too takes longer.
 UNSUPERVISED_SECONDS = 120.0
 UNREAD_BYTES = 64 << 10
@@ -118,7 +118,7 @@ async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> No
         sources.require_secret(config)
         worker = await start_worker(config)
     except Exception as error:
-        await asyncio.sleep(TELL_SECONDS)  # the keeper knocked while the loop stood still
+        await asyncio.sleep(WORKER_REPORT_SECONDS)  # the keeper knocked while the loop stood still
         door.tell({"failed": f"{type(error).__name__}: {error}"})
         await door.part()
         raise
@@ -146,7 +146,7 @@ async def _serve(worker: RunningWorker, door: SupervisorEndpoint) -> str | None:
         door.tell(
             {"worker": worker.worker_id, "healthy": worker.healthy(), "status": worker.status().encode()}
         )
-        await asyncio.wait(ends, timeout=TELL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, timeout=WORKER_REPORT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     if failed.done():
         door.tell({"failed": repr(failed.result())})
     for task in ends:

@@ -1,1 +1,1 @@
-"""What the cluster is doing now and has done in the last minutes, for people who watch: `/v1/cluster/live`."""
+"""The live view: what the cluster does now and has done in the last minutes, as `/v1/cluster/live` shows it."""

@@ -1,6 +1,6 @@
-"""Routers tell each other their counts through Redis, so that each can show the whole cluster.
+"""Routers exchange their counts through Redis, so that each can show the whole cluster.
 
-Without it, a page behind a load balancer would show another router's half of the truth at every turn.
+Without it, a page behind a load balancer would show the counts of another router at each refresh.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Exchange:
 
     async def swap(self, own: RouterReport) -> dict[str, RouterCounts]:
         """All routers' reports by id; only the own one while Redis does not answer."""
-        told = await self._ask(encode(own)) or {}
-        return {**told, self._router_id: RouterCounts(own, 0.0)}
+        others = await self._ask(encode(own)) or {}
+        return {**others, self._router_id: RouterCounts(own, 0.0)}
 
     async def leave(self) -> None:
         await self._ask(b"")
@@ -51,7 +51,9 @@ class Exchange:
             answer = await self._call(self._keys, arguments, CALL_SECONDS)
         except (redis.RedisError, TimeoutError, OSError) as error:
             if not self._down:
-                log.warning("other routers' figures are out of reach: %s", error or "too slow")
+                log.warning(
+                    "the live view shows this router alone; Redis does not answer: %s", error or "too slow"
+                )
             self._down = True
             return None
         self._down = False

@@ -2,7 +2,7 @@
 
     bucket i = [LOW × GROWTH^i, LOW × GROWTH^(i+1)),  50 µs … 200 s,  each 10% wide: a percentile is off by 5% at most
 
-Counts only grow. What happened between two readings is their difference, and what all routers saw is their sum.
+Counts only grow. The difference of two readings covers the time between them, the sum of all routers' counts the cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LatencyHistogram:
         return sum(self.counts)
 
     def add(self, seconds: float) -> None:
-        """On the path of every token: a logarithm and an addition."""
+        """Called for every token, so it is a logarithm and an addition."""
         bucket = int(math.log(seconds) * _PER_LOG - _OFFSET) if seconds > LOW_SECONDS else 0
         self.counts[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
 
@@ -34,7 +34,7 @@ class LatencyHistogram:
         return LatencyHistogram(self.counts)
 
     def since(self, earlier: LatencyHistogram) -> LatencyHistogram:
-        """What came after `earlier`, a reading of the same histogram."""
+        """The values added after `earlier`, a reading of the same histogram."""
         return LatencyHistogram(
             [max(0, now - then) for now, then in zip(self.counts, earlier.counts, strict=True)]
         )
@@ -45,7 +45,7 @@ class LatencyHistogram:
         return LatencyHistogram([sum(column) for column in columns])
 
     def percentile(self, share: float) -> float | None:
-        """Seconds that `share` (0 … 1) of all values do not exceed; None of nothing."""
+        """Seconds that `share` (0 … 1) of all values do not exceed; None without values."""
         rank = share * self.count
         if rank <= 0:
             return None
@@ -58,12 +58,12 @@ class LatencyHistogram:
         return None
 
     def to_pairs(self) -> list[tuple[int, int]]:
-        """(bucket, count) where there is something."""
+        """(bucket, count) of the buckets that are not empty."""
         return [(bucket, count) for bucket, count in enumerate(self.counts) if count]
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[Sequence[int]]) -> LatencyHistogram:
-        """Raises ValueError or IndexError for what is no histogram."""
+        """Raises ValueError or IndexError for an invalid bucket or count."""
         histogram = cls()
         for bucket, count in pairs:
             if bucket < 0 or count < 0:

@@ -1,7 +1,7 @@
 """The last minutes of the whole cluster, in slots of two seconds.
 
 tick   tick   tick   tick        every router's counts are read at each tick;
- │ slot │ slot │ slot │          a slot holds what all of them counted between two ticks
+ │ slot │ slot │ slot │          a slot holds the counts of all of them between two ticks
  └──── WINDOW (10 s) ─┘          a point of the charts: rates and percentiles over the last slots
 """
 
@@ -21,7 +21,7 @@ POINTS = 150  # five minutes
 
 
 class Percentiles(NamedTuple):
-    """Seconds; None where there was nothing."""
+    """Seconds; None without values."""
 
     p50: float | None = None
     p90: float | None = None
@@ -65,7 +65,7 @@ class History:
         self.points: deque[Point] = deque(maxlen=POINTS)
 
     def tick(self, now: float, reports: Mapping[str, RouterReport]) -> None:
-        """`now`: seconds of a clock that only goes forward."""
+        """`now`: seconds of a monotonic clock."""
         by_router = {name: self._new(name, report) for name, report in reports.items()}
         before, self._last_tick = self._last_tick, now
         self._last = dict(reports)
@@ -74,7 +74,7 @@ class History:
             self.points.append(_point(self._within(WINDOW_SECONDS)))
 
     def _new(self, name: str, report: RouterReport) -> Counts:
-        """What a router has counted since the last tick: nothing yet, if this is its first report here."""
+        """A router's counts since the last tick; none, if this is its first report here."""
         before = self._last.get(name)
         if before is None:
             return Counts()
@@ -106,7 +106,7 @@ class History:
         }
 
     def _within(self, seconds: float) -> Iterable[_Slot]:
-        """The newest slots, as many as make up `seconds`."""
+        """The newest slots that make up `seconds`."""
         taken: list[_Slot] = []
         left = seconds - TICK_SECONDS / 2
         for slot in reversed(self._slots):

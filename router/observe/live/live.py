@@ -1,16 +1,14 @@
-"""Keeps the live view: every two seconds this router tells its counts, hears the others', and writes a slot."""
+"""The live view: every two seconds this router publishes its counts, reads the others', and writes a slot."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter
 
+from cluster.periodic import Periodic
 from router.dispatch.services import Services
 from router.observe.live.exchange import Exchange, RouterCounts
 from router.observe.live.history import TICK_SECONDS, History
@@ -19,7 +17,6 @@ from router.observe.live.view import live_view
 from router.observe.live.worker_rates import RatesOfWorkers
 from router.observe.requests import RouterMetrics
 
-log = logging.getLogger(__name__)
 _REFUSED = frozenset({"refused", "overloaded", "OverloadedError"})
 CLOSE_SECONDS = 2.0
 
@@ -33,7 +30,7 @@ class OwnState(NamedTuple):
 
 
 class Live:
-    """`view` at any time; it moves between `start` and `close`."""
+    """`view` at any time; it is updated between `start` and `close`."""
 
     def __init__(
         self,
@@ -51,17 +48,14 @@ class Live:
         self._routers: dict[str, RouterCounts] = {}
         self._rates = RatesOfWorkers()
         self._history = History()
-        self._closed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._ticking = Periodic("updating the live view", TICK_SECONDS, self.tick)
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._ticking.start()
 
     async def close(self) -> None:
-        """The others see at once that this router has gone."""
-        self._closed.set()
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=CLOSE_SECONDS)
+        """Other routers see at once that this one has gone."""
+        await self._ticking.close(CLOSE_SECONDS)
         await self._exchange.leave()
 
     def view(self) -> dict[str, Any]:
@@ -83,18 +77,8 @@ class Live:
             recorder.keep_only({worker.worker_id for worker in members.all})
         self._routers = await self._exchange.swap(self._report())
         now = self._clock()
-        self._history.tick(now, {name: told.report for name, told in self._routers.items()})
+        self._history.tick(now, {name: counts.report for name, counts in self._routers.items()})
         self._rates.tick(now, members.all)
-
-    async def _run(self) -> None:
-        while not self._closed.is_set():
-            try:
-                await self.tick()
-            except Exception:  # what people look at must never end what serves them
-                log.exception("the live view has missed a tick")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_SECONDS):
-                    await self._closed.wait()
 
     def _report(self) -> RouterReport:
         own, metrics, recorder = self._own(), self._metrics, self._services.recorder

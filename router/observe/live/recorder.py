@@ -1,4 +1,4 @@
-"""What one router counts while it works, only ever upwards. Written on the path of every token: keep it short."""
+"""The counts of one router, which only grow. `token` is called for every token: keep it short."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from router.observe.live.histogram import LatencyHistogram
 from router.placement.types import Placed
 from wire import common_pb2
 
-MAX_PAIRS = 4096  # of workers; further ones are not told apart
+MAX_PAIRS = 4096  # of workers; further ones are not counted
 
 
 @dataclass
-class Flow:
-    """KV that went from one prefill worker to one decode worker."""
+class PairTraffic:
+    """KV sent from one prefill worker to one decode worker."""
 
     bytes: int = 0
     handoffs: int = 0
 
-    def copy(self) -> Flow:
-        return Flow(self.bytes, self.handoffs)
+    def copy(self) -> PairTraffic:
+        return PairTraffic(self.bytes, self.handoffs)
 
 
 @dataclass
@@ -27,11 +27,11 @@ class Recorder:
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     itl: LatencyHistogram = field(default_factory=LatencyHistogram)
     output_tokens: int = 0
-    flows: dict[tuple[str, str], Flow] = field(default_factory=dict)
+    flows: dict[tuple[str, str], PairTraffic] = field(default_factory=dict)
 
     def token(self, first_seconds: float | None, gap_seconds: float | None) -> None:
-        """`first_seconds`: since the request came, of its first token. `gap_seconds`: since the token before, of
-        the same choice. Neither: the first token of another choice."""
+        """`first_seconds`: from the request's arrival to its first token. `gap_seconds`: since the choice's token before.
+        Neither: the first token of a further choice."""
         self.output_tokens += 1
         if first_seconds is not None:
             self.ttft.add(first_seconds)
@@ -39,7 +39,7 @@ class Recorder:
             self.itl.add(gap_seconds)
 
     def handed_over(self, placed: Placed, report: common_pb2.WorkReport) -> None:
-        """Any worker's report of an attempt: only prefill workers ship something."""
+        """A worker's report of an attempt; only prefill workers report shipped bytes."""
         if not report.kv_bytes_shipped or placed.prefill is None:
             return
         pair = (placed.prefill.worker_id, placed.decode.worker_id)
@@ -47,11 +47,11 @@ class Recorder:
         if flow is None:
             if len(self.flows) >= MAX_PAIRS:
                 return
-            flow = self.flows[pair] = Flow()
+            flow = self.flows[pair] = PairTraffic()
         flow.bytes += report.kv_bytes_shipped
         flow.handoffs += 1
 
     def keep_only(self, workers: set[str]) -> None:
-        """Forgets pairs whose workers are both gone."""
+        """Delete pairs whose workers are both gone."""
         for pair in [pair for pair in self.flows if workers.isdisjoint(pair)]:
             del self.flows[pair]

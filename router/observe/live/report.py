@@ -1,4 +1,4 @@
-"""A router's counts at one moment, as it tells them to the others; differences and sums of them."""
+"""A router's counts at one moment, as it publishes them to the others; differences and sums of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple, get_args
 import orjson
 
 from router.observe.live.histogram import LatencyHistogram
-from router.observe.live.recorder import Flow
+from router.observe.live.recorder import PairTraffic
 
 RouterState = Literal["ready", "not ready", "draining"]
 Pair = tuple[str, str]  # prefill worker, decode worker
 
 
 class Requests(NamedTuple):
-    """By how they ended. Refused: no place, no key, a quota used up. Failed: any other error."""
+    """By how they ended. Refused: by a limit, a key or a quota. Failed: by any other error."""
 
     ok: int = 0
     cancelled: int = 0
@@ -26,7 +26,7 @@ class Requests(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """What has happened: since a router's start, or between two of its reports, or to several routers."""
+    """Since a router's start, between two of its reports, or of several routers."""
 
     requests: Requests = Requests()
     prompt_tokens: int = 0
@@ -34,7 +34,7 @@ class Counts:
     output_tokens: int = 0
     ttft: LatencyHistogram = field(default_factory=LatencyHistogram)
     itl: LatencyHistogram = field(default_factory=LatencyHistogram)
-    flows: dict[Pair, Flow] = field(default_factory=dict)
+    flows: dict[Pair, PairTraffic] = field(default_factory=dict)
 
     def since(self, earlier: Counts) -> Counts:
         return Counts(
@@ -61,24 +61,24 @@ class Counts:
         )
 
 
-def _flows_since(now: dict[Pair, Flow], then: dict[Pair, Flow]) -> dict[Pair, Flow]:
-    """Only pairs between which something moved."""
-    none = Flow()
+def _flows_since(now: dict[Pair, PairTraffic], then: dict[Pair, PairTraffic]) -> dict[Pair, PairTraffic]:
+    """Of the pairs that moved something in between."""
+    none = PairTraffic()
     moved = {}
     for pair, flow in now.items():
         before = then.get(pair, none)
-        # A router that has forgotten a pair begins again at nothing.
+        # A router that has deleted a pair counts it from zero.
         before = before if before.handoffs <= flow.handoffs else none
         if flow.handoffs > before.handoffs:
-            moved[pair] = Flow(flow.bytes - before.bytes, flow.handoffs - before.handoffs)
+            moved[pair] = PairTraffic(flow.bytes - before.bytes, flow.handoffs - before.handoffs)
     return moved
 
 
-def _flows_together(parts: Iterable[dict[Pair, Flow]]) -> dict[Pair, Flow]:
-    together: dict[Pair, Flow] = {}
+def _flows_together(parts: Iterable[dict[Pair, PairTraffic]]) -> dict[Pair, PairTraffic]:
+    together: dict[Pair, PairTraffic] = {}
     for part in parts:
         for pair, flow in part.items():
-            sum_of_pair = together.setdefault(pair, Flow())
+            sum_of_pair = together.setdefault(pair, PairTraffic())
             sum_of_pair.bytes += flow.bytes
             sum_of_pair.handoffs += flow.handoffs
     return together
@@ -111,29 +111,29 @@ def encode(report: RouterReport) -> bytes:
 
 
 def decode(raw: bytes) -> RouterReport | None:
-    """None for what a router of another version may write."""
+    """None for a report in the form of another version."""
     try:
-        told: dict[str, Any] = orjson.loads(raw)
+        fields: dict[str, Any] = orjson.loads(raw)
         return RouterReport(
-            told["state"] if told["state"] in get_args(RouterState) else "not ready",
-            float(told["uptime_seconds"]),
-            int(told["in_flight"]),
-            _decode_counts(told),
+            fields["state"] if fields["state"] in get_args(RouterState) else "not ready",
+            float(fields["uptime_seconds"]),
+            int(fields["in_flight"]),
+            _decode_counts(fields),
         )
     except (KeyError, ValueError, TypeError, IndexError):
         return None
 
 
-def _decode_counts(told: dict[str, Any]) -> Counts:
+def _decode_counts(fields: dict[str, Any]) -> Counts:
     return Counts(
-        Requests(*map(int, told["requests"])),
-        int(told["prompt_tokens"]),
-        int(told["cached_tokens"]),
-        int(told["output_tokens"]),
-        LatencyHistogram.from_pairs(told["ttft"]),
-        LatencyHistogram.from_pairs(told["itl"]),
+        Requests(*map(int, fields["requests"])),
+        int(fields["prompt_tokens"]),
+        int(fields["cached_tokens"]),
+        int(fields["output_tokens"]),
+        LatencyHistogram.from_pairs(fields["ttft"]),
+        LatencyHistogram.from_pairs(fields["itl"]),
         {
-            (str(sender), str(receiver)): Flow(int(size), int(handoffs))
-            for sender, receiver, size, handoffs in told["flows"]
+            (str(sender), str(receiver)): PairTraffic(int(size), int(handoffs))
+            for sender, receiver, size, handoffs in fields["flows"]
         },
     )

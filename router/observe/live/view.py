@@ -1,4 +1,4 @@
-"""What `/v1/cluster/live` says, for `baton top` and `/ui` alike. No secrets, no prompts; docs/api.md describes it."""
+"""The answer of `/v1/cluster/live`, for `baton top` and `/ui` (docs/api.md). It holds no secrets and no prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.observe.live.history import (
 )
 from router.observe.live.worker_rates import RatesOfWorkers
 
-GONE_SECONDS = 6.0  # three reports missing
+GONE_SECONDS = 3 * TICK_SECONDS  # three reports are missing
 _STATUS = (
     "running",
     "waiting",
@@ -43,11 +43,11 @@ def live_view(
         "window_seconds": {"rates": WINDOW_SECONDS, "percentiles": RECENT_SECONDS},
         "now": {
             "requests_in_flight": sum(
-                told.report.in_flight for told in routers.values() if told.age_seconds < GONE_SECONDS
+                counts.report.in_flight for counts in routers.values() if counts.age_seconds < GONE_SECONDS
             ),
             **_point(history.recent()),
         },
-        "routers": [_router(name, told, history) for name, told in sorted(routers.items())],
+        "routers": [_router(name, counts, history) for name, counts in sorted(routers.items())],
         "workers": [_worker(worker, rates) for worker in workers],
         "flows": [
             {
@@ -62,13 +62,13 @@ def live_view(
     }
 
 
-def _router(name: str, told: RouterCounts, history: History) -> dict[str, Any]:
+def _router(name: str, counts: RouterCounts, history: History) -> dict[str, Any]:
     rates = history.router_rates(name)
     return {
         "id": name,
-        "state": told.report.state if told.age_seconds < GONE_SECONDS else "gone",
-        "uptime_seconds": round(told.report.uptime_seconds, 1),
-        "requests_in_flight": told.report.in_flight,
+        "state": counts.report.state if counts.age_seconds < GONE_SECONDS else "gone",
+        "uptime_seconds": round(counts.report.uptime_seconds, 1),
+        "requests_in_flight": counts.report.in_flight,
         "requests_per_second": _short(rates.requests_per_second),
         "output_tokens_per_second": _short(rates.output_tokens_per_second),
     }
@@ -79,7 +79,7 @@ def _worker(worker: WorkerInfo, rates: RatesOfWorkers) -> dict[str, Any]:
     return {
         "id": worker.worker_id,
         "role": worker.role,
-        # The lease matters more, once it is not live.
+        # A lease that is not live matters more than the worker's own state.
         "state": worker.state if worker.lease == "live" else worker.lease,
         "place": worker.place,
         **{name: _short(value) if isinstance(value, float) else value for name, value in shown.items()},
@@ -99,7 +99,7 @@ def _percentiles(of: Percentiles) -> dict[str, float | None]:
 
 
 def _columns(points: Iterable[Point]) -> dict[str, list[float | None]]:
-    """A list for every line of a chart, oldest first."""
+    """A list for each line of the charts, oldest first."""
     kept = list(points)
     columns: dict[str, list[float | None]] = {}
     for name in Point._fields:
@@ -112,5 +112,5 @@ def _columns(points: Iterable[Point]) -> dict[str, list[float | None]]:
 
 
 def _short(value: float | None) -> float | None:
-    """Four digits are what anybody can see."""
+    """With four digits."""
     return None if value is None else float(f"{value:.4g}")

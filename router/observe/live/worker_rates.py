@@ -1,4 +1,4 @@
-"""Rates of workers, from the counters that their registrations carry."""
+"""Rates of workers, from the counters in their status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.observe.live.history import RECENT_SECONDS, TICK_SECONDS, WINDOW_SEC
 
 
 class WorkerRates(NamedTuple):
-    """The hit ratio is that of the last minute, or since the worker's start where nothing came in that time."""
+    """The hit ratio: of the last minute, or since the worker's start if there was no prompt in that time."""
 
     prompt_tokens_per_second: float = 0.0
     output_tokens_per_second: float = 0.0
@@ -28,7 +28,7 @@ class _Counters(NamedTuple):
 
 
 class RatesOfWorkers:
-    """Keyed by a worker's life: a new epoch counts from nothing."""
+    """Keyed by worker_id@epoch: a new epoch counts from zero."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[_Counters]] = {}

@@ -1,4 +1,4 @@
-"""When a request came, and what its headers say of the trace it belongs to."""
+"""When a request arrived, and the trace that its headers name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def _nothing(name: str) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """`values(name)` are a header's, or a metadata entry's; they are looked at only where requests are traced."""
+    """`values(name)`: of a header, or of a metadata entry; read only where requests are traced."""
 
     values: Callable[[str], Sequence[str]] = _nothing
     received: float = field(default_factory=time.monotonic)
 
     @property
     def trace_headers(self) -> dict[str, str]:
-        """W3C: a second traceparent makes both invalid, several tracestates are one list."""
+        """By W3C's rules: a second traceparent makes both invalid, several tracestates are one list."""
         parents = self.values("traceparent")
         if len(parents) != 1:
             return {}

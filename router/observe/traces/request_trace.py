@@ -1,11 +1,11 @@
-"""One request's spans at the router.
+"""The router's spans of one request.
 
 baton.request
  ├─ baton.router      from its arrival until it is placed: parsing, tokens, validation, its tenant's quota
  ├─ baton.placement   one per attempt
- └─ baton.attempt     one per attempt; the workers' spans hang on it
-     └─ baton.router  what the first token took beyond the worker's own time: the trip there and back. Shown at the
-                      attempt's beginning: half of it lies at the end, but clocks of two machines are not compared
+ └─ baton.attempt     one per attempt; parent of the workers' spans
+     └─ baton.router  time of the first token beyond the worker's own: the trip there and back. Shown at the attempt's
+                      beginning: half of it lies at the end, but clocks of two machines are not compared
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import OpenSpan, Tracing
     from wire import common_pb2
 
-# How requests end that nobody has to look into.
+# Results of requests that are no failure.
 _EXPECTED = frozenset({"ok", "cancelled", "InvalidRequestError", "OverloadedError"})
 
 
 class RequestTrace:
-    """Exists only for a request that is sampled."""
+    """Of a request that is sampled."""
 
     def __init__(self, tracing: Tracing, root: OpenSpan, received: float):
         self._tracing = tracing
@@ -53,7 +53,7 @@ class RequestTrace:
         return cls(tracing, root, arrival.received)
 
     def placed(self, began: float, ended: float, placed: Placed, spec: common_pb2.GenerateSpec) -> OpenSpan:
-        """Opens the attempt's span, and tells `spec`, which goes to the workers, of it."""
+        """Open the attempt's span, and write its context into `spec`, which goes to the workers."""
         context = self._root.context
         if not self._placed:
             self._tracing.record(context, "baton.router", self._received, began, {"baton.part": "intake"})
@@ -97,6 +97,6 @@ class RequestTrace:
 
 
 def failed(span: OpenSpan | None, error: BatonError) -> None:
-    """Of an attempt: why another one follows."""
+    """Record why the attempt failed."""
     if span is not None:
         span.failed(type(error).__name__)

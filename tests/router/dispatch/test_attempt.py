@@ -174,7 +174,7 @@ async def test_each_worker_is_asked_for_its_part(world):
     assert attach.admission_deadline_ms == 2500
     came = [(e.source, e.token.position) for e in found if isinstance(e, TokenCame)]
     assert sorted(came, key=str) == [(D, 10), (D, 9), (P, 9)]
-    assert attempt.finished == attempt.heard == {P, D} and not attempt.lost
+    assert attempt.finished == attempt.responded == {P, D} and not attempt.failed
     assert attempt.has_ended
 
 
@@ -196,7 +196,7 @@ async def test_only_workers_that_still_run_are_cancelled(world, going_on):
         worker.says = [token(9), HANG if source in going_on else done()]
     attempt = world.attempt()
     attempt.start()
-    await until(lambda: attempt.heard == {P, D} and attempt.finished == {P, D} - going_on, "all is said")
+    await until(lambda: attempt.responded == {P, D} and attempt.finished == {P, D} - going_on, "all is said")
     assert attempt.has_ended == (not going_on)
     await asyncio.wait_for(attempt.close(), LONG)
     assert world.prefill.cancelled == [TRANSFER] * (P in going_on)
@@ -208,7 +208,7 @@ async def test_a_local_attempt_that_goes_on_is_cancelled_at_the_decode_worker(wo
     world.decode.says = [token(9), HANG]
     attempt = world.attempt(local=True)
     attempt.start()
-    await until(lambda: attempt.heard == {D}, "it runs")
+    await until(lambda: attempt.responded == {D}, "it runs")
     await asyncio.wait_for(attempt.close(), LONG)
     assert (world.decode.cancelled, world.prefill.cancelled) == ([TRANSFER], [])
 
@@ -220,7 +220,7 @@ async def test_a_stream_that_ends_without_an_end_is_lost(world, says):
     attempt.start()
     found = await events(attempt, lambda found: bool(ends(found)))
     assert isinstance(ends(found)[P].error, PeerLostError) and ends(found)[P].end is None
-    assert attempt.lost == {P} and attempt.heard == ({P} if says else set())
+    assert attempt.failed == {P} and attempt.responded == ({P} if says else set())
 
 
 async def test_a_refusal_keeps_its_class_and_is_no_sign_of_a_lost_worker(world):
@@ -230,7 +230,7 @@ async def test_a_refusal_keeps_its_class_and_is_no_sign_of_a_lost_worker(world):
     attempt.start()
     found = ends(await events(attempt, both))
     assert isinstance(found[P].error, DrainingError) and isinstance(found[D].error, StaleEpochError)
-    assert attempt.lost == {P, D} and not attempt.heard
+    assert attempt.failed == {P, D} and not attempt.responded
     assert not world.liveness.unreached, "it has answered"
 
 
@@ -242,7 +242,7 @@ async def test_a_worker_that_spoke_before_it_broke_was_reached(world, heard):
     attempt.start()
     found = await events(attempt, lambda found: bool(ends(found)))
     assert isinstance(ends(found)[P].error, BatonError)
-    assert attempt.lost == {P} and attempt.heard == ({P} if heard else set())
+    assert attempt.failed == {P} and attempt.responded == ({P} if heard else set())
     assert world.liveness.unreached == ([] if heard else ["p@3"])
 
 
@@ -279,7 +279,7 @@ async def test_an_unread_stream_is_paused_and_not_lost(world, monkeypatch):
     loop = asyncio.get_running_loop()
     since = loop.time()
     await until(lambda: loop.time() > since + 0.6, "longer than a silent worker has")
-    assert len(attempt.events._items) == 4 and not attempt.lost
+    assert len(attempt.events._items) == 4 and not attempt.failed
     found = await events(attempt, lambda found: bool(ends(found)))
     assert [e.token.position for e in found if isinstance(e, TokenCame)] == list(range(9, 59))
 
@@ -310,7 +310,7 @@ async def test_the_arbiters_silence_is_not_waited_for_twice(world):
     world.prefill.says, world.decode.says, world.decode.arbiter = [HANG], [token(9), HANG], HANG
     attempt = world.attempt()
     attempt.start()
-    await until(lambda: attempt.heard == {D}, "it runs")
+    await until(lambda: attempt.responded == {D}, "it runs")
     asking = asyncio.create_task(attempt.abort_unless_committed())
     await until(lambda: len(world.decode.asked) == 2, "it is asked")
     began = asyncio.get_running_loop().time()

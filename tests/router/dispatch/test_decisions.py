@@ -66,7 +66,7 @@ async def run(world: Played, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lost(source: Source) -> Play:
     def play(attempt: Scripted) -> None:
-        attempt.lost.add(source)
+        attempt.failed.add(source)
         attempt.events.add(Ended(source, None, PeerLostError("gone")))
 
     return play

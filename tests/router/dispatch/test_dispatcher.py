@@ -23,6 +23,7 @@ from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.services import Services
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.placement.calibration import Calibration
+from router.placement.eligibility import Eligibility
 from router.placement.types import Generation, Placed, PlacementRequest
 from router.request.completion import Completion
 from router.text.tokenizer import ModelText
@@ -82,8 +83,8 @@ class Scripted:
     trip_seconds: float = 0.0
     closed: bool = False
     finished: set[Source] = field(default_factory=set)
-    lost: set[Source] = field(default_factory=set)
-    heard: set[Source] = field(default_factory=set)
+    failed: set[Source] = field(default_factory=set)
+    responded: set[Source] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.events: BoundedQueue[Any] = BoundedQueue(512)
@@ -102,23 +103,23 @@ class Scripted:
         position = self.from_position
         for step in self.steps:
             position = self.play(step, position)
-        while D not in self.finished | self.lost and position < PROMPT + NEW:
+        while D not in self.finished | self.failed and position < PROMPT + NEW:
             position = self.play("next", position)
         for source in (P, D):
-            if source not in self.finished | self.lost:
+            if source not in self.finished | self.failed:
                 self.ends(source, end("DONE"))
 
     def play(self, step: str, position: int) -> int:
         who, _, what = step.partition(" ")
         source = P if who in ("first", "prefill") else D
-        if source in self.finished | self.lost:
+        if source in self.finished | self.failed:
             return position
         match step:
             case "next" | "gap":
                 position += step == "gap"
                 if position < PROMPT + NEW:
                     self.events.add(TokenCame(token(position), D))
-                    self.heard.add(D)
+                    self.responded.add(D)
                     position += 1
             case "first":
                 if self.from_position < PROMPT + NEW:
@@ -127,7 +128,7 @@ class Scripted:
                 if position > PROMPT:
                     self.events.add(TokenCame(token(max(PROMPT, position - 2)), D))
             case _ if what == "lost":
-                self.lost.add(source)
+                self.failed.add(source)
                 self.events.add(Ended(source, None, PeerLostError("gone")))
             case "prefill refused":
                 self.ends(P, end("REFUSED", BlocksExhaustedError("full", retry_after_seconds=0.001)))
@@ -140,7 +141,7 @@ class Scripted:
         self.events.add(Ended(source, said))
 
     async def abort_unless_committed(self) -> bool:
-        if self.arbiter == "silent" or D in self.lost:
+        if self.arbiter == "silent" or D in self.failed:
             raise PeerLostError("no answer")
         return self.arbiter == "committed"
 
@@ -155,7 +156,7 @@ class World:
         self.scripts = list(scripts)
         self.attempts: list[Scripted] = []
         self.released: list[bytes] = []
-        self.excluded: list[frozenset[str]] = []
+        self.excluded: list[set[str]] = []
         self.calibration = Calibration()
         facts = {
             "place": "",
@@ -164,11 +165,15 @@ class World:
             "model_id": "m",
             "page_size": 16,
             "layout": b"",
+            "state": "ready",
+            "lease": "live",
         }
         self.p, self.d = (
-            SimpleNamespace(worker_id=name, address=name, epoch=1, name=name, **facts) for name in ("p", "d")
+            SimpleNamespace(worker_id=name, address=name, epoch=1, name=name, role=role, **facts)
+            for name, role in (("p", "prefill"), ("d", "decode"))
         )
-        members: Any = SimpleNamespace(all=[self.p, self.d], prefill=[self.p], decode=[self.d])
+        members: Any = SimpleNamespace(all=[self.p, self.d])
+        self.eligibility = Eligibility(members.all, "fallback")
         stand_in: Any = self
         config = RouterConfig(model=Path("/none"), max_attempts=50)
         self.services = Services(config, text, members, stand_in, stand_in, stand_in)
@@ -181,7 +186,7 @@ class World:
         """No quota."""
 
     async def place(self, request: PlacementRequest) -> Placed:
-        self.excluded.append(request.excluded)
+        self.excluded.append(set(request.excluded))
         return Placed(self.p, self.d, 0, 0, False)  # type: ignore[arg-type]
 
     def prefilled(self, transfer_id: bytes) -> None:

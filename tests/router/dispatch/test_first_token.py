@@ -79,21 +79,21 @@ async def attempt(new: int, said: int = 0):
 @pytest.mark.parametrize(("new", "said"), [(1, 0), (3, 2)])
 async def test_no_decode_worker_is_asked_or_waited_for(new, said):
     async with attempt(new, said) as (made, workers):
-        await until(lambda: Source.PREFILL in made.heard, "the first token")
+        await until(lambda: Source.PREFILL in made.responded, "the first token")
         assert not made.has_ended, "the prefill worker has not said its end"
         workers.may_end.set()
         await until(lambda: made.has_ended, "ended")
         events = await made.events.take()
         assert [type(event) for event in events] == [TokenCame, Ended]
         assert made.finished == {Source.PREFILL, Source.DECODE}  # the request waits for both of them
-        assert not made.lost
+        assert not made.failed
         await made.close()
         assert workers.called == ["Run"]
 
 
 async def test_a_cancel_goes_to_the_prefill_worker_only():
     async with attempt(1) as (made, workers):
-        await until(lambda: Source.PREFILL in made.heard, "the first token")
+        await until(lambda: Source.PREFILL in made.responded, "the first token")
         await made.close()
         assert workers.called == ["Run", "PrefillCancelRequest"]
 

@@ -41,7 +41,7 @@ async def test_who_was_lost_gets_nothing_new_until_its_time_is_up_or_it_speaks()
     liveness.not_reached("d@1")
     assert liveness.suspects == {"d@1"}
     with liveness.watch("d@1", lambda: lost.append("second")) as watch:  # nobody else was there
-        watch.heard()
+        watch.responded()
         assert liveness.suspects == frozenset()
 
 
@@ -52,9 +52,9 @@ async def test_who_was_never_heard_on_a_stream_is_lost_though_others_speak():
         liveness.watch("d@1", lambda: lost.append("old")) as old,
         liveness.watch("d@1", lambda: lost.append("new")),
     ):
-        old.heard()
+        old.responded()
         while not lost:
-            old.heard()
+            old.responded()
             await asyncio.sleep(0.02)
         assert lost == ["new"] and liveness.suspects == {"d@1"}
 
@@ -66,7 +66,7 @@ async def test_one_stream_that_brings_something_keeps_the_worker_but_not_the_sil
         liveness.watch("d@1", lambda: lost.append("heard")) as heard,
     ):
         for _ in range(100):
-            heard.heard()
+            heard.responded()
             await asyncio.sleep(0.02)
     assert set(lost) == {"silent"}
 
@@ -103,6 +103,6 @@ async def test_a_message_costs_no_look_for_the_loop(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "get_running_loop", look)
             for _ in range(100):
-                watch.heard()
+                watch.responded()
         assert watch.last > before
         assert watch.worker.last == watch.last

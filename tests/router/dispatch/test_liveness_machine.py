@@ -12,9 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from cluster.protocol.times import LOST_SECONDS, SUSPECT_SECONDS
 from router.dispatch import liveness as module
 from router.dispatch.backoff import MOST_SECONDS
-from router.dispatch.liveness import LOST_SECONDS, SUSPECT_SECONDS, WATCH_SECONDS, Liveness, Watch
+from router.dispatch.liveness import WATCH_SECONDS, Liveness, Watch
 from tests.virtual_time import VirtualLoop
 
 WORKERS = st.sampled_from(["d0", "d1"])
@@ -47,7 +48,7 @@ class LivenessMachine(RuleBasedStateMachine):
         self.patch.start()
         self.liveness = Liveness()
         self.streams: list[Stream] = []
-        self.heard: dict[tuple[str, int], float] = {}  # of each life that has streams
+        self.responded: dict[tuple[str, int], float] = {}  # of each life that has streams
         self.lost_at: dict[tuple[str, int], float] = {}  # of each life, the last time
 
     def picked(self, number: int) -> Stream | None:
@@ -76,15 +77,15 @@ class LivenessMachine(RuleBasedStateMachine):
 
         watching = self.liveness.watch(f"{worker}@{epoch}", on_lost)
         stream.watch = self.inside(stream.ending.enter_context, watching)
-        self.heard.setdefault((worker, epoch), now)
+        self.responded.setdefault((worker, epoch), now)
         self.streams.append(stream)
 
     @rule(number=PICK)
     def speaks(self, number: int) -> None:
         stream = self.picked(number)
         if stream is not None and stream.watch is not None:
-            self.inside(stream.watch.heard)
-            stream.last = self.heard[stream.worker, stream.epoch] = self.loop.time()
+            self.inside(stream.watch.responded)
+            stream.last = self.responded[stream.worker, stream.epoch] = self.loop.time()
 
     @rule(number=PICK)
     def is_not_read(self, number: int) -> None:
@@ -100,7 +101,7 @@ class LivenessMachine(RuleBasedStateMachine):
         if stream is not None and stream.watch is not None:
             self.inside(stream.watch.resume)
             stream.paused = False
-            stream.last = self.heard[stream.worker, stream.epoch] = self.loop.time()
+            stream.last = self.responded[stream.worker, stream.epoch] = self.loop.time()
 
     @rule(number=PICK)
     def ends(self, number: int) -> None:
@@ -110,7 +111,7 @@ class LivenessMachine(RuleBasedStateMachine):
         self.streams.remove(stream)
         self.inside(stream.ending.close)
         if not self.of(stream):
-            del self.heard[stream.worker, stream.epoch]
+            del self.responded[stream.worker, stream.epoch]
 
     @rule(seconds=st.sampled_from([0.05, 0.5, 1.0, SUSPECT_SECONDS, LOST_SECONDS]))
     def time_passes(self, seconds: float) -> None:
@@ -127,7 +128,7 @@ class LivenessMachine(RuleBasedStateMachine):
         """Of the stream, and of its worker (0 while one of its streams is not read)."""
         now = self.loop.time()
         own = 0.0 if stream.paused else now - stream.last
-        return own, now - self.heard[stream.worker, stream.epoch] if self.read(stream) else 0.0
+        return own, now - self.responded[stream.worker, stream.epoch] if self.read(stream) else 0.0
 
     def may_be_lost(self, stream: Stream) -> bool:
         return max(self.silence(stream)) > LOST_SECONDS - 1e-6

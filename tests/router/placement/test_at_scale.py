@@ -15,10 +15,11 @@ from cluster.config.router import RouterConfig
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
-from router.placement import placement as module
-from router.placement.placement import MAX_CANDIDATES_KEPT, Placement
+from router.placement import eligibility, place_script
+from router.placement.eligibility import MAX_CANDIDATES_KEPT
+from router.placement.placement import Placement
 from router.placement.redis_backoff import RedisBackoff
-from router.placement.types import PlacementRequest
+from router.placement.types import PlacementRequest, Reason
 from tests.waiting import until
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 10_000)
@@ -31,11 +32,11 @@ def fleet(pairs: int) -> Any:
         replace(INFO, worker_id=f"{role}-{n}", slot=slot, role=role, host=f"h{n}")  # type: ignore[arg-type]
         for slot, (role, n) in enumerate(names, 1)
     ]
-    return SimpleNamespace(all=workers, prefill=workers[:pairs], decode=workers[pairs:])
+    return SimpleNamespace(all=workers)
 
 
-def request(excluded: frozenset[str] = frozenset()) -> PlacementRequest:
-    return PlacementRequest(secrets.token_bytes(16), b"", 100, 10, excluded)
+def request(*excluded: str) -> PlacementRequest:
+    return PlacementRequest(secrets.token_bytes(16), b"", 100, 10, dict.fromkeys(excluded, Reason.SILENT))
 
 
 @pytest.fixture
@@ -61,39 +62,39 @@ async def make(redis_url, namespace):
 
 async def test_a_suspect_does_not_make_every_request_rebuild_the_candidates(make, monkeypatch):
     placement, built = await make(4), []
-    build = module.Candidates
+    build = eligibility.Candidates
 
     def counted(*arguments: Any) -> Any:
         built.append(arguments)
         return build(*arguments)
 
-    monkeypatch.setattr(module, "Candidates", counted)
+    monkeypatch.setattr(eligibility, "Candidates", counted)
     suspect = f"prefill-0@{1:016x}"
     for _ in range(20):
-        placed = await placement.place(request(frozenset({suspect})))
+        placed = await placement.place(request(suspect))
         assert placed.prefill is not None and placed.prefill.worker_id != "prefill-0"
     assert len(built) == 1
     for number in range(100):  # failed requests, each with another exclusion
-        await placement.place(request(frozenset({f"decode-{number}"})))
-    assert len(placement._everybody) <= MAX_CANDIDATES_KEPT, "what is kept has a bound"
+        await placement.place(request(f"decode-{number}"))
+    assert len(placement.eligibility._kept) <= MAX_CANDIDATES_KEPT, "what is kept has a bound"
 
 
 async def test_more_workers_than_lua_can_take_at_once(make, monkeypatch):
-    monkeypatch.setattr(module, "SCRIPT_SECONDS", 30.0)
+    monkeypatch.setattr(place_script, "SCRIPT_SECONDS", 30.0)
     placement = await make(4100)
     placed = await placement.place(request())
     assert placed.from_redis
     assert placed.prefill is not None and placed.prefill.role == "prefill" and placed.decode.role == "decode"
     again = await placement.place(request())
     assert again.from_redis and (again.prefill, again.decode) != (placed.prefill, placed.decode)
-    assert not placement.errors
+    assert not placement.script.errors
 
 
 async def test_after_a_pause_one_call_tries_redis(make, monkeypatch):
     placement, asked = await make(2), []
-    way, ready = placement._place, asyncio.Event()
+    way, ready = placement.script._script, asyncio.Event()
     now = [100.0]
-    placement._rest = RedisBackoff(1.0, clock=lambda: now[0])
+    placement.script._backoff = RedisBackoff(1.0, clock=lambda: now[0])
 
     async def slow(*arguments: Any) -> Any:
         asked.append(arguments)
@@ -102,8 +103,8 @@ async def test_after_a_pause_one_call_tries_redis(make, monkeypatch):
             raise TimeoutError("not back yet")
         return await way(*arguments)
 
-    monkeypatch.setattr(placement, "_place", slow)
-    placement._rest.failed()
+    monkeypatch.setattr(placement.script, "_script", slow)
+    placement.script._backoff.failed()
     assert not (await placement.place(request())).from_redis and not asked, "it rests"
     for attempts in (1, 2):
         now[0] += 1.0

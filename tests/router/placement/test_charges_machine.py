@@ -19,8 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from cluster.config.router import RouterConfig
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
-from router.placement import placement as module
-from router.placement.placement import LEASE_SECONDS, Placement
+from cluster.protocol.times import ROUTER_LEASE_SECONDS
+from router.placement import place_script, settlement
+from router.placement.placement import Placement
 from router.placement.types import PlacementRequest
 
 NAMES = st.sampled_from(["one", "two"])
@@ -90,7 +91,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             workers += [replace(info, worker_id=f"d{n}", slot=n, role="decode") for n in (3, 4)]
             for worker in workers:
                 client.hset(keys.slot_owners(self.namespace), str(worker.slot), worker.name)
-            self.members = SimpleNamespace(all=workers, prefill=workers[:2], decode=workers[2:])
+            self.members = SimpleNamespace(all=workers)
             for name in ("one", "two"):
                 self.comes(name, "well")
 
@@ -107,8 +108,8 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 local_prefill="never",
             )
             router = Placement(config, self.members)  # type: ignore[arg-type]
-            router._place = Way(self, module.script_source())  # type: ignore[assignment]
-            router._settle = Way(self, module.settle_source())  # type: ignore[assignment]
+            router.script._script = Way(self, place_script.script_source())  # type: ignore[assignment]
+            router.settlement._script = Way(self, settlement.settle_source())  # type: ignore[assignment]
             self.routers[name], self.held[name] = router, []
             self.settle(name, way)  # as it starts
 
@@ -138,7 +139,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
         def settle(self, name: str, way: str) -> None:
             self.way, self.settles = way, True
-            self.loop.run_until_complete(self.routers[name]._settle_once())
+            self.loop.run_until_complete(self.routers[name].settlement.settle())
             self.settles = False
 
         @rule(data=st.data())
@@ -148,7 +149,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 way.run(names, arguments)
                 REACHED["arrived late"] += 1
 
-        @rule(seconds=st.sampled_from([1, LEASE_SECONDS + 1]))
+        @rule(seconds=st.sampled_from([1, ROUTER_LEASE_SECONDS + 1]))
         def time_passes(self, seconds: float) -> None:
             """Let a lease pass: routers that do not settle meanwhile count as dead."""
             self.tick(seconds)
@@ -166,7 +167,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def held_by_all(self) -> dict[str, int]:
             total: Counter[str] = Counter()
             for router in self.routers.values():
-                table = router._table()
+                table = router._charges.table()
                 total.update(dict(zip(map(str, table[::2]), map(int, table[1::2]), strict=True)))
             return dict(total)
 
@@ -196,10 +197,10 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             for name in self.routers:
                 for transfer in self.held[name]:
                     self.routers[name].release(transfer)
-            self.tick(LEASE_SECONDS + 1)
+            self.tick(ROUTER_LEASE_SECONDS + 1)
             self.settled()
             assert self.load() == {}
-            self.tick(LEASE_SECONDS + 1)
+            self.tick(ROUTER_LEASE_SECONDS + 1)
             self.settled()
             assert not client.keys(f"{{{self.namespace}}}:chg:*"), "a table without charges"
 
@@ -207,7 +208,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
 
 def test_charges_in_any_order(redis_url, monkeypatch):
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(place_script, "RETRY_SECONDS", 0.0)
     how = settings(
         max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
     )

@@ -20,7 +20,7 @@ from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
 from cluster.redis.embedded import EmbeddedRedis
 from router.placement.placement import Placement
-from router.placement.types import Placed, PlacementRequest
+from router.placement.types import Placed, PlacementRequest, Reason
 
 
 def worker(role: str, index: int) -> WorkerInfo:
@@ -124,8 +124,8 @@ async def test_the_terms_of_each_choice_are_kept(router):
     placement = await router()
     terms = [(await placement.place(request([i] * 400))).terms for i in range(3)]
     assert terms[0]["prefill"] > 0
-    assert set(placement.cost_terms) == set(terms[0])
-    for name, histogram in placement.cost_terms.items():
+    assert set(placement.script.cost_terms) == set(terms[0])
+    for name, histogram in placement.script.cost_terms.items():
         assert histogram.count == 3
         assert histogram.sum == pytest.approx(sum(one[name] for one in terms))
 
@@ -161,7 +161,7 @@ async def load_is(placement: Placement, namespace: str, total: int) -> None:
 @pytest.fixture
 def settles_only_when_told(monkeypatch):
     """An idle router would heal its charges by itself, within some seconds."""
-    monkeypatch.setattr("router.placement.placement.LEASE_SECONDS", 60.0)
+    monkeypatch.setattr("router.placement.settlement.ROUTER_LEASE_SECONDS", 60.0)
 
 
 @pytest.mark.usefixtures("settles_only_when_told")
@@ -191,7 +191,7 @@ async def test_a_settling_on_its_way_takes_nothing_off(router, namespace, monkey
     placement = await router()
     await placement.place(request([1] * 100))
     await placement.place(over := request([2] * 100))
-    settle, begun, placed = placement._settle, asyncio.Event(), asyncio.Event()
+    settle, begun, placed = placement.settlement._script, asyncio.Event(), asyncio.Event()
 
     async def slow(*arguments):
         begun.set()
@@ -199,7 +199,7 @@ async def test_a_settling_on_its_way_takes_nothing_off(router, namespace, monkey
         return await settle(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(placement, "_settle", slow)
+        patched.setattr(placement.settlement, "_script", slow)
         placement.release(over.transfer_id)
         await begun.wait()
         await placement.place(request([3] * 100))
@@ -225,7 +225,7 @@ async def test_reports_outlive_what_was_predicted(router, fleet, redis_url, name
 
 async def test_excluded_workers_are_avoided_while_others_live(router):
     placement = await router()
-    bad = frozenset({"prefill-0", "prefill-1", "prefill-2", "decode-3"})
+    bad = dict.fromkeys(("prefill-0", "prefill-1", "prefill-2", "decode-3"), Reason.LOST)
     for i in range(6):
         placed = await placement.place(request([i] * 64, excluded=bad))
         assert placed.prefill.worker_id == "prefill-3"
@@ -235,7 +235,7 @@ async def test_excluded_workers_are_avoided_while_others_live(router):
 async def test_one_life_of_a_worker_may_be_excluded(router):
     placement = await router()
     dispatchers = {worker.worker_id: worker.name for worker in placement._members.all}
-    bad = frozenset(dispatchers[f"prefill-{number}"] for number in (0, 1)) | {"prefill-2@feed"}
+    bad = dict.fromkeys([*(dispatchers[f"prefill-{n}"] for n in (0, 1)), "prefill-2@feed"], Reason.LOST)
     found = {(await placement.place(request([i] * 64, excluded=bad))).prefill.worker_id for i in range(12)}
     assert found == {"prefill-2", "prefill-3"}
 

@@ -15,7 +15,8 @@ from cluster.index import scripts
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from router.placement.candidates import Candidates
-from router.placement.placement import script_source, settle_source
+from router.placement.place_script import script_source
+from router.placement.settlement import settle_source
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 1000)
 PREDICT_MS, TTL_MS, LEASE_MS = 10_000, 3_600_000, 60_000

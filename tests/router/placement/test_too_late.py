@@ -83,7 +83,7 @@ def request(tokens: int, priority: int = 0, target: float = 10.0, deadline: floa
 
 
 async def load(placement: Placement) -> dict[str, int]:
-    found = await placement._client.hgetall(placement._load_key)
+    found = await placement._client.hgetall(placement._keys.load)
     return {name.decode(): int(value) for name, value in found.items() if name and int(value)}
 
 
@@ -104,8 +104,8 @@ async def test_a_refusal_is_an_answer_of_redis(placement):
     for _ in range(2):
         await placement.place(request(6000))
     now = [10.0]
-    placement._rest = RedisBackoff(1.0, clock=lambda: now[0])
-    placement._rest.failed()
+    placement.script._backoff = RedisBackoff(1.0, clock=lambda: now[0])
+    placement.script._backoff.failed()
     now[0] += 1.0
     with pytest.raises(OverloadedError):
         await placement.place(request(1000))
@@ -153,8 +153,8 @@ async def test_classes_are_released_with_their_requests(placement):
 
 
 async def test_without_redis_a_routers_own_requests_count(placement):
-    placement._rest = RedisBackoff(120.0)
-    placement._rest.failed()
+    placement.script._backoff = RedisBackoff(120.0)
+    placement.script._backoff.failed()
     for _ in range(2):
         assert not (await placement.place(request(6000))).from_redis
     with pytest.raises(OverloadedError):
@@ -163,7 +163,7 @@ async def test_without_redis_a_routers_own_requests_count(placement):
 
 
 async def test_nothing_is_refused_before_speeds_are_known(placement):
-    placement.calibration = Calibration()
+    placement.calibration.observed = 0
     for _ in range(5):
         await placement.place(request(20_000))
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.security.keys import RateLimits
 from router.quota import unsettled
-from router.quota.quota import Claim, Quota, Use
+from router.quota.quota import ChargedRequest, Quota, Use
 from router.quota.unsettled import Unsettled
 from tests.waiting import until
 
@@ -72,7 +72,7 @@ class Way:
 
 @pytest.fixture
 async def way(redis_url, tmp_path, monkeypatch):
-    monkeypatch.setattr("router.quota.quota.CALL_SECONDS", 10.0)
+    monkeypatch.setattr("router.quota.scripts.CALL_SECONDS", 10.0)
     async with Way(redis_url, tmp_path / "way.sock") as made:
         yield made
 
@@ -93,7 +93,7 @@ def bucket(redis_url, namespace):
 async def quota(way, namespace):
     made = Quota(way.url, namespace, CollectorRegistry())
     # The scripts are known to Redis from here on, and the connections are open.
-    warm = await made.charge("t", LIMITS, 1, Claim("warm"))
+    warm = await made.charge("t", LIMITS, 1, ChargedRequest("warm"))
     assert warm is not None
     await made.settle(warm, None)
     yield made
@@ -102,7 +102,7 @@ async def quota(way, namespace):
 
 async def test_a_charge_that_is_repeated_counts_once(quota, way, bucket):
     way.lose = 1
-    charge = await quota.charge("t", LIMITS, 9000, Claim("r"))
+    charge = await quota.charge("t", LIMITS, 9000, ChargedRequest("r"))
     assert way.lost == 1 and charge is not None and charge.certain
     assert bucket() == (1, 9)
 
@@ -110,8 +110,8 @@ async def test_a_charge_that_is_repeated_counts_once(quota, way, bucket):
 @pytest.mark.parametrize(("prompt", "output", "left"), [(1000, 1000, 2), (9000, 4000, 13)])
 async def test_a_settlement_that_is_repeated_counts_once(quota, way, bucket, prompt, output, left):
     """Tokens are neither refunded nor charged twice."""
-    other = await quota.charge("t", LIMITS, 20_000, Claim("other"))
-    charge = await quota.charge("t", LIMITS, 9000, Claim("r"))
+    other = await quota.charge("t", LIMITS, 20_000, ChargedRequest("other"))
+    charge = await quota.charge("t", LIMITS, 9000, ChargedRequest("r"))
     assert charge is not None and other is not None
     way.lose = 1
     await quota.settle(charge, Use(prompt, output))
@@ -120,7 +120,7 @@ async def test_a_settlement_that_is_repeated_counts_once(quota, way, bucket, pro
 
 
 async def test_settlements_wait_while_redis_is_away(quota, way, bucket):
-    charges = [await quota.charge("t", LIMITS, 9000, Claim(str(number))) for number in range(3)]
+    charges = [await quota.charge("t", LIMITS, 9000, ChargedRequest(str(number))) for number in range(3)]
     assert bucket() == (3, 27)
     way.open, way.lose = False, 3
     for charge in charges:

@@ -14,24 +14,24 @@ from prometheus_client import CollectorRegistry
 from cluster.errors import OverloadedError
 from cluster.redis.embedded import EmbeddedRedis
 from cluster.security.keys import NO_LIMITS, RateLimits
-from router.quota.quota import RETRY_SECONDS, Charge, Claim, Quota, Use
+from router.quota.quota import RETRY_SECONDS, ChargedRequest, Quota, QuotaCharge, Use
 from tests.waiting import until
 
 
 @pytest.fixture
 async def routers(redis_url, namespace, monkeypatch):
     # What a busy machine lets wait must not count as an outage: a call given up may have been charged.
-    monkeypatch.setattr("router.quota.quota.CALL_SECONDS", 10.0)
+    monkeypatch.setattr("router.quota.scripts.CALL_SECONDS", 10.0)
     made = [Quota(redis_url, namespace, CollectorRegistry()) for _ in range(2)]
     yield made
     for one in made:
         await one.close()
 
 
-async def admitted(quotas: list[Quota], limits: RateLimits, count: int, tokens: int) -> list[Charge]:
+async def admitted(quotas: list[Quota], limits: RateLimits, count: int, tokens: int) -> list[QuotaCharge]:
     """Of `count` requests at once, through one router and the other by turns."""
 
-    async def ask(number: int) -> Charge | None:
+    async def ask(number: int) -> QuotaCharge | None:
         # A busy machine may make Redis seem slow; then nothing was checked, and the request asks again.
         for _ in range(20):
             try:
@@ -106,9 +106,11 @@ def bucket(redis_url, namespace):
     client.close()
 
 
-async def charged(quota: Quota, claim: Claim, tokens: int = EXPECTED, limits: RateLimits = WIDE) -> Charge:
+async def charged(
+    quota: Quota, request: ChargedRequest, tokens: int = EXPECTED, limits: RateLimits = WIDE
+) -> QuotaCharge:
     for _ in range(20):
-        charge = await quota.charge("t", limits, tokens, claim)
+        charge = await quota.charge("t", limits, tokens, request)
         if charge is not None and charge.certain:
             return charge
         await asyncio.sleep(RETRY_SECONDS)
@@ -117,8 +119,8 @@ async def charged(quota: Quota, claim: Claim, tokens: int = EXPECTED, limits: Ra
 
 async def test_a_request_whose_router_died_is_charged_once(routers, bucket):
     one, two = routers
-    await charged(one, Claim("r"))
-    again = await charged(two, Claim("r", again=True, held_tokens=1000), 4000)
+    await charged(one, ChargedRequest("r"))
+    again = await charged(two, ChargedRequest("r", again=True, held_tokens=1000), 4000)
     assert bucket() == (1, 4), "only what the rest is expected to need beyond the first charge"
     await two.settle(again, Use(PROMPT, 29_000))
     assert bucket() == (1, 30)
@@ -128,24 +130,24 @@ async def test_a_request_whose_router_died_is_charged_once(routers, bucket):
 async def test_a_resumed_request_is_never_refused(routers):
     one, two = routers
     narrow = RateLimits(requests_per_minute=1, tokens_per_minute=EXPECTED)
-    await charged(one, Claim("r"), limits=narrow)
+    await charged(one, ChargedRequest("r"), limits=narrow)
     with pytest.raises(OverloadedError):
-        await charged(two, Claim("other"), limits=narrow)
+        await charged(two, ChargedRequest("other"), limits=narrow)
     with pytest.raises(OverloadedError):
-        # The same name, without the claim to be the same request
-        await charged(two, Claim("r"), limits=narrow)
-    assert await charged(two, Claim("r", again=True, held_tokens=5), 5000, narrow)
+        # The same name, without the request to be the same request
+        await charged(two, ChargedRequest("r"), limits=narrow)
+    assert await charged(two, ChargedRequest("r", again=True, held_tokens=5), 5000, narrow)
 
 
 async def test_who_claims_what_was_never_charged_is_charged(routers, bucket):
-    await charged(routers[0], Claim("r", again=True, held_tokens=50))
+    await charged(routers[0], ChargedRequest("r", again=True, held_tokens=50))
     assert bucket() == (1, 3)
 
 
 async def test_a_router_that_was_only_left_pays_for_what_was_not_taken_along(routers, bucket):
     one, two = routers
-    first = await charged(one, Claim("r"))
-    second = await charged(two, Claim("r", again=True, held_tokens=1000))
+    first = await charged(one, ChargedRequest("r"))
+    second = await charged(two, ChargedRequest("r", again=True, held_tokens=1000))
     await one.settle(first, Use(PROMPT, 13_000, finished=False))  # 12,000 of them nobody got
     assert bucket() == (1, 3 + 12)
     await two.settle(second, Use(PROMPT, 5000))
@@ -154,8 +156,8 @@ async def test_a_router_that_was_only_left_pays_for_what_was_not_taken_along(rou
 
 async def test_the_successor_may_settle_first(routers, bucket):
     one, two = routers
-    first = await charged(one, Claim("r"))
-    second = await charged(two, Claim("r", again=True, held_tokens=1000))
+    first = await charged(one, ChargedRequest("r"))
+    second = await charged(two, ChargedRequest("r", again=True, held_tokens=1000))
     await two.settle(second, Use(PROMPT, 5000))
     await one.settle(first, Use(PROMPT, 3000, finished=False))
     assert bucket() == (1, 6 + 2)
@@ -163,10 +165,10 @@ async def test_the_successor_may_settle_first(routers, bucket):
 
 async def test_a_request_that_was_let_go_is_taken_up_again(routers, bucket):
     one, two = routers
-    first = await charged(one, Claim("r"))
+    first = await charged(one, ChargedRequest("r"))
     await one.settle(first, Use(PROMPT, 4000, finished=False))
     assert bucket() == (1, 5)
-    second = await charged(two, Claim("r", again=True, held_tokens=4000), 8000)
+    second = await charged(two, ChargedRequest("r", again=True, held_tokens=4000), 8000)
     assert bucket() == (1, 8)
     await two.settle(second, Use(PROMPT, 5000))
     assert bucket() == (1, 6)
@@ -174,9 +176,9 @@ async def test_a_request_that_was_let_go_is_taken_up_again(routers, bucket):
 
 async def test_what_a_client_does_not_resume_with_is_charged_again(routers, bucket):
     one, two = routers
-    first = await charged(one, Claim("r"))
+    first = await charged(one, ChargedRequest("r"))
     await one.settle(first, Use(PROMPT, 4000, finished=False))
-    second = await charged(two, Claim("r", again=True, held_tokens=1000), 5000)
+    second = await charged(two, ChargedRequest("r", again=True, held_tokens=1000), 5000)
     assert bucket() == (1, 5 + 3)
     await two.settle(second, Use(PROMPT, 4000))
     assert bucket() == (1, 5 + 3), "the prompt once, 7,000 tokens of output"
@@ -185,17 +187,17 @@ async def test_what_a_client_does_not_resume_with_is_charged_again(routers, buck
 async def test_one_ticket_does_not_run_a_request_many_times_for_one_charge(routers, bucket):
     """Its client leaves each router at the end of the answer, and says each time that it has nothing of it."""
     for turn in range(10):
-        claim = Claim("r", again=turn > 0)
-        charge = await charged(routers[turn % 2], claim, 5000)
+        request = ChargedRequest("r", again=turn > 0)
+        charge = await charged(routers[turn % 2], request, 5000)
         await routers[turn % 2].settle(charge, Use(PROMPT, 4000, finished=False))
         assert bucket() == (turn + 1, 5 * (turn + 1))
 
 
 async def test_asking_twice_at_once_is_paid_twice(routers, bucket):
-    """Without a token in hand, a claim helps only those whose first router is dead."""
+    """Without a token in hand, a request helps only those whose first router is dead."""
     one, two = routers
-    first = await charged(one, Claim("r"))
-    second = await charged(two, Claim("r", again=True))
+    first = await charged(one, ChargedRequest("r"))
+    second = await charged(two, ChargedRequest("r", again=True))
     await one.settle(first, Use(PROMPT, 9000))
     await two.settle(second, Use(PROMPT, 9000))
     assert bucket() == (2, 20)
@@ -203,15 +205,15 @@ async def test_asking_twice_at_once_is_paid_twice(routers, bucket):
 
 async def test_what_has_ended_cannot_be_taken_over(routers, bucket):
     one, two = routers
-    await one.settle(await charged(one, Claim("r")), Use(PROMPT, 1000))
-    await charged(two, Claim("r", again=True, held_tokens=1000), 5000)
+    await one.settle(await charged(one, ChargedRequest("r")), Use(PROMPT, 1000))
+    await charged(two, ChargedRequest("r", again=True, held_tokens=1000), 5000)
     assert bucket() == (2, 7)
 
 
 async def test_a_charge_changes_hands_a_bounded_number_of_times(routers, bucket):
-    await charged(routers[0], Claim("r"))
+    await charged(routers[0], ChargedRequest("r"))
     for _ in range(40):
-        await charged(routers[1], Claim("r", again=True, held_tokens=1))
+        await charged(routers[1], ChargedRequest("r", again=True, held_tokens=1))
     assert bucket()[0] == 3, "16 times, then it is a new request: 41 of them are three"
 
 
@@ -219,8 +221,8 @@ async def test_records_are_forgotten(routers, redis_url, namespace):
     import redis
 
     client = redis.Redis.from_url(redis_url)
-    settled = await charged(routers[0], Claim("settled"))
-    await charged(routers[0], Claim("open", seconds=90))
+    settled = await charged(routers[0], ChargedRequest("settled"))
+    await charged(routers[0], ChargedRequest("open", seconds=90))
     await routers[0].settle(settled, Use(PROMPT, 1))
     prefix, expiry = f"{{{namespace}}}:quota-request:", f"{{{namespace}}}:quota-expiry"
     assert client.exists(prefix + "settled") == 0
@@ -231,7 +233,7 @@ async def test_records_are_forgotten(routers, redis_url, namespace):
         client.hset(f"{prefix}{left}", "owner", "dead")
         client.zadd(expiry, {f"{prefix}{left}": now - 1})
     for _ in range(4):
-        await charged(routers[0], Claim(), tokens=1)
+        await charged(routers[0], ChargedRequest(), tokens=1)
     assert not [left for left in range(20) if client.exists(f"{prefix}{left}")], "a sweep forgets them"
     assert client.exists(prefix + "open")
     assert [key for key in client.scan_iter(f"{{{namespace}}}:*") if client.pttl(key) != -1] == [], (
@@ -253,7 +255,7 @@ def paused(redis_url):
 
 async def warm(quota: Quota) -> None:
     """Its scripts are known to Redis, its connections are open, and its bucket is empty."""
-    await quota.settle(await charged(quota, Claim("warm"), 1000), None)
+    await quota.settle(await charged(quota, ChargedRequest("warm"), 1000), None)
 
 
 async def test_a_charge_whose_answer_came_too_late_is_settled_by_use(routers, bucket, paused, monkeypatch):
@@ -261,8 +263,8 @@ async def test_a_charge_whose_answer_came_too_late_is_settled_by_use(routers, bu
     await warm(quota)
     paused(500)
     with monkeypatch.context() as hurried:
-        hurried.setattr("router.quota.quota.CALL_SECONDS", 0.1)
-        late = await quota.charge("t", WIDE, 9000, Claim("late"))
+        hurried.setattr("router.quota.scripts.CALL_SECONDS", 0.1)
+        late = await quota.charge("t", WIDE, 9000, ChargedRequest("late"))
     assert late is not None and not late.certain
     await until(lambda: bucket() == (1, 9), "it was charged all the same")
     await asyncio.sleep(RETRY_SECONDS)
@@ -271,8 +273,8 @@ async def test_a_charge_whose_answer_came_too_late_is_settled_by_use(routers, bu
 
 
 async def test_a_charge_that_was_never_made_is_not_given_back(routers, bucket):
-    await charged(routers[0], Claim("first"))
-    never = Charge("t", WIDE, 2000, Claim("never"), certain=False)
+    await charged(routers[0], ChargedRequest("first"))
+    never = QuotaCharge("t", WIDE, 2000, ChargedRequest("never"), certain=False)
     await routers[0].settle(never, None)
     await routers[0].settle(never, Use(5000, 5000))
     assert bucket() == (1, EXPECTED // 1000)
@@ -284,7 +286,7 @@ async def test_a_charge_whose_request_was_cancelled_meanwhile_is_taken_back(
     monkeypatch.setattr("router.quota.quota.TAKE_BACK_SECONDS", 2.0)
     await warm(routers[0])
     paused(200)
-    leaving = asyncio.create_task(routers[0].charge("t", WIDE, 9000, Claim("leaving")))
+    leaving = asyncio.create_task(routers[0].charge("t", WIDE, 9000, ChargedRequest("leaving")))
     await asyncio.sleep(0.05)
     leaving.cancel()
     await until(lambda: bucket() == (1, 9), "it was charged all the same")
@@ -337,7 +339,7 @@ async def test_everybody_is_let_in_while_redis_is_gone(tmp_path, namespace, capl
     server = EmbeddedRedis.start(tmp_path / "redis")
     quota = Quota(server.url, namespace, CollectorRegistry())
     limits = RateLimits(requests_per_minute=1)
-    with caplog.at_level(logging.INFO, logger="router.quota.quota"):
+    with caplog.at_level(logging.INFO, logger="router.quota.scripts"):
         await admitted([quota], limits, 1, 1)
         before = unchecked(quota)
         os.kill(server.pid, signal.SIGSTOP)

@@ -1,5 +1,5 @@
 """Charges that change hands, in any order: routers that die, let go, settle late or twice over each other, clients that
-claim again with more tokens, with none, or after the end, others that use the same name. Calls to Redis are repeated,
+request again with more tokens, with none, or after the end, others that use the same name. Calls to Redis are repeated,
 lose their answers, and arrive late and reordered. In every case a bucket holds what has been used and what is still
 charged, and nothing else. The scripts are the real ones, with a virtual clock."""
 
@@ -21,8 +21,10 @@ from prometheus_client import CollectorRegistry
 
 from cluster.errors import OverloadedError
 from cluster.security.keys import RateLimits
-from router.quota import quota as module
-from router.quota.quota import Charge, Claim, Quota, Use
+from router.quota import quota as quota_module
+from router.quota import scripts
+from router.quota.quota import ChargedRequest, Quota, QuotaCharge, Use
+from router.quota.scripts import script_source
 
 NAMES = st.sampled_from(["a", "b", "c"])
 WAYS = st.sampled_from(["well", "well", "well", "repeated", "answer lost", "late"])
@@ -37,7 +39,7 @@ REACHED: Counter[str] = Counter()
 class Held:
     """A charge that its router has not settled; `taken_with`: so many tokens its client took along to another one."""
 
-    charge: Charge
+    charge: QuotaCharge
     again: bool
     shown: int  # tokens of the answer that the client had when it came here
     applied_at: int | None = None  # None: Redis has not charged it, as far as it got
@@ -133,8 +135,8 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
             self.quotas = self.loop.run_until_complete(make())
             for quota in self.quotas:
-                quota._charge = Way(self, with_our_clock(module.script_source("charge.lua")))  # type: ignore[assignment]
-                quota._settle = Way(self, with_our_clock(module.script_source("settle.lua")))  # type: ignore[assignment]
+                quota.scripts._charge = Way(self, with_our_clock(script_source("charge.lua")))  # type: ignore[assignment]
+                quota.scripts._settle = Way(self, with_our_clock(script_source("settle.lua")))  # type: ignore[assignment]
                 quota._repeating = True  # said again where this machine says so
 
         # --- the model -------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def drop(self, name: str) -> None:
             del self.records[name]
             for other in [one.held for one in self.sent if one.held is not None]:
-                if other.charge.claim.name == name:
+                if other.charge.request.name == name:
                     other.lost = True
 
         def leaked(self) -> list[float]:
@@ -165,7 +167,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             return full and not taken, taken
 
         def charge_arrives(self, held: Held) -> None:
-            name, expected = held.charge.claim.name, held.charge.tokens
+            name, expected = held.charge.request.name, held.charge.tokens
             refused, taken = self.would(name, held.again, expected)
             if refused:
                 return
@@ -184,7 +186,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             room = [math.ceil(self.used[0] * 1000), math.ceil(self.used[1] * 10)]
             self.until = self.now * 1000 + max(room) + 1000
             held.applied_at = self.now
-            until = self.now * 1000 + int(held.charge.claim.seconds * 1000)
+            until = self.now * 1000 + int(held.charge.request.seconds * 1000)
             if taken and record is not None:
                 if record.owner is not None:
                     record.owner.taken_with = held.shown
@@ -199,7 +201,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             held.settled = True
             output = use.output_tokens if use is not None else 0
             prompt = PROMPT if use is not None else 0
-            record = self.records.get(held.charge.claim.name)
+            record = self.records.get(held.charge.request.name)
             if held.taken_with is not None and record is not None and not held.lost:
                 requests = 1 if held.taken_with == 0 and use is not None else 0
                 more = max(0, output - held.taken_with) if held.taken_with > 0 else prompt + output
@@ -213,7 +215,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                     prompt + output - (record.charged if ours and record is not None else held.charge.tokens)
                 )
                 if ours and record is not None:
-                    self.ended(held.charge.claim.name, record, use, prompt + output)
+                    self.ended(held.charge.request.name, record, use, prompt + output)
             self.change(requests, more)
 
         def ended(self, name: str, record: Record, use: Use | None, spent: int) -> None:
@@ -248,14 +250,14 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             record = self.records.get(name)
             begun = record.owner.shown if record is not None and record.owner is not None else 0
             shown = begun + more if again else 0
-            claim, quota, self.way = Claim(name, again, shown), self.quotas[more % 2], way
+            request, quota, self.way = ChargedRequest(name, again, shown), self.quotas[more % 2], way
             refused, taken = self.would(name, again, expected)
             before = quota.taken_over._value.get()
             if refused and way in ("well", "repeated"):
                 with pytest.raises(OverloadedError):
-                    self.loop.run_until_complete(quota.charge("t", LIMITS, expected, claim))
+                    self.loop.run_until_complete(quota.charge("t", LIMITS, expected, request))
                 return
-            charge = self.loop.run_until_complete(quota.charge("t", LIMITS, expected, claim))
+            charge = self.loop.run_until_complete(quota.charge("t", LIMITS, expected, request))
             assert charge is not None and charge.certain == (way in ("well", "repeated"))
             if charge.certain:
                 assert quota.taken_over._value.get() - before == taken, "taken over, or not, wrongly"
@@ -297,7 +299,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def an_answer_is_left_and_resumed(self, name: str, held: int) -> None:
             """The usual order: its router has settled what it made when the client comes to another one."""
             self.charges(name, False, 0, 100, "well")
-            if self.held and self.held[-1].charge.claim.name == name:
+            if self.held and self.held[-1].charge.request.name == name:
                 self.settles(len(self.held) - 1, 60, "left", "well", False)
                 self.charges(name, True, held, 100, "well")
 
@@ -307,7 +309,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             self.forget()
             quota, self.way = self.quotas[which], "well"
             waiting, before = [one.charge for _, one in quota._unsettled._waiting], list(self.sent)
-            self.loop.run_until_complete(quota._say_again())
+            self.loop.run_until_complete(quota._settle_again())
             quota._repeating = True
             assert quota.unsettled == 0
             for charge in waiting:
@@ -316,7 +318,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                     for one in before
                     if one.held is not None
                     and one.held.charge is charge
-                    and one.script == quota._settle.source
+                    and one.script == quota.scripts._settle.source
                 )
                 REACHED["said again"] += 1
                 assert call.held is not None
@@ -402,7 +404,8 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
 
 def test_charges_in_any_order(redis_url, monkeypatch):
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
+    for module in (quota_module, scripts):
+        monkeypatch.setattr(module, "RETRY_SECONDS", 0.0)
     how = settings(
         max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )

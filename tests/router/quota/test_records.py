@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from router.quota.quota import script_source
+from router.quota.scripts import script_source
 from router.quota.unsettled import KEPT_SECONDS
 
 

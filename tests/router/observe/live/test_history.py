@@ -4,7 +4,7 @@ import pytest
 
 from router.observe.live.histogram import LatencyHistogram
 from router.observe.live.history import POINTS, TICK_SECONDS, History
-from router.observe.live.recorder import Flow
+from router.observe.live.recorder import PairTraffic
 from router.observe.live.report import Counts, Requests, RouterReport, decode, encode
 
 PAIR = ("prefill-1", "decode-1")
@@ -22,7 +22,7 @@ def report(uptime: float, requests: int = 0, tokens: int = 0, ttft: float | None
         cached_tokens=4 * requests,
         output_tokens=tokens,
         ttft=histogram,
-        flows={PAIR: Flow(1024 * requests, requests)} if requests else {},
+        flows={PAIR: PairTraffic(1024 * requests, requests)} if requests else {},
     )
     return RouterReport("ready", uptime, 3, counts)
 
@@ -33,7 +33,7 @@ def test_a_report_survives_its_way_through_redis() -> None:
     assert got is not None
     assert got.counts.requests == Requests(7) and got.counts.output_tokens == 90
     assert got.counts.ttft.counts == sent.counts.ttft.counts
-    assert got.counts.flows == {PAIR: Flow(7168, 7)}
+    assert got.counts.flows == {PAIR: PairTraffic(7168, 7)}
     assert (got.state, got.uptime_seconds, got.in_flight) == ("ready", 5.0, 3)
 
 
@@ -103,6 +103,6 @@ def test_the_past_is_bounded() -> None:
 
 def test_forgotten_pairs_begin_again() -> None:
     """A router forgets pairs of workers that have gone; counts never turn negative by it."""
-    before = Counts(flows={PAIR: Flow(1000, 10)})
+    before = Counts(flows={PAIR: PairTraffic(1000, 10)})
     assert Counts().since(before).flows == {}
-    assert Counts(flows={PAIR: Flow(100, 1)}).since(before).flows == {PAIR: Flow(100, 1)}
+    assert Counts(flows={PAIR: PairTraffic(100, 1)}).since(before).flows == {PAIR: PairTraffic(100, 1)}

@@ -1,0 +1,60 @@
+"""The registry's scripts as one worker calls them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Literal, cast
+
+import redis
+
+from cluster.membership import keys, scripts
+from cluster.membership.status import WorkerStatus
+from cluster.membership.types import Then, WorkerInfo
+from cluster.redis.connect import connect
+from cluster.redis.elsewhere import leave
+
+
+def encode(info: WorkerInfo) -> str:
+    facts = asdict(info)
+    del facts["lease"], facts["status"], facts["state"]  # readers derive them, or have them from elsewhere
+    facts["layout"] = info.layout.hex()
+    facts["epoch"] = f"{info.epoch:016x}"
+    return json.dumps(facts)
+
+
+class Registry:
+    """Every call raises redis.RedisError."""
+
+    def __init__(self, redis_url: str, namespace: str):
+        self._client = connect(redis_url)
+        self._keys = keys.registry(namespace)
+        self._register = self._client.register_script(scripts.REGISTER)
+        self._renew = self._client.register_script(scripts.RENEW)
+        self._leave = self._client.register_script(scripts.LEAVE)
+        self._drain = self._client.register_script(scripts.DRAIN)
+
+    def register(self, info: WorkerInfo, status: WorkerStatus, drain: Then | None) -> int:
+        """The worker's new slot."""
+        published = json.dumps(status.encode())
+        arguments = [info.worker_id, info.name, encode(info), published, info.process, drain or ""]
+        return int(self._register(keys=self._keys, args=arguments))
+
+    def renew(self, info: WorkerInfo, status: WorkerStatus) -> Then | Literal[""] | None:
+        """What the worker is to drain for; "": nothing; None: it must register again."""
+        published = json.dumps(status.encode())
+        drain = self._renew(keys=self._keys, args=[info.worker_id, info.name, info.slot, published])
+        return None if drain is None else cast(Then, drain.decode())
+
+    def leave(self, info: WorkerInfo) -> None:
+        self._leave(keys=self._keys, args=[info.worker_id, info.name, info.slot])
+
+    def drain(self, worker_id: str, then: Then) -> None:
+        self._drain(keys=self._keys, args=[worker_id, then])
+
+    def failed(self, error: redis.RedisError) -> None:
+        """Drop the connection to a server that is no longer the master."""
+        leave(self._client, error)
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,96 @@
+"""The router's gRPC port."""
+
+from __future__ import annotations
+
+import math
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster.config.router import RouterConfig
+from cluster.errors import ConfigError
+from cluster.rpc import health
+from cluster.rpc.health import Health
+from cluster.security.tls import Identity, listen
+from router.frontends.grpc.gate import KeyInterceptor
+from router.frontends.grpc.other_calls import OtherCalls
+from router.frontends.grpc.service import SERVICE, InferenceService
+from router.gateway import RequestGateway
+from wire import inference_pb2
+
+EXTRA_STREAMS = 64
+
+
+def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
+    streams = config.max_concurrent_requests_per_connection or config.max_concurrent_requests
+    options = [
+        ("grpc.max_receive_message_length", config.max_body_bytes),
+        ("grpc.max_metadata_size", config.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", config.max_header_bytes),
+        ("grpc.server_handshake_timeout_ms", math.ceil(config.header_seconds * 1000)),
+        # Refusing takes a stream too: a few more than may be served.
+        ("grpc.max_concurrent_streams", streams + EXTRA_STREAMS),
+        ("grpc.max_allowed_incoming_connections", config.max_grpc_connections),
+        ("grpc.max_connection_idle_ms", math.ceil(config.grpc_idle_seconds * 1000)),
+        ("grpc.so_reuseport", 0),
+        # Clients ping through silent streams to notice a router that is gone; without these two the server would
+        # answer "too many pings" and hang up.
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+    if config.max_connection_seconds:
+        # The only way to move a client to another router without losing a request: GOAWAY first, and the connection ends
+        # when its streams have ended. A server that stops sends GOAWAY too, but ends streams that cross it.
+        options.append(("grpc.max_connection_age_ms", math.ceil(config.max_connection_seconds * 1000)))
+        # No request lives longer; watches of health, and calls whose client does not read, do.
+        grace = config.request_seconds + config.write_seconds
+        options.append(("grpc.max_connection_age_grace_ms", int(grace * 1000)))
+    return options
+
+
+class GrpcEndpoint:
+    def __init__(
+        self, config: RouterConfig, gateway: RequestGateway, identity: Identity | None, *, ask_clients: bool
+    ):
+        self._config = config
+        self._gateway = gateway
+        self._identity = identity
+        self._ask_clients = ask_clients
+        self._server = grpc.aio.server(
+            interceptors=[
+                *([KeyInterceptor(gateway)] if gateway.keys.on else ()),
+                OtherCalls(SERVICE, config.body_seconds),
+            ],
+            options=grpc_options(config),
+        )
+        self._port = 0
+        self.health = Health(config.max_health_watchers)
+
+    @property
+    def address(self) -> str:
+        return f"{self._config.host}:{self._port}"
+
+    async def start(self) -> None:
+        """Raises ConfigError where the port is not free."""
+        self._server.add_generic_rpc_handlers(
+            (InferenceService(self._gateway).handler(), self.health.handler())
+        )
+        inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+        reflection.enable_server_reflection(
+            (inference, health.SERVICE, reflection.SERVICE_NAME), self._server
+        )
+        address = f"{self._config.host}:{self._config.grpc_port}"
+        try:
+            self._port = listen(self._server, address, self._identity, ask_clients=self._ask_clients)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--grpc-port: cannot listen on {address}: {error}", field="grpc_port"
+            ) from error
+        await self._server.start()
+
+    def show_ready(self, ready: bool) -> None:
+        self.health.set({"": ready, SERVICE: ready})
+
+    async def stop(self, seconds: float) -> None:
+        """Take no new calls; those that run after `seconds` are ended."""
+        await self._server.stop(seconds)

@@ -1,0 +1,103 @@
+"""The router's HTTP port."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+
+import uvicorn
+
+from cluster.config.router import RouterConfig
+from cluster.errors import ConfigError
+from cluster.security.tls import Identity, ListenerContext
+from router.admission.descriptors import max_silent
+from router.frontends.http.app import build_app
+from router.frontends.http.cors import with_cors
+from router.frontends.http.gate import Gate
+from router.frontends.http.listener import HttpServer
+from router.frontends.http.protocol import limited
+from router.gateway import RequestGateway
+
+GRACE_SECONDS = 5.0
+# Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
+BACKLOG = 4096
+SEND_BUFFER_BYTES = 256 << 10
+
+
+class _Server(HttpServer):
+    """Leaves the process's signal handlers alone; uvicorn installs its own, and raises what it caught at its end."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+class HttpEndpoint:
+    """Listens from construction on; connections are served by `serve`. Raises ConfigError where the port is not free."""
+
+    def __init__(
+        self, config: RouterConfig, gateway: RequestGateway, identity: Identity | None, *, ask_clients: bool
+    ):
+        self._host = config.host
+        self._context = ListenerContext(identity, ask_clients=ask_clients) if identity is not None else None
+        self._socket = _listen(config)
+        self._server = _Server(
+            uvicorn.Config(
+                with_cors(Gate(build_app(gateway), gateway), config.cors_origins),
+                http=limited(config),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,  # the client's address is not used
+                lifespan="off",
+                timeout_graceful_shutdown=int(GRACE_SECONDS),
+                ssl_context_factory=self._ssl_context if self._context is not None else None,
+            ),
+            config.header_seconds,
+            max_silent(config.max_http_connections),
+        )
+
+    @property
+    def url(self) -> str:
+        scheme = "http" if self._context is None else "https"
+        return f"{scheme}://{self._host}:{self._socket.getsockname()[1]}"
+
+    @property
+    def connections(self) -> list[str]:
+        """Clients' addresses of the open connections."""
+        clients = [one.client for one in self._server.server_state.connections]  # type: ignore[union-attr]
+        return [f"{client[0]}:{client[1]}" for client in clients if client]
+
+    async def serve(self) -> None:
+        """Until `stop`."""
+        await self._server.serve(sockets=[self._socket])
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+    def refresh(self) -> None:
+        """Read certificate files that have changed."""
+        if self._context is not None:
+            self._context.refresh()
+
+    def _ssl_context(self, config: uvicorn.Config, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+        assert self._context is not None
+        return self._context.context
+
+
+def _listen(config: RouterConfig) -> socket.socket:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit both options. A first streamed byte must not wait for Nagle; and what a client leaves
+    # unread must stop its request soon, not fill megabytes of kernel memory.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    try:
+        sock.bind((config.host, config.http_port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"--http-port {config.http_port} on {config.host}: {error}", field="http_port"
+        ) from error
+    return sock

@@ -1,0 +1,73 @@
+"""Calls of the quota scripts, which give up on a Redis that is away or slow: a limit is not worth a failed request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from importlib import resources
+
+import redis
+
+from cluster.telemetry.metrics import router as metrics
+from router.placement.redis_backoff import RedisBackoff
+from router.placement.script_call import Argument, ScriptCall
+
+log = logging.getLogger(__name__)
+CALL_SECONDS = 0.1
+RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answer
+
+
+def script_source(name: str) -> str:
+    """Source of a script with records.lua in front."""
+    folder = resources.files("router.quota")
+    return folder.joinpath("records.lua").read_text() + folder.joinpath(name).read_text()
+
+
+class QuotaScripts:
+    def __init__(self, redis_url: str, namespace: str):
+        self._charge = ScriptCall(redis_url, script_source("charge.lua"))
+        self._settle = ScriptCall(redis_url, script_source("settle.lua"))
+        tag = f"{{{namespace}}}:"
+        self._buckets, self._records = tag + "quota:", tag + "quota-request:"
+        self._shared_keys = [tag + "quota-expiry", tag + "quota-applied"]
+        self._backoff = RedisBackoff(RETRY_SECONDS)
+        self._down = False
+        self.seconds = metrics.REDIS_CALLS.create()
+        self.errors = 0  # calls that Redis did not answer in time
+
+    def may_ask(self) -> bool:
+        """Whether to call Redis now; while it does not answer, true for one call per pause."""
+        return self._backoff.may_ask()
+
+    async def charge(self, tenant: str, record: str, arguments: tuple[Argument, ...]) -> list[int] | None:
+        """The answer of charge.lua; None: Redis did not answer in time."""
+        return await self._call(self._charge, tenant, record, arguments)
+
+    async def settle(self, tenant: str, record: str, arguments: tuple[Argument, ...]) -> bool:
+        """False: Redis did not answer in time."""
+        return await self._call(self._settle, tenant, record, arguments) is not None
+
+    async def close(self) -> None:
+        await self._charge.close()
+        await self._settle.close()
+
+    async def _call(
+        self, script: ScriptCall, tenant: str, record: str, arguments: tuple[Argument, ...]
+    ) -> list[int] | None:
+        began = time.monotonic()
+        try:
+            keys = [self._buckets + tenant, self._records + record, *self._shared_keys]
+            answer = await script(keys, arguments, CALL_SECONDS)
+        except (redis.RedisError, TimeoutError, OSError) as error:
+            self.errors += 1
+            self._backoff.failed()
+            if not self._down:
+                log.warning("quotas are not checked while Redis does not answer: %s", error or "too slow")
+            self._down = True
+            return None
+        self.seconds.observe(time.monotonic() - began)
+        self._backoff.answered()
+        if self._down:
+            log.info("quotas are checked again")
+        self._down = False
+        return answer if isinstance(answer, list) else []

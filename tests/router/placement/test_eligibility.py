@@ -1,0 +1,116 @@
+"""No request is placed on a worker against which there is a reason, unless there is one against every worker; `explain`
+names the reasons."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.config.router import RouterConfig
+from cluster.errors import UnavailableError
+from cluster.membership.types import WorkerInfo
+from router.placement.eligibility import Eligibility
+from router.placement.generations import generation_of
+from router.placement.placement import Placement
+from router.placement.types import Mode, Placed, PlacementRequest, Reason
+
+INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 100)
+STANDING = {Reason.ROLE, Reason.DRAINING, Reason.SUSPECT, Reason.DEAD, Reason.GENERATION}
+EXCLUSIONS = sorted(set(Reason) - STANDING)
+MODES = st.sampled_from(["never", "fallback", "auto", "always"])
+REACHED: Counter[str] = Counter()
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[WorkerInfo]:
+    return [
+        replace(
+            INFO,
+            worker_id=f"{role}-{number}",
+            slot=slot,
+            role=role,
+            page_size=draw(st.sampled_from([16, 16, 16, 32])),
+            state=draw(st.sampled_from(["ready", "ready", "ready", "draining"])),
+            lease=draw(st.sampled_from(["live", "live", "suspect", "dead"])),
+        )
+        for slot, (role, number) in enumerate(
+            [(role, number) for role in ("prefill", "decode") for number in range(draw(st.integers(0, 4)))], 1
+        )
+    ]
+
+
+@st.composite
+def exclusions(draw: st.DrawFn) -> dict[str, Reason]:
+    """By id or by life; of workers that are not there, too."""
+    names = [f"{role}-{number}" for role in ("prefill", "decode") for number in range(4)]
+    lives = [f"{name}@{epoch:016x}" for name in names for epoch in (1, 2)]
+    return draw(st.dictionaries(st.sampled_from([*names, *lives]), st.sampled_from(EXCLUSIONS)))
+
+
+def standing(worker: WorkerInfo, workers: list[WorkerInfo], mode: Mode, page_size: int) -> bool:
+    """Whether it may get any request of this generation."""
+    ready = [one for one in workers if one.role == worker.role and one.state == "ready"]
+    leases = [one.lease for one in ready]
+    best = "live" if "live" in leases else "suspect" if "suspect" in leases else "dead"
+    wanted = worker.role == "decode" or mode != "always"
+    return worker in ready and worker.lease == best and wanted and worker.page_size == page_size
+
+
+def place(workers: list[WorkerInfo], mode: Mode, request: PlacementRequest) -> Placed | None:
+    """By a router that has no Redis; None where a role has no worker."""
+
+    async def run() -> Placed | None:
+        members: Any = SimpleNamespace(all=workers)
+        config = RouterConfig(model=Path("/m"), redis_url="redis://127.0.0.1:1", local_prefill=mode)
+        try:
+            return await Placement(config, members, random.Random(1)).place(request)
+        except UnavailableError:
+            return None
+
+    return asyncio.run(run())
+
+
+@settings(max_examples=400, deadline=None)
+@given(workers=fleets(), mode=MODES, excluded=exclusions())
+def test_no_worker_is_taken_against_a_reason_unless_all_have_one(workers, mode, excluded):
+    eligibility = Eligibility(workers, mode)
+    request = PlacementRequest(b"t", b"", 100, 10, excluded, generation_of(INFO), explain=True)
+    reasons = {one.worker_id: eligibility.why_not(one, request) for one in workers}
+    for worker in workers:
+        reason = reasons[worker.worker_id]
+        good = standing(worker, workers, mode, 16)
+        assert good == (reason not in STANDING), (worker, reason)
+        if good:
+            assert reason == (excluded.get(worker.worker_id) or excluded.get(worker.name))
+    candidates = eligibility.candidates(request)
+    for role, taken in (("prefill", candidates.prefill), ("decode", candidates.decode)):
+        fit = [one for one in workers if one.role == role and standing(one, workers, mode, 16)]
+        eligible = [one for one in fit if reasons[one.worker_id] is None]
+        instead = [] if role == "prefill" and mode != "never" else fit  # decode workers prefill
+        assert taken == (eligible or instead)
+        REACHED[f"{role}: all excluded"] += bool(fit and not eligible)
+    placed = place(workers, mode, request)
+    if placed is None:
+        REACHED["unavailable"] += 1
+        return
+    told = json.loads(json.dumps(placed.explanation))["why_not"]
+    assert told == {name: str(reason) for name, reason in reasons.items() if reason is not None}
+    for one in (placed.prefill, placed.decode):
+        if one is not None and one.worker_id in told:
+            REACHED["taken all the same"] += 1
+            fit = [w for w in workers if w.role == one.role and standing(w, workers, mode, 16)]
+            assert one in fit and all(w.worker_id in told for w in fit)
+
+
+def test_every_case_was_reached():
+    for what in ("prefill: all excluded", "decode: all excluded", "taken all the same", "unavailable"):
+        assert REACHED[what] > 0, REACHED
