@@ -5,6 +5,7 @@ Not pickle: reading a pickle runs code that its writer chose, and ranks on other
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec import inspect as inspect_types
 
 from kv_transfer import messages
 from kv_transfer.messages import FromReceiver, FromSender, PeerRank, ToReceiver, ToSender
@@ -30,6 +32,9 @@ class RankHello:
 
 @dataclass(frozen=True)
 class Ready:
+    """The first message of a rank. `kinds` is the rank's KINDS_DIGEST: other kinds would be decoded as wrong messages."""
+
+    kinds: bytes
     hello: RankHello
 
 
@@ -76,6 +81,16 @@ _HAND_OFF = [
 ]
 _KINDS: Sequence[type] = [Ready, Failed, Raised, Leaving, Beat, Close, *_HAND_OFF]
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def _digest() -> bytes:
+    """Names, order and fields of every kind, those of nested classes included."""
+    described = [[kind.__name__, inspect_types.type_info(kind)] for kind in _KINDS]
+    return hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
+
+
+# `Ready` is the first kind in every version, so that a rank of another version can be refused by its digest.
+KINDS_DIGEST = _digest()
 
 
 class RankPipe(Generic[Out, In]):
