@@ -22,7 +22,7 @@ from cluster.errors import ConfigError, DeadlineError, UnavailableError
 from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers
 from cluster.membership.types import Then, WorkerInfo
-from cluster.redis.connect import without_password
+from cluster.redis.urls import without_password
 
 LOOK_SECONDS = 0.1
 Progress = Callable[[str], None]

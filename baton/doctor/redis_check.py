@@ -5,8 +5,9 @@ from __future__ import annotations
 import redis
 
 from baton.doctor.checks import Check
-from cluster.redis.connect import connect, without_password
+from cluster.redis.connect import connect
 from cluster.redis.memory import ADVICE, RedisMemory
+from cluster.redis.urls import without_password
 
 
 def check_redis(url: str) -> Check:

@@ -37,9 +37,9 @@ from cluster.config.worker import Role
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
-from cluster.redis.connect import without_password
 from cluster.redis.embedded import EmbeddedRedis
 from cluster.redis.first_contact import why_silent
+from cluster.redis.urls import without_password
 
 START_SECONDS = 300.0
 STOP_SECONDS = 40.0

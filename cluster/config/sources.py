@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from pydantic import ValidationError
 from pydantic_settings import (
@@ -27,6 +26,7 @@ from cluster.config.shared import ClusterFields, SecretFields
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError
 from cluster.redis.first_contact import check_url
+from cluster.redis.urls import with_password
 
 C = TypeVar("C", bound=Frozen)
 
@@ -85,7 +85,7 @@ def with_secrets(config: C) -> C:
         if config.redis_password_file is not None:
             password = _read_secret(config.redis_password_file, "redis_password_file")
         if password:
-            found["redis_url"] = _with_password(config.redis_url, password)
+            found["redis_url"] = with_password(config.redis_url, password)
             found |= {"redis_password": "", "redis_password_file": None}
         if url := found.get("redis_url", config.redis_url):
             check_url(url)
@@ -135,19 +135,6 @@ def _read_secret(file: Path, field: str) -> str:
     if not secret:
         raise ConfigError(f"{file} is empty", field=field)
     return secret
-
-
-def _with_password(url: str, password: str) -> str:
-    """redis-py takes it from the URL: before the host, or as a parameter for a unix socket."""
-    scheme, mark, rest = url.partition("://")
-    if not mark:
-        raise ConfigError("a Redis password needs a redis_url to go with", field="redis_url")
-    if scheme == "unix":
-        return f"{url}{'&' if '?' in rest else '?'}password={quote(password, safe='')}"
-    user, at, address = rest.rpartition("@")
-    if ":" in user:
-        raise ConfigError("redis_url names a password already: give it once", field="redis_password")
-    return f"{scheme}://{user if at else ''}:{quote(password, safe='')}@{address}"
 
 
 def _first_field(error: ValidationError) -> str:

@@ -18,15 +18,6 @@ def _options(url: str, seconds: float) -> dict[str, Any]:
     return options
 
 
-def without_password(url: str) -> str:
-    """The URL as it may be shown: user and password are stars, wherever they stand in it."""
-    scheme, mark, rest = url.partition("://")
-    address, question, query = rest.partition("?")
-    _, at, host = address.rpartition("@")
-    shown = [name if "password" not in name else f"{name.partition('=')[0]}=***" for name in query.split("&")]
-    return f"{scheme}{mark}{'***@' if at else ''}{host}{question}{'&'.join(shown)}"
-
-
 def connect(url: str, seconds: float = COMMAND_SECONDS) -> redis.Redis:
     """For a thread of its own (registration)."""
     return redis.Redis.from_url(url, **_options(url, seconds))

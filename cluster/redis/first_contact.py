@@ -6,7 +6,8 @@ import redis
 from redis.connection import parse_url
 
 from cluster.errors import ConfigError
-from cluster.redis.connect import connect, without_password
+from cluster.redis.connect import connect
+from cluster.redis.urls import without_password
 
 
 def check_url(url: str) -> None:

@@ -69,6 +69,7 @@ class Identity:
         self._stamp = self._now_stamp()
         self._pem = self._read()
         self._checked = clock()
+        self._logged: tuple[object, ...] | None = None  # stamp of the files whose failure was logged last
         self.generation = 1
 
     def current(self) -> Pem:
@@ -95,7 +96,9 @@ class Identity:
             pem = self._read()
         except ConfigError as error:
             # Half of a rotation, perhaps: certificate and key are two files. Looked at again next time.
-            log.warning("%s; the certificate read before stays", error.message)
+            if stamp != self._logged:
+                self._logged = stamp
+                log.warning("%s; the certificate read before stays", error.message)
             return
         if stamp == self._now_stamp():
             self._stamp, self._pem = stamp, pem

@@ -13,7 +13,7 @@ import redis
 from baton.client import Client
 from cluster.config.router import RouterConfig
 from cluster.config.worker import WorkerConfig
-from cluster.redis.connect import connect, without_password
+from cluster.redis.connect import connect
 from cluster.redis.embedded import EmbeddedRedis
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
@@ -100,16 +100,7 @@ def test_a_whole_cluster_with_a_password(guarded, checkpoint, tmp_path):
         assert PASSWORD not in shown + logs
 
 
-def test_urls_and_configurations_are_shown_without_secrets():
-    hidden = {
-        "redis://u:p4ss@host:1/0": "redis://***@host:1/0",
-        "rediss://:p4ss@host": "rediss://***@host",
-        "unix://u:p4ss@/a/b.sock": "unix://***@/a/b.sock",
-        "unix:///a/b.sock?password=p4ss&db=1": "unix:///a/b.sock?password=***&db=1",
-        "redis://host:1": "redis://host:1",
-    }
-    for url, shown in hidden.items():
-        assert without_password(url) == shown
+def test_configurations_are_shown_without_secrets():
     router = RouterConfig(model="m", redis_url="redis://:p4ss@h", secret="s3cret")
     worker = WorkerConfig(role="decode", engine={"model": "m"}, redis_url="redis://:p4ss@h", secret="s3cret")
     for config in (router, worker):

@@ -117,6 +117,19 @@ def test_half_a_rotation_changes_nothing(certs, tmp_path):
     assert one.current() != first and one.generation == 2
 
 
+def test_a_pair_that_does_not_match_is_logged_once(certs, tmp_path, caplog):
+    live = tmp_path / "live"
+    shutil.copytree(certs / "ours", live)
+    now = 0.0
+    one = Identity(live / "worker.pem", live / "worker.key", live / "ca.pem", clock=lambda: now)
+    for lines in (1, 2):
+        (live / "worker.key").write_text("no key" * lines)
+        for _ in range(60):
+            now += 1
+            one.current()
+        assert len([record for record in caplog.records if "worker.key" in record.getMessage()]) == lines
+
+
 def test_configuration_by_halves_is_refused(certs, tmp_path):
     ours = certs / "ours"
     with pytest.raises(ConfigError):

@@ -25,7 +25,7 @@ from tests.worker.fake_rank import FakeRank, Reports
 from wire.handoff_pb2 import PartData
 from worker.ranks import ranks, watch
 from worker.ranks.outbox import RankOutbox
-from worker.ranks.pipe import RankHello, RankPipe, Ready
+from worker.ranks.pipe import KINDS_DIGEST, RankHello, RankPipe, Ready
 from worker.ranks.process import START_SECONDS, RemoteRank, StartingRank, spawn_rank
 from worker.ranks.rank_main import serve_pipe
 from worker.ranks.ranks import Ranks
@@ -193,7 +193,7 @@ def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
     """It may be gone before its leader, which told the group, has done anything else."""
     pipe, theirs = pipes()
     reports = Reports()
-    theirs.send(Ready(HELLO))
+    theirs.send(Ready(KINDS_DIGEST, HELLO))
     remote = StartingRank(1, pipe, NoProcess()).wait_ready(reports)
 
     class Runner:
@@ -268,11 +268,20 @@ def test_a_message_that_a_closed_pipe_does_not_take_is_no_write_that_hangs():
     assert not outbox._thread.is_alive() and outbox.stuck_seconds() == 0.0
 
 
+def test_a_rank_of_another_version_is_refused_at_its_start():
+    """Their kinds of messages may have other numbers: one would be decoded as another."""
+    pipe, theirs = pipes()
+    theirs.send(Ready(bytes(16), HELLO))
+    with pytest.raises(SetupError, match="rank 1 runs another version"):
+        StartingRank(1, pipe, NoProcess()).wait_ready(Reports())
+    theirs.close()
+
+
 def test_a_rank_that_its_leader_kills_has_not_failed():
     pipe, theirs = pipes()
     process = NoProcess()
     reports = Reports()
-    theirs.send(Ready(HELLO))
+    theirs.send(Ready(KINDS_DIGEST, HELLO))
     remote = StartingRank(1, pipe, process).wait_ready(reports)
     remote.kill()
     theirs.close()

@@ -5,6 +5,7 @@ Not pickle: reading a pickle runs code that its writer chose, and ranks on other
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from google.protobuf.message import DecodeError, Message
+from msgspec import inspect as inspect_types
 
 from kv_transfer import messages
 from kv_transfer.messages import FromReceiver, FromSender, PeerRank, ToReceiver, ToSender
@@ -31,6 +33,9 @@ class RankHello:
 
 @dataclass(frozen=True)
 class Ready:
+    """The first message of a rank. `kinds` is the rank's KINDS_DIGEST: other kinds would be decoded as wrong messages."""
+
+    kinds: bytes
     hello: RankHello
 
 
@@ -83,6 +88,22 @@ def _decoder(kind: type) -> Callable[[memoryview], Any]:
     if issubclass(kind, Message):
         return lambda frame: kind.FromString(bytes(frame))
     return msgspec.msgpack.Decoder(kind).decode
+
+
+def _digest() -> bytes:
+    """Names, order and fields of every kind, those of nested classes included."""
+    described = [[kind.__name__, _described(kind)] for kind in _KINDS]
+    return hashlib.blake2b(repr(described).encode(), digest_size=16).digest()
+
+
+def _described(kind: type) -> str:
+    if issubclass(kind, Message):
+        return str(kind.DESCRIPTOR.file.serialized_pb)
+    return repr(inspect_types.type_info(kind))
+
+
+# `Ready` is the first kind in every version, so that a rank of another version can be refused by its digest.
+KINDS_DIGEST = _digest()
 
 
 class RankPipe(Generic[Out, In]):

@@ -26,6 +26,7 @@ from engine.parallel.group import Arrivals
 from kv_transfer.messages import PeerRank
 from worker.ranks.outbox import RankOutbox
 from worker.ranks.pipe import (
+    KINDS_DIGEST,
     Beat,
     Close,
     Failed,
@@ -107,6 +108,10 @@ class StartingRank:
             raise SetupError(f"rank {self.rank} could not start: {first.reason}")
         if not isinstance(first, Ready):
             raise SetupError(f"rank {self.rank} began with {type(first).__name__}")
+        if first.kinds != KINDS_DIGEST:
+            raise SetupError(
+                f"rank {self.rank} runs another version of Baton than its leader: use one image for both"
+            )
         ready: RemoteRank[Any, Any] = RemoteRank(self.rank, self._pipe, self._process, first.hello, reports)
         ready.listen()
         return ready

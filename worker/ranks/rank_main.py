@@ -22,6 +22,7 @@ from engine.parallel.group import Arrivals
 from kv_transfer.ranks import Rank
 from worker.ranks import local
 from worker.ranks.pipe import (
+    KINDS_DIGEST,
     Beat,
     Close,
     Failed,
@@ -76,7 +77,7 @@ def serve_pipe(
             pipe.send(message)
 
     endpoint.start(send)
-    send(Ready(hello))
+    send(Ready(KINDS_DIGEST, hello))
     threading.Thread(target=_receive, args=(pipe, endpoint), name="leader-pipe", daemon=True).start()
     threading.Thread(target=_beat, args=(arrivals, send), name="beats", daemon=True).start()
     if LEAVING_FILE in os.environ:

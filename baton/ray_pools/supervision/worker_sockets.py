@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import struct
 import tempfile
 import time
@@ -33,13 +34,16 @@ POLL_SECONDS = 0.05
 
 
 def directory() -> Path:
-    """Private to this user: who can write there can stop workers. Raises OSError if it is somebody else's."""
+    """Return the directory, private to this user: write access to it allows stopping workers.
+
+    Raises OSError if it belongs to another user, is open to others, or is a symbolic link.
+    """
     named = os.environ.get(DIRECTORY_VARIABLE)
     path = Path(named) if named else Path(tempfile.gettempdir()) / f"baton-workers-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = path.stat()
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        raise PermissionError(f"{path} must belong to this user alone")
+    facts = path.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        raise PermissionError(f"{path} must be a directory, no link, and belong to this user alone")
     return path
 
 

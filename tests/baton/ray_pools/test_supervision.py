@@ -140,6 +140,17 @@ def test_a_directory_that_others_may_write_to_is_refused(
         worker_sockets.directory()
 
 
+def test_a_link_in_the_directorys_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user may put one into /tmp; it could lead to any private directory of this user."""
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to(private)
+    monkeypatch.setenv(worker_sockets.DIRECTORY_VARIABLE, str(link))
+    with pytest.raises(PermissionError):
+        worker_sockets.directory()
+
+
 def test_an_exit_that_was_reported_is_not_reported_by_the_next_replica(where: Path) -> None:
     place, heard = Place.new(where, "key"), list[Facts]()
     place.write_facts("p1")

@@ -76,6 +76,26 @@ def test_a_ray_node_has_rays_token_and_nothing_else(name: str, renderer: Rendere
         assert ACCOUNT not in {one["mountPath"] for one in node["volumeMounts"]}
 
 
+@pytest.mark.parametrize("name", RAY_NODES)
+def test_a_ray_node_shares_no_writable_folder_with_its_worker(name: str, renderer: Renderer) -> None:
+    """Caches of compiled code and Python modules in a shared folder would run in the worker. A worker that spans pods
+    attaches to its Ray node: they share Ray's sockets and its object store, and nothing else."""
+    pods = [one for one in pods_of(renderer.render(VALUE_SETS[name])) if one.owner.startswith("StatefulSet")]
+    several = 0
+    for pod in pods:
+        mounts = {one["name"]: one["volumeMounts"] for one in pod.spec["containers"]}
+        if not {"worker", "ray"} <= set(mounts):
+            continue
+        several += 1
+        worker, ray = (
+            {(one["name"], one["mountPath"]) for one in mounts[container]} for container in ("worker", "ray")
+        )
+        spans = ("ray", "/tmp/ray") in worker
+        assert worker & ray == ({("ray", "/tmp/ray"), ("shm", "/dev/shm")} if spans else set())
+        assert {name for name, _ in worker} & {name for name, _ in ray} == {name for name, _ in worker & ray}
+    assert several >= 1
+
+
 @pytest.mark.parametrize(
     ("values", "asking"),
     [

@@ -16,6 +16,9 @@
 {{- define "baton.workerMounts" -}}
 - {name: config, mountPath: /etc/baton/config, readOnly: true}
 {{ include "baton.rankMounts" . }}
+{{- if gt (int .pool.nodes) 1 }}
+- {name: ray, mountPath: /tmp/ray}
+{{- end }}
 {{- include "baton.secretMounts" . }}
 {{- if include "baton.asksApi" (dict "root" .root "role" .component) }}
 - {name: account, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
@@ -25,6 +28,13 @@
 {{- define "baton.workerVolumes" -}}
 - {name: config, configMap: {name: {{ .configName }}}}
 {{ include "baton.rankVolumes" . }}
+{{- if gt (int .pool.nodes) 1 }}
+- {name: ray, emptyDir: {}}
+- {name: ray-tmp, emptyDir: {}}
+{{- else if .root.Values.ray.joinWorkers }}
+- {name: ray-tmp, emptyDir: {}}
+- {name: ray-shm, emptyDir: {medium: Memory, sizeLimit: 256Mi}}
+{{- end }}
 {{- include "baton.secretVolumes" . }}
 {{- if include "baton.asksApi" (dict "root" .root "role" .component) }}
 {{- /* The account's token as Kubernetes would mount it, but into the worker's container only. */}}
@@ -40,7 +50,8 @@
 
 {{- /* Of a rank: it computes, and its worker alone holds secrets (worker/ranks/remote.py). */ -}}
 {{- define "baton.rankMounts" -}}
-{{ include "baton.rayNodeMounts" . }}
+- {name: tmp, mountPath: /tmp}
+- {name: shm, mountPath: /dev/shm}
 {{- include "baton.modelMount" .root }}
 {{- with .pool.pod.extraVolumeMounts }}
 {{ toYaml . }}
@@ -56,10 +67,17 @@
 {{- end }}
 {{- end -}}
 
-{{- /* Of a Ray node beside a worker: where that finds its sockets and objects. */ -}}
+{{- /* Of a Ray node beside a worker. Code that runs in Ray must not reach the worker's files: caches of compiled code and modules
+       in /tmp are executed by the process that loads them. A worker that spans pods attaches to its Ray node, by the sockets in
+       /tmp/ray and the object store in /dev/shm. */ -}}
 {{- define "baton.rayNodeMounts" -}}
-- {name: tmp, mountPath: /tmp}
+- {name: ray-tmp, mountPath: /tmp}
+{{- if gt (int .pool.nodes) 1 }}
+- {name: ray, mountPath: /tmp/ray}
 - {name: shm, mountPath: /dev/shm}
+{{- else }}
+- {name: ray-shm, mountPath: /dev/shm}
+{{- end }}
 {{- end -}}
 
 {{- /* Start-up waits as long as the model needs; readiness: registered and not draining; liveness: the engine ticks. That it
