@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import grpc
 import uvicorn
-from grpc_reflection.v1alpha import reflection
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
@@ -32,6 +31,7 @@ from router.dispatch.channels import Channels
 from router.dispatch.services import Services
 from router.frontends.grpc.gate import KeyInterceptor
 from router.frontends.grpc.other_calls import OtherCalls
+from router.frontends.grpc.reflection import ReflectionService
 from router.frontends.grpc.service import SERVICE, InferenceService
 from router.frontends.http.app import build_app
 from router.frontends.http.cors import with_cors
@@ -45,7 +45,6 @@ from router.observe.requests import RouterMetrics
 from router.placement.placement import Placement
 from router.quota.quota import Quota
 from router.text.tokenizer import ModelText
-from wire import inference_pb2
 
 GRACE_SECONDS = 5.0
 EXTRA_STREAMS = 64
@@ -122,7 +121,7 @@ class Router:
         self._grpc = grpc.aio.server(
             interceptors=[
                 *([KeyInterceptor(self.gateway)] if self._keys.on else ()),
-                OtherCalls(SERVICE, config.body_seconds),
+                OtherCalls(),
             ],
             options=_grpc_options(config),
         )
@@ -186,15 +185,14 @@ class Router:
         await self._members.start()
         await self._placement.start()
         self.gateway.live.start()
+        services = (SERVICE, health.SERVICE)
         self._grpc.add_generic_rpc_handlers(
-            (InferenceService(self.gateway).handler(), self._health.handler())
+            (
+                InferenceService(self.gateway).handler(),
+                self._health.handler(),
+                ReflectionService(self.gateway, services).handler(),
+            )
         )
-        services = (
-            inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
-            health.SERVICE,
-            reflection.SERVICE_NAME,
-        )
-        reflection.enable_server_reflection(services, self._grpc)
         address = f"{self._config.host}:{self._config.grpc_port}"
         try:
             self._grpc_port = listen(self._grpc, address, self._door, ask_clients=self._ask_clients)

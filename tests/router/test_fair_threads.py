@@ -94,6 +94,28 @@ async def test_a_turn_that_comes_with_the_cancel_is_passed_on(threads: FairThrea
     assert second.cancelled() and gate.began == ["first", "third"]
 
 
+@pytest.mark.parametrize("others", [(), ("a",), ("b",)])
+async def test_a_call_that_is_cancelled_in_the_turn_of_the_loop_that_frees_a_thread_takes_none(
+    others: tuple[str, ...], threads: FairThreads
+) -> None:
+    gate, loop = Gate(), asyncio.get_running_loop()
+    first = asyncio.create_task(threads.run("a", gate.call, "first"))
+    await began(gate, 1)
+    second = asyncio.create_task(threads.run("a", gate.call, "second"))
+    waiting = [asyncio.create_task(threads.run(one, gate.call, "waiting")) for one in others]
+    await asyncio.sleep(0)
+    # The second's task is told of its cancellation in the next turn only.
+    loop.call_soon(second.cancel)
+    loop.call_soon(threads._give_back)
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    for _ in range(2 + len(others)):
+        gate.go_on.release()
+    async with asyncio.timeout(20):
+        assert await asyncio.gather(first, *waiting) == ["first", *("waiting" for _ in others)]
+        assert await threads.run("c", gate.call, "last") == "last"
+
+
 async def test_an_error_gives_the_thread_back(threads: FairThreads) -> None:
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):

@@ -150,7 +150,8 @@ def test_others_have_no_bound(name):
 
 
 class Front_(SimpleNamespace):
-    encode = RequestGateway.encode
+    encode, render, preparing = RequestGateway.encode, RequestGateway.render, RequestGateway.preparing
+    check_allowed, _in_time = RequestGateway.check_allowed, RequestGateway._in_time
 
 
 CONTEXT = 64
@@ -171,7 +172,9 @@ class Text:
         self.encoded.append(text)
         return [1]
 
-    async def chat(self, read: Any, characters: int, *, tenant: str = "") -> str:
+    async def chat(
+        self, read: Any, characters: int, reasoning_effort: str | None = None, *, tenant: str = ""
+    ) -> str:
         self.rendered += 1
         return "".join(message["content"] for message in read())
 

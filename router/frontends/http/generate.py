@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import BatonError, CancelledError, DrainingError, InvalidRequestError
+from cluster.security.keys import Caller
 from router.admission.limits import HeldBytes
 from router.dispatch.dispatcher import RequestDispatcher
 from router.frontends.http.body import BodyLimits, discard_body, read_json
@@ -82,33 +83,46 @@ class Generate:
         return await read(request, body, Arrival(request.headers.getlist))
 
     async def _read_chat(self, request: Request, body: Mapping[str, Any], arrival: Arrival) -> ParsedRequest:
-        limits, tenant = self._gateway.validator.limits, caller_of(request).tenant
+        limits, caller = self._gateway.validator.limits, caller_of(request)
         asked = read_request(ChatCompletionRequest, body, limits)
-        size = chat_size(asked.messages)
-        rendered = await self._gateway.text.chat(
-            lambda: read_messages(asked.messages, limits), size, asked.reasoning_effort, tenant=tenant
-        )
-        prompt = await self._encode(asked, rendered, tenant, special=False)
-        return self._parsed(request, asked, [prompt], arrival)
+        envelope = _envelope(request, asked, 1)
+        async with self._gateway.preparing(caller):
+            rendered = await self._gateway.render(
+                lambda: read_messages(asked.messages, limits),
+                chat_size(asked.messages),
+                asked.reasoning_effort,
+                truncated=asked.truncates,
+                tenant=caller.tenant,
+            )
+            prompt = await self._encode(asked, rendered, caller.tenant, special=False)
+            return self._parsed(caller, asked, [prompt], envelope, arrival)
 
     async def _read_completion(
         self, request: Request, body: Mapping[str, Any], arrival: Arrival
     ) -> ParsedRequest:
         asked = read_request(CompletionRequest, body, self._gateway.validator.limits)
-        tenant = caller_of(request).tenant
-        prompts = [
-            await self._encode(asked, one, tenant) if isinstance(one, str) else one for one in asked.prompt
-        ]
-        return self._parsed(request, asked, prompts, arrival)
+        caller, envelope = caller_of(request), _envelope(request, asked, len(asked.prompt))
+        async with self._gateway.preparing(caller):
+            prompts = [
+                await self._encode(asked, one, caller.tenant) if isinstance(one, str) else one
+                for one in asked.prompt
+            ]
+            return self._parsed(caller, asked, prompts, envelope, arrival)
 
     def _parsed(
-        self, request: Request, asked: HttpRequest, prompts: list[list[int]], arrival: Arrival
+        self,
+        caller: Caller,
+        asked: HttpRequest,
+        prompts: list[list[int]],
+        envelope: Envelope,
+        arrival: Arrival,
     ) -> ParsedRequest:
         validator = self._gateway.validator
-        envelope = Envelope(_request_id(request), asked.cache_salt or "", prompts=len(prompts))
         kept = (asked.kept(prompt, validator.max_model_len) for prompt in prompts)
+        completions = [validator.completion(prompt, asked, envelope) for prompt in kept]
+        self._gateway.check_allowed(completions[0], caller)
         return ParsedRequest(
-            [validator.completion(prompt, asked, envelope) for prompt in kept],
+            completions,
             bool(asked.stream),
             asked.stream_options or StreamOptions(),
             bool(asked.return_token_ids),
@@ -201,6 +215,10 @@ async def _stream(events: Events, reading: AnswerReader, first: list[Delta]) -> 
         yield event(error_body(error))
         return
     yield events.end([dispatcher.outcome for dispatcher in reading.dispatchers])
+
+
+def _envelope(request: Request, asked: HttpRequest, prompts: int) -> Envelope:
+    return Envelope(_request_id(request), asked.cache_salt or "", prompts=prompts)
 
 
 def _request_id(request: Request) -> str:
