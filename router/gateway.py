@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.admission.admission import Admission
@@ -24,6 +27,8 @@ from router.request.disclosure import check_explain
 from router.request.prefix_scope import prefix_scope
 from router.request.validator import Validator
 from router.text.contents import Rendered
+
+T = TypeVar("T")
 
 
 class RequestGateway:
@@ -48,7 +53,52 @@ class RequestGateway:
         """Tokenise a prompt. Raises ContextLengthError or InvalidRequestError before tokenising a text that is too long;
         one that will be `truncated` may exceed the context."""
         self.validator.check_text(given if isinstance(given, str) else given.text, truncated=truncated)
-        return await self.text.encode(given, special=special, tenant=tenant)
+        return await self._in_time(self.text.encode(given, special=special, tenant=tenant))
+
+    async def render(
+        self,
+        read: Callable[[], Sequence[Mapping[str, str]]],
+        characters: int,
+        reasoning_effort: str | None = None,
+        *,
+        truncated: bool = False,
+        tenant: str = "",
+    ) -> Rendered:
+        """Render the conversation that `read` returns (ModelText.chat). Raises ContextLengthError or InvalidRequestError
+        before special tokens are searched in contents that are too long."""
+
+        def checked() -> Sequence[Mapping[str, str]]:
+            messages = read()
+            size = sum(len(message["content"]) for message in messages)
+            self.validator.check_contents(size, truncated=truncated)
+            return messages
+
+        return await self._in_time(self.text.chat(checked, characters, reasoning_effort, tenant=tenant))
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        """Raises DeadlineError where the threads are not free, or not done, within `request_seconds`."""
+        seconds = self.config.request_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await work
+        except TimeoutError:
+            late = f"prompt: it was not tokenised within {seconds:g} s (request_seconds)"
+            raise DeadlineError(late, field="prompt", limit=f"{seconds:g} s") from None
+
+    @contextlib.asynccontextmanager
+    async def preparing(self, caller: Caller, *, resumed: bool = False) -> AsyncIterator[None]:
+        """Enter before a prompt is tokenised, and leave once its request is checked: one that is refused meanwhile counts
+        as a request of the tenant's quota. A tenant whose requests are used up does not enter, unless its request is
+        `resumed`, which may have been charged before. Raises OverloadedError."""
+        if caller.tenant and not resumed:
+            self.services.quota.check(caller.tenant, self._rate_limits(caller))
+        try:
+            yield
+        except (InvalidRequestError, ForbiddenError):
+            if caller.tenant:
+                async with self.counted(caller):
+                    pass
+            raise
 
     @property
     def in_flight(self) -> int:
@@ -60,6 +110,11 @@ class RequestGateway:
         """Admit a request (router/admission/admission.py)."""
         return self.admission.admit(caller, connection)
 
+    def check_allowed(self, completion: Completion, caller: Caller) -> None:
+        """Raises ForbiddenError for what the caller's key does not allow."""
+        check_explain(completion, caller)
+        check_priority(completion, caller)
+
     @contextlib.contextmanager
     def request(
         self,
@@ -68,12 +123,7 @@ class RequestGateway:
         first_shown: int = 0,
         arrival: Arrival | None = None,
     ) -> Iterator[RequestDispatcher]:
-        """Measure an admitted request from its dispatch to its end.
-
-        Raises ForbiddenError for what the caller's key does not allow.
-        """
-        check_explain(completion, caller)
-        check_priority(completion, caller)
+        """Measure an admitted request, from its dispatch to its end."""
         self.requests += 1
         dispatcher = RequestDispatcher(self._owned(completion, caller), self.services, first_shown, arrival)
         with self.metrics.request(dispatcher):

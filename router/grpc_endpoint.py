@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import grpc
-from grpc_reflection.v1alpha import reflection
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
@@ -14,9 +13,9 @@ from cluster.rpc.health import Health
 from cluster.security.tls import Identity, listen
 from router.frontends.grpc.gate import KeyInterceptor
 from router.frontends.grpc.other_calls import OtherCalls
+from router.frontends.grpc.reflection import ReflectionService
 from router.frontends.grpc.service import SERVICE, InferenceService
 from router.gateway import RequestGateway
-from wire import inference_pb2
 
 EXTRA_STREAMS = 64
 
@@ -59,7 +58,7 @@ class GrpcEndpoint:
         self._server = grpc.aio.server(
             interceptors=[
                 *([KeyInterceptor(gateway)] if gateway.keys.on else ()),
-                OtherCalls(SERVICE, config.body_seconds),
+                OtherCalls(),
             ],
             options=grpc_options(config),
         )
@@ -73,11 +72,11 @@ class GrpcEndpoint:
     async def start(self) -> None:
         """Raises ConfigError where the port is not free."""
         self._server.add_generic_rpc_handlers(
-            (InferenceService(self._gateway).handler(), self.health.handler())
-        )
-        inference = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-        reflection.enable_server_reflection(
-            (inference, health.SERVICE, reflection.SERVICE_NAME), self._server
+            (
+                InferenceService(self._gateway).handler(),
+                self.health.handler(),
+                ReflectionService(self._gateway, (SERVICE, health.SERVICE)).handler(),
+            )
         )
         address = f"{self._config.host}:{self._config.grpc_port}"
         try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client.exposition import choose_encoder
@@ -10,6 +13,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from cluster.telemetry.probes import StartResponse
+
+BODY_SECONDS = 1.0
 
 
 def encode(registry: Collector, accept: str) -> tuple[bytes, str]:
@@ -23,12 +28,29 @@ def encode(registry: Collector, accept: str) -> tuple[bytes, str]:
 
 
 class MetricsApp:
-    """WSGI: every path shows the registry."""
+    """WSGI: every path shows the registry, as it was up to BODY_SECONDS ago.
 
-    def __init__(self, registry: Collector):
+    The port needs no key, and rendering holds the interpreter lock: scrapes share a body, and one is rendered at a time.
+    """
+
+    def __init__(self, registry: Collector, clock: Callable[[], float] = time.monotonic):
         self._registry = registry
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._bodies: dict[
+            str, tuple[float, bytes]
+        ] = {}  # by content type: when it was rendered, and the text
+
+    def _encode(self, accept: str) -> tuple[bytes, str]:
+        content_type = choose_encoder(accept)[1]
+        with self._lock:
+            at, body = self._bodies.get(content_type, (-math.inf, b""))
+            if self._clock() - at >= BODY_SECONDS:
+                body = encode(self._registry, accept)[0]
+                self._bodies[content_type] = self._clock(), body
+        return body, content_type
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-        body, content_type = encode(self._registry, environ.get("HTTP_ACCEPT", ""))
+        body, content_type = self._encode(environ.get("HTTP_ACCEPT", ""))
         start_response("200 OK", [("Content-Type", content_type), ("Content-Length", str(len(body)))])
         return [body]

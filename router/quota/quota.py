@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry
@@ -84,6 +85,8 @@ class _Settlement:
 class Quota:
     def __init__(self, redis_url: str, namespace: str, registry: CollectorRegistry):
         self.scripts = QuotaScripts(redis_url, namespace)
+        # Tenants without a request left: their limit per minute, and when there is one again.
+        self._used_up: dict[str, tuple[int, float]] = {}
         self._unsettled: Unsettled[_Settlement] = Unsettled()
         self._repeating = False
         self._closed = asyncio.Event()
@@ -91,6 +94,24 @@ class Quota:
         self.unchecked = metrics.QUOTA_UNCHECKED.create(registry)
         self.taken_over = metrics.QUOTA_TAKEN_OVER.create(registry)
         self.refused = metrics.QUOTA_REFUSED.create(registry, _LIMITS)
+
+    def check(self, tenant: str, limits: RateLimits) -> None:
+        """Refuse a request whose tenant had no request left when it was last asked for, and has none since; before work
+        that a charge can only follow. Raises OverloadedError as `charge` does."""
+        limit, until = self._used_up.get(tenant, (0, 0.0))
+        wait = until - time.monotonic()
+        if wait > 0 and limit == limits.requests_per_minute:
+            raise self._refusal(limits, "requests_per_minute", wait)
+
+    def _refusal(self, limits: RateLimits, name: str, wait: float) -> OverloadedError:
+        self.refused.labels(name).inc()
+        limit = getattr(limits, name)
+        return OverloadedError(
+            f"this tenant's {name.replace('_', ' ')} are used up: {limit}",
+            field=name,
+            limit=str(limit),
+            retry_after_seconds=max(0.001, wait),
+        )
 
     async def charge(
         self, tenant: str, limits: RateLimits, tokens: int, request: ChargedRequest | None = None
@@ -125,19 +146,17 @@ class Quota:
         which, wait_milliseconds, taken_over = answer
         self.taken_over.inc(taken_over)
         if which:
-            name = _LIMITS[which - 1]
-            self.refused.labels(name).inc()
-            limit = getattr(limits, name)
-            raise OverloadedError(
-                f"this tenant's {name.replace('_', ' ')} are used up: {limit}",
-                field=name,
-                limit=str(limit),
-                retry_after_seconds=max(0.001, wait_milliseconds / 1000),
-            )
+            name, wait = _LIMITS[which - 1], wait_milliseconds / 1000
+            if name == "requests_per_minute":
+                self._used_up[tenant] = (limits.requests_per_minute or 0, time.monotonic() + wait)
+            raise self._refusal(limits, name, wait)
+        self._used_up.pop(tenant, None)
         return charge
 
     async def settle(self, charge: QuotaCharge, use: Use | None) -> None:
         """Once per charge. `use` None: the request was not served, and does not count as one."""
+        if use is None:
+            self._used_up.pop(charge.tenant, None)
         arguments = (
             charge.owner,
             charge.tokens,

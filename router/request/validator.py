@@ -107,6 +107,19 @@ class Validator:
         size = len(text)  # each character is a byte at least: no copy is made of a text that is far too long
         if size <= most:
             size = len(text.encode(errors="surrogatepass"))
+        self._check_size(size, fits)
+
+    def check_contents(self, size: int, *, truncated: bool = False) -> None:
+        """Refuse messages whose texts have so many characters, before they are rendered, if they exceed `max_text_bytes`.
+        Whether they fit the context is checked later: templates leave out earlier reasoning.
+
+        Raises ContextLengthError, InvalidRequestError.
+        """
+        if size > self._config.max_text_bytes:
+            self._check_size(size, None if truncated else self._most_text_bytes)
+
+    def _check_size(self, size: int, fits: int | None) -> None:
+        allowed = self._config.max_text_bytes
         if fits is not None and size > fits:
             raise self._too_long("prompt", size)
         if size > allowed:

@@ -12,12 +12,14 @@ Nearly all conversations are without such texts: they cost one search, and are e
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from cluster.errors import InvalidRequestError
 
@@ -48,21 +50,25 @@ def role_of(given: str, field: str) -> str:
 class Contents:
     """One tokenizer's special tokens, as texts that messages may hold."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, turns: Collection[str] = ()):
+        """`turns`: texts of tokens that the tokenizer does not call special, but that begin or end a template's turns."""
         self._tokenizer = tokenizer
-        special = [one for one in tokenizer.get_added_tokens_decoder().values() if one.special]
-        texts = sorted({one.content for one in special if len(one.content) > 1}, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, texts))) if texts else None
+        found = {
+            token_id: one
+            for token_id, one in tokenizer.get_added_tokens_decoder().items()
+            if one.special or one.content in turns
+        }
+        special = found.values()
+        texts = {one.content for one in special if len(one.content) > 1}
+        self._special = re.compile(_prefix_tree(texts)) if texts else None
         self._lstrip = {one.content for one in special if one.lstrip}
         self._rstrip = {one.content for one in special if one.rstrip}
         # A mark cannot break a single character, nor a text that only the normalizer turns into a special token's.
         normalizes = tokenizer.normalizer is not None
         self._unmarkable = any(len(one.content) == 1 or (normalizes and one.normalized) for one in special)
         # Made at the start: for a large vocabulary it takes some tenths of a second, under the interpreter lock.
-        self._plain, self._inside = _without_special(tokenizer)
-        self._ids = frozenset(
-            token_id for token_id, one in tokenizer.get_added_tokens_decoder().items() if one.special
-        )
+        self._plain, self._inside = _without_special(tokenizer, [one for one in special if not one.special])
+        self._ids = frozenset(found)
 
     def marked(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[Mapping[str, str]], str]:
         """The messages with a mark within every text of a special token, and the mark.
@@ -94,9 +100,7 @@ class Contents:
 
     def _refuse(self, messages: Sequence[Mapping[str, str]]) -> None:
         for index, message in enumerate(messages):
-            if not self._ids.isdisjoint(
-                self._tokenizer.encode(message["content"], add_special_tokens=False).ids
-            ):
+            if not self._ids.isdisjoint(_encoded(self._tokenizer, message["content"])):
                 field = f"messages[{index}].content"
                 raise InvalidRequestError(f"{field}: holds the text of a special token", field=field)
 
@@ -104,7 +108,7 @@ class Contents:
         """Token ids of a rendered conversation that holds marks."""
         ids: list[int] = []
         for piece, tokenizer in self._pieces(rendered):
-            ids += tokenizer.encode(piece.replace(rendered.mark, ""), add_special_tokens=False).ids
+            ids += _encoded(tokenizer, piece.replace(rendered.mark, ""))
         return ids
 
     def _pieces(self, rendered: Rendered) -> Iterator[tuple[str, Tokenizer]]:
@@ -130,15 +134,48 @@ class Contents:
             yield text[begin:end], self._tokenizer
 
 
-def _without_special(tokenizer: Tokenizer) -> tuple[Tokenizer, Tokenizer]:
-    """The same tokenizer, which reads special tokens' texts as any other: for the beginning of a conversation, and for the
-    rest, before which sentencepiece's `first` puts no space."""
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Of the tokenizer's functions only those for batches release the interpreter lock."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
+
+
+def _prefix_tree(texts: Collection[str]) -> str:
+    """A pattern of these texts, the longest first. Texts with the same beginning share it: `re` holds the interpreter
+    lock, and an alternation of hundreds of texts would try each at every place."""
+    branches = []
+    for _, group in itertools.groupby(sorted(filter(None, texts)), key=lambda text: text[0]):
+        same = list(group)
+        begin = os.path.commonprefix(same)  # noqa: RUF071 (texts, not paths)
+        branches.append(re.escape(begin) + _prefix_tree([text[len(begin) :] for text in same]))
+    if not branches:
+        return ""
+    return f"(?:{'|'.join(branches)})" + ("?" if "" in texts else "")
+
+
+def _without_special(tokenizer: Tokenizer, more: Collection[AddedToken]) -> tuple[Tokenizer, Tokenizer]:
+    """The same tokenizer, which reads special tokens' texts as any other, those of `more` too: for the beginning of a
+    conversation, and for the rest, before which sentencepiece's `first` puts no space."""
     settings = tokenizer.to_str()
-    plain = Tokenizer.from_str(settings)
-    plain.encode_special_tokens = True
+    plain = _plain(settings, more)
     inner = settings.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
-    if inner == settings:
-        return plain, plain
-    inside = Tokenizer.from_str(inner)
-    inside.encode_special_tokens = True
-    return plain, inside
+    return plain, plain if inner == settings else _plain(inner, more)
+
+
+def _plain(settings: str, more: Collection[AddedToken]) -> Tokenizer:
+    made = Tokenizer.from_str(settings)
+    made.add_special_tokens(
+        [
+            AddedToken(
+                one.content,
+                single_word=one.single_word,
+                lstrip=one.lstrip,
+                rstrip=one.rstrip,
+                normalized=one.normalized,
+                special=True,
+            )
+            for one in more
+        ]
+    )
+    made.encode_special_tokens = True
+    return made

@@ -51,20 +51,25 @@ class FairThreads:
             raise
 
     def _forget(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        queue = self._waiting[tenant]
-        queue.remove(turn)
-        if not queue:
-            del self._waiting[tenant]
+        queue = self._waiting.get(tenant)
+        if queue is not None and turn in queue:  # else _give_back has dropped it
+            queue.remove(turn)
+            if not queue:
+                del self._waiting[tenant]
 
     def _give_back(self) -> None:
-        if not self._waiting:
-            self._free += 1
+        while self._waiting:
+            tenant, queue = next(iter(self._waiting.items()))
+            turn = queue.popleft()
+            if not queue:
+                del self._waiting[tenant]
+            if turn.done():  # cancelled; its task has not run since
+                continue
+            if queue:
+                self._waiting.move_to_end(tenant)  # behind all others
+            turn.set_result(None)
             return
-        tenant, queue = next(iter(self._waiting.items()))
-        queue.popleft().set_result(None)
-        del self._waiting[tenant]
-        if queue:
-            self._waiting[tenant] = queue  # behind all others
+        self._free += 1
 
 
 def _on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

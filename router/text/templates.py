@@ -39,6 +39,17 @@ def template_environment(now: Clock = datetime.datetime.now) -> ImmutableSandbox
     return environment
 
 
+def searched_texts(source: str) -> set[str]:
+    """The texts that a template looks for in values, such as `</think>` in `content.split('</think>')` and
+    `'</think>' in content`."""
+    tree = template_environment().parse(source)
+    methods = (call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr))
+    given = [argument for call in methods for argument in call.args]
+    for test in tree.find_all(nodes.Compare):
+        given += [test.expr, *(operand.expr for operand in test.ops)]
+    return {one.value for one in given if isinstance(one, nodes.Const) and isinstance(one.value, str)}
+
+
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from router.text.bound import most_bytes
 from router.text.contents import Contents, Rendered
 from router.text.fair_threads import FairThreads
 from router.text.pieces import TokenPieces
-from router.text.templates import template_environment
+from router.text.templates import searched_texts, template_environment
 
 # Text up to this length is encoded on the event loop, in about 0.2 ms; a thread would cost a request 0.2 to 0.3 ms.
 INLINE_CHARACTERS = 1024
@@ -24,6 +25,8 @@ LONG_CHARACTERS = 1 << 17
 # Conversations up to this size are rendered on the event loop, longer ones on a thread.
 INLINE_CHAT_CHARACTERS = 16_384
 MESSAGE_CHARACTERS = 256  # cost of a message beside its text, in characters
+# A conversation without contents
+_PROBE = [{"role": role, "content": ""} for role in ("system", "user", "assistant", "user")]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -54,7 +57,6 @@ class ModelText:
         except Exception as error:  # the library raises plain Exceptions
             raise ModelError(f"{path}: {error}", field=path.name) from error
         self.pieces = TokenPieces(self.tokenizer)
-        self._contents = Contents(self.tokenizer)
         self.most_bytes = most_bytes(self.tokenizer)  # of text that one token can cover; None = no bound
         self.config = _read(directory / "config.json")
         self.generation = _read(directory / "generation_config.json")
@@ -64,7 +66,9 @@ class ModelText:
             name: _token_text(settings.get(name))
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
-        self._template = self._compile(directory, settings)
+        source = self._template_source(directory, settings)
+        self._template = self._compile(source)
+        self._contents = Contents(self.tokenizer, self._turn_texts(source))
         self._pool = FairThreads(2, "tokenize")
         self._long = FairThreads(1, "tokenize-long")
         # One thread: rendering holds the interpreter lock.
@@ -86,7 +90,7 @@ class ModelText:
         return int(self.config.get("max_position_embeddings") or 2048)
 
     @staticmethod
-    def _compile(directory: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
+    def _template_source(directory: Path, settings: Mapping[str, Any]) -> str:
         file = directory / "chat_template.jinja"
         try:
             source = file.read_text() if file.exists() else settings.get("chat_template")
@@ -95,14 +99,31 @@ class ModelText:
         if isinstance(source, list):  # several named templates: the default one
             named = [one for one in source if isinstance(one, dict)]
             source = next((one.get("template") for one in named if one.get("name") == "default"), None)
+        if source and not isinstance(source, str):
+            raise ModelError("the chat template is not text", field="chat_template")
+        return source or ""
+
+    @staticmethod
+    def _compile(source: str) -> jinja2.Template | None:
         if not source:
             return None
-        if not isinstance(source, str):
-            raise ModelError("the chat template is not text", field="chat_template")
         try:
             return template_environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template: {error}", field="chat_template") from error
+
+    def _turn_texts(self, source: str) -> set[str]:
+        """Added tokens that the template writes, though the tokenizer does not call them special: DeepSeek's turns begin
+        with such ones. What the template looks for in contents, such as the end of reasoning, is part of contents."""
+        if not source:
+            return set()
+        written = [source]
+        for probe in (_PROBE, _PROBE[1:]):  # some templates refuse a system's message
+            with contextlib.suppress(InvalidRequestError, RecursionError):
+                written.append(self.render(probe))
+        added = {one.content for one in self.tokenizer.get_added_tokens_decoder().values() if not one.special}
+        texts = {text for text in added if text.strip() and any(text in one for one in written)}
+        return texts - searched_texts(source)
 
     def render(self, messages: Sequence[Mapping[str, str]], reasoning_effort: str | None = None) -> str:
         """Render a conversation with the model's chat template, up to where the assistant's answer begins.

@@ -94,6 +94,30 @@ async def test_a_turn_that_comes_with_the_cancel_is_passed_on(threads: FairThrea
     assert second.cancelled() and gate.began == ["first", "third"]
 
 
+@pytest.mark.parametrize("others", [(), ("a",), ("b",), ("a", "a")])
+async def test_a_call_that_is_cancelled_when_a_thread_becomes_free_takes_none(
+    others: tuple[str, ...], threads: FairThreads
+) -> None:
+    gate = Gate()
+    first = asyncio.create_task(threads.run("a", gate.call, "first"))
+    await began(gate, 1)
+    second = asyncio.create_task(threads.run("a", gate.call, "second"))
+    waiting = [asyncio.create_task(threads.run(one, gate.call, "waiting")) for one in others]
+    await asyncio.sleep(0)
+    gate.go_on.release()
+    threads._executor.submit(lambda: None).result(
+        20
+    )  # the first has ended; the loop hears of it in its next turn,
+    second.cancel()  # and the second's task of this after it
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    for _ in range(1 + len(others)):
+        gate.go_on.release()
+    async with asyncio.timeout(20):
+        assert await asyncio.gather(first, *waiting) == ["first", *("waiting" for _ in others)]
+        assert await threads.run("c", gate.call, "last") == "last"
+
+
 async def test_an_error_gives_the_thread_back(threads: FairThreads) -> None:
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):

@@ -21,8 +21,15 @@ from starlette.requests import Request
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from cluster.config.router import RequestLimits, RouterConfig
-from cluster.errors import ContextLengthError, DrainingError, InvalidRequestError, RequestTooLargeError
-from cluster.security.keys import ANYONE
+from cluster.errors import (
+    ContextLengthError,
+    DeadlineError,
+    DrainingError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTooLargeError,
+)
+from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.admission.limits import ByteBudget
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc.service import InferenceService
@@ -150,7 +157,9 @@ def test_others_have_no_bound(name):
 
 
 class Front_(SimpleNamespace):
-    encode = RequestGateway.encode
+    encode, render, preparing = RequestGateway.encode, RequestGateway.render, RequestGateway.preparing
+    check_allowed, _in_time = RequestGateway.check_allowed, RequestGateway._in_time
+    _rate_limits = RequestGateway._rate_limits
 
 
 CONTEXT = 64
@@ -171,7 +180,9 @@ class Text:
         self.encoded.append(text)
         return [1]
 
-    async def chat(self, read: Any, characters: int, *, tenant: str = "") -> str:
+    async def chat(
+        self, read: Any, characters: int, reasoning_effort: str | None = None, *, tenant: str = ""
+    ) -> str:
         self.rendered += 1
         return "".join(message["content"] for message in read())
 
@@ -211,6 +222,57 @@ async def test_a_text_has_a_limit_of_its_own(gateway, most_bytes):
                 await gateway.encode(text, truncated=truncated)
             assert (caught.value.field, caught.value.limit) == ("prompt", "100")
     assert not gateway.text.encoded
+
+
+@pytest.mark.parametrize("most_bytes", [None, 3])
+@pytest.mark.parametrize("truncated", [False, True])
+async def test_contents_have_the_limit_of_a_text_before_they_are_rendered(gateway, most_bytes, truncated):
+    gateway.text.most_bytes = most_bytes
+    gateway.validator = Validator(RouterConfig(model=Path("/models/m"), max_text_bytes=200), gateway.text)
+    made: list[Any] = []
+
+    async def rendered(*lengths: int) -> None:
+        messages = [{"role": "user", "content": "a" * length} for length in lengths]
+        made.append(await gateway.render(lambda: messages, 1, truncated=truncated))
+
+    await rendered(100, 100)
+    with pytest.raises(InvalidRequestError) as caught:
+        await rendered(100, 101)
+    assert caught.value.field == "prompt" and len(made) == 1
+    assert isinstance(caught.value, ContextLengthError) is (most_bytes is not None and not truncated)
+
+
+async def test_a_text_does_not_wait_for_its_thread_for_ever(gateway):
+    async def never(*given: Any, **named: Any) -> Any:
+        await asyncio.Event().wait()
+
+    gateway.config = RouterConfig(model=Path("/models/m"), request_seconds=0.05)
+    gateway.text.encode = gateway.text.chat = never
+    for work in (gateway.encode("a"), gateway.render(list, 1)):
+        with pytest.raises(DeadlineError) as caught:
+            await work
+        assert (caught.value.field, caught.value.limit) == ("prompt", "0.05 s")
+
+
+async def test_a_tenant_whose_requests_are_used_up_has_nothing_tokenised(gateway):
+    class UsedUp:
+        def check(self, tenant: str, limits: RateLimits) -> None:
+            assert (tenant, limits.requests_per_minute) == ("few", 1)
+            raise OverloadedError("used up", field="requests_per_minute")
+
+    few = Caller(tenant="few", rate_limits=RateLimits(1, None))
+    gateway.services = SimpleNamespace(quota=UsedUp())
+    service, context = InferenceService(gateway), SimpleNamespace(time_remaining=lambda: None)
+    with pytest.raises(OverloadedError):
+        await service._completion(pb.GenerateRequest(text="abc"), context, few)
+    for kind, body in (("completion", {"prompt": "a"}), ("chat", {"messages": many(1, "a")})):
+        request: Any = SimpleNamespace(scope={"baton.caller": few}, headers=Headers())
+        with pytest.raises(OverloadedError):
+            await getattr(generate.Generate(gateway), f"_read_{kind}")(request, body, ARRIVAL)
+    assert not gateway.text.encoded and not gateway.text.rendered
+    # One that another router may have charged is charged once it is tokenised, if its ticket is not valid.
+    await service._completion(pb.GenerateRequest(text="abc", resume_ticket=b"x"), context, few)
+    assert gateway.text.encoded == ["abc"]
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])

@@ -20,6 +20,8 @@ def named(keys: Any) -> dict[str, str]:
         "few": keys.add("few", requests_per_minute=2),
         "short": keys.add("short", tokens_per_minute=300),
         "free": keys.add("free"),
+        "one": keys.add("one", requests_per_minute=1),
+        "low": keys.add("low", requests_per_minute=1),
         "ops": keys.add("ops", admin=True),
     }
 
@@ -56,3 +58,21 @@ def test_tokens_a_minute_are_settled(named, router):
         return 45 < int(refused.headers["retry-after"]) <= 73
 
     wait_for(settled, 60, "what was used is charged")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "status"),
+    [("one", {"max_tokens": 1 << 20}, 400), ("low", {"priority": "high"}, 403)],
+)
+def test_what_is_refused_after_it_was_tokenised_counts_as_a_request(name, wrong, status, named, router):
+    answers = [ask(router, named[name], **wrong) for _ in range(3)]
+    assert [one.status_code for one in answers] == [status, 429, 429]
+    assert {one.json()["error"]["param"] for one in answers[1:]} == {"requests_per_minute"}
+
+
+def test_what_is_refused_before_it_is_tokenised_is_free(named, router, keys):
+    key = keys.add("careless", requests_per_minute=1)
+    wait_for(lambda: ask(router, key, temperature=1e9).status_code != 401, 30, "the key is known")
+    for wrong in ({"temperature": 1e9}, {"prompts": 3}):
+        assert {ask(router, key, **wrong).status_code for _ in range(3)} == {400}
+    assert ask(router, key).status_code == 200

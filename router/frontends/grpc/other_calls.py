@@ -1,7 +1,7 @@
-"""Bounds the reading of messages for gRPC's own services, health and reflection.
+"""Bounds the reading of messages for gRPC's health service.
 
-Their calls take no place and nothing of the budget for bodies, which bound the messages of Inference, and health needs no
-key. Without this, grpc.aio waits for a call's message without a time limit, and its connection does not count as idle.
+Its calls need no key, and take no place and nothing of the budget for bodies, which bound the messages of other services.
+Without this, grpc.aio waits for a call's message without a time limit, and its connection does not count as idle.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """`seconds`: limit between two messages of a stream, which ends it."""
+    """Serves calls with one message. Handlers from stream to stream read their messages themselves, within limits."""
 
-    def __init__(self, own_service: str, seconds: float):
-        self._own = f"/{own_service}/"
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._reads: dict[asyncio.Timeout, None] = {}  # under way, oldest first
 
     async def intercept_service(
@@ -37,11 +35,10 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(self._own):
+        if handler is None or handler.request_streaming:
             return handler
-        call = self._stream(handler) if handler.request_streaming else self._single(handler)
         return grpc.stream_stream_rpc_method_handler(
-            call, handler.request_deserializer, handler.response_serializer
+            self._single(handler), handler.request_deserializer, handler.response_serializer
         )
 
     def _single(self, handler: Handler) -> Any:
@@ -84,21 +81,3 @@ class OtherCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if not oldest.expired():  # otherwise it is about to end
             del self._reads[oldest]
             oldest.reschedule(asyncio.get_running_loop().time())
-
-    def _stream(self, handler: Handler) -> Any:
-        call: Any = handler.stream_stream
-
-        async def in_time(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
-            while True:
-                try:
-                    async with asyncio.timeout(self._seconds):
-                        message = await anext(messages)
-                except (TimeoutError, StopAsyncIteration):
-                    return
-                yield message
-
-        async def stream(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            async for answer in call(in_time(aiter(messages)), context):
-                yield answer
-
-        return stream

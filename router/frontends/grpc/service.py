@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
-from cluster.errors import BatonError, CancelledError, InvalidRequestError
-from cluster.rpc import errors
+from cluster.errors import InvalidRequestError
 from cluster.security.keys import Caller
 from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.dispatcher import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestDispatcher
 from router.frontends.grpc.gate import caller_of
 from router.frontends.grpc.message import parse, read_message
-from router.frontends.grpc.write_deadline import WriteDeadline
+from router.frontends.grpc.refusal import refusing
+from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
 from router.observe.traces.arrival import Arrival
 from router.request.completion import Completion, Delta
@@ -44,9 +42,9 @@ class InferenceService:
         methods = {
             # Declared as streams of messages, so that the one message is read only once the request holds a place.
             # Clients see no difference.
-            "Generate": grpc.stream_stream_rpc_method_handler(_refusing(self.Generate), None, serialize),
-            "Tokenize": grpc.stream_stream_rpc_method_handler(_refusing(self.Tokenize), None, serialize),
-            "ListModels": grpc.stream_stream_rpc_method_handler(_refusing(self.ListModels), None, serialize),
+            "Generate": grpc.stream_stream_rpc_method_handler(refusing(self.Generate), None, serialize),
+            "Tokenize": grpc.stream_stream_rpc_method_handler(refusing(self.Tokenize), None, serialize),
+            "ListModels": grpc.stream_stream_rpc_method_handler(refusing(self.ListModels), None, serialize),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -62,30 +60,12 @@ class InferenceService:
             del raw
             held.release()
             with self._gateway.request(completion, caller, arrival=arrival) as dispatcher:
-                await self._write(_responses(dispatcher, completion, caller), context)
+                await write_all(_responses(dispatcher, completion, caller), context, self._gateway.config)
 
     async def _answer(self, response: Message, context: Context) -> None:
         # If it were sent with a message that is never read, the status would repeat it, which gRPC refuses.
         await context.send_initial_metadata(())
-        await self._write(_only(response), context)
-
-    async def _write(self, responses: AsyncGenerator[Message, None], context: Context) -> None:
-        deadline = WriteDeadline(self._gateway.config.write_seconds)
-        try:
-            # However this ends, closing the responses cancels the request at its workers.
-            async with contextlib.aclosing(responses):
-                async for response in responses:
-                    with deadline:
-                        await context.write(response)
-        except asyncio.CancelledError:
-            if not deadline.expired:
-                raise
-            # If this task were cancelled, grpc.aio would leave the call open without a status.
-            deadline.uncancel()
-            seconds = self._gateway.config.write_seconds
-            raise CancelledError(f"the client read nothing for {seconds:g} s (write_seconds)") from None
-        finally:
-            deadline.close()
+        await write_all(_only(response), context, self._gateway.config)
 
     async def _completion(self, request: pb.GenerateRequest, context: Context, caller: Caller) -> Completion:
         kind = request.WhichOneof("prompt")
@@ -94,13 +74,13 @@ class InferenceService:
         limits.check_model(request.model)
         limits.check_lengths(len(request.token_ids.ids), len(request.resume_tokens.ids))
         options = _options(request, limits)
-        if kind == "token_ids":
-            prompt = request.token_ids.ids
-        elif kind is not None:
-            prompt = await self._encode(request, caller)
-        else:
+        if kind is None:
             raise InvalidRequestError("prompt: is missing; send text, token_ids or chat", field="prompt")
-        return self._gateway.validator.completion(prompt, options, _envelope(request, context))
+        async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket)):
+            prompt = request.token_ids.ids if kind == "token_ids" else await self._encode(request, caller)
+            made = self._gateway.validator.completion(prompt, options, _envelope(request, context))
+            self._gateway.check_allowed(made, caller)
+        return made
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Tokenise a text or a conversation. That costs as much as the preparation of a generation, so it takes a place
@@ -135,29 +115,6 @@ class InferenceService:
         return await self._gateway.encode(rendered, special=False, tenant=caller.tenant)
 
 
-def _refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) -> Any:
-    """End a call that raises a BatonError with the error's status.
-
-    grpc.aio keeps the exception of `abort` in the call's state until Python's garbage collector runs. It is therefore
-    raised in a frame that holds nothing of the request: the frames of the original error hold its message, of megabytes.
-    """
-
-    async def answered(messages: AsyncIterator[bytes], context: Context) -> None:
-        try:
-            await call(messages, context)
-            return
-        except BatonError as error:
-            refusal = error.with_traceback(None)
-            refusal.__context__ = refusal.__cause__ = None
-        try:
-            await errors.abort(context, refusal)
-        except grpc.aio.InternalError:
-            # The client disconnected while the status waited behind an answer that it did not read.
-            raise asyncio.CancelledError from None
-
-    return answered
-
-
 def _values(context: Context, name: str) -> list[str]:
     metadata: Any = context.invocation_metadata() or ()
     return [value for key, value in metadata if key == name and isinstance(value, str)]
@@ -168,7 +125,7 @@ async def _render(gateway: RequestGateway, chat: pb.ChatMessages, caller: Caller
         raise InvalidRequestError("chat: has no messages", field="chat")
     gateway.validator.limits.check_messages(len(chat.messages))
     size = chat.ByteSize() + MESSAGE_CHARACTERS * len(chat.messages)
-    return await gateway.text.chat(
+    return await gateway.render(
         lambda: [
             {"role": role_of(one.role, f"chat.messages[{i}].role"), "content": one.content}
             for i, one in enumerate(chat.messages)

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import grpc
+from google.protobuf.message import Message
+
+from cluster.config.router import RouterConfig
+from cluster.errors import CancelledError
 
 
 class WriteDeadline:
@@ -45,3 +53,27 @@ class WriteDeadline:
             self._task.cancel()
             return
         self._timer = asyncio.get_running_loop().call_later(self._seconds / 4, self._check)
+
+
+async def write_all(
+    responses: AsyncGenerator[Message, None],
+    context: grpc.aio.ServicerContext[Any, Any],
+    config: RouterConfig,
+) -> None:
+    """Raises CancelledError if the client reads nothing for `write_seconds`."""
+    seconds = config.write_seconds
+    deadline = WriteDeadline(seconds)
+    try:
+        # However this ends, closing the responses cancels the request at its workers.
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                with deadline:
+                    await context.write(response)
+    except asyncio.CancelledError:
+        if not deadline.expired:
+            raise
+        # If this task were cancelled, grpc.aio would leave the call open without a status.
+        deadline.uncancel()
+        raise CancelledError(f"the client read nothing for {seconds:g} s (write_seconds)") from None
+    finally:
+        deadline.close()

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import BatonError, CancelledError, DrainingError, InvalidRequestError
+from cluster.security.keys import Caller
 from router.admission.limits import HeldBytes
 from router.dispatch.dispatcher import RequestDispatcher
 from router.frontends.http.body import discard_body, read_json
@@ -81,33 +82,46 @@ class Generate:
         return await read(request, body, Arrival(request.headers.getlist))
 
     async def _read_chat(self, request: Request, body: Mapping[str, Any], arrival: Arrival) -> ParsedRequest:
-        limits, tenant = self._gateway.validator.limits, caller_of(request).tenant
+        limits, caller = self._gateway.validator.limits, caller_of(request)
         options = read_request(ChatCompletionRequest, body, limits)
-        size = chat_size(options.messages)
-        rendered = await self._gateway.text.chat(
-            lambda: read_messages(options.messages, limits), size, options.reasoning_effort, tenant=tenant
-        )
-        prompt = await self._gateway.encode(
-            rendered, special=False, truncated=options.truncates, tenant=tenant
-        )
-        return self._parsed(request, options, [prompt], arrival)
+        envelope = _envelope(request, options, 1)
+        async with self._gateway.preparing(caller):
+            rendered = await self._gateway.render(
+                lambda: read_messages(options.messages, limits),
+                chat_size(options.messages),
+                options.reasoning_effort,
+                truncated=options.truncates,
+                tenant=caller.tenant,
+            )
+            prompt = await self._gateway.encode(
+                rendered, special=False, truncated=options.truncates, tenant=caller.tenant
+            )
+            return self._parsed(caller, options, [prompt], envelope, arrival)
 
     async def _read_completion(
         self, request: Request, body: Mapping[str, Any], arrival: Arrival
     ) -> ParsedRequest:
         options = read_request(CompletionRequest, body, self._gateway.validator.limits)
-        encode = partial(self._gateway.encode, truncated=options.truncates, tenant=caller_of(request).tenant)
-        prompts = [await encode(one) if isinstance(one, str) else one for one in options.prompt]
-        return self._parsed(request, options, prompts, arrival)
+        caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
+        async with self._gateway.preparing(caller):
+            encode = partial(self._gateway.encode, truncated=options.truncates, tenant=caller.tenant)
+            prompts = [await encode(one) if isinstance(one, str) else one for one in options.prompt]
+            return self._parsed(caller, options, prompts, envelope, arrival)
 
     def _parsed(
-        self, request: Request, options: HttpRequest, prompts: list[list[int]], arrival: Arrival
+        self,
+        caller: Caller,
+        options: HttpRequest,
+        prompts: list[list[int]],
+        envelope: Envelope,
+        arrival: Arrival,
     ) -> ParsedRequest:
         validator = self._gateway.validator
-        envelope = Envelope(_request_id(request), options.cache_salt or "", prompts=len(prompts))
         kept = (options.kept(prompt, validator.max_model_len) for prompt in prompts)
+        completions = [validator.completion(prompt, options, envelope) for prompt in kept]
+        self._gateway.check_allowed(completions[0], caller)
         return ParsedRequest(
-            [validator.completion(prompt, options, envelope) for prompt in kept],
+            completions,
             bool(options.stream),
             options.stream_options or StreamOptions(),
             bool(options.return_token_ids),
@@ -195,6 +209,10 @@ async def _stream(events: Events, reading: AnswerReader, first: list[Delta]) -> 
         yield event(error_body(error))
         return
     yield events.end([dispatcher.outcome for dispatcher in reading.dispatchers])
+
+
+def _envelope(request: Request, options: HttpRequest, prompts: int) -> Envelope:
+    return Envelope(_request_id(request), options.cache_salt or "", prompts=prompts)
 
 
 def _request_id(request: Request) -> str:

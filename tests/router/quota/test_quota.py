@@ -77,6 +77,33 @@ async def test_tokens_are_charged_by_estimate_and_settled_by_use(routers):
     assert 45 < caught.value.retry_after_seconds <= 60
 
 
+async def test_a_tenant_whose_requests_are_used_up_is_refused_until_there_may_be_one(routers, monkeypatch):
+    one, _ = routers
+    limits = RateLimits(requests_per_minute=1)
+    one.check("t", limits)
+    (charge,) = await admitted([one], limits, 1, 5)
+    one.check("t", limits)  # it may have one more: only Redis can tell
+    assert not await admitted([one], limits, 1, 5)
+    with pytest.raises(OverloadedError) as caught:
+        one.check("t", limits)
+    assert (caught.value.field, caught.value.limit) == ("requests_per_minute", "1")
+    assert 50 < caught.value.retry_after_seconds <= 60
+    one.check("another", limits)
+    one.check("t", RateLimits(requests_per_minute=2))  # its key has changed
+    await one.settle(charge, None)
+    one.check("t", limits)
+    await admitted([one], limits, 2, 5)
+    later = time.monotonic() + 60
+    monkeypatch.setattr("router.quota.quota.time.monotonic", lambda: later)
+    one.check("t", limits)
+
+
+async def test_a_tenant_whose_tokens_are_used_up_may_have_a_shorter_request(routers):
+    limits = RateLimits(requests_per_minute=9, tokens_per_minute=100)
+    assert len(await admitted(routers[:1], limits, 2, 90)) == 1
+    routers[0].check("t", limits)
+
+
 async def test_who_was_not_served_pays_nothing(routers):
     limits = RateLimits(requests_per_minute=1, tokens_per_minute=100)
     for _ in range(3):

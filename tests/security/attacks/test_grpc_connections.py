@@ -160,6 +160,93 @@ def test_a_reflection_stream_on_which_nothing_comes_ends(router: Any, keys: KeyF
     silent.set()
 
 
+def known(router: Any, keys: KeyFile, tenant: str, **fields: Any) -> tuple[tuple[str, str], ...]:
+    """Metadata with a key that the router has read."""
+    key = f"Bearer {keys.add(tenant, **fields)}"
+    models = f"{router.http}/v1/models"
+    wait_for(lambda: httpx.get(models, headers={"authorization": key}).status_code == 200, 30, "known")
+    return (("authorization", key),)
+
+
+@contextlib.contextmanager
+def asking(router: Any, metadata: Any, first: bytes) -> Iterator[Any]:
+    """A stream of reflection, open until the block ends, whose answers the block reads."""
+    over = threading.Event()
+
+    def asked() -> Iterator[bytes]:
+        yield first
+        over.wait(30)
+
+    options = [*ALONE, ("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(router.grpc, options=options) as channel:
+        method = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        call = method(asked(), timeout=30, metadata=metadata)
+        try:
+            yield call
+        finally:
+            over.set()
+            call.cancel()
+
+
+LIST_SERVICES = b"\x3a\x00"
+
+
+def test_a_reflection_stream_takes_a_place_and_gives_it_back(router: Any, keys: KeyFile) -> None:
+    metadata = known(router, keys, "single", max_concurrent_requests=1)
+    with asking(router, metadata, LIST_SERVICES) as first:
+        assert b"baton.v1.Inference" in next(first)
+        with asking(router, metadata, LIST_SERVICES) as second, pytest.raises(grpc.RpcError) as caught:
+            next(second)
+        error = errors.error_from_rpc(caught.value)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and error.field == "tenant"
+
+    def served() -> bool:
+        with asking(router, metadata, LIST_SERVICES) as again, contextlib.suppress(grpc.RpcError):
+            return bool(next(again))
+        return False
+
+    wait_for(served, 20, "the place is free")
+
+
+def question(size: int) -> bytes:
+    """`file_containing_symbol`, a message of this size with a length of four bytes."""
+    name = size - 5
+    return (
+        b"\x22"
+        + bytes((name >> shift & 127 | (0 if shift == 21 else 128)) for shift in (0, 7, 14, 21))
+        + b"x" * name
+    )
+
+
+def test_questions_of_reflection_have_a_length(router: Any, keys: KeyFile) -> None:
+    metadata = known(router, keys, "long")
+    with asking(router, metadata, question(1024)) as call:
+        assert len(next(call)) > 1024, "it is repeated: there is no such file"
+    for wrong, said in ((question(1025), "1025 bytes"), (b"\xff", "not valid protobuf")):
+        with asking(router, metadata, wrong) as call, pytest.raises(grpc.RpcError) as caught:
+            next(call)
+        error = errors.error_from_rpc(caught.value)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.field == "message" and said in error.message
+
+
+def test_long_questions_of_reflection_are_not_kept(router: Any, keys: KeyFile) -> None:
+    """64 of 8 MiB, whose answers are not read: their answers repeated them, and waited for ever."""
+    metadata = known(router, keys, "many")
+    process = psutil.Process(router.pid)
+    with contextlib.ExitStack() as stack:
+        calls = [stack.enter_context(asking(router, metadata, question((8 << 20) - 200))) for _ in range(64)]
+        most = 0
+
+        def ended() -> bool:
+            nonlocal most
+            most = max(most, process.memory_info().rss)
+            return not any(call.is_active() for call in calls)
+
+        wait_for(ended, 30, "they end")
+    assert most < 300 << 20
+
+
 def test_watchers_of_health_have_a_number(router: Any) -> None:
     request = health_pb2.HealthCheckRequest()
     with grpc.insecure_channel(router.grpc, options=ALONE) as channel:

@@ -102,8 +102,9 @@ def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
 
 
 UNREAD = {
-    "Tokenize": inference_pb2.TokenizeRequest(text="\u017b#" * 20_000).SerializeToString(),
-    "ListModels": b"",
+    "baton.v1.Inference/Tokenize": inference_pb2.TokenizeRequest(text="\u017b#" * 20_000).SerializeToString(),
+    "baton.v1.Inference/ListModels": b"",
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": b"\x3a\x00",  # list_services
 }
 
 
@@ -136,7 +137,7 @@ def _unread_call(method: str, key: str, message: bytes) -> bytes:
     headers = {
         ":method": "POST",
         ":scheme": "http",
-        ":path": f"/baton.v1.Inference/{method}",
+        ":path": f"/{method}",
         ":authority": "x",
         "te": "trailers",
         "content-type": "application/grpc",

@@ -1,0 +1,37 @@
+"""Ends a call that is refused with the status of its error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from cluster.errors import BatonError
+from cluster.rpc import errors
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) -> Any:
+    """End a call that raises a BatonError with the error's status.
+
+    grpc.aio keeps the exception of `abort` in the call's state until Python's garbage collector runs. It is therefore
+    raised in a frame that holds nothing of the request: the frames of the original error hold its message, of megabytes.
+    """
+
+    async def answered(messages: AsyncIterator[bytes], context: Context) -> None:
+        try:
+            await call(messages, context)
+            return
+        except BatonError as error:
+            refusal = error.with_traceback(None)
+            refusal.__context__ = refusal.__cause__ = None
+        try:
+            await errors.abort(context, refusal)
+        except grpc.aio.InternalError:
+            # The client disconnected while the status waited behind an answer that it did not read.
+            raise asyncio.CancelledError from None
+
+    return answered
