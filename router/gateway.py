@@ -41,6 +41,7 @@ class RequestGateway:
         self.low_priority = LowPriority()
         self._bodies = ByteBudget.of(services.config, metrics.overloaded)
         self.in_flight = 0
+        metrics.in_flight.set_function(lambda: self.in_flight)
         self.leaving = False  # not ready: load balancers should send no new requests
         self.closed = False  # requests that still arrive are refused, except on the connections below
         # Connections without an answer yet that announces the shutdown
@@ -123,7 +124,7 @@ class RequestGateway:
             )
         if caller.tenant:
             own = caller.max_concurrent_requests or self.config.max_concurrent_requests_per_tenant
-            self._tenants.take(caller.tenant, own)
+            self._tenants.take(caller.tenant, own or max(1, limit // 2))  # no key takes every place
             places.callback(self._tenants.give_back, caller.tenant)
         if connection:
             self._connections.take(connection, self.config.max_concurrent_requests_per_connection)
