@@ -139,6 +139,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disconnect()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection for the answers to a client that sends no more, then close it.
+
+        Only for GET and without TLS: the end of a client that left must cancel its generation, and looks the same.
+        """
+        cycles = [self._running, *(cycle for cycle, _ in self.pipeline)]
+        if self.scheme == "https" or not all(
+            cycle is not None and _may_outlive_end(cycle) for cycle in cycles
+        ):
+            return None
+        self.cycle.keep_alive = False
+        return True
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._expect_reading()
@@ -322,6 +335,10 @@ class _Flow(FlowControl):
     def resume_reading(self) -> None:
         if not self._pipeline:
             super().resume_reading()
+
+
+def _may_outlive_end(cycle: RequestResponseCycle) -> bool:
+    return cycle.scope["method"] == "GET" and not cycle.more_body and not cycle.response_complete
 
 
 def _unframed(cycle: RequestResponseCycle, app: Any) -> Any:

@@ -17,7 +17,7 @@ from tests.waiting import wait_for
 
 LIMIT = 60
 PAGE = b"GET /ui/style.css HTTP/1.1\r\nhost: x\r\n\r\n"
-PAGES = 60  # more than the kernel's and the router's buffers of a connection take
+PAGES = 45  # more than the kernel's and the router's buffers of a connection take
 BODY = bytes(60_000)
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
 POSTS = 36

@@ -103,6 +103,9 @@ class Connection:
     def send(self, raw: bytes) -> None:
         self._writer.write(raw)
 
+    def send_no_more(self) -> None:
+        self._writer.write_eof()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -303,6 +306,29 @@ async def test_no_more_is_read_while_requests_wait_for_an_answer(server: Server)
     server.go_on.set()
     assert [await connection.status() for _ in range(22)] == [200] * 22
     assert server.read_ahead == 0
+
+
+async def test_a_client_that_sends_no_more_is_answered(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(SLOW + GET)
+    connection.send_no_more()
+    await until(lambda: server.running == 1, "it runs", 5)
+    await asyncio.sleep(0.05)
+    server.go_on.set()
+    assert (await connection.rest()).count(b"answered") == 2
+    await until(lambda: not server.connections, "it is closed", 5)
+
+
+@pytest.mark.parametrize("end", ["", "the body", "the head"])
+async def test_the_end_of_a_client_ends_its_generation(end: str, server: Server) -> None:
+    """A client that left looks the same."""
+    connection = await server.connect()
+    raw = SLOW.replace(b"GET", b"POST")
+    connection.send({"": raw, "the head": GET[:-2], "the body": raw[:-2] + b"content-length: 5\r\n\r\n"}[end])
+    await until(lambda: end or server.running == 1, "it runs", 5)
+    connection.send_no_more()
+    assert await connection.rest() == b""
+    await until(lambda: not server.connections, "it is closed", 5)
 
 
 async def test_bytes_before_an_answer_have_a_number(server: Server) -> None:
