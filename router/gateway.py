@@ -43,6 +43,7 @@ class RequestGateway:
         self.keys = keys
         self.low_priority = LowPriority()
         self.admission = Admission(services.config, metrics.overloaded)
+        metrics.in_flight.set_function(lambda: self.admission.in_flight)
         self.leaving = False  # not ready: load balancers should send no new requests
         self.requests = 0
         self.live = Live(services, metrics, self._own_state)

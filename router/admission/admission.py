@@ -58,7 +58,7 @@ class Admission:
             )
         if caller.tenant:
             own = caller.max_concurrent_requests or config.max_concurrent_requests_per_tenant
-            self._tenants.acquire(caller.tenant, own)
+            self._tenants.acquire(caller.tenant, own or max(1, limit // 2))  # one key never takes every place
             held.callback(self._tenants.release, caller.tenant)
         if connection:
             self._connections.acquire(connection, config.max_concurrent_requests_per_connection)

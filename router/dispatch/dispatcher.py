@@ -108,7 +108,7 @@ class RequestDispatcher:
 
     def resume_ticket(self) -> bytes:
         """What its client presents to resume it at another router."""
-        return self._services.tickets.issue(self._name, self._completion.sampling.seed)
+        return self._services.tickets.issue(self._completion, self._name)
 
     def start(self, deltas: BoundedQueue[Delta]) -> None:
         """Ends as one producer of `deltas`, or fails it with the BatonError that ended the request."""

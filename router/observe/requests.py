@@ -76,7 +76,6 @@ class RouterMetrics:
     def request(self, dispatcher: RequestDispatcher) -> Iterator[None]:
         began = time.monotonic()
         tenant = self.tenants.of(dispatcher.tenant)
-        self.in_flight.inc()
         tenant.in_flight += 1
         outcome = "cancelled"
         try:
@@ -89,7 +88,6 @@ class RouterMetrics:
             outcome = type(error).__name__
             raise
         finally:
-            self.in_flight.dec()
             tenant.in_flight -= 1
             tenant.requests[result_of(outcome)] += 1
             self.requests.labels(outcome).inc()

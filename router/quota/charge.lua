@@ -19,7 +19,7 @@ end
 local taken = ARGV[5] == '1' and before and before ~= 'done' and times < MOST_ROUTERS
 local costs = {1, expected}
 if taken then
-  costs[1] = 0
+  costs[1] = times > 0 and 1 or 0  -- free once: a router died; a ticket that is replayed pays each time
   if before == '' then
     -- The router before has settled what it used. That pays for the prompt and the tokens that the client resumes with;
     -- what it does not resume with is made again, and charged again: one ticket must not run a request many times.
@@ -55,7 +55,9 @@ call('HSET', KEYS[1], 'requests', tostring(used[1]), 'tokens', tostring(used[2])
 keep(KEYS[1], expire)
 
 if taken then
-  if before ~= '' then call('HSET', KEYS[2], 'taken:' .. before, held) end
+  -- -1: taken without a token, and its request is charged already
+  local with = held == 0 and costs[1] == 1 and -1 or held
+  if before ~= '' then call('HSET', KEYS[2], 'taken:' .. before, with) end
   call('HSET', KEYS[2], 'owner', ARGV[4], 'charged', charged + costs[2], 'times', times + 1)
 else
   -- A request of the same name and prompt that is charged already is another one: it settles by what it remembers.

@@ -11,7 +11,8 @@ A request that its client resumes at another router is charged once. Beside the 
     taken over by B: only what it needs beyond A's charge is charged ──settled by B──► done
 
 Tokens that A made and that the client does not resume with are charged too: by A's settlement if A still runs, by B's
-charge if A has settled. A client that resumes without a token is charged like a new one.
+charge if A has settled. A client that resumes without a token is charged like a new one, and
+each takeover after the first costs a request.
 
 A call without an answer (timed out, or cancelled) may have been applied or not. Charge and settlement carry the charge's
 owner, by which Redis applies each once, however often it is repeated and however late it arrives. A settlement is

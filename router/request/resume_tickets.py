@@ -1,7 +1,8 @@
 """Tickets that prove that a router of this deployment admitted a request before.
 
-    ticket = time of issue (u64, Unix seconds) ‖ BLAKE2b(key, time ‖ name ‖ seed)        24 bytes
+    ticket = time of issue (u64, Unix seconds) ‖ BLAKE2b(key, time ‖ name ‖ seed ‖ amount)        24 bytes
     name   = BLAKE2b(tenant, request id, prompt)
+    amount = the options that decide how much is computed
 
 The stream's first event carries the ticket. If the router dies, the client sends it to another one with the tokens that it
 has received, and the request is not refused for being late. Tokens without a ticket are refused: a client could invent
@@ -42,31 +43,33 @@ class Tickets:
         self._seconds = request_seconds + GRACE_SECONDS
         self._clock = clock
 
-    def issue(self, name: bytes, seed: int) -> bytes:
-        return self._ticket(int(self._clock()), name, seed)
+    def issue(self, completion: Completion, name: bytes) -> bytes:
+        return self._ticket(int(self._clock()), completion, name)
 
     def check(self, completion: Completion, name: bytes) -> bool:
         """Whether the ticket is valid for this request.
 
         Raises InvalidRequestError if it is not and the request holds tokens.
         """
-        valid = self._is_valid(completion.resume_ticket, name, completion.sampling.seed)
+        valid = self._is_valid(completion, name)
         if completion.resume_tokens and not valid:
             raise InvalidRequestError(
                 "resume_ticket: resume_tokens require the ticket and the seed of this request's first event, at most "
-                f"{self._seconds:.0f} s old; or send the request again without resume_tokens",
+                f"{self._seconds:.0f} s old, and the same options; or send the request again without resume_tokens",
                 field="resume_ticket",
             )
         return valid
 
-    def _is_valid(self, ticket: bytes, name: bytes, seed: int) -> bool:
+    def _is_valid(self, completion: Completion, name: bytes) -> bool:
+        ticket = completion.resume_ticket
         if len(ticket) != 8 + MAC_BYTES:
             return False
         (issued,) = struct.unpack_from("<Q", ticket)
-        expected = self._ticket(issued, name, seed)
+        expected = self._ticket(issued, completion, name)
         return hmac.compare_digest(ticket, expected) and abs(self._clock() - issued) <= self._seconds
 
-    def _ticket(self, issued: int, name: bytes, seed: int) -> bytes:
-        when = struct.pack("<Q", issued)
-        message = when + name + struct.pack("<Q", seed)
+    def _ticket(self, issued: int, completion: Completion, name: bytes) -> bytes:
+        s, when = completion.sampling, struct.pack("<Q", issued)
+        amount = (s.max_tokens, s.min_tokens, s.ignore_eos, s.top_logprobs, completion.n)
+        message = when + name + struct.pack("<QII?II", s.seed, *amount)
         return when + hashlib.blake2b(message, digest_size=MAC_BYTES, key=self._key).digest()

@@ -118,6 +118,28 @@ def test_what_a_request_holds_is_free_after_it_also_when_it_fails(gateway: Reque
     assert held_by(admission._bodies) == (0, 0)
 
 
+@pytest.mark.parametrize(("places", "own", "share"), [(4, 0, 2), (5, 0, 2), (1, 0, 1), (4, 3, 3)])
+def test_a_tenant_without_a_limit_has_half_of_the_places(
+    places: int, own: int, share: int, gateway: RequestGateway
+) -> None:
+    gateway.config = RouterConfig(model=Path("/models/m"), max_concurrent_requests=places)
+    caller = Caller(tenant="a", max_concurrent_requests=own)
+    with contextlib.ExitStack() as held:
+        for _ in range(share):
+            held.enter_context(gateway.place(caller))
+        if share < places:
+            with pytest.raises(OverloadedError, match="tenant"), gateway.place(caller):
+                pass
+            held.enter_context(gateway.place(Caller(tenant="b")))
+
+
+def test_without_keys_all_clients_share_all_places(gateway: RequestGateway) -> None:
+    gateway.config = RouterConfig(model=Path("/models/m"), max_concurrent_requests=4)
+    with contextlib.ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(gateway.place())
+
+
 def test_a_refusal_by_a_later_limit_gives_back_what_the_earlier_ones_gave(gateway: RequestGateway) -> None:
     with gateway.place(Caller(), "here"), gateway.place(Caller(), "here"), gateway.place(Caller(), "here"):
         with pytest.raises(OverloadedError, match="connection"), gateway.place(Caller(tenant="a"), "here"):

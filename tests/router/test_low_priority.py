@@ -132,9 +132,14 @@ async def test_a_long_body_takes_a_step_for_each_piece_and_a_short_one_none():
         ("/v1/completions", "wrong", 1),
         ("/live", "", 1),
         ("/live", "right", 1),
+        ("/v1/models", "right", 1),
+        ("/openapi.json", "right", 1),
+        ("/v1/cluster", "right", 1),
+        ("/no/such/path", "right", 1),
+        ("/v1/chat/completions", "right", 0),
     ],
 )
-async def test_requests_with_a_key_go_before_those_without(path: str, key: str, steps: int):
+async def test_generations_with_a_key_go_before_all_others(path: str, key: str, steps: int):
     order, caller = Counting(), Caller(tenant="one")
 
     def check(given: str) -> Caller:

@@ -28,7 +28,7 @@ def tickets(secret: str = "s", now: float = NOW) -> Tickets:
 
 
 def test_any_router_of_the_deployment_knows_it():
-    ticket = tickets().issue(NAME, SEED)
+    ticket = tickets().issue(completion(b""), NAME)
     assert tickets(now=NOW + 300).check(completion(ticket), NAME)
     assert tickets(now=NOW - 30).check(completion(ticket), NAME), "clocks differ a little"
 
@@ -37,7 +37,7 @@ def test_any_router_of_the_deployment_knows_it():
     "name", [("other", "req-1", b"abcd"), ("acme", "req-2", b"abcd"), ("acme", "req-1", b"abce")]
 )
 def test_it_is_for_one_tenant_request_and_prompt(name):
-    ticket = tickets().issue(NAME, SEED)
+    ticket = tickets().issue(completion(b""), NAME)
     with pytest.raises(InvalidRequestError):
         tickets().check(completion(ticket), name_of(*name))
     assert not tickets().check(completion(ticket, resume_tokens=[]), name_of(*name))
@@ -52,7 +52,7 @@ def refused(made: Completion, by: Tickets) -> bool:
 
 
 def test_nothing_else_opens():
-    ticket = tickets().issue(NAME, SEED)
+    ticket = tickets().issue(completion(b""), NAME)
     flipped = bytes([ticket[0] ^ 1]) + ticket[1:]
     for wrong in (b"", b"x", flipped, ticket[:-1], ticket + b"x", ticket[:-1] + bytes([ticket[-1] ^ 1])):
         assert refused(completion(wrong), tickets())
@@ -60,12 +60,21 @@ def test_nothing_else_opens():
     assert refused(completion(ticket, sampling=common_pb2.SamplingParams(seed=8)), tickets())
 
 
+@pytest.mark.parametrize(
+    "more", [{"max_tokens": 300}, {"min_tokens": 3}, {"ignore_eos": True}, {"top_logprobs": 20}]
+)
+def test_it_is_for_as_much_as_was_admitted(more):
+    ticket = tickets().issue(completion(b""), NAME)
+    assert refused(completion(ticket, sampling=common_pb2.SamplingParams(seed=SEED, **more)), tickets())
+    assert refused(completion(ticket, n=4), tickets())
+
+
 def test_a_ticket_alone_is_that_of_a_request_that_was_charged():
-    assert tickets().check(completion(tickets().issue(NAME, SEED), resume_tokens=[]), NAME)
+    assert tickets().check(completion(tickets().issue(completion(b""), NAME), resume_tokens=[]), NAME)
 
 
 def test_it_ends_with_the_longest_request():
-    ticket = tickets().issue(NAME, SEED)
+    ticket = tickets().issue(completion(b""), NAME)
     assert tickets(now=NOW + 600 + GRACE_SECONDS).check(completion(ticket), NAME)
     assert refused(completion(ticket), tickets(now=NOW + 601 + GRACE_SECONDS))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any
 
 import orjson
@@ -29,8 +28,8 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class App:
-    """Calls the endpoints of generations and probes directly, and the framework for all others: its layers cost about
-    0.3 ms per request, and more for every piece of a stream."""
+    """Calls the endpoints of generations, probes and fixed answers directly, and the framework for all others: its layers
+    cost about 0.3 ms per request, and more for every piece of a stream."""
 
     def __init__(self, rest: ASGIApp, direct: Mapping[tuple[str, str], Endpoint]):
         """`direct`: endpoints by method and path."""
@@ -47,10 +46,20 @@ class App:
 
 
 class Views:
-    """Endpoints that show the router's state."""
+    """Endpoints that show the router's configuration, encoded once, and its state."""
 
     def __init__(self, gateway: RequestGateway):
         self._gateway = gateway
+        model = {
+            "id": gateway.validator.served_name,
+            "object": "model",
+            "created": gateway.created_unix_seconds,
+            "owned_by": "baton",
+            "max_model_len": gateway.validator.max_model_len,
+        }
+        self._model = orjson.dumps(model)
+        self._models = orjson.dumps({"object": "list", "data": [model]})
+        self._document = orjson.dumps(build_document(gateway))
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -64,14 +73,17 @@ class Views:
         return _json({"ready": not why, "why": why}, 503 if why else 200)
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        return _encoded(self._models)
 
     async def model(self, request: Request) -> Response:
         if request.path_params["model"] != self._gateway.validator.served_name:
             raise UnknownModelError(
                 "this model is not served here; GET /v1/models lists what is", field="model"
             )
-        return _json(self._model())
+        return _encoded(self._model)
+
+    async def document(self, request: Request) -> Response:
+        return _encoded(self._document)
 
     async def cluster(self, request: Request) -> Response:
         return _json(await cluster_view(self._gateway))
@@ -83,18 +95,9 @@ class Views:
         body, content_type = encode(self._gateway.metrics.registry, request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self._gateway.validator.served_name,
-            "object": "model",
-            "created": self._gateway.created_unix_seconds,
-            "owned_by": "baton",
-            "max_model_len": self._gateway.validator.max_model_len,
-        }
-
 
 def build_app(gateway: RequestGateway) -> App:
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     generate, views = Generate(gateway), Views(gateway)
     direct = {
         ("POST", "/v1/chat/completions"): _guard(generate.chat),
@@ -102,10 +105,12 @@ def build_app(gateway: RequestGateway) -> App:
         ("GET", "/health"): _guard(views.health),
         ("GET", "/live"): _guard(views.live),
         ("GET", "/ready"): _guard(views.ready),
+        ("GET", "/v1/models"): _guard(views.models),
     }
     for (method, path), endpoint in direct.items():
         app.add_api_route(path, endpoint, methods=[method])
-    app.add_api_route("/v1/models", _guard(views.models), methods=["GET"])
+    direct["GET", "/openapi.json"] = _guard(views.document)
+    app.add_route("/openapi.json", direct["GET", "/openapi.json"])
     app.add_api_route("/v1/models/{model:path}", _guard(views.model), methods=["GET"])
     for path, endpoint in {
         "/v1/cluster": views.cluster,
@@ -118,7 +123,6 @@ def build_app(gateway: RequestGateway) -> App:
         for path, page in read_pages().items():
             app.add_api_route(path, _guard(partial(_page, page)), methods=["GET"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _http_error)
-    app.openapi = partial(build_document, gateway)  # type: ignore[method-assign]
     return App(app, direct)
 
 
@@ -156,7 +160,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(content), status_code=status, media_type="application/json", headers=headers)
+    return _encoded(orjson.dumps(content), status, headers)
+
+
+def _encoded(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
 
 
 async def _page(page: Page, request: Request) -> Response:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.errors import BatonError, UnauthenticatedError
 from cluster.security.keys import ANYONE, Caller
 from router.frontends.http.errors import error_response
+from router.frontends.http.protocol import MAKES_ROOM
 from router.frontends.http.ui.pages import PATHS
 from router.gateway import RequestGateway
 
@@ -20,6 +21,8 @@ OPEN = frozenset({"/health", "/live", "/ready"})
 # They show every tenant's load and the workers' addresses. The routes check the key (router/frontends/http/app.py),
 # because their patterns also match other spellings, such as "/metrics\n".
 ADMIN = frozenset({"/metrics", "/v1/cluster", "/v1/cluster/live"})
+# They have places and quotas; every other request is a step of low priority.
+GENERATE = frozenset({"/v1/chat/completions", "/v1/completions"})
 _CALLER = "baton.caller"
 
 
@@ -30,29 +33,46 @@ class Gate:
         self._open = OPEN | PATHS if gateway.config.ui else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._gateway.leaving:
-            send = _goodbye(send)
-        if scope["type"] == "http" and self._gateway.keys.on:
+        if scope["type"] == "http":
+            if self._gateway.leaving:
+                send = _goodbye(send)
             try:
-                caller = ANYONE if scope["path"] in self._open else self._check(scope)
+                scope[_CALLER] = self._caller(scope)
             except BatonError as error:
-                await self._gateway.low_priority.step()
-                response = error_response(error)
-                # The body may still arrive, and is not read.
-                response.headers["connection"] = "close"
-                self._gateway.metrics.requests.labels("refused").inc()
-                await response(scope, receive, send)
+                await self._refuse(error, scope, receive, send)
                 return
-            if caller is ANYONE:
+            if scope["path"] not in GENERATE:
                 await self._gateway.low_priority.step()
-            scope[_CALLER] = caller
         await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller:
+        """Raises UnauthenticatedError."""
+        if scope["path"] in self._open:
+            _make_room(scope)
+        elif self._gateway.keys.on:
+            return self._check(scope)
+        return ANYONE
+
+    async def _refuse(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
+        _make_room(scope)
+        await self._gateway.low_priority.step()
+        response = error_response(error)
+        # The body may still arrive, and is not read.
+        response.headers["connection"] = "close"
+        self._gateway.metrics.requests.labels("refused").inc()
+        await response(scope, receive, send)
 
     def _check(self, scope: Scope) -> Caller:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) > 1:
             raise UnauthenticatedError("there is more than one Authorization header", field="authorization")
         return self._gateway.keys.check(given[0].decode("latin-1") if given else "")
+
+
+def _make_room(scope: Scope) -> None:
+    """Let another connection take the place of this one, on which a request without a key runs."""
+    if MAKES_ROOM in scope:
+        scope[MAKES_ROOM]()
 
 
 def _goodbye(send: Send) -> Send:

@@ -152,7 +152,7 @@ class Generate:
             )
             for i, one in enumerate(completions)
         ]
-        headers = {"x-request-id": completions[0].request_id}
+        headers = {"x-request-id": request.headers.get("x-request-id") or completions[0].request_id}
         if not parsed.stream:
             return await self._whole(request, shape, dispatchers, headers)
         reading = AnswerReader(dispatchers, request)
@@ -216,9 +216,12 @@ def _envelope(request: Request, options: HttpRequest, prompts: int) -> Envelope:
 
 
 def _request_id(request: Request) -> str:
+    """UTF-8 where the header is that, as over gRPC; else Latin-1. Raises InvalidRequestError."""
     given = request.headers.get("x-request-id", "")
+    with contextlib.suppress(UnicodeDecodeError):
+        given = given.encode("latin-1").decode()
     if len(given) > MAX_REQUEST_ID or not given.isprintable():
-        message = f"x-request-id: at most {MAX_REQUEST_ID} printable characters"
+        message = f"x-request-id: at most {MAX_REQUEST_ID} printable characters in UTF-8"
         raise InvalidRequestError(message, field="x-request-id", limit=str(MAX_REQUEST_ID))
     return given
 

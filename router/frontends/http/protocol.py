@@ -9,7 +9,10 @@ If an answer is not read, uvicorn stops sending, tokens queue up to a bound, and
 then reads less than `MIN_READ_BYTES` in `write_seconds`, the connection is aborted, which cancels the request. So is a
 closed connection whose last bytes are not read.
 
-If there are too many connections, the one that has been without a request for longest is aborted.
+If there are too many connections, the one that has been without a request for longest is aborted. A request that needs
+no key, or has none, does not count as one.
+
+While requests wait behind the one that runs, the socket is not read.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 
 import httptools
 import orjson
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.config.router import ConnectionLimits
@@ -38,6 +42,9 @@ MAX_REFUSED = 64
 # Least to be read of an answer in `write_seconds`: slower clients would hold a connection and its answer for hours.
 MIN_READ_BYTES = 1 << 16
 MAX_PIPELINED = 64  # requests received before the current one is answered
+MAX_PIPELINED_BYTES = 1 << 16  # of these: no budget of bodies counts them
+HEADER_BYTES = 128  # what a short header line takes in memory
+MAKES_ROOM = "baton.makes_room"  # in a request's scope: to be called if it has no key
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -46,7 +53,7 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: ConnectionLimits
     waiting: dict[
         LimitedProtocol, None
-    ]  # connections on which no request runs, in the order in which that began
+    ]  # connections on which no request with a key runs, in the order in which that began
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -63,6 +70,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._acknowledged = 0  # bytes that the client had received when the write deadline was set
         self._write_deadline = 0.0
+        self._pipelined_bytes = 0  # received behind a running request since the last time that none waited
         # The request that runs or ran last; uvicorn's `cycle` is the one received last.
         self._running: RequestResponseCycle | None = None
 
@@ -70,6 +78,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = _Flow(self)
         limit = self.limits.max_http_connections
         if len(self.connections) > limit and self.waiting:
             next(iter(self.waiting))._abort()
@@ -130,6 +139,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disconnect()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection for the answers to a client that sends no more, then close it.
+
+        Only for GET and without TLS: the end of a client that left must cancel its generation, and looks the same.
+        """
+        cycles = [self._running, *(cycle for cycle, _ in self.pipeline)]
+        if self.scheme == "https" or not all(
+            cycle is not None and _may_outlive_end(cycle) for cycle in cycles
+        ):
+            return None
+        self.cycle.keep_alive = False
+        return True
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._expect_reading()
@@ -165,13 +187,20 @@ class LimitedProtocol(HttpToolsProtocol):
             text, limit = f"at most {MAX_PIPELINED} requests before their answers", str(MAX_PIPELINED)
             self._give_up(429, OverloadedError(text, field="pipeline", limit=limit))
         self._stop_timer()
-        self.waiting.pop(self, None)
         self._in_head, self._in_body, self._body_arrived = False, True, True
         super().on_headers_complete()
+        self._count_pipelined(size + HEADER_BYTES * len(self.headers))
 
     def on_body(self, body: bytes) -> None:
         self._body_arrived = True
         super().on_body(body)
+        self._count_pipelined(len(body))
+
+    def _count_pipelined(self, size: int) -> None:
+        self._pipelined_bytes = self._pipelined_bytes + size if self.pipeline else 0
+        if self._pipelined_bytes > MAX_PIPELINED_BYTES:
+            text = f"at most {MAX_PIPELINED_BYTES} bytes of requests before their answers"
+            self._give_up(429, OverloadedError(text, field="pipeline", limit=str(MAX_PIPELINED_BYTES)))
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -192,9 +221,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        self.waiting.pop(self, None)
+        cycle.scope[MAKES_ROOM] = self._make_room  # type: ignore[literal-required]
         if cycle.scope["http_version"] == "1.0":
             app = _unframed(cycle, app)
         super()._start_asgi_task(cycle, app)
+
+    def _make_room(self) -> None:
+        if self in self.connections:
+            self.waiting[self] = None
 
     def _disconnect(self) -> None:
         """Tell the application that the client disconnected: it must neither wait for more nor answer."""
@@ -228,6 +263,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Send the error, unless an answer has begun, and close the connection."""
         self._refused = True
         self.pipeline.clear()
+        self.flow.resume_reading()  # an end with unread bytes would reset the connection
         self._stop_timer()
         running = self._running
         if running is None or running.response_complete or not running.response_started:
@@ -287,6 +323,22 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+class _Flow(FlowControl):
+    """Does not read on while requests wait: each end of an answer would read the next ones into memory."""
+
+    def __init__(self, protocol: LimitedProtocol):
+        super().__init__(protocol.transport)
+        self._pipeline = protocol.pipeline
+
+    def resume_reading(self) -> None:
+        if not self._pipeline:
+            super().resume_reading()
+
+
+def _may_outlive_end(cycle: RequestResponseCycle) -> bool:
+    return cycle.scope["method"] == "GET" and not cycle.more_body and not cycle.response_complete
 
 
 def _unframed(cycle: RequestResponseCycle, app: Any) -> Any:

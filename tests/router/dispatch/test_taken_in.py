@@ -75,9 +75,7 @@ async def place(services: Services, ticket: bytes = b"", resume: tuple[int, ...]
 
 
 def ticket(services: Services) -> bytes:
-    return RequestDispatcher(
-        Completion("req-1", "m", [5, 6], common_pb2.SamplingParams(seed=3)), services
-    ).resume_ticket()
+    return RequestDispatcher(completion(), services).resume_ticket()
 
 
 async def test_a_new_request_has_a_target(services):

@@ -238,10 +238,34 @@ async def test_what_has_ended_cannot_be_taken_over(routers, bucket):
 
 
 async def test_a_charge_changes_hands_a_bounded_number_of_times(routers, bucket):
-    await charged(routers[0], ChargedRequest("r"))
-    for _ in range(40):
-        await charged(routers[1], ChargedRequest("r", again=True, held_tokens=1))
-    assert bucket()[0] == 3, "16 times, then it is a new request: 41 of them are three"
+    limits = RateLimits(requests_per_minute=60, tokens_per_minute=20_000)
+    for turn in range(41):
+        await charged(routers[1], ChargedRequest("r", again=turn > 0, held_tokens=1), limits=limits)
+    assert routers[1].taken_over._value.get() == 38, (
+        "16 times, then it is a new request: 41 of them are three"
+    )
+
+
+async def test_each_takeover_after_the_first_costs_a_request(routers, bucket):
+    """A ticket that is replayed runs a request 17 times; a router that dies is no replay."""
+    limits = RateLimits(requests_per_minute=10, tokens_per_minute=1000)
+    await charged(routers[0], ChargedRequest("r"), limits=limits)
+    for turn in range(15):
+        await charged(routers[turn % 2], ChargedRequest("r", again=True, held_tokens=1), limits=limits)
+    assert bucket()[0] == 15, "the first one was free"
+    with pytest.raises(OverloadedError):
+        await charged(routers[0], ChargedRequest("another"), limits=limits)
+
+
+async def test_a_takeover_without_a_token_costs_one_request_at_most(routers, bucket):
+    """Whether or not the router before settles."""
+    one, two = routers
+    await charged(one, ChargedRequest("r"))
+    second = await charged(two, ChargedRequest("r", again=True, held_tokens=1))
+    third = await charged(one, ChargedRequest("r", again=True))
+    await two.settle(second, Use(PROMPT, 1000, finished=False))
+    await one.settle(third, Use(PROMPT, 1000))
+    assert bucket()[0] == 2
 
 
 async def test_records_are_forgotten(routers, redis_url, namespace):

@@ -174,11 +174,11 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             record = self.records.get(name)
             cost = [1, expected]
             if taken and record is not None:
-                cost = [0, 0]
+                cost = [1 if record.times else 0, 0]  # free once
                 if record.owner is None:  # settled: what its client does not bring along is charged again
                     record.charged = min(record.charged, PROMPT + held.shown) if held.shown else 0
-                    cost[0] = 0 if held.shown else 1
-                    REACHED["run again" if cost[0] else "let go"] += 1
+                    cost[0] = cost[0] if held.shown else 1
+                    REACHED["let go" if held.shown else "run again"] += 1
                 cost[1] = max(0, expected - record.charged)
             leaked = self.leaked()
             self.used = [leaked[0] + cost[0], leaked[1] + cost[1]]
@@ -189,7 +189,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             until = self.now * 1000 + int(held.charge.request.seconds * 1000)
             if taken and record is not None:
                 if record.owner is not None:
-                    record.owner.taken_with = held.shown
+                    record.owner.taken_with = -1 if cost[0] and not held.shown else held.shown
                 record.owner, record.charged, record.times = held, record.charged + cost[1], record.times + 1
                 record.until = until
             else:

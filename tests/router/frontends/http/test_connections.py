@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
 from router.frontends.http import protocol
-from router.frontends.http.protocol import limited
+from router.frontends.http.protocol import MAKES_ROOM, limited
 from router.frontends.http.reading import EventStream
 from tests.waiting import until
 
@@ -27,6 +27,7 @@ LIMITS = ConnectionLimits(
 LIMITS = LIMITS.model_copy(update={"max_header_bytes": HEAD_BYTES, "max_headers": HEADERS})
 GET = b"GET /at-once HTTP/1.1\r\nhost: x\r\n\r\n"
 SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
+WITHOUT_A_KEY = b"GET /without-a-key HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def _pieces() -> AsyncIterator[bytes]:
@@ -38,6 +39,7 @@ class Server:
     def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
         self.go_on = asyncio.Event()
         self.running = 0
+        self.read_ahead = 0  # reads while requests waited behind a running one
         self._seen = 0
         self._made: list[Connection] = []
         server = self
@@ -47,6 +49,10 @@ class Server:
                 super().connection_made(transport)
                 server._seen += 1
 
+            def data_received(self, data: bytes) -> None:
+                server.read_ahead += bool(self.pipeline)
+                super().data_received(data)
+
         config = uvicorn.Config(self._app, http=Seen, interface="asgi3", log_config=None, lifespan="off")
         self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
@@ -54,7 +60,9 @@ class Server:
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Request(scope, receive, send).body()
         self.running += 1
-        if scope["path"] == "/slow":
+        if scope["path"] == "/without-a-key":
+            scope[MAKES_ROOM]()
+        if scope["path"] in ("/slow", "/without-a-key"):
             await self.go_on.wait()
         self.running -= 1
         if scope["path"] == "/pieces":
@@ -94,6 +102,9 @@ class Connection:
 
     def send(self, raw: bytes) -> None:
         self._writer.write(raw)
+
+    def send_no_more(self) -> None:
+        self._writer.write_eof()
 
     def close(self) -> None:
         self._writer.close()
@@ -186,6 +197,34 @@ async def test_a_connection_with_a_request_makes_no_room(server: Server, monkeyp
     assert [await one.status() for one in running] == [200] * LIMIT
 
 
+async def test_a_connection_whose_request_has_no_key_makes_room(server: Server) -> None:
+    """Also if a request behind it may have one."""
+    connections = [await server.connect() for _ in range(LIMIT)]
+    for one in connections:
+        one.send(WITHOUT_A_KEY)
+    await until(lambda: server.running == LIMIT, "they run", 5)
+    for one in connections:
+        one.send(SLOW)
+    await asyncio.sleep(0.1)
+    third = await server.connect()
+    assert await connections[0].status() == 0
+    assert await third.ask() == 200
+
+
+async def test_a_request_with_a_key_behind_one_without_keeps_its_connection(server: Server) -> None:
+    connections = [await server.connect() for _ in range(LIMIT)]
+    for one in connections:
+        one.send(WITHOUT_A_KEY + SLOW)
+    await until(lambda: server.running == LIMIT, "they run", 5)
+    server.go_on.set()
+    assert [await one.status() for one in connections] == [200] * LIMIT
+    server.go_on.clear()
+    for one in connections:
+        one.send(SLOW)
+    await until(lambda: server.running == LIMIT, "those behind them run", 5)
+    assert await (await server.connect()).status() == 429
+
+
 def head(headers: int, size: int) -> bytes:
     """Of a request with so many headers, which take `size` bytes as the limit counts them, with its path."""
     lines = [f"h{number}: " for number in range(headers)]
@@ -255,6 +294,49 @@ async def test_requests_before_an_answer_have_a_number(
     connection.send(4 * GET)
     assert [await connection.status() for _ in range(2)] == [429, 0]
     await until(lambda: not server.connections, "it is closed", 5)
+
+
+async def test_no_more_is_read_while_requests_wait_for_an_answer(server: Server) -> None:
+    """Each end of an answer read the next ones into memory."""
+    connection = await server.connect()
+    connection.send(SLOW + 20 * GET)
+    await until(lambda: server.running == 1, "it runs", 5)
+    connection.send(GET)
+    await asyncio.sleep(0.05)
+    server.go_on.set()
+    assert [await connection.status() for _ in range(22)] == [200] * 22
+    assert server.read_ahead == 0
+
+
+async def test_a_client_that_sends_no_more_is_answered(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(SLOW + GET)
+    connection.send_no_more()
+    await until(lambda: server.running == 1, "it runs", 5)
+    await asyncio.sleep(0.05)
+    server.go_on.set()
+    assert (await connection.rest()).count(b"answered") == 2
+    await until(lambda: not server.connections, "it is closed", 5)
+
+
+@pytest.mark.parametrize("end", ["", "the body", "the head"])
+async def test_the_end_of_a_client_ends_its_generation(end: str, server: Server) -> None:
+    """A client that left looks the same."""
+    connection = await server.connect()
+    raw = SLOW.replace(b"GET", b"POST")
+    connection.send({"": raw, "the head": GET[:-2], "the body": raw[:-2] + b"content-length: 5\r\n\r\n"}[end])
+    await until(lambda: end or server.running == 1, "it runs", 5)
+    connection.send_no_more()
+    assert await connection.rest() == b""
+    await until(lambda: not server.connections, "it is closed", 5)
+
+
+async def test_bytes_before_an_answer_have_a_number(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(SLOW)
+    await until(lambda: server.running == 1, "it runs", 5)
+    connection.send(b"POST /at-once HTTP/1.1\r\nhost: x\r\ncontent-length: 99000\r\n\r\n" + bytes(99000))
+    assert [await connection.status() for _ in range(2)] == [429, 0]
 
 
 async def test_a_head_is_as_long_as_itself_whatever_came_before_it(server: Server) -> None:

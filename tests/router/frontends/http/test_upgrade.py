@@ -66,6 +66,7 @@ async def test_the_requests_behind_it_are_served_too(address):  # noqa: F811
 async def test_a_thousand_in_one_packet_are_no_recursion(address, monkeypatch):  # noqa: F811
     with_limits(monkeypatch, max_header_bytes=1 << 20)
     monkeypatch.setattr(protocol, "MAX_PIPELINED", 1500)
+    monkeypatch.setattr(protocol, "MAX_PIPELINED_BYTES", 1 << 21)
     reader, writer = await asyncio.open_connection(*address)
     writer.write(request(H2C, b"\r\n") * 1500)
     async with asyncio.timeout(30):

@@ -1,0 +1,48 @@
+"""Answers that depend on the configuration alone, and request ids."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from router.frontends.http import app as module
+from router.text.tokenizer import ModelText
+from tests.router.frontends.golden.stub_gateway import DEMO, StubGateway
+
+BODY = {"prompt": "a", "max_tokens": 1}
+
+
+@pytest.fixture
+async def client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx.AsyncClient]:
+    text = ModelText(DEMO)
+    app: Any = module.build_app(StubGateway(text, {}))
+    monkeypatch.setattr(module, "build_document", None)
+    monkeypatch.setattr(module, "_json", None)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as made:
+        yield made
+    text.close()
+
+
+async def test_they_are_encoded_once(client: httpx.AsyncClient) -> None:
+    """The document takes more than a millisecond to make, and any key may ask for it."""
+    document = (await client.get("/openapi.json")).json()
+    assert document["openapi"] == "3.1.0" and "/v1/models" in document["paths"]
+    listed = (await client.get("/v1/models")).json()
+    assert (await client.get("/v1/models/tiny")).json() == listed["data"][0]
+    assert listed["data"][0]["id"] == "tiny"
+
+
+@pytest.mark.parametrize("given", ["ключ".encode(), b"\xe9", b"mine"], ids=["UTF-8", "Latin-1", "ASCII"])
+async def test_a_request_id_may_be_text_of_any_language(given: bytes, client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/completions", json=BODY, headers=[(b"x-request-id", given)])
+    assert answer.status_code == 200, answer.text
+    assert (b"x-request-id", given) in [(name.lower(), value) for name, value in answer.headers.raw]
+
+
+async def test_a_request_id_that_cannot_be_printed_is_refused(client: httpx.AsyncClient) -> None:
+    for given in (b"a\tb", "\u200b".encode(), "é".encode() * 257):
+        answer = await client.post("/v1/completions", json=BODY, headers=[(b"x-request-id", given)])
+        assert answer.status_code == 400 and "printable characters in UTF-8" in answer.text

@@ -1,0 +1,52 @@
+"""Heads without bodies under one key: they take half of the places, and the router counts what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.security.routers import KeyFile, Router
+from tests.waiting import wait_for
+
+PLACES = 8
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    return {"max_concurrent_requests": PLACES}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def in_flight(router: Router, ops: str) -> float:
+    text = httpx.get(f"{router.http}/metrics", headers=bearer(ops)).text
+    return next(
+        float(line.split()[1]) for line in text.splitlines() if line.startswith("baton_requests_in_flight")
+    )
+
+
+def test_one_key_does_not_take_every_place(router: Router, keys: KeyFile) -> None:
+    greedy, other, ops = keys.add("greedy"), keys.add("other"), keys.add("ops", admin=True)
+
+    def ask(key: str = other) -> int:
+        body = {"prompt": "abc", "max_tokens": 2}
+        return httpx.post(
+            f"{router.http}/v1/completions", json=body, headers=bearer(key), timeout=10
+        ).status_code
+
+    for key in (greedy, other, ops):
+        wait_for(lambda key=key: ask(key) == 200, 30, "the key is known")
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {greedy}\r\ncontent-length: 9\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        for _ in range(PLACES + 2):
+            sock = stack.enter_context(socket.create_connection(router.address, timeout=10))
+            sock.sendall(head.encode())
+        wait_for(lambda: in_flight(router, ops) == PLACES // 2, 10, "the metric shows the places")
+        assert [ask() for _ in range(5)] == [200] * 5
+    wait_for(lambda: in_flight(router, ops) == 0, 10, "all places are free")
