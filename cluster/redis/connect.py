@@ -1,4 +1,4 @@
-"""Connections. Every command has a deadline: a hung Redis must not hang us."""
+"""Redis connections. Every command has a deadline, so a hung Redis blocks no caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _options(url: str, seconds: float) -> dict[str, Any]:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may be shown: user and password are stars, wherever they stand in it."""
+    """Return the URL with user and password replaced by stars, wherever they stand in it."""
     scheme, mark, rest = url.partition("://")
     address, question, query = rest.partition("?")
     _, at, host = address.rpartition("@")
@@ -28,10 +28,10 @@ def without_password(url: str) -> str:
 
 
 def connect(url: str, seconds: float = COMMAND_SECONDS) -> redis.Redis:
-    """For a thread of its own (registration)."""
+    """A blocking client, for threads of their own."""
     return redis.Redis.from_url(url, **_options(url, seconds))
 
 
 def connect_async(url: str, seconds: float = COMMAND_SECONDS) -> redis.asyncio.Redis:
-    """For an event loop (routers)."""
+    """A client for an event loop."""
     return redis.asyncio.Redis.from_url(url, **_options(url, seconds))
