@@ -1,4 +1,4 @@
-"""Addresses: what a process listens on, and under which name others reach it."""
+"""Addresses that a process listens on and advertises."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from urllib.parse import urlsplit
 import psutil
 
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})
-_ANY_PORT = 9  # nothing is sent: the kernel only chooses a route
+_ANY_PORT = 9  # connecting a UDP socket sends nothing; the kernel only chooses a route
 
 
 def join(host: str, port: int) -> str:
-    """host:port; an IPv6 address stands in brackets."""
+    """Format host:port, an IPv6 address in brackets."""
     bare = host.strip("[]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def advertised(host: str, advertise_host: str, redis_url: str) -> str:
-    """The host that others are told: the one that was named, else the one listened on.
+    """Return the host to register: the configured one, else the address listened on.
 
-    Who listens on all addresses is reached by the one from which this machine reaches Redis: whoever reads it there
-    has reached Redis as well.
+    A process that listens on all addresses registers the one from which this machine reaches Redis, because every
+    reader of the registration reaches Redis too.
     """
     if advertise_host or host not in WILDCARDS:
         return advertise_host or host
@@ -35,7 +35,7 @@ def _redis_host(redis_url: str) -> str:
 
 
 def source_address(peer: str) -> str:
-    """This machine's address on the way to `peer`. Empty where the peer has no address yet, or no route leads there."""
+    """Return this machine's address on the route to `peer`, or "" if the peer does not resolve or has no route."""
     if not peer:
         return ""
     with contextlib.suppress(OSError):
@@ -47,16 +47,18 @@ def source_address(peer: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name `localhost`, stays inside this machine."""
+    """Whether a host is an address of the loopback range, or `localhost`."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
 
 
 def interface_of(host: str) -> str:
-    """The network interface of this machine that has the address of `host`; empty where none has."""
+    """Return the network interface that has the address of `host`, or "" if none has."""
     if is_loopback(host):
-        return _interface_with({"127.0.0.1", "::1"})  # 127.0.0.2 is loopback's too, and on no list
+        return _interface_with(
+            {"127.0.0.1", "::1"}
+        )  # 127.0.0.2 and others are loopback addresses that no interface lists
     with contextlib.suppress(OSError):
         return _interface_with({str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)})
     return ""
@@ -65,5 +67,7 @@ def interface_of(host: str) -> str:
 def _interface_with(addresses: set[str]) -> str:
     for name, own in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] in addresses for one in own):
-            return name.partition(":")[0]  # behind the colon is the label of a further address, no interface
+            return name.partition(":")[
+                0
+            ]  # a suffix after the colon labels a further address of the same interface
     return ""

@@ -1,4 +1,4 @@
-"""Tasks that outlive whoever started them: kept until they end, their failures logged."""
+"""Tasks that outlive their caller: referenced until they end, failures logged."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ class FollowUps:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Nobody waits for it."""
+        """Start a task without waiting for it."""
         self._start(coroutine).add_done_callback(self._log_failure)
 
     async def complete(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for it; if the waiting is cancelled, it still runs to its end. What takes and gives back belongs
-        in here: half of it done is a leak."""
+        """Wait for a task that runs to its end even if the caller is cancelled.
+
+        For work that allocates and releases: a cancellation half-way would leak.
+        """
         task = self._start(coroutine)
         try:
             return await asyncio.shield(task)
@@ -37,11 +39,11 @@ class FollowUps:
         return task
 
     async def wait(self, timeout_seconds: float) -> None:
-        """Until all have ended, or the time is up."""
+        """Wait until all tasks have ended or the time is up."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_seconds)
 
     @staticmethod
     def _log_failure(task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.error("a follow-up failed", exc_info=task.exception())
+            log.error("a background task failed", exc_info=task.exception())

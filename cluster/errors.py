@@ -10,8 +10,8 @@ BatonError
 ├── RequestTooLargeError           413 RESOURCE_EXHAUSTED
 ├── OverloadedError                429 RESOURCE_EXHAUSTED  try again after `retry_after_seconds`
 ├── UnavailableError               503 UNAVAILABLE         no worker of a role
-│   ├── DrainingError                                      this process leaves; another one takes it
-│   └── AttemptsExhaustedError                             worker after worker failed with it: it may be the cause
+│   ├── DrainingError                                      this process drains; another one serves the request
+│   └── AttemptsExhaustedError                             several workers failed with it: the request may be the cause
 ├── DeadlineError                  504 DEADLINE_EXCEEDED
 ├── CancelledError                 499 CANCELLED
 ├── SetupError                     500 FAILED_PRECONDITION before any request is taken
@@ -21,12 +21,12 @@ BatonError
 │   ├── WireVersionError                                   request of another wire version; names both
 │   ├── LayoutMismatchError                                KV that can't be converted; names the field
 │   ├── BlocksExhaustedError                               the decode worker has no room now
-│   ├── StaleEpochError                                    addressed to an earlier life of this worker
+│   ├── StaleEpochError                                    addressed to an earlier epoch of this worker
 │   ├── StaleTransferError                                 an attempt that already ended
 │   ├── DigestMismatchError                                corrupted twice
 │   ├── PeerLostError                                      connection broken, or no beat for 5 s
 │   └── TransportError                                     NIXL or gRPC could not move the bytes
-└── InternalError                  500 INTERNAL            a fault of ours
+└── InternalError                  500 INTERNAL            a fault in Baton
     ├── EngineRequestError                                 an engine failed on this request alone and keeps running
     └── EngineFailedError                                  an engine stopped in a step that ran this request
 """
@@ -39,13 +39,13 @@ import grpc
 
 from wire import common_pb2
 
-# Limit of a text that crosses a process border. A call's trailing metadata repeats the text up to three times, and gRPC
-# bounds that metadata at 8 KiB: a larger one is dropped, and with it the error's class and field.
+# Limit of an error text between processes. Trailing metadata repeats it up to three times, and gRPC drops metadata above
+# 8 KiB, and with it the error's class and field.
 MAX_WIRE_BYTES = 800
 
 
 def cut(text: str) -> str:
-    """The text, or its beginning in MAX_WIRE_BYTES: an error may name what a client has sent."""
+    """Shorten a text to MAX_WIRE_BYTES; error texts may repeat input of a client."""
     raw = text.encode(errors="replace")
     return text if len(raw) <= MAX_WIRE_BYTES else raw[:MAX_WIRE_BYTES].decode(errors="ignore") + "…"
 
@@ -74,7 +74,7 @@ class BatonError(Exception):
 
     @property
     def public_text(self) -> str:
-        """What a client may read of it."""
+        """Return the text that clients may read."""
         return type(self).__name__ if self.internal else self.message
 
     def to_wire(self) -> common_pb2.ErrorDetail:
@@ -137,7 +137,7 @@ class DrainingError(UnavailableError):
 
 
 class AttemptsExhaustedError(UnavailableError):
-    # Or a request that kills workers is carried on to the next router, and kills as many again.
+    # Otherwise a client would resume a request that kills workers at the next router, and kill as many again.
     retryable = False
 
 
@@ -250,11 +250,11 @@ def from_wire(detail: common_pb2.ErrorDetail) -> BatonError:
 
 
 class IllegalTransition(AssertionError):
-    """A state machine was asked for a step its table does not have: a fault of ours, never a peer's."""
+    """A state machine was asked for a step its table does not have: a fault in Baton, never a peer's."""
 
 
 def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of tasks that failed together: a typed error, if there is one."""
+    """Choose a typed error among exceptions of tasks that failed together."""
     typed = group.subgroup(BatonError) or group
     first: BaseException = typed.exceptions[0]
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first

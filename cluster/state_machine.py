@@ -1,4 +1,4 @@
-"""A state and the one table of steps it may take."""
+"""A state with its table of transitions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ S = TypeVar("S", bound=Enum)
 
 
 class StateMachine(Generic[S]):
-    """Holds a state; `to` moves it along `table` or raises IllegalTransition and stays.
+    """Holds a state; `to` moves it along `table`, or raises IllegalTransition and changes nothing.
 
-    `on_change(old, new)` hears of every step.
+    `on_change(old, new)` is called after each transition.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Named points at which a test may break a process. Off by default: then a point is a function that does nothing."""
+"""Fault injection at named points. Off by default: a point is then a function that does nothing."""

@@ -1,8 +1,8 @@
-"""Faults by order of a test, which names a directory and may change its orders while the process runs.
+"""Faults ordered through files in a directory, which a test may change while processes run.
 
 orders.json    [{"id": "7", "point": "prefill.reserved", "act": "kill", "at": 3, "process": ""}, …]
-taken-7        made by the process that carries order 7 out: each is carried out once, whoever comes first
-struck.jsonl   a line for every order carried out, written before anything breaks
+taken-7        created by the process that carries out order 7; the first process to create it wins
+struck.jsonl   one line per order carried out, written before the fault
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _IN_PLACE = (Act.KILL, Act.STOP)
 
 @dataclass(frozen=True)
 class Order:
-    """At the `at`-th time that `process` ("" = any that gets there) passes `point`, `act`."""
+    """Do `act` when `process` ("" = any process) passes `point` for the `at`-th time."""
 
     id: str
-    point: str  # a Point's name, or "message.<kind>"
+    point: str  # name of a Point, or "message.<kind>"
     act: str
     at: int = 1
     seconds: float = 0.0
@@ -38,7 +38,7 @@ class Order:
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """One order carried out. `monotonic` is CLOCK_MONOTONIC, which all processes of a machine share."""
+    """An order that was carried out. `monotonic` is CLOCK_MONOTONIC, shared by all processes of a machine."""
 
     id: str
     point: str
@@ -50,7 +50,7 @@ class InjectedFault:
 
 
 def give_orders(directory: Path, orders: list[Order]) -> None:
-    """Replaces what was ordered before."""
+    """Replace the earlier orders."""
     scratch = directory / "orders.json.part"
     scratch.write_text(json.dumps([asdict(order) for order in orders]))
     scratch.replace(directory / "orders.json")
@@ -64,15 +64,15 @@ def read_injected(directory: Path) -> list[InjectedFault]:
 
 
 def open_faults(directory: Path | None, process: str) -> Faults:
-    """None, as everywhere outside tests: points that do nothing."""
+    """Open the orders of a directory. Without one, as in production, every point does nothing."""
     if directory is None:
         return NO_FAULTS
-    log.warning("%s breaks by order of %s: this is a test", process, directory)
+    log.warning("%s injects the faults ordered in %s: this is a test", process, directory)
     return OrderedFaults(directory, process)
 
 
 class OrderedFaults:
-    """Thread-safe: points lie on the loop, on the engine's thread and on those of ranks."""
+    """Thread-safe: the event loop, the engine's thread and threads of ranks pass points."""
 
     def __init__(self, directory: Path, process: str):
         self._directory = directory
@@ -80,7 +80,7 @@ class OrderedFaults:
         self._lock = threading.Lock()
         self._version: tuple[int, int] = (0, 0)
         self._orders: list[Order] = []
-        self._passed: dict[str, int] = {}  # by order
+        self._passed: dict[str, int] = {}  # times passed, by order id
 
     def point(self, point: Point) -> FaultPoint:
         return partial(self._pass, point.value)
@@ -98,7 +98,7 @@ class OrderedFaults:
         if act in _IN_PLACE:
             os.kill(os.getpid(), signal.SIGKILL if act is Act.KILL else signal.SIGSTOP)
         elif act is Act.DELAY and not message:
-            time.sleep(order.seconds)  # it hangs here, as a slow disk or a page fault would make it
+            time.sleep(order.seconds)  # blocks the thread, as a slow disk or a page fault would
         return FaultAction(act, order.seconds)
 
     def _due(self, point: str) -> Order | None:
@@ -137,6 +137,6 @@ class OrderedFaults:
         line = json.dumps(asdict(struck)) + "\n"
         file = os.open(self._directory / "struck.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
-            os.write(file, line.encode())  # one write: lines of several processes never mix
+            os.write(file, line.encode())  # one write, so lines of several processes do not interleave
         finally:
             os.close(file)

@@ -1,6 +1,6 @@
-"""Where a process may be broken, and how. Product code asks for its points once, at start, and calls them in passing.
+"""Points for fault injection. Product code looks up its points once at start and calls them as requests pass.
 
-A point that nobody armed is `nothing`: a call of some tens of nanoseconds, never in a loop over bytes or layers.
+An unarmed point is `nothing`: a call of some tens of nanoseconds, never in a loop over bytes or layers.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from typing import Protocol
 
 
 class Point(Enum):
-    """In the order in which a request passes them."""
+    """Points in the order in which a request passes them."""
 
     ROUTER_PLACED = "router.placed"  # charged; the workers have not been called
-    PREFILL_ADMITTED = "prefill.admitted"  # its turn has come; nothing is reserved
-    DECODE_RESERVED = "decode.reserved"  # D holds blocks; P does not know yet
-    PREFILL_RESERVED = "prefill.reserved"  # P knows; nothing is computed
+    PREFILL_ADMITTED = "prefill.admitted"  # taken off the queue; nothing is reserved
+    DECODE_RESERVED = "decode.reserved"  # D has reserved blocks; the answer has not reached P
+    PREFILL_RESERVED = "prefill.reserved"  # P has the grant; nothing is computed
     SENDER_GRANTED = "sender.granted"  # a slot is granted; nothing is written
-    SENDER_WRITTEN = "sender.written"  # a write is posted; it may be under way
-    LANDING_LANDED = "landing.landed"  # the bytes are in the slot, not checked
-    LANDING_SCATTERED = "landing.scattered"  # they are in the blocks; D's leader does not know yet
-    PREFILL_COMPUTED = "prefill.computed"  # the first token is out; Finish is not said
-    DECODE_COMMITTING = "decode.committing"  # everything is here; not committed
-    DECODE_COMMITTED = "decode.committed"  # committed; P does not know yet
-    PREFILL_FINISHED = "prefill.finished"  # P knows that D has committed; it still holds its blocks
-    DECODE_TOKENS = "decode.tokens"  # a step's tokens are about to leave
-    DECODE_DONE = "decode.done"  # the last token is out; the end is not said
-    ROUTER_TOKEN = "router.token"  # a token came from a worker; the client has not got it
-    ROUTER_DONE = "router.done"  # every token is out; the client has not got the end
+    SENDER_WRITTEN = "sender.written"  # a write is posted and may be in progress
+    LANDING_LANDED = "landing.landed"  # the bytes are in the slot, not yet verified
+    LANDING_SCATTERED = "landing.scattered"  # copied into the blocks; not yet reported to D's leader
+    PREFILL_COMPUTED = "prefill.computed"  # the first token is sent; Finish is not
+    DECODE_COMMITTING = "decode.committing"  # everything has landed; not committed
+    DECODE_COMMITTED = "decode.committed"  # committed; P is not yet notified
+    PREFILL_FINISHED = "prefill.finished"  # P was notified of the commit and still holds its blocks
+    DECODE_TOKENS = "decode.tokens"  # before the tokens of a step are sent
+    DECODE_DONE = "decode.done"  # the last token is sent; the end is not
+    ROUTER_TOKEN = "router.token"  # a token has arrived from a worker; not yet sent to the client
+    ROUTER_DONE = "router.done"  # every token is sent to the client; the end is not
 
 
-# Kinds of message between P and D (the fields of their oneofs) that may be dropped, doubled or late.
-# `drained` and `abort` are never dropped: the stream delivers in order, or it breaks and they are said again.
+# Kinds of message between P and D (the fields of their oneofs) that may be dropped, doubled or delayed.
+# `drained` and `abort` are never dropped: the stream delivers them in order, or breaks and they are sent again.
 DROPPABLE = ("reserve", "slot_request", "finish", "reserve_reply", "slot_grant", "part_result", "committed")
 MESSAGES = (*DROPPABLE, "abort", "drained", "aborted", "part")
 
 
 class Act(Enum):
     KILL = "kill"  # this process, by SIGKILL
-    STOP = "stop"  # this process, by SIGSTOP, until somebody sends SIGCONT
-    DELAY = "delay"  # a stall of the thread at a point; a message goes out later than those after it
+    STOP = "stop"  # this process, by SIGSTOP, until SIGCONT
+    DELAY = "delay"  # blocks the thread at a point; sends a message after later ones
     DROP = "drop"
     TWICE = "twice"
     CORRUPT = "corrupt"
@@ -49,14 +49,16 @@ class Act(Enum):
 
 @dataclass(frozen=True)
 class FaultAction:
-    """What is left for the code at the point to do."""
+    """What the code at the point has to do itself."""
 
     act: Act
     seconds: float = 0.0
 
 
-FaultPoint = Callable[[object], "FaultAction | None"]  # told whose request is at the point
-MessagePoint = Callable[[str, object], "FaultAction | None"]  # a message's kind, and whose it is
+FaultPoint = Callable[[object], "FaultAction | None"]  # called with the request's id
+MessagePoint = Callable[
+    [str, object], "FaultAction | None"
+]  # called with the message's kind and the request's id
 
 
 class Faults(Protocol):
@@ -66,17 +68,17 @@ class Faults(Protocol):
 
 
 def nothing(whose: object) -> None:
-    """A point that is not armed."""
+    """An unarmed point."""
     return
 
 
 def nothing_said(kind: str, whose: object) -> None:
-    """Messages that are not meddled with."""
+    """An unarmed message point."""
     return
 
 
 class NoFaults:
-    """What runs outside tests."""
+    """The points of production: none is armed."""
 
     def point(self, point: Point) -> FaultPoint:
         return nothing
@@ -91,7 +93,7 @@ NO_FAULTS = NoFaults()
 def inject(
     strike: FaultAction, put: Callable[[], None], later: Callable[[float, Callable[[], None]], object]
 ) -> None:
-    """Puts a message on its way as often, and as late, as was ordered. `later(seconds, call)` is the loop's."""
+    """Send a message as often and as late as ordered. `later(seconds, call)` is the event loop's."""
     if strike.act is Act.DELAY:
         later(strike.seconds, put)
     elif strike.act is not Act.DROP:

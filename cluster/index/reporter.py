@@ -1,8 +1,8 @@
-"""A worker tells the index which prefixes it holds: state, not deltas.
+"""Reports of a worker's cached prefixes to the index: state, not deltas.
 
-"Of this chain I hold the first c blocks." Reports are batched, one batch in flight, numbered; the newest report of
-a chain replaces a waiting older one. When the registry no longer knows the slot, the worker registers again and
-publishes everything under its new slot; what the old one held goes stale by itself.
+A report says how many leading blocks of a chain the worker holds. Reports are numbered and batched, one batch in flight;
+the newest report of a chain replaces a waiting older one. If the registry has no entry for the slot, the worker registers
+again and publishes everything under its new slot; entries of the old slot expire.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BATCH_SECONDS = 0.02
 RETRY_SECONDS = 0.25
 RESYNC_RETRY_SECONDS = 2.0
 MAX_WAITING_CHAINS = 10_000
-MEMORY_SECONDS = 1.0  # how old the reading of Redis' memory may be
+MEMORY_SECONDS = 1.0  # maximum age of the figures about Redis's memory
 
-Chain = tuple[list[bytes], int]  # hashes from the root, held
+Chain = tuple[list[bytes], int]  # hashes from the root; number of blocks held
 
 
 class ChainReporter:
-    """`all_chains` is asked for the whole set after the worker got a new slot; it runs on our thread."""
+    """`all_chains` returns the whole set after the worker got a new slot; it is called on this object's thread."""
 
     def __init__(
         self,
@@ -53,20 +53,20 @@ class ChainReporter:
         self._registration = registration
         self._all_chains = all_chains
         self._waiting: OrderedDict[bytes, Chain] = OrderedDict()
-        self._unsaid: deque[list[Chain]] = deque()  # batches, of which the first has this number:
+        self._unsaid: deque[list[Chain]] = deque()  # batches not acknowledged; number of the first:
         self._sequence = 1
         self._wake = threading.Condition()
         self._stopping = False
         self._standing = (0, 0)  # Registration.standing when the last full report began
         self._memory, self._looked = RedisMemory(), -MEMORY_SECONDS
-        self._dropped = False  # the queue ran over: only a resync makes the index true again
+        self._dropped = False  # the queue overflowed: only a resync makes the index correct again
         self._thread = threading.Thread(target=self._run, name="chain-reporter", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def report(self, hashes: list[bytes], held: int) -> None:
-        """Any thread; returns at once."""
+        """Queue a report. Thread-safe, never blocks."""
         if not hashes:
             return
         with self._wake:
@@ -103,14 +103,14 @@ class ChainReporter:
                 if ready:
                     self._send_batch()
             except redis.RedisError as error:
-                log.debug("reports wait for Redis: %s", error)
+                log.debug("reports of cached prefixes wait for Redis: %s", error)
                 leave(self._client, error)
                 self._pause(RETRY_SECONDS)
-            except Exception as error:  # the engine was too busy to say what it holds, or is no more
+            except Exception as error:  # the engine did not answer in time, or has ended
                 log.warning("reports of cached prefixes wait: %r", error)
                 self._pause(RESYNC_RETRY_SECONDS)
             else:
-                # What is left of a resync goes out in one go; reports gather company.
+                # The rest of a resync is sent at once; ordinary reports wait to be batched.
                 self._pause(RETRY_SECONDS if not ready else 0.0 if self._unsaid else BATCH_SECONDS)
 
     def _wait(self) -> bool:
@@ -129,7 +129,7 @@ class ChainReporter:
                 self._wake.wait_for(lambda: self._stopping, seconds)
 
     def _resync_if_new_slot(self) -> bool:
-        """False while a new slot is needed and there is none."""
+        """Publish everything under a new slot, if there is one. Returns False while a new slot is needed and missing."""
         if self._standing == self._registration.standing:
             if not self._dropped:
                 return True
@@ -143,8 +143,11 @@ class ChainReporter:
         return True
 
     def _send_batch(self) -> None:
-        """The oldest that Redis has not acknowledged. If an answer was lost, the same batch goes out under the same
-        number: the index would take another one under it for a repetition."""
+        """Send the oldest batch that Redis has not acknowledged.
+
+        After a lost answer the same batch is sent under the same number: the index would discard any other batch under
+        that number as a repetition.
+        """
         if not self._unsaid:
             with self._wake:
                 count = min(BATCH_CHAINS, len(self._waiting))
@@ -158,12 +161,12 @@ class ChainReporter:
     def _look_at_memory(self) -> RedisMemory:
         if time.monotonic() - self._looked > MEMORY_SECONDS:
             self._looked = time.monotonic()
-            with contextlib.suppress(redis.ResponseError):  # its Redis user may lack +info
+            with contextlib.suppress(redis.ResponseError):  # the Redis user may lack +info
                 self._memory = RedisMemory.of(self._client.info("memory"))
         return self._memory
 
     def _send(self, chains: list[Chain]) -> bool:
-        """False: everything has to be said again, under a new slot."""
+        """Send one batch. Returns False if everything must be published again under a new slot."""
         arguments: list[bytes | str | int] = [
             self._prefix,
             self._slot,
@@ -177,5 +180,5 @@ class ChainReporter:
         if answer == b"ok":
             self._sequence += 1
             return True
-        self._registration.register_again()  # it is not known, or batches were lost
+        self._registration.register_again()  # the slot is not registered, or batches were lost
         return False

@@ -1,4 +1,4 @@
-"""The index's Lua, put together: every script begins with the tree."""
+"""Lua scripts of the index; each begins with tree.lua."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def report() -> str:
 
 
 def prefix(namespace: str, model_id: str) -> str:
-    """Of every node's keys. The model is part of it: hashes are salted with it as well."""
+    """Return the prefix of every node's keys; the model is part of it, as it is part of every hash's salt."""
     return f"{{{namespace}}}:{model_id}:"
 
 

@@ -1,4 +1,4 @@
-"""A client of the Kubernetes API. The package takes a second to import: only who needs it asks."""
+"""A client of the Kubernetes API. Importing the package takes a second, so callers import it when needed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def open_api(kubeconfig: Path | None, context: str = "", *, as_user: bool = False) -> Any:
-    """A kubernetes.client.ApiClient, by a kubeconfig or by the pod's service account; a failed call is repeated once.
+    """Return a kubernetes.client.ApiClient from a kubeconfig or the pod's service account; failed calls are repeated once.
 
-    `as_user`: without a kubeconfig the user's usual one goes before the pod's service account.
+    `as_user`: without a kubeconfig, prefer the user's default one to the pod's service account.
     Raises kubernetes.config.ConfigException where there is neither, OSError where the file can't be read.
     """
     from kubernetes import client

@@ -24,7 +24,7 @@ class Pod:
 
 
 def own_pod(environment: Mapping[str, str] | None = None) -> Pod:
-    """The pod of this process; an empty Pod unless every variable is set."""
+    """Return the pod of this process; an empty Pod unless every variable is set."""
     env = os.environ if environment is None else environment
     names = ("POD_NAMESPACE", "POD_NAME", "POD_UID", "POD_CONTAINER", "POD_NODE")
     namespace, name, uid, container, node = (env.get(one, "") for one in names)

@@ -4,8 +4,8 @@
     the pod is gone       its node was removed, or is tainted as out of service
 
 Neither a missing pod (it may have been deleted by force) nor a node that is not ready nor a pod phase is a proof: the
-control plane sets those without the kubelet. A restarted container is told from its predecessor by comparing times, all
-of which come from the node's clock.
+control plane sets those without the kubelet. A restarted container differs from its predecessor by its times, all of
+which come from the node's clock.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PodExits:
 
 
 def _terminated(status: Any, started: float) -> bool:
-    """Whether the container of the process that lived at `started` has ended since.
+    """Whether the container that ran at `started` has terminated since.
 
     The API rounds times down to seconds, which makes both comparisons stricter, never looser.
     """

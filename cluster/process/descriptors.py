@@ -1,10 +1,10 @@
-"""How many files and connections this process may have open."""
+"""The limit of open files and connections of this process."""
 
 from __future__ import annotations
 
 import resource
 
-# For Redis, channels to others, metrics, files and listeners; half of what there is where that is less.
+# Kept for Redis, channels, metrics, files and listeners; half of the limit if that is less.
 RESERVED = 512
 
 
@@ -13,7 +13,7 @@ def free_for_connections(descriptors: int) -> int:
 
 
 def raised() -> int:
-    """How many files this process may open, after asking for as many as it may."""
+    """Raise the soft limit of open files to the hard limit and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

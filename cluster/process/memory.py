@@ -1,4 +1,4 @@
-"""How much memory a process may still take: of the machine, and of the container it runs in."""
+"""Memory that a process may still take, of the machine and of its container."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def available_bytes() -> int:
-    """A container's limit is no part of what the machine says of itself: whoever goes by that is killed at the limit."""
+    """Return the bytes available within the machine and every memory cgroup above this process."""
     return min([psutil.virtual_memory().available, *headrooms()])
 
 
 def headrooms(cgroups: Path = _CGROUPS, own: Path = _OWN) -> Iterator[int]:
-    """What each memory limit above this process leaves, in bytes; limits that can't be read are none."""
+    """Return the bytes that each memory limit above this process leaves; unreadable limits are skipped."""
     for directory in _directories(cgroups, own):
         for limit_name, used_name in (
             ("memory.max", "memory.current"),  # version 2
@@ -25,12 +25,12 @@ def headrooms(cgroups: Path = _CGROUPS, own: Path = _OWN) -> Iterator[int]:
         ):
             limit, used = _number(directory / limit_name), _number(directory / used_name)
             if limit is not None and used is not None:
-                # Files that were read count as used, and are given back when memory is asked for.
+                # The page cache counts as used and is reclaimed on demand.
                 yield max(0, limit - max(0, used - _inactive_file(directory)))
 
 
 def _directories(cgroups: Path, own: Path) -> Iterator[Path]:
-    """Of this process's memory cgroup and those above it; inside a container its own is the root."""
+    """Directories of this process's memory cgroup and its ancestors; in a container its own is the root."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -48,7 +48,7 @@ def _directories(cgroups: Path, own: Path) -> Iterator[Path]:
 
 
 def _number(file: Path) -> int | None:
-    """None: there is no such file, or no limit ("max")."""
+    """Read a number; None if the file is missing or says "max"."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""No child outlives its parent."""
+"""Children that end with their parent."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """For `preexec_fn`: Linux sends us SIGTERM when the thread that started us ends, also by a SIGKILL."""
+    """For `preexec_fn`: Linux sends SIGTERM to the child when the thread that started it ends, also after a SIGKILL."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,1 +1,1 @@
-"""Talking to Redis: connections with deadlines, scripts, and the embedded server."""
+"""Redis connections with deadlines, and the embedded server."""

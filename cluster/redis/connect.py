@@ -1,4 +1,4 @@
-"""Connections. Every command has a deadline: a hung Redis must not hang us."""
+"""Redis connections. Every command has a deadline, so a hung Redis blocks no caller."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def _options(url: str, seconds: float) -> dict[str, Any]:
 
 
 def connect(url: str, seconds: float = COMMAND_SECONDS) -> redis.Redis:
-    """For a thread of its own (registration)."""
+    """A blocking client, for threads of their own."""
     return redis.Redis.from_url(url, **_options(url, seconds))
 
 
 def connect_async(url: str, seconds: float = COMMAND_SECONDS) -> redis.asyncio.Redis:
-    """For an event loop (routers)."""
+    """A client for an event loop."""
     return redis.asyncio.Redis.from_url(url, **_options(url, seconds))

@@ -19,7 +19,7 @@ _TYPES = (redis.ReadOnlyError, redis.BusyLoadingError, AskError, ClusterDownErro
 
 
 class ElsewhereError(redis.ConnectionError):
-    """Another server must be asked, or this one later; the call was not executed."""
+    """The call was not executed: retry at another server, or at this one later."""
 
 
 def says_elsewhere(answer: str) -> bool:

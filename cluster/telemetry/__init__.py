@@ -1,1 +1,1 @@
-"""What the cluster says about itself: logs with request ids, metrics by Prometheus."""
+"""Logs with request ids, Prometheus metrics, traces and probes."""

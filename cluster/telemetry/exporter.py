@@ -1,4 +1,4 @@
-"""Metrics on a port of their own."""
+"""The metrics port."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from cluster.telemetry.exposition import MetricsApp
 from cluster.telemetry.probes import Probe, ProbeApp
 
 log = logging.getLogger(__name__)
-CONNECTION_SECONDS = 10.0  # Prometheus gives a scrape as long
+CONNECTION_SECONDS = 10.0  # Prometheus's default scrape timeout
 MAX_CONNECTIONS = 64
 
 
 class _Silent(wsgiref.simple_server.WSGIRequestHandler):
-    """A line for every scrape and probe would be most of the log."""
+    """Logs no line for scrapes and probes, which would be most of the log."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
 class _Server(ThreadingWSGIServer):
-    """A thread a connection, which has `CONNECTION_SECONDS` for all it wants; either family of addresses.
+    """One thread per connection, ended after `CONNECTION_SECONDS`; IPv4 or IPv6.
 
-    Who says nothing, or does not read, is cut off: a port without keys must not cost a thread for ever, nor keep
-    probes out.
+    The port needs no key, so a silent or slow client must neither hold a thread for ever nor keep probes out.
     """
 
     def __init__(self, host: str, port: int):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}  # since when, oldest first
+        self._open: dict[socket.socket, float] = {}  # time of opening, oldest first
         super().__init__((host, port), _Silent)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -53,14 +52,14 @@ class _Server(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Twice a second, and after each connection."""
+        """Close connections over their time; called twice a second and after each connection."""
         late = time.monotonic() - CONNECTION_SECONDS
         with self._lock:
             for connection in [one for one, since in self._open.items() if since < late]:
                 self._cut(connection)
 
     def _cut(self, connection: socket.socket) -> None:
-        """Its thread wakes up and ends."""
+        """Shut a connection down, which ends its thread."""
         del self._open[connection]
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
@@ -71,20 +70,20 @@ class _Server(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Somebody hung up, or was cut off: nothing to say. The applications answer for themselves."""
+        """Ignore connections that ended early; log every other exception."""
         error = sys.exception()
         if not isinstance(error, OSError):
-            log.error("a request for metrics failed", exc_info=error)
+            log.error("a request to the metrics port failed", exc_info=error)
 
     def server_bind(self) -> None:
-        # The library's own asks DNS for the host's name, which may take seconds.
+        # The library's own method resolves the host's name by DNS, which may take seconds.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
 
 class MetricsServer:
-    """Serves a registry's `/metrics`, and `/ready` and `/live`, until `close`: plain HTTP, on threads of its own."""
+    """Serves `/metrics`, `/ready` and `/live` over plain HTTP on its own threads, until `close`."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class MetricsServer:
         probes: Mapping[str, Probe],
         facts: Mapping[str, str],
     ):
-        """Raises ConfigError when the port is not to be had."""
+        """Raises ConfigError if the port is taken."""
         try:
             self._server = _Server(host, port)
         except OSError as error:

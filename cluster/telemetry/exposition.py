@@ -1,4 +1,4 @@
-"""Metrics as text: OpenMetrics for scrapers that take it, for only there do histograms name traces."""
+"""Metrics as text: OpenMetrics for scrapers that accept it, because only that format carries exemplars."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ BODY_SECONDS = 1.0
 
 
 def encode(registry: Collector, accept: str) -> tuple[bytes, str]:
-    """The text, and its content type. `accept` is the request's header."""
+    """Return the text and its content type for a request's `Accept` header."""
     encoder, content_type = choose_encoder(accept)
     if content_type.startswith("application/openmetrics-text"):
-        # All our names are plain ones. The library's default would write the colon of vLLM's as an underscore.
+        # Every name of Baton's is valid as it is. The library's default would replace the colon in vLLM's names.
         text: bytes = openmetrics.generate_latest(registry, escaping="allow-utf-8")  # type: ignore[no-untyped-call]
         return text, openmetrics.CONTENT_TYPE_LATEST
     return encoder(registry), content_type
 
 
 class MetricsApp:
-    """WSGI: every path shows the registry, as it was up to BODY_SECONDS ago.
+    """WSGI application that answers every path with the metrics, at most BODY_SECONDS old.
 
     The port needs no key, and rendering holds the interpreter lock: scrapes share a body, and one is rendered at a time.
     """

@@ -1,7 +1,7 @@
-"""Histograms that cost a bisect and two additions an observation; prometheus_client's own take two locks.
+"""Histograms whose observations cost one bisect and two additions; those of prometheus_client take two locks.
 
-One thread observes, any thread scrapes. An observation may name the trace it belongs to: each bucket keeps the last
-such one as its exemplar.
+One thread observes, any thread scrapes. An observation may carry a trace id; each bucket keeps the last one as its
+exemplar.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Histogram:
         return sum(self.counts)
 
     def buckets(self) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
-        """(upper bound, observations up to it[, exemplar]), as prometheus_client wants them."""
+        """Return (upper bound, cumulative count[, exemplar]) per bucket, in the form of prometheus_client."""
         shown: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
         total = 0
         names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
@@ -60,7 +60,7 @@ class Histogram:
 
 
 class HistogramFamily(Collector):
-    """Histograms of one name. Label values are fixed by the code that asks for them, never by clients."""
+    """Histograms of one name. Label values come from code, never from clients."""
 
     def __init__(self, name: str, help_text: str, bounds: Iterable[float], labels: Iterable[str] = ()):
         self._name = name
@@ -70,14 +70,14 @@ class HistogramFamily(Collector):
         self._members: dict[tuple[str, ...], Histogram] = {}
 
     def of(self, *values: str) -> Histogram:
-        """The histogram of these label values; made at the first call."""
+        """Return the histogram of these label values, created at the first call."""
         known = self._members.get(values)
         if known is None:
             known = self._members[values] = Histogram(self._bounds)
         return known
 
     def adopt(self, histogram: Histogram, *values: str) -> None:
-        """Shows one that its owner made, and observes, itself."""
+        """Add a histogram that its owner created and observes."""
         self._members[values] = histogram
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, with the request's id where there is one."""
+"""Structured logs: one JSON object per line, with the request id where there is one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class RateBound(logging.Filter):
-    """At most ten lines a second from one place in the code: a fault in a loop must not fill a disk."""
+    """Limits each place in the code to ten lines per second, so that a fault in a loop does not fill a disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class RateBound(logging.Filter):
 
 
 def configure(process: str, level: int = logging.INFO) -> None:
-    """Once, by the process's main."""
+    """Configure logging; called once by the process's main."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process))
     handler.addFilter(RateBound())

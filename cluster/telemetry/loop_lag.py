@@ -1,4 +1,4 @@
-"""How late an event loop runs its timers: what every request in the process waits besides."""
+"""Lateness of an event loop's timers: a delay that every request in the process shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Kubernetes asks of a process: `/ready` (send it work?) and `/live` (does it still move?)."""
+"""Probes for Kubernetes: `/ready` (accepts work) and `/live` (makes progress)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-# A probe answers with what speaks against it: nothing means yes. It runs on the server's threads, so it only reads.
+# A probe returns the reasons against it; an empty list means yes. It runs on the server's threads and only reads.
 Probe = Callable[[], Sequence[str]]
 StartResponse = Callable[..., Any]
 WsgiApp = Callable[[dict[str, Any], StartResponse], Iterable[bytes]]
@@ -18,7 +18,7 @@ def probe_body(name: str, why_not: Sequence[str], facts: Mapping[str, str]) -> b
 
 
 class ProbeApp:
-    """Answers `/ready` and `/live` with 200 or 503; hands every other path on."""
+    """Answers `/ready` and `/live` with 200 or 503 and passes every other path on."""
 
     def __init__(self, rest: WsgiApp, probes: Mapping[str, Probe], facts: Mapping[str, str]):
         self._rest = rest

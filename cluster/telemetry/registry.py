@@ -1,4 +1,4 @@
-"""What a process shows at /metrics: its collectors' metrics, the process's own, and aliases where they are wanted."""
+"""The metrics of a process: those of its collectors, of the process itself, and aliases if configured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cluster.telemetry.vllm_names import vllm_aliases
 
 
 class Registry(CollectorRegistry):
-    """`constant` labels go on every sample."""
+    """`constant` labels are added to every sample."""
 
     def __init__(
         self, constant: Mapping[str, str] | None = None, *, aliases: MetricsAliases = "none", model: str = ""

@@ -1,4 +1,4 @@
-"""Metrics that are read where their owners keep them, when somebody scrapes: they cost nothing in between."""
+"""Metrics read from their owners at each scrape; they cost nothing in between."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 READ_TRIES = 3
-# One number; or numbers by the value of a label; or by the values of several.
+# One number, or numbers by the value of one label or of several.
 Read = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
 
 
 @dataclass(frozen=True)
 class ScrapedMetric:
-    """`read` runs on the scraping thread: it looks and changes nothing. `family` makes one without samples."""
+    """`read` runs on the scraping thread and changes nothing. `family` creates a family without samples."""
 
     family: Callable[[], CounterMetricFamily | GaugeMetricFamily]
     read: Callable[[], Read]
@@ -40,7 +40,7 @@ class ScrapeCollector(Collector):
 
 
 def _steadily(read: Callable[[], Read]) -> Read:
-    """Owners live on other threads: a table that grew while it was walked is walked again."""
+    """Read again if a table grew during iteration: its owner runs on another thread."""
     for _ in range(READ_TRIES - 1):
         try:
             return read()

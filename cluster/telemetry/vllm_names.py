@@ -1,4 +1,4 @@
-"""vLLM's names for what it measures too, so that its dashboards, autoscalers and gateways read Baton unchanged.
+"""vLLM's names of metrics that both have, for dashboards, autoscalers and gateways made for vLLM.
 
 Switched on by `metrics_aliases: vllm`. The aliases carry `model_name`, as vLLM's do.
 """
@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from cluster.telemetry.metrics import router, worker
 from cluster.telemetry.metrics.declaration import Declaration
 
-# vLLM's families (vllm/v1/metrics) and what shows the same here
+# vLLM's families (vllm/v1/metrics) and Baton's metric of the same meaning
 _NAMES: dict[str, Sequence[Declaration]] = {
     "vllm:num_requests_running": [worker.REQUESTS_RUNNING],
     "vllm:num_requests_waiting": [worker.REQUESTS_WAITING],

@@ -40,4 +40,4 @@ async def test_errors_reach_who_waits_and_the_log_otherwise(caplog):
     follow_ups.spawn(fail())
     await follow_ups.wait(5.0)
     await asyncio.sleep(0)
-    assert "a follow-up failed" in caplog.text
+    assert "a background task failed" in caplog.text

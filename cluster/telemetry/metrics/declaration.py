@@ -1,4 +1,4 @@
-"""What a metric is declared with; the code that counts, the exposition, docs/metrics.md and the tests read it."""
+"""Declarations of metrics, read by the code that counts, the exposition, docs/metrics.md and the tests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Declaration:
     kind: ClassVar[str]
 
     def __init__(self, shown_by: tuple[Process, ...], name: str, unit: str, help_text: str, *labels: str):
-        """`name`: as it is scraped, so a counter's ends in _total. `help_text` goes into documents and exposition."""
+        """`name`: as scraped, so a counter's ends in _total. `help_text`: for docs and exposition."""
         self.shown_by, self.name, self.unit, self.help, self.labels = shown_by, name, unit, help_text, labels
         self.family = name.removesuffix("_total")
 
 
 class Scrapable(Declaration):
-    """A metric whose owner keeps a number, or numbers by labels."""
+    """A metric whose owner keeps one number, or numbers by labels."""
 
     made_of: ClassVar[type[CounterMetricFamily | GaugeMetricFamily]]
 
@@ -43,7 +43,7 @@ class Counter(Scrapable):
     def create(
         self, registry: CollectorRegistry, series: Iterable[str | tuple[str, ...]] = ()
     ) -> prometheus_client.Counter:
-        """A series that appears with its first increase hides it from rate(): `series` are there from the beginning."""
+        """Create the counter with `series` at 0: rate() misses the first increase of a series that appears with it."""
         made = prometheus_client.Counter(self.name, self.help, self.labels, registry=registry)
         for values in series:
             made.labels(*([values] if isinstance(values, str) else values))
@@ -74,7 +74,7 @@ class Distribution(Declaration):
         self.bounds = bounds
 
     def create(self, registry: CollectorRegistry | None = None) -> Histogram:
-        """A histogram for its owner to observe; without a registry, for others to show."""
+        """Create a histogram; without a registry its owner adds it to one later."""
         made = Histogram(self.bounds)
         if registry is not None:
             registry.register(self.show(made))
@@ -84,7 +84,7 @@ class Distribution(Declaration):
         return HistogramFamily(self.name, self.help, self.bounds, self.labels)
 
     def show(self, histogram: Histogram) -> HistogramFamily:
-        """A family of one, without labels."""
+        """Add a histogram without labels to a registry."""
         family = self.create_family()
         family.adopt(histogram)
         return family

@@ -1,4 +1,4 @@
-"""Metrics of routers and workers alike, which say the same of each process."""
+"""Metrics with the same meaning in routers and workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of prefill and decode workers. A sample of theirs also has the labels `worker` and `role`."""
+"""Metrics of prefill and decode workers. Each sample also has the labels `worker` and `role`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Traces by OpenTelemetry: one trace a request, from the client's context to the last token."""
+"""OpenTelemetry traces: one per request, from the client's context to the last token."""

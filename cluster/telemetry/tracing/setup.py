@@ -1,7 +1,7 @@
-"""Are requests traced here, and where do their spans go?
+"""Configuration of traces.
 
-Off unless a collector is named: by `otlp_endpoint`, or by OpenTelemetry's own variables, which the SDK reads itself
-(OTEL_EXPORTER_OTLP_*, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER). Off, nothing of OpenTelemetry is even
+Off unless a collector is named by `otlp_endpoint` or by OpenTelemetry's own variables, which the SDK reads itself
+(OTEL_EXPORTER_OTLP_*, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER). When off, OpenTelemetry is not
 imported.
 """
 
@@ -25,14 +25,14 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 def open_tracing(
     config: TelemetryFields, service: str, instance: str, environment: Mapping[str, str] = os.environ
 ) -> Tracing | None:
-    """`service`: baton-router, baton-prefill or baton-decode. None: this process traces nothing."""
+    """Return the tracing of `service` (baton-router, baton-prefill, baton-decode), or None if traces are off."""
     if not _wanted(config, environment):
         return None
     from cluster.telemetry.tracing.spans import Tracing
 
     protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name)), "http/protobuf")
     if protocol != "http/protobuf":
-        log.warning("traces leave as http/protobuf, not as %s: name the collector's HTTP port", protocol)
+        log.warning("traces are sent as http/protobuf, not as %s: name the collector's HTTP port", protocol)
     return Tracing.to_collector(config, service, instance)
 
 

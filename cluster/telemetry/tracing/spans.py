@@ -1,7 +1,7 @@
-"""Spans, made from times that were taken anyway: nothing is open while a request runs but its own spans at the router.
+"""Spans created from recorded times; while a request runs, only its spans at the router are open.
 
-Times are monotonic seconds, as everywhere in Baton; OpenTelemetry wants the wall clock, so they are turned into it
-when a span is made.
+Times are monotonic seconds, as everywhere in Baton, and are converted to the wall clock, which OpenTelemetry expects,
+when a span is created.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _W3C = TraceContextTextMapPropagator()
 
 @dataclass(frozen=True)
 class Event:
-    """A moment inside a span."""
+    """A point in time within a span."""
 
     name: str
     at: float
@@ -44,7 +44,7 @@ class Event:
 
 
 class OpenSpan:
-    """A span that others hang on."""
+    """A span that can have children before it ends."""
 
     def __init__(self, span: Span):
         self._span = span
@@ -56,7 +56,7 @@ class OpenSpan:
 
     @property
     def headers(self) -> dict[str, str]:
-        """traceparent, and tracestate where there is one."""
+        """Return traceparent, and tracestate if there is one."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, self.context)
         return carrier
@@ -72,7 +72,7 @@ class OpenSpan:
 
 
 class Tracing:
-    """Where one process's spans go. `close` sends what is left."""
+    """Creates and exports the spans of one process. `close` sends the rest."""
 
     def __init__(self, exporter: SpanExporter, resource: Resource, sampler: Sampler | None):
         self._provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
@@ -90,12 +90,12 @@ class Tracing:
 
     @staticmethod
     def remote_parent(trace_parent: str, trace_state: str) -> Context | None:
-        """What another process's span was said to be. None: it is not sampled, or not well-formed."""
+        """Return the context of another process's span, or None if it is not sampled or malformed."""
         context = _W3C.extract({"traceparent": trace_parent, "tracestate": trace_state}, Context())
         return context if get_current_span(context).get_span_context().trace_flags.sampled else None
 
     def root(self, name: str, headers: Mapping[str, str], began: float) -> OpenSpan | None:
-        """A request's span under its client's context, if that is well-formed. None: the request is not sampled."""
+        """Open a request's span under the client's context, if well-formed; None if the request is not sampled."""
         span = self._tracer.start_span(
             name, _W3C.extract(headers, Context()), SpanKind.SERVER, start_time=_wall(began)
         )
@@ -113,7 +113,7 @@ class Tracing:
         attributes: Attributes | None = None,
         events: Sequence[Event] = (),
     ) -> Context:
-        """A span whose times are known. What happened inside it hangs on the context returned."""
+        """Create a span with known times and return its context for child spans."""
         span = self._start(parent, name, began, attributes or {})
         for event in events:
             span.add_event(event.name, event.attributes, _wall(event.at))
@@ -124,11 +124,11 @@ class Tracing:
         return self._tracer.start_span(name, parent, attributes=attributes, start_time=_wall(began))
 
     def close(self) -> None:
-        """Sends what is left, for a few seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
         self._provider.force_flush(int(FLUSH_SECONDS * 1000))
         self._provider.shutdown()
 
 
 def _wall(monotonic_seconds: float) -> int:
-    """Nanoseconds since the epoch."""
+    """Convert monotonic seconds to nanoseconds since the epoch."""
     return time.time_ns() - round((time.monotonic() - monotonic_seconds) * 1e9)
