@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
-from bench.stubs import WAIT_SECONDS, Event, StubWorkers, end_event, serve, token_events
 from cluster.errors import BatonError
+from tests.harness.stub_workers import WAIT_SECONDS, Event, StubWorkers, end_event, serve, token_events
 from wire import common_pb2, decode_pb2, prefill_pb2
 from worker.admission import Admission
 

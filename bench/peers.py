@@ -19,12 +19,13 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from bench import cluster, machine, report, vllm_peer
+from bench import machine, report, vllm_peer
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
 from bench.sections.concurrent8 import ARRANGEMENTS, COMMON, EVERYWHERE, REQUESTS, WORKLOADS
 from loadgen import Report
+from tests.harness import cluster
 
 SINGLE: dict[str, dict[str, Any]] = {
     "TTFT, 512 tokens": {"prompt_tokens": 512, "max_tokens": 64},

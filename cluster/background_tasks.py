@@ -11,7 +11,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class FollowUps:
+class BackgroundTasks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 

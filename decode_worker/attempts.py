@@ -114,7 +114,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
             except Exception as error:
                 self._attempt_failed(attempt, error)
         for engine_id in output.evicted_reservations:
-            self._parts.follow_ups.spawn(self._evicted(bytes.fromhex(engine_id)))
+            self._parts.background_tasks.spawn(self._evicted(bytes.fromhex(engine_id)))
 
     def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
         if attempt.record_token(step_began) and attempt.local:
@@ -165,4 +165,4 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
             self._call(lambda engine: engine.resume(attempt.engine_id))
 
     def _call(self, function: Callable[[Engine], object]) -> None:
-        self._parts.follow_ups.spawn(self._parts.host.call(function))
+        self._parts.background_tasks.spawn(self._parts.host.call(function))

@@ -122,7 +122,7 @@ class DecodeRole:
     def _abort_unless_reserved(self, attempt: DecodeAttempt, seconds: float) -> None:
         def too_late() -> None:
             if attempt.machine.state is DecodeState.EXPECTED:
-                self._parts.follow_ups.spawn(self.abort(attempt.transfer_id))
+                self._parts.background_tasks.spawn(self.abort(attempt.transfer_id))
 
         attempt.reserve_timer = asyncio.get_running_loop().call_later(seconds, too_late)
 
@@ -164,7 +164,7 @@ class DecodeRole:
         if attempt is None:
             # First of all: its Attach may be on the way, and would open an attempt that has no reader.
             self.attempts.remember_ended(transfer_id)
-            await self._parts.follow_ups.complete(self.abort(transfer_id))
+            await self._parts.background_tasks.complete(self.abort(transfer_id))
             return False
         await self.attempts.cancel(attempt)
         return True

@@ -67,7 +67,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         except BatonError as error:
             await errors.abort(context, error)
         # Completed also if the router hangs up while it waits.
-        state = await self._parts.follow_ups.complete(self._role.abort(request.transfer_id))
+        state = await self._parts.background_tasks.complete(self._role.abort(request.transfer_id))
         committed = state is HandoffState.COMMITTED
         return decode_pb2.AbortResponse(
             state=decode_pb2.ATTEMPT_STATE_COMMITTED if committed else decode_pb2.ATTEMPT_STATE_ABORTED
@@ -83,7 +83,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def PeerExited(
         self, request: decode_pb2.PeerExitedRequest, context: Context
     ) -> decode_pb2.PeerExitedResponse:
-        self._parts.follow_ups.spawn(self._exits.apply(request.worker_id))
+        self._parts.background_tasks.spawn(self._exits.apply(request.worker_id))
         return decode_pb2.PeerExitedResponse()
 
     async def Handoff(

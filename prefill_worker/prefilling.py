@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import replace
 
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 from cluster.errors import BatonError, DrainingError, EngineRequestError, InternalError, engine_request_error
 from cluster.faults.points import Point
 from cluster.protocol.first_token import ends_with_first_token
@@ -31,7 +31,7 @@ class Prefilling:
         self.admission = Admission(2 * parts.config.engine.max_batch_tokens, parts.config.batch_aging_seconds)
         self.arrivals = Arrivals()
         self.by_engine_id: dict[str, PrefillAttempt] = {}  # attempts that the engine has
-        self._freeing = FollowUps()  # free the blocks of ended attempts once no write reads them
+        self._freeing = BackgroundTasks()  # free the blocks of ended attempts once no write reads them
         self._at_admitted = parts.faults.point(Point.PREFILL_ADMITTED)
         self._at_reserved = parts.faults.point(Point.PREFILL_RESERVED)
         self._at_computed = parts.faults.point(Point.PREFILL_COMPUTED)

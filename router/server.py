@@ -51,8 +51,8 @@ class Router:
         self._keys = ApiKeys(config.api_keys_file)
         self.gateway = RequestGateway(self._services, RouterMetrics(registry), self._keys)
         identity = make_identity(
-            config.door_tls_cert or config.tls_cert,
-            config.door_tls_key or config.tls_key,
+            config.public_tls_cert or config.tls_cert,
+            config.public_tls_key or config.tls_key,
             config.tls_client_ca,
         )
         ask_clients = config.tls_client_ca is not None

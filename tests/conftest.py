@@ -44,7 +44,7 @@ Checkpoint = Callable[[str], Path]
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """A small random model by variant, made once per session."""
-    from tests.checkpoints import make_checkpoint
+    from tests.harness.checkpoints import make_checkpoint
 
     made: dict[str, Path] = {}
 
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process that runs a share of the tests hands its comparisons to the one that prints them."""
-    from tests.exactness import COMPARED
+    from tests.harness.exactness import COMPARED
 
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
@@ -105,7 +105,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    from tests.exactness import COMPARED, Compared
+    from tests.harness.exactness import COMPARED, Compared
 
     for way, counts in getattr(node, "workeroutput", {}).get("compared", {}).items():
         sums = COMPARED.setdefault(way, Compared())
@@ -115,7 +115,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Greedy tokens compared with the reference's, by way; near-ties are its own doubts, and have their column."""
-    from tests.exactness import COMPARED
+    from tests.harness.exactness import COMPARED
 
     if not COMPARED:
         return

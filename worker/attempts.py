@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 from cluster.errors import OverloadedError, StaleTransferError
 from cluster.protocol.times import DETACH_SECONDS
 from wire import common_pb2
@@ -52,7 +52,7 @@ class Attempts(Generic[A]):
         self._live: dict[bytes, A] = {}
         self._ended = EndedAttempts()
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
-        self._follow_ups = FollowUps()
+        self._background_tasks = BackgroundTasks()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -122,7 +122,7 @@ class Attempts(Generic[A]):
 
     async def cancel(self, attempt: A) -> None:
         """End the attempt and forget it; a reader still gets its end. Completed also if the caller hangs up."""
-        await self._follow_ups.complete(self._cancel_and_forget(attempt))
+        await self._background_tasks.complete(self._cancel_and_forget(attempt))
 
     async def cancel_all(self) -> None:
         """Cancel and end every current attempt; a failure to cancel one does not stop the others."""
@@ -137,13 +137,13 @@ class Attempts(Generic[A]):
         for transfer_id in list(self._timers):
             self._stop_timer(transfer_id)
         await self.cancel_all()
-        await self._follow_ups.wait(5.0)
+        await self._background_tasks.wait(5.0)
 
     def _give_up(self, attempt: A) -> None:
         self._timers.pop(attempt.transfer_id, None)
         if attempt.log.has_reader:
             return
-        self._follow_ups.spawn(self._cancel_and_forget(attempt))
+        self._background_tasks.spawn(self._cancel_and_forget(attempt))
 
     async def _cancel_and_forget(self, attempt: A) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client.registry import Collector
 
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 from cluster.config.worker import WorkerConfig
 from cluster.errors import BatonError
 from cluster.faults.points import Faults
@@ -43,7 +43,7 @@ class RoleParts:
     peers: Peers
     faults: Faults
     tracing: Tracing | None
-    follow_ups: FollowUps
+    background_tasks: BackgroundTasks
     fail: Callable[[str], None]  # ends the worker as failed, at once
     drain_and_fail: Callable[[str], None]  # for a reason that only a new process removes
 

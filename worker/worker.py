@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 
 from cluster.addresses import advertised
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 from cluster.config.worker import WorkerConfig
 from cluster.errors import DrainingError, InternalError
 from cluster.faults.orders import open_faults
@@ -42,7 +42,7 @@ class Worker:
         self._health = Health(config.worker_id, config.step_stall_seconds)
         self._telemetry = WorkerTelemetry(config, self._health, host)
         self._ending = Ending(config.engine.tensor_parallel - 1)
-        self._follow_ups = FollowUps()
+        self._background_tasks = BackgroundTasks()
         epoch = draw_epoch()
         try:
             model_id = make_model_id(config.engine.model, config.engine.dtype)
@@ -89,9 +89,9 @@ class Worker:
                 peers=peers,
                 faults=open_faults(config.fault_orders, config.worker_id),
                 tracing=self._telemetry.tracing,
-                follow_ups=self._follow_ups,
+                background_tasks=self._background_tasks,
                 fail=lambda reason: self._ending.fail(InternalError(reason)),
-                drain_and_fail=lambda reason: self._follow_ups.spawn(self._drain_and_fail(reason)),
+                drain_and_fail=lambda reason: self._background_tasks.spawn(self._drain_and_fail(reason)),
             )
         )
         self._ending.on_failure(self._failed)
@@ -201,7 +201,7 @@ class Worker:
         self._health.to(Phase.LEAVING)
         await self._membership.stop()
         await self._server.stop(GRACE_SECONDS)
-        await self._follow_ups.wait(GRACE_SECONDS)
+        await self._background_tasks.wait(GRACE_SECONDS)
         self._self_check.stop()
         await self._telemetry.stop()
         await self._engine.stop()

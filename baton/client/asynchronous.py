@@ -23,7 +23,7 @@ from baton.client.routers import (
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
 from cluster.errors import CancelledError, DeadlineError, InternalError
 from cluster.rpc.errors import error_from_rpc
-from cluster.security.tls import ClientTls, door_channel_async
+from cluster.security.tls import ClientTls, router_channel_async
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc as rpc
 
@@ -154,7 +154,7 @@ class AsyncClient:
         # Channels are made inside a call: a grpc.aio channel belongs to the running event loop.
         address = self._routers.current
         if address not in self._channels:
-            self._channels[address] = door_channel_async(address, self._tls, CHANNEL_OPTIONS)
+            self._channels[address] = router_channel_async(address, self._tls, CHANNEL_OPTIONS)
         return address, rpc.InferenceStub(self._channels[address])
 
 

@@ -24,7 +24,7 @@ from baton.client.routers import (
 from baton.client.types import Chunk, Completion, GenerateOptions, Message, ModelInfo, Prompt, Timings, Usage
 from cluster.errors import CancelledError, DeadlineError, InternalError
 from cluster.rpc.errors import error_from_rpc
-from cluster.security.tls import ClientTls, door_channel
+from cluster.security.tls import ClientTls, router_channel
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc as rpc
 
@@ -157,7 +157,7 @@ class Client:
                 raise CancelledError("this client was closed")
             address = self._routers.current
             if address not in self._channels:
-                self._channels[address] = door_channel(address, self._tls, CHANNEL_OPTIONS)
+                self._channels[address] = router_channel(address, self._tls, CHANNEL_OPTIONS)
             return address, rpc.InferenceStub(self._channels[address])
 
     def _failed(self, address: str) -> None:

@@ -12,10 +12,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import cluster
 from bench.load import run_now, tokens_config
 from bench.pairs.ratios import Sample
 from loadgen import Report
+from tests.harness import cluster
 
 PROBE = Path(__file__).with_name("engine_probe.py").absolute()
 PROBE_SECONDS = 120.0

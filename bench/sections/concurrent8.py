@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench import cluster
 from bench.checkpoint import SHAPE
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
 from loadgen import Report
+from tests.harness import cluster
 
 WORKLOADS: dict[str, dict[str, Any]] = {
     "concurrent8": {"workload": "plain", "prompt_tokens": 512},

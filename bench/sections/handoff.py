@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import uvloop
 
-from bench import cluster
 from bench.checkpoint import SHAPE
 from bench.context import Context
 from bench.figures import Figure, Section, median_of
@@ -29,6 +28,7 @@ from kv_transfer.prefill_side.sender import HandoffSender
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.transports.nixl import NixlEndpoint
 from kv_transfer.transports.registry import Endpoints
+from tests.harness import cluster
 from wire import common_pb2, handoff_pb2
 
 RAW_PART_BYTES = 4 << 20

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from bench import cluster
-from bench.cluster import Cluster
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import checked, run_now, tokens_config
 from loadgen import Report
 from loadgen import run as run_load
+from tests.harness import cluster
+from tests.harness.cluster import Cluster
 
 STREAMS = 8
 PROMPT_TOKENS = 2048

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import psutil
 
-from bench import cluster
 from bench.checkpoint import SHAPE
-from bench.cluster import Cluster
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
+from tests.harness import cluster
+from tests.harness.cluster import Cluster
 
 KV_BYTES = 512 << 20
 RING_BYTES = 64 << 20

@@ -15,13 +15,13 @@ from typing import Any
 
 import psutil
 
-from bench import router_setup
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
-from bench.router_setup import RouterBench
 from loadgen import LoadConfig, Report, Slo
 from loadgen import run as run_load
+from tests.harness import router_process as router_setup
+from tests.harness.router_process import RouterBench
 
 PAIRS = 2
 RATE = 4000.0  # prompt tokens a second of one worker: they must be too slow, not the machine

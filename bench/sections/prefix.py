@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 
-from bench import cluster
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
 from loadgen import Report
+from tests.harness import cluster
 
 PREFIX_TOKENS = 2000
 OWN_TOKENS = 80

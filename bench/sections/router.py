@@ -19,11 +19,10 @@ import grpc
 import psutil
 import redis
 
-from bench import placement, router_setup
+from bench import placement
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import tokens_config
-from bench.router_setup import RouterBench
 from loadgen.open_target import open_target
 from loadgen.pacer import Pacer
 from loadgen.record import RequestRecord
@@ -32,6 +31,8 @@ from loadgen.stats import summarise
 from loadgen.target import Target
 from loadgen.words import words
 from loadgen.workload import TextPrompt
+from tests.harness import router_process as router_setup
+from tests.harness.router_process import RouterBench
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 RATE = 50.0

@@ -36,10 +36,10 @@ class AddressFields(Frozen):
         description="/metrics, /ready and /live without TLS and keys, for probes and Prometheus inside a cluster; "
         "0 = any; none = only at the HTTP port",
     )
-    door_tls_cert: Path | None = Field(
+    public_tls_cert: Path | None = Field(
         None, description="certificate that clients are shown; default: tls_cert"
     )
-    door_tls_key: Path | None = Field(None, description="key of door_tls_cert")
+    public_tls_key: Path | None = Field(None, description="key of public_tls_cert")
     tls_client_ca: Path | None = Field(
         None, description="authority whose certificates clients must show; none = clients need none"
     )

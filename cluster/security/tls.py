@@ -332,14 +332,14 @@ class ClientTls:
         return context
 
 
-def door_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:
+def router_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:
     """Open a blocking client's channel to a router."""
     if tls is None:
         return grpc.insecure_channel(address, options=[*_RECONNECT, *options])
     return grpc.secure_channel(address, tls.credentials(), options=[*_RECONNECT, *options])
 
 
-def door_channel_async(address: str, tls: ClientTls | None, options: Options) -> grpc.aio.Channel:
+def router_channel_async(address: str, tls: ClientTls | None, options: Options) -> grpc.aio.Channel:
     """Open an asyncio client's channel to a router."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=[*_RECONNECT, *options])

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from cluster import errors
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Faults
 from kv_transfer import messages as m
@@ -61,7 +61,7 @@ class HandoffReceiver:
         self._live: dict[bytes, IncomingHandoff] = {}
         self._draining: set[bytes] = set()
         self._peers: dict[str, PeerLink] = {}
-        self._follow_ups = FollowUps()
+        self._background_tasks = BackgroundTasks()
         self._landing = Landing(
             ranks, addresses, config, granted=self._grant, grown=self._grown, exhausted=self._exhausted
         )
@@ -76,7 +76,7 @@ class HandoffReceiver:
         self, messages: AsyncIterator[handoff_pb2.PrefillToDecode]
     ) -> AsyncIterator[handoff_pb2.DecodeToPrefill]:
         """Body of Decode.Handoff: one prefill worker's stream, until either side ends it."""
-        link = PeerLink(self, self._handshake, self._follow_ups.spawn, self._faults.messages())
+        link = PeerLink(self, self._handshake, self._background_tasks.spawn, self._faults.messages())
         reading = self._loop.create_task(link.read(messages))
         try:
             async for reply in link.replies():
@@ -98,7 +98,7 @@ class HandoffReceiver:
         for transfer_id, handoff in list(self._live.items()):
             if handoff.link is link:
                 error = errors.PeerLostError(f"the prefill worker {link.name} is gone")
-                self._follow_ups.spawn(self._abort(transfer_id, error))
+                self._background_tasks.spawn(self._abort(transfer_id, error))
 
     def _grown(self) -> None:
         for link in self._peers.values():
@@ -155,7 +155,7 @@ class HandoffReceiver:
         error = handoff.parts.refused(request, self._slot_bytes)
         error = error or self.rings[request.target_rank].refused(link.name)
         if error is not None:
-            self._follow_ups.spawn(self._abort(request.transfer_id, error))
+            self._background_tasks.spawn(self._abort(request.transfer_id, error))
             return
         if not handoff.parts.first_asked(request):
             self.stats.counts["stale"] += 1
@@ -183,7 +183,7 @@ class HandoffReceiver:
         assert slot.claim is not None, "a granted slot has one"
         self.stats.counts["late_parts"] += 1
         error = errors.TransportError("a part did not land within its deadline")
-        self._follow_ups.spawn(self._abort(slot.claim.transfer_id, error))
+        self._background_tasks.spawn(self._abort(slot.claim.transfer_id, error))
 
     def part_carried(self, part: handoff_pb2.PartData) -> None:
         if part.header.target_rank < len(self._ranks):
@@ -209,7 +209,7 @@ class HandoffReceiver:
         acknowledged, so repetitions and messages beyond the bound are dropped."""
         if transfer_id not in self._draining and len(self._draining) < MAX_DRAINING:
             self._draining.add(transfer_id)
-            self._follow_ups.spawn(self._drain(link, transfer_id))
+            self._background_tasks.spawn(self._drain(link, transfer_id))
 
     async def _drain(self, link: PeerLink, transfer_id: bytes) -> None:
         """The peer has given the hand-off up, perhaps on a later stream than the hand-off's."""
@@ -219,7 +219,7 @@ class HandoffReceiver:
             if handoff is not None and handoff.link.prefill.worker_id == worker_id:
                 freeing = self._end(transfer_id, errors.CancelledError("given up by the prefill worker"))
                 if freeing is not None:  # in the background: the slots need not wait for the engine
-                    self._follow_ups.spawn(freeing)
+                    self._background_tasks.spawn(freeing)
             await self._landing.drained(transfer_id, worker_id)
         finally:
             self._draining.discard(transfer_id)
@@ -273,7 +273,7 @@ class HandoffReceiver:
         # Only the staging of this one part waits for the result.
         handoff.link.send(replies.part_result(part, verified=True), patient=True)
         if handoff.parts.complete:
-            self._follow_ups.spawn(self._commit_if_complete(handoff))
+            self._background_tasks.spawn(self._commit_if_complete(handoff))
 
     def _part_failed(self, handoff: IncomingHandoff, part: m.PartLanded) -> None:
         """A corrupted part is sent once more; twice, or one that does not fit, ends the attempt."""
@@ -281,7 +281,7 @@ class HandoffReceiver:
         if part.error == "digest" and handoff.parts.take_resend(part):
             handoff.link.send(replies.part_result(part, verified=False))
             return
-        self._follow_ups.spawn(self._abort(part.transfer_id, error_of(part, handoff.link.agreement)))
+        self._background_tasks.spawn(self._abort(part.transfer_id, error_of(part, handoff.link.agreement)))
 
     # --- the end of a hand-off ---------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class HandoffReceiver:
             await self._abort(handoff.transfer_id, gap)
             return
         handoff.begin_commit()
-        await self._follow_ups.complete(self._commit(handoff, finish))
+        await self._background_tasks.complete(self._commit(handoff, finish))
 
     async def _commit(self, handoff: IncomingHandoff, finish: handoff_pb2.Finish) -> None:
         transfer_id = handoff.transfer_id
@@ -324,7 +324,7 @@ class HandoffReceiver:
     async def _abort(self, transfer_id: bytes, error: errors.BatonError) -> None:
         freeing = self._end(transfer_id, error)
         if freeing is not None:
-            await self._follow_ups.complete(freeing)
+            await self._background_tasks.complete(freeing)
 
     def _end(self, transfer_id: bytes, error: errors.BatonError) -> Coroutine[Any, Any, None] | None:
         """Put a hand-off's slots in doubt and inform the peer, at once. Returns what frees its blocks, or None if no such

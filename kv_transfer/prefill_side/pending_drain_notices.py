@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from cluster import errors
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 from wire import common_pb2
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class PendingDrainNotices:
         self._delivering: set[str] = set()
         self._answered: set[str] = set()  # workers that have acknowledged a message since the last try
         self._given_up: dict[str, None] = {}  # oldest first
-        self._follow_ups = FollowUps()
+        self._background_tasks = BackgroundTasks()
 
     def keep(self, decode: common_pb2.WorkerRef, transfer_id: bytes, stream: Stream | None = None) -> None:
         """Keep a message until it is acknowledged; if `stream` is given, send it there at once."""
@@ -96,7 +96,7 @@ class PendingDrainNotices:
         if decode.worker_id not in self._delivering:
             self._given_up.pop(decode.worker_id, None)
             self._delivering.add(decode.worker_id)
-            self._follow_ups.spawn(self._deliver(decode, at_once))
+            self._background_tasks.spawn(self._deliver(decode, at_once))
 
     async def _deliver(self, decode: common_pb2.WorkerRef, at_once: bool) -> None:
         """Repeat the messages until they are acknowledged or TRIES is reached.

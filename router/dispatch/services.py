@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 from cluster.config.router import RouterConfig
 from cluster.errors import UnavailableError
 from cluster.faults.orders import open_faults
@@ -73,7 +73,7 @@ class Services:
         self.faults = RequestFaults.of(open_faults(config.fault_orders, config.router_id))
         self.tracing = tracing
         self.inter_token_seconds = metrics.ITL.create()
-        self._cleanups = FollowUps()
+        self._cleanups = BackgroundTasks()
 
     def begin_trace(self, arrival: Arrival, completion: Completion) -> RequestTrace | None:
         """None: requests are not traced here, or this one is not sampled."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry
 
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 from cluster.errors import OverloadedError
 from cluster.security.keys import RateLimits
 from cluster.telemetry.metrics import router as metrics
@@ -91,7 +91,7 @@ class Quota:
         self._unsettled: Unsettled[_Settlement] = Unsettled()
         self._repeating = False
         self._closed = asyncio.Event()
-        self._follow_ups = FollowUps()
+        self._background_tasks = BackgroundTasks()
         self.unchecked = metrics.QUOTA_UNCHECKED.create(registry)
         self.taken_over = metrics.QUOTA_TAKEN_OVER.create(registry)
         self.refused = metrics.QUOTA_REFUSED.create(registry, _LIMITS)
@@ -139,7 +139,7 @@ class Quota:
         try:
             answer = await self.scripts.charge(tenant, charge.request.name, arguments)
         except asyncio.CancelledError:
-            self._follow_ups.spawn(self._take_back(charge))
+            self._background_tasks.spawn(self._take_back(charge))
             raise
         if answer is None:
             self.unchecked.inc()
@@ -184,7 +184,7 @@ class Quota:
         self._unsettled.add(settlement)
         if not self._repeating:
             self._repeating = True
-            self._follow_ups.spawn(self._settle_again())
+            self._background_tasks.spawn(self._settle_again())
 
     async def _settle_again(self) -> None:
         """Repeat settlements until none waits. When the router closes, each gets one last try while Redis answers."""
@@ -215,7 +215,7 @@ class Quota:
         await self.settle(replace(charge, certain=False), None)
 
     async def close(self) -> None:
-        await self._follow_ups.wait(TAKE_BACK_SECONDS + CALL_SECONDS)
+        await self._background_tasks.wait(TAKE_BACK_SECONDS + CALL_SECONDS)
         self._closed.set()
-        await self._follow_ups.wait(2 * CALL_SECONDS)
+        await self._background_tasks.wait(2 * CALL_SECONDS)
         await self.scripts.close()

@@ -13,7 +13,7 @@ from rich.console import Console
 from baton.chat import Chat
 from baton.client import Client
 from cluster.errors import OverloadedError
-from tests.baton.stub_inference import StubRouter
+from tests.harness.stub_inference import StubRouter
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from cluster.errors import (
     OverloadedError,
     UnavailableError,
 )
-from tests.baton.stub_inference import StubRouter, text_of, token_at
+from tests.harness.stub_inference import StubRouter, text_of, token_at
 
 
 @pytest.fixture

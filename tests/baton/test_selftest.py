@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.selftest import RouterEndpoints, check_generation, check_handoff, check_health, check_load
 from cluster.errors import InternalError, UnavailableError
-from tests.security.routers import run_router, stub_workers
+from tests.harness.router import run_router, stub_workers
 
 
 def test_checks_say_what_is_there_and_what_is_not(

@@ -18,7 +18,6 @@ import typer
 from rich.console import Console
 
 from cluster.faults.points import Point
-from tests.bounds import PLACEMENT_BACK_SECONDS
 from tests.chaos.campaign import Campaign
 from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
@@ -28,7 +27,8 @@ from tests.chaos.report import bounded, point_hits, row_hits, sheets
 from tests.chaos.results import Result, append, percentile, read
 from tests.chaos.rows import MATRIX, draw_fault, usual
 from tests.chaos.workload import Workload
-from tests.checkpoints import make_checkpoint
+from tests.harness.bounds import PLACEMENT_BACK_SECONDS
+from tests.harness.checkpoints import make_checkpoint
 
 OUT = Path("out/chaos")
 EVIDENCE = "wrong.jsonl"

@@ -25,13 +25,13 @@ from rich.console import Console
 
 from baton.client import AsyncClient
 from cluster.errors import BatonError
-from tests.bounds import RECLAIM_SECONDS
 from tests.chaos.chaos_cluster import run_chaos_cluster
 from tests.chaos.invariants import QUIET_SECONDS, look
 from tests.chaos.requests import Ask, draw_ask
 from tests.chaos.results import percentile
 from tests.chaos.target import Target
-from tests.checkpoints import make_checkpoint
+from tests.harness.bounds import RECLAIM_SECONDS
+from tests.harness.checkpoints import make_checkpoint
 
 LONGEST_SECONDS = 1.0  # of a stream's life
 SPREAD_SECONDS = 0.1  # of a round's cancels

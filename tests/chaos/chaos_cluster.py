@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.chaos.target import Target
 from tests.end_to_end.conftest import run_cluster
-from tests.network.run_proxy import RunningProxy, run_proxy
+from tests.harness.run_proxy import RunningProxy, run_proxy
 
 REPLICAS = 2
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback")

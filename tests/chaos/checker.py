@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.requests import Ask
-from tests.exactness import judge
+from tests.harness.exactness import judge
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from cluster.faults import orders
 from tests.chaos.rows import ANY_MOMENT, Fault
 from tests.chaos.target import Target
 from tests.chaos.workload import Workload
-from tests.network.run_proxy import RunningProxy
-from tests.rank_processes import leader_of, rank_pids
+from tests.harness.rank_processes import leader_of, rank_pids
+from tests.harness.run_proxy import RunningProxy
 
 IN_FLIGHT_SECONDS = 20.0
 CROWD = 14

@@ -10,7 +10,7 @@ import psutil
 import redis
 
 from tests.chaos.target import ROLES, Target, poll
-from tests.rank_processes import RANK_MARK
+from tests.harness.rank_processes import RANK_MARK
 
 QUIET_SECONDS = 15.0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.request import SamplingParams
-from tests.checkpoints import VOCAB
+from tests.harness.checkpoints import VOCAB
 
 SHARED_PREFIXES = 4
 

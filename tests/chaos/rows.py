@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.faults.points import DROPPABLE, MESSAGES, Point
-from tests.bounds import KILL_SECONDS, STOP_SECONDS
+from tests.harness.bounds import KILL_SECONDS, STOP_SECONDS
 
 ANY_MOMENT = ""  # a signal, whatever the victim is doing
 

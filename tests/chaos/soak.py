@@ -34,7 +34,7 @@ from tests.chaos.rows import Fault, draw_fault
 from tests.chaos.samples import Sample, Sampler
 from tests.chaos.soak_plot import soak_plot
 from tests.chaos.workload import Workload
-from tests.checkpoints import make_checkpoint
+from tests.harness.checkpoints import make_checkpoint
 
 KINDS = (
     "cancel",

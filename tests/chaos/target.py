@@ -13,7 +13,7 @@ import httpx
 import psutil
 import redis
 
-from tests.rank_processes import rank_pids
+from tests.harness.rank_processes import rank_pids
 
 ROLES = ("prefill", "decode")
 WHOLE_SECONDS = 120.0  # two ranks starting on two cores beside running streams take most of a minute

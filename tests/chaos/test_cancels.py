@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from tests.bounds import RECLAIM_SECONDS, allowed
 from tests.chaos.cancels import Round, read, run_cancels, summary, verdict
 from tests.chaos.chaos_cluster import run_chaos_cluster
+from tests.harness.bounds import RECLAIM_SECONDS, allowed
 
 COUNT, TOGETHER = 180, 60
 RECOVERY_SECONDS = allowed(RECLAIM_SECONDS)

@@ -7,7 +7,6 @@ import dataclasses
 
 import pytest
 
-from tests.bounds import PLACEMENT_BACK_SECONDS, allowed
 from tests.chaos.campaign import Campaign
 from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
@@ -15,6 +14,7 @@ from tests.chaos.faults import Striker
 from tests.chaos.results import Result
 from tests.chaos.rows import ANY_MOMENT, ROWS, draw_fault
 from tests.chaos.workload import Workload
+from tests.harness.bounds import PLACEMENT_BACK_SECONDS, allowed
 
 SEED = "short"
 # (row, point)

@@ -6,38 +6,38 @@ import asyncio
 
 import pytest
 
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 
 
 async def test_a_cancelled_wait_does_not_cancel_the_work():
-    follow_ups, done, go = FollowUps(), [], asyncio.Event()
+    background_tasks, done, go = BackgroundTasks(), [], asyncio.Event()
 
     async def work() -> int:
         await go.wait()
         done.append("all of it")
         return 3
 
-    waiting = asyncio.create_task(follow_ups.complete(work()))
+    waiting = asyncio.create_task(background_tasks.complete(work()))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     go.set()
-    await follow_ups.wait(5.0)
+    await background_tasks.wait(5.0)
     assert done == ["all of it"]
-    assert await follow_ups.complete(work()) == 3
+    assert await background_tasks.complete(work()) == 3
 
 
 async def test_errors_reach_who_waits_and_the_log_otherwise(caplog):
-    follow_ups = FollowUps()
+    background_tasks = BackgroundTasks()
 
     async def fail() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        await follow_ups.complete(fail())
+        await background_tasks.complete(fail())
     assert not caplog.records
-    follow_ups.spawn(fail())
-    await follow_ups.wait(5.0)
+    background_tasks.spawn(fail())
+    await background_tasks.wait(5.0)
     await asyncio.sleep(0)
     assert "a background task failed" in caplog.text

@@ -21,7 +21,7 @@ from cluster.protocol.block_hash import hash_blocks, make_salt, pack_tokens
 from cluster.redis.elsewhere import ElsewhereError, leave
 from cluster.redis.embedded import EmbeddedRedis
 from router.placement.script_call import ScriptCall
-from tests.waiting import until, wait_for
+from tests.harness.waiting import until, wait_for
 
 SECONDS = 30.0
 WRITES = "return redis.call('INCR', KEYS[1])"

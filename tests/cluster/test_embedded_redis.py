@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from tests.end_to_end.conftest import gone
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 STARTS = """
 import sys

@@ -25,7 +25,7 @@ from cluster.security.keys import RateLimits
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest
 from router.quota.quota import ChargedRequest, Quota, Use
-from tests.waiting import until
+from tests.harness.waiting import until
 
 MEBIBYTE = 1 << 20
 RNG = random.Random(0)

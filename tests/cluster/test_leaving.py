@@ -14,7 +14,7 @@ from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import Then, WorkerInfo
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 Register = Callable[..., tuple[Registration, list[Then]]]
 

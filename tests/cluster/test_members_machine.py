@@ -25,7 +25,7 @@ from cluster.protocol.times import (
     REGISTER_AGAIN_SECONDS,
 )
 from router.placement.eligibility import Eligibility
-from tests.virtual_time import VirtualLoop
+from tests.harness.virtual_time import VirtualLoop
 
 WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])
 

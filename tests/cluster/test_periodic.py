@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from cluster.periodic import Periodic
-from tests.waiting import until
+from tests.harness.waiting import until
 
 
 async def test_an_action_that_fails_is_repeated_and_logged(caplog) -> None:

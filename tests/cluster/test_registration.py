@@ -15,7 +15,7 @@ from cluster.membership.registration import Registration
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 
 def test_a_status_that_cannot_be_told_ends_nothing(redis_url, namespace, monkeypatch, caplog):

@@ -16,7 +16,7 @@ from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import hash_blocks, index_keys, make_salt, pack_tokens
 from cluster.redis.connect import connect
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 SECONDS = 60.0
 _PROBE = """

@@ -12,7 +12,7 @@ from kv_transfer import messages as m
 from kv_transfer.decode_side import incoming
 from tests.decode_worker.decode_world import LAYERS, Stream
 from tests.engine.fake_model import PAGE
-from tests.reached import Reached
+from tests.harness.reached import Reached
 from wire import common_pb2
 
 TRANSFERS = [bytes([i]) * 16 for i in range(1, 10)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 from cluster.config.worker import TransferConfig
 from cluster.errors import BatonError, DrainingError, StaleEpochError
 from cluster.faults.points import NO_FAULTS
@@ -116,7 +116,7 @@ class Core:
         self.epoch = 1
         self.faults = NO_FAULTS
         self.tracing = None
-        self.follow_ups = FollowUps()
+        self.background_tasks = BackgroundTasks()
         self.identity = self.health = self.host = self
         self.config = SimpleNamespace(
             secret=SECRET.decode(),

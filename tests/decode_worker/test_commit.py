@@ -17,7 +17,7 @@ from kv_transfer import messages as m
 from kv_transfer.contract import HandoffState
 from tests.decode_worker.decode_world import LAYERS, DecodeWorld, Stream
 from tests.engine.fake_model import continuation
-from tests.waiting import until
+from tests.harness.waiting import until
 from wire import common_pb2, decode_pb2, handoff_pb2
 
 TRANSFER = bytes(16)

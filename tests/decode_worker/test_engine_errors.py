@@ -12,7 +12,7 @@ from kv_transfer.contract import HandoffState
 from tests.decode_worker.decode_world import DecodeWorld
 from tests.decode_worker.test_commit import TRANSFER, close, finish, ready_to_commit
 from tests.decode_worker.test_local_prefill import Local
-from tests.waiting import until
+from tests.harness.waiting import until
 from wire import common_pb2
 
 

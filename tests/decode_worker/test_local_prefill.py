@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cluster.background_tasks import FollowUps
+from cluster.background_tasks import BackgroundTasks
 from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.faults.points import NO_FAULTS
 from cluster.protocol.block_hash import pack_tokens
@@ -42,7 +42,7 @@ class Core:
         self.faults = NO_FAULTS
         self.tracing = None
         self.identity = self.health = self.host = self
-        self.follow_ups = FollowUps()
+        self.background_tasks = BackgroundTasks()
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         await asyncio.sleep(0)

@@ -11,9 +11,9 @@ import pytest
 from decode_worker.peer_exits import ReportedPeerExits
 from kv_transfer.decode_side.ring import Ring, SlotState
 from kv_transfer.decode_side.turns import Claim
+from tests.harness.waiting import until
 from tests.kv_transfer.pair import PAGE, config, decode_side
 from tests.kv_transfer.scripted_peer import ScriptedPeer
-from tests.waiting import until
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 START_SECONDS = 150.0
 STOP_SECONDS = 60.0

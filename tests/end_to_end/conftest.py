@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import cluster
-from bench.cluster import Cluster
+from tests.harness import cluster
+from tests.harness.cluster import Cluster
 
 START_SECONDS = 150.0
 STOP_SECONDS = 60.0

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 
 from baton.client import Client
-from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import Cluster
 from tests.end_to_end.test_handover import assert_reference
-from tests.waiting import wait_for
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.waiting import wait_for
 
 NEW = 400
 

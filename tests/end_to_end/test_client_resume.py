@@ -13,14 +13,14 @@ import httpx
 import pytest
 
 from baton.client import Client
-from bench.cluster import Cluster
 from cluster.errors import BatonError
 from engine.request import SamplingParams
-from tests.bounds import KILL_SECONDS, ROUTER_GONE_SECONDS, STOP_SECONDS, allowed
-from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import run_cluster
-from tests.exactness import judge
-from tests.waiting import wait_for
+from tests.harness.bounds import KILL_SECONDS, ROUTER_GONE_SECONDS, STOP_SECONDS, allowed
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.cluster import Cluster
+from tests.harness.exactness import judge
+from tests.harness.waiting import wait_for
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 NEW = 900

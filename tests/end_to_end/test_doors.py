@@ -15,9 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.client import Client
 from cluster.errors import ContextLengthError, InvalidRequestError, UnknownModelError
-from tests.checkpoints import CONTEXT, VOCAB
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
+from tests.harness.checkpoints import CONTEXT, VOCAB
 from wire import inference_pb2, inference_pb2_grpc
 
 NAME = "tiny"

@@ -17,11 +17,11 @@ from baton.client import AsyncClient, Client
 from cluster.faults.orders import Order, give_orders, read_injected
 from cluster.faults.points import Point
 from engine.request import SamplingParams
-from tests.checkpoints import VARIANTS, prompt_ids
 from tests.end_to_end.conftest import Cluster, run_cluster, run_under_orders
-from tests.exactness import assert_greedy, judge
+from tests.harness.checkpoints import VARIANTS, prompt_ids
+from tests.harness.exactness import assert_greedy, judge
+from tests.harness.waiting import wait_for
 from tests.observability.scraped import differences, scrape
-from tests.waiting import wait_for
 
 PROCESS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 NEW = 48

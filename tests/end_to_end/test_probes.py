@@ -17,7 +17,7 @@ import pytest
 from baton.processes.ports import free_ports
 from cluster.membership.reader import read_workers
 from cluster.redis.embedded import EmbeddedRedis
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 
 @pytest.fixture

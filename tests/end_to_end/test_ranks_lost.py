@@ -15,14 +15,14 @@ import psutil
 import pytest
 
 from baton.client import Client
-from bench.cluster import Cluster
-from tests.bounds import KILL_SECONDS, STOP_SECONDS, allowed
-from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import assert_all_free
-from tests.exactness import judge
-from tests.rank_processes import rank_pids
-from tests.waiting import wait_for
+from tests.harness.bounds import KILL_SECONDS, STOP_SECONDS, allowed
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.cluster import Cluster
+from tests.harness.exactness import judge
+from tests.harness.rank_processes import rank_pids
+from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.long
 

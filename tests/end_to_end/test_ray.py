@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client
-from bench.cluster import Cluster
 from cluster.faults.orders import Order, give_orders, read_injected
 from cluster.faults.points import Point
 from cluster.membership.leaving import request_drain
-from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import gone, run_cluster, run_under_orders
 from tests.end_to_end.ray_processes import Streams, kill_ray, ray_pids, wait_whole
 from tests.end_to_end.test_handover import NEW, assert_all_free, assert_reference
-from tests.waiting import wait_for
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
 
 RAY = ("--pool", "ray", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 

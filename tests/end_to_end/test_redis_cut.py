@@ -12,11 +12,11 @@ import pytest
 
 from baton.client import Client
 from cluster.redis.embedded import EmbeddedRedis
-from tests.bounds import PLACEMENT_BACK_SECONDS, allowed
-from tests.checkpoints import prompt_ids
 from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
-from tests.network.run_proxy import RunningProxy, run_proxy
-from tests.waiting import wait_for
+from tests.harness.bounds import PLACEMENT_BACK_SECONDS, allowed
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.run_proxy import RunningProxy, run_proxy
+from tests.harness.waiting import wait_for
 
 CUT_SECONDS = 6.0  # leases run out meanwhile
 

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from baton.client import Client
-from tests.checkpoints import prompt_ids
-from tests.exactness import judge
-from tests.waiting import wait_for
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.exactness import judge
+from tests.harness.waiting import wait_for
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 STOP_SECONDS = 5.6

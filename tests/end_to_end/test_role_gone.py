@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 from baton.client import Client
-from bench.cluster import Cluster
 from cluster.errors import UnavailableError
 from cluster.faults.orders import Order, give_orders, read_injected
-from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import UnderOrders, gone, run_under_orders
 from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
-from tests.waiting import wait_for
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
 
 ADMISSION_SECONDS = 3.0
 SLACK_SECONDS = 15.0  # of a busy machine

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from baton.client import AsyncClient, Completion
-from bench.cluster import Cluster
 from cluster.membership.leaving import request_drain
-from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import Start
-from tests.exactness import judge
-from tests.waiting import wait_for
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.cluster import Cluster
+from tests.harness.exactness import judge
+from tests.harness.waiting import wait_for
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "never", "--kv-memory", "64MiB")
 OPTIONS: dict[str, Any] = {"temperature": 0, "ignore_eos": True}

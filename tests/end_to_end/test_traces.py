@@ -14,11 +14,11 @@ import grpc
 import httpx
 import pytest
 
-from tests.checkpoints import prompt_ids
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import Cluster, run_cluster
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.waiting import wait_for
 from tests.observability.collector import Collector, Span, run_collector
-from tests.waiting import wait_for
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import exactness
-from tests.checkpoints import prompt_ids, reference_greedy, reference_logits
-from tests.exactness import assert_greedy, judge
+from tests.harness import exactness
+from tests.harness.checkpoints import prompt_ids, reference_greedy, reference_logits
+from tests.harness.exactness import assert_greedy, judge
 
 NEW = 24
 

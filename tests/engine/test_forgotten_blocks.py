@@ -14,10 +14,10 @@ from engine.cache.block_pool import BlockPool
 from engine.engine import Engine
 from engine.plan import StepPlan
 from engine.request import ChainReport, EngineRequest, RequestDone, SamplingParams, TokenOutput
-from tests.checkpoints import prompt_ids
 from tests.engine.fake_model import PAGE, VOCAB, FakeRunner, continuation
 from tests.engine.ranks import make_engine
-from tests.exactness import assert_greedy
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.exactness import assert_greedy
 
 SECRET, SALT, NEW = b"p", bytes(16), 6
 NOT_A_NUMBER = VOCAB + 1  # where the fake model's cache holds tokens

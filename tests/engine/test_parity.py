@@ -13,9 +13,9 @@ from engine.build import load_runner
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, FinishReason, SamplingParams
 from engine.runner import ModelRunner
-from tests.checkpoints import VARIANTS, exact_logits, prompt_ids, reference_greedy, reference_logits
 from tests.engine.ranks import KV_BYTES, make_engine, run
-from tests.exactness import assert_greedy
+from tests.harness.checkpoints import VARIANTS, exact_logits, prompt_ids, reference_greedy, reference_logits
+from tests.harness.exactness import assert_greedy
 
 NEW = 48
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)

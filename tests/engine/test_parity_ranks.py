@@ -15,9 +15,9 @@ from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
 from kv_transfer.layout.geometry import gather, plan_flows, scatter
-from tests.checkpoints import VARIANTS, prompt_ids
 from tests.engine.ranks import engine_of, run, runners
-from tests.exactness import assert_greedy
+from tests.harness.checkpoints import VARIANTS, prompt_ids
+from tests.harness.exactness import assert_greedy
 
 NEW = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)

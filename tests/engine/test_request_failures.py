@@ -22,10 +22,10 @@ from engine.request import EngineRequest, FinishReason, RequestDone, SamplingPar
 from engine.sampling import sampler as sampler_module
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
-from tests.checkpoints import prompt_ids
 from tests.engine.fake_model import VOCAB, FakeRunner, continuation
 from tests.engine.ranks import engine_of, runners
-from tests.exactness import assert_greedy
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.exactness import assert_greedy
 
 SECRET, SALT = b"p", bytes(16)
 NEW = 12

@@ -1,5 +1,5 @@
-"""The sampler against the independent definition in tests/sampling_oracle.py, and that definition against literal values,
-so that the two cannot change together unnoticed."""
+"""The sampler against the independent definition in tests/harness/sampling_oracle.py, and that definition against literal
+values, so that the two cannot change together unnoticed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cluster.errors import EngineRequestError
 from engine.request import EngineRequest, SamplingParams
 from engine.sampling import philox as engine_philox
 from engine.sampling.sampler import Row, Sampled, candidates, sample
-from tests import sampling_oracle as oracle
-from tests.checkpoints import prompt_ids
 from tests.engine.ranks import make_engine, run
-from tests.exactness import judge, sampled
+from tests.harness import sampling_oracle as oracle
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.exactness import judge, sampled
 
 VOCAB = 400
 
@@ -169,7 +169,7 @@ SAMPLED = [
 
 @pytest.mark.parametrize("asked", SAMPLED, ids=str)
 def test_an_engines_sampled_answers_are_the_definitions(asked, checkpoint):
-    """Judged by tests/exactness.py, as in chaos runs; it shares no code with the engine's sampler."""
+    """Judged by tests/harness/exactness.py, as in chaos runs; it shares no code with the engine's sampler."""
     model, prompt = checkpoint("llama"), prompt_ids(30, seed=5)
     params = SamplingParams(**asked, seed=2**40 + 17, max_tokens=60, ignore_eos=True)
     outputs = run(make_engine(model), EngineRequest("r", prompt, params, n=3))

@@ -15,9 +15,9 @@ from engine.attention.sdpa import SdpaBackend
 from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem
 from engine.request import EngineRequest, SamplingParams
-from tests.checkpoints import prompt_ids
 from tests.engine.ranks import engine_of, make_engine, run, runners
-from tests.exactness import assert_greedy
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.exactness import assert_greedy
 
 PAGE, LAYERS, BLOCKS = 16, 2, 64
 LEFT = [math.nan, math.inf, -math.inf]

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.fuzz.tally import Tally
-from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
+from tests.harness.router import KeyFile, Router, run_router, stub_workers, wait_ready
 
 if TYPE_CHECKING:
     from tests.fuzz.workers import Pair

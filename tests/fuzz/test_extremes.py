@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.protocol.block_hash import pack_tokens
-from tests.checkpoints import VOCAB
 from tests.fuzz.conftest import few
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
 from tests.fuzz.test_workers import message
+from tests.harness.checkpoints import VOCAB
 from wire import common_pb2
 from worker.validate import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TOKENS
 

@@ -15,7 +15,7 @@ from tests.fuzz.conftest import BATCH, few
 from tests.fuzz.strategies import tokens
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
 from tests.fuzz.test_http import exchange
-from tests.security.routers import Router
+from tests.harness.router import Router
 from wire import inference_pb2 as pb
 
 METHODS = {"Generate": pb.GenerateRequest, "Tokenize": pb.TokenizeRequest, "ListModels": pb.ListModelsRequest}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.fuzz.conftest import BATCH, few
 from tests.fuzz.strategies import anything, bodies, raw_requests, texts
 from tests.fuzz.tally import ANSWERED, CLOSED, REFUSED, Tally
-from tests.security.routers import Router
+from tests.harness.router import Router
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 

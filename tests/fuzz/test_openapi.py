@@ -21,7 +21,7 @@ from schemathesis.specs.openapi import checks
 
 from tests.fuzz.conftest import NAME, few
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
-from tests.security.routers import Router
+from tests.harness.router import Router
 
 CHECKS = [
     schemathesis.checks.not_a_server_error,

@@ -17,7 +17,7 @@ from tests.fuzz.conftest import BATCH, few
 from tests.fuzz.tally import ANSWERED, REFUSED, Tally
 from tests.fuzz.test_grpc import CLEAN
 from tests.fuzz.test_http import exchange
-from tests.security.routers import Router
+from tests.harness.router import Router
 from wire import inference_pb2 as pb
 
 CONTEXT = 64  # tokens: the router under test

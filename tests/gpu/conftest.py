@@ -26,7 +26,7 @@ def device(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """By variant of tests/checkpoints.py, written once a session."""
+    """By variant of tests/harness/checkpoints.py, written once a session."""
     from tests.gpu.models import write
 
     made: dict[str, Path] = {}

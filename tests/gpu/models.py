@@ -1,4 +1,4 @@
-"""The checkpoints of tests/checkpoints.py, drawn by torch alone: same shapes, same spread of the weights."""
+"""The checkpoints of tests/harness/checkpoints.py, drawn by torch alone: same shapes, same spread of the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.model.config import ModelConfig
-from tests.checkpoints import BASE, VARIANTS
+from tests.harness.checkpoints import BASE, VARIANTS
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
-from tests.checkpoints import VARIANTS, prompt_ids
+from tests.harness.checkpoints import VARIANTS, prompt_ids
 
 pytestmark = pytest.mark.gpu
 NEW = 32
@@ -68,8 +68,8 @@ def test_the_tokens_are_the_cpus_in_fp32(variant, device, model):
 def test_the_tokens_are_hugging_faces_in_fp32(variant, device, tmp_path):
     pytest.importorskip("transformers", reason="transformers is the reference")
     pytest.importorskip("tokenizers", reason="of the checkpoint")
-    from tests.checkpoints import make_checkpoint
-    from tests.exactness import assert_greedy
+    from tests.harness.checkpoints import make_checkpoint
+    from tests.harness.exactness import assert_greedy
 
     path, prompt = make_checkpoint(tmp_path, variant), prompt_ids(70)
     (tokens,) = generate(path, [prompt], device=device, dtype="float32", attention_backend="sdpa")

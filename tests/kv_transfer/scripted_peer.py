@@ -11,8 +11,8 @@ import torch
 
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from kv_transfer.layout.digest import XXH3_128, digest
+from tests.harness.waiting import until
 from tests.kv_transfer.pair import DIM, layout
-from tests.waiting import until
 from wire import common_pb2, handoff_pb2
 
 EPOCH = 5

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kv_transfer.decode_side.part_ledger import MAX_PARTS_PER_ROW
+from tests.harness.waiting import until
 from tests.kv_transfer.pair import HEADS, LAYERS, PAGE, Decode, config, decode_side
 from tests.kv_transfer.scripted_peer import ScriptedPeer
-from tests.waiting import until
 
 TOKENS = 5 * PAGE + 2
 ALL = (0, LAYERS)

@@ -16,6 +16,7 @@ from kv_transfer.layout import geometry
 from kv_transfer.layout.digest import XXH3_128
 from kv_transfer.layout.geometry import Flow
 from kv_transfer.prefill_side import part_source
+from tests.harness.waiting import until
 from tests.kv_transfer.pair import (
     DECODE_EPOCH,
     HEADS,
@@ -30,7 +31,6 @@ from tests.kv_transfer.pair import (
     prefill_side,
     tokens_of,
 )
-from tests.waiting import until
 from wire import handoff_pb2
 
 TOKENS = 90  # of 64-token parts at most: several parts, the last block cut

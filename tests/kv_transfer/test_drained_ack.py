@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 from kv_transfer.prefill_side import links, pending_drain_notices
+from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import config, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode
-from tests.waiting import until as until_true
 
 until = partial(until_true, seconds=15.0)
 

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from cluster.errors import BatonError, TransportError
 from kv_transfer.prefill_side import rank_connections
 from kv_transfer.transports.ucx import open_nixl
+from tests.harness.waiting import until
 from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side
-from tests.waiting import until
 
 TOKENS = 90
 

@@ -15,6 +15,7 @@ import pytest
 from cluster.errors import UnavailableError
 from kv_transfer.decode_side import landing
 from kv_transfer.decode_side.ring import SlotState
+from tests.harness.waiting import until
 from tests.kv_transfer.pair import (
     PREFILL_EPOCH,
     SLOT_BYTES,
@@ -26,7 +27,6 @@ from tests.kv_transfer.pair import (
     decode_side,
     prefill_side,
 )
-from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 200

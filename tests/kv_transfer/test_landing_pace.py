@@ -17,8 +17,8 @@ from kv_transfer.decode_side.receiver_rank import (
 )
 from kv_transfer.transports.base import Arrival
 from kv_transfer.transports.registry import Endpoints
+from tests.harness.waiting import wait_for
 from tests.kv_transfer.pair import HEADS, cache, config
-from tests.waiting import wait_for
 
 
 def looks(seconds: float) -> int:

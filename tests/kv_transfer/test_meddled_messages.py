@@ -7,8 +7,8 @@ import pytest
 from cluster.errors import PeerLostError
 from cluster.faults.orders import Order, OrderedFaults, give_orders, read_injected
 from kv_transfer.prefill_side import link, sender
+from tests.harness.waiting import until
 from tests.kv_transfer.pair import TRANSPORTS, assert_same, config, decode_side, prefill_side
-from tests.waiting import until
 
 TOKENS = 200
 KINDS = (

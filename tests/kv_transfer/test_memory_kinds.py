@@ -12,9 +12,9 @@ from kv_transfer import messages as m
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.layout.digest import XXH3_128
 from kv_transfer.transports.nixl import NixlEndpoint
+from tests.harness.waiting import until
 from tests.kv_transfer.pair import config, decode_side, prefill_side
 from tests.kv_transfer.scripted_peer import ScriptedPeer
-from tests.waiting import until
 
 
 class Agent:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kv_transfer import outbox as module
 from kv_transfer.outbox import MAX_TOGETHER, MAX_TOGETHER_BYTES, PATIENT_MESSAGES, PATIENT_SECONDS, Outbox
-from tests.virtual_time import VirtualLoop
+from tests.harness.virtual_time import VirtualLoop
 from wire import handoff_pb2
 
 MOST = 24  # queued: few, so that the bound is met

@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import StaleEpochError
 from kv_transfer.prefill_side import pending_drain_notices
 from kv_transfer.prefill_side.pending_drain_notices import PendingDrainNotices
-from tests.waiting import until as until_true
+from tests.harness.waiting import until as until_true
 from wire import common_pb2
 
 until = partial(until_true, seconds=15.0)

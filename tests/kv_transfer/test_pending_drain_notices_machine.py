@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.errors import PeerLostError, StaleEpochError
 from kv_transfer.prefill_side.pending_drain_notices import TRIES, TRY_SECONDS, PendingDrainNotices
-from tests.reached import Reached
-from tests.virtual_time import VirtualLoop
+from tests.harness.reached import Reached
+from tests.harness.virtual_time import VirtualLoop
 from wire import common_pb2
 
 REACHED = Reached(

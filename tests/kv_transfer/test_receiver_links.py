@@ -15,9 +15,9 @@ from kv_transfer.contract import Reservation
 from kv_transfer.decode_side import landing, peer, ring
 from kv_transfer.decode_side import reserve as reserving
 from kv_transfer.decode_side.ring import SlotState
+from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import LAYERS, PAGE, Decode, config, decode_side, layout
 from tests.kv_transfer.scripted_peer import ScriptedPeer
-from tests.waiting import until as until_true
 from wire import common_pb2
 
 until = partial(until_true, seconds=15.0)

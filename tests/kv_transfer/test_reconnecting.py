@@ -18,8 +18,8 @@ from kv_transfer.memory import aligned_bytes
 from kv_transfer.prefill_side import pending_drain_notices, rank_connections
 from kv_transfer.transports import nixl
 from kv_transfer.transports.nixl import NixlEndpoint
+from tests.harness.waiting import until
 from tests.kv_transfer.pair import assert_same, config, decode_side, prefill_side
-from tests.waiting import until
 from wire import handoff_pb2
 
 SIZE = 1 << 16

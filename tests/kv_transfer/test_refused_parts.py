@@ -10,9 +10,9 @@ from cluster.errors import TransportError
 from kv_transfer import messages as m
 from kv_transfer.decode_side import landing, part_landing
 from kv_transfer.decode_side.ring import SlotState
+from tests.harness.waiting import until
 from tests.kv_transfer.pair import LAYERS, PAGE, TRANSPORTS, assert_same, config, decode_side, prefill_side
 from tests.kv_transfer.scripted_peer import DECODE_EPOCH, ScriptedPeer
-from tests.waiting import until
 from wire import handoff_pb2
 
 TOKENS = 90

@@ -12,9 +12,9 @@ from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.layout.digest import stricter
 from kv_transfer.prefill_side import links
 from kv_transfer.prefill_side.known_workers import KnownWorkers
+from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import DECODE_EPOCH, config, layout, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome
-from tests.waiting import until as until_true
 from wire import common_pb2, handoff_pb2
 
 until = partial(until_true, seconds=15.0)

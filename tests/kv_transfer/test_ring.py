@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from cluster.errors import IllegalTransition
 from kv_transfer.decode_side.ring import Ring, Slot, SlotState, _Shares
 from kv_transfer.decode_side.turns import Claim
-from tests.reached import Reached
+from tests.harness.reached import Reached
 
 TRANSFERS = [bytes([i]) * 16 for i in range(4)]
 PEERS = ["p1", "p2"]

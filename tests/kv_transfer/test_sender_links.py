@@ -12,9 +12,9 @@ from cluster.errors import PeerLostError
 from kv_transfer import messages as m
 from kv_transfer.prefill_side import link, links, rank_connections
 from kv_transfer.prefill_side.link import LinkToDecode
+from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import Prefill, config, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome
-from tests.waiting import until as until_true
 from wire import handoff_pb2
 
 until = partial(until_true, seconds=15.0)

@@ -16,7 +16,7 @@ from kv_transfer import messages as m
 from kv_transfer.contract import HandoffReport
 from kv_transfer.prefill_side.handoff import OutgoingHandoff
 from kv_transfer.prefill_side.sender import HandoffSender
-from tests.reached import Reached
+from tests.harness.reached import Reached
 from wire import common_pb2, handoff_pb2
 
 REACHED = Reached(

@@ -16,8 +16,8 @@ from kv_transfer.poll_pace import MAX_SECONDS
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.transports.base import Arrival
 from kv_transfer.transports.registry import Endpoints
+from tests.harness.waiting import wait_for
 from tests.kv_transfer.pair import BLOCKS, DIM, HEADS, LAYERS, PAGE, SLOT_BYTES, config
-from tests.waiting import wait_for
 from wire import handoff_pb2
 
 

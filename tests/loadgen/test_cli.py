@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from loadgen.cli import load
-from tests.baton.stub_inference import StubRouter
+from tests.harness.stub_inference import StubRouter
 
 app = typer.Typer()
 app.command()(load)

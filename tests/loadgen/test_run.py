@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import OverloadedError
 from loadgen import LoadConfig, Slo, run, run_all
 from loadgen.html import page
-from tests.baton.stub_inference import StubRouter
+from tests.harness.stub_inference import StubRouter
 from tests.loadgen.stub_http import StubHttp
 
 

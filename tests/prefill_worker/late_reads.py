@@ -25,8 +25,8 @@ from kv_transfer.transports.registry import Endpoints
 from prefill_worker.attempt import PrefillAttempt
 from prefill_worker.role import PrefillRole
 from tests.engine.fake_model import PAGE, FakeRunner
+from tests.harness.waiting import until
 from tests.prefill_worker.fake_parts import fake_parts
-from tests.waiting import until
 from wire import common_pb2, handoff_pb2, prefill_pb2
 
 BLOCKS, DIM = 12, 4096  # one block of one head is long enough to be written from where it lies

@@ -12,8 +12,8 @@ from cluster.errors import PeerLostError
 from kv_transfer import messages as m
 from prefill_worker import role as role_module
 from prefill_worker.attempt import PrefillAttempt, PrefillState
+from tests.harness.waiting import until
 from tests.prefill_worker.late_reads import PREFILL, World
-from tests.waiting import until
 from wire import handoff_pb2
 
 MINE, STRANGERS = 11, 71  # tokens

@@ -26,9 +26,9 @@ from kv_transfer.contract import HandoffReport
 from prefill_worker.attempt import PrefillAttempt, PrefillState
 from prefill_worker.role import PrefillRole
 from tests.engine.fake_model import FakeRunner, continuation
+from tests.harness.reached import Reached
+from tests.harness.virtual_time import VirtualLoop
 from tests.prefill_worker.fake_parts import fake_parts
-from tests.reached import Reached
-from tests.virtual_time import VirtualLoop
 from wire import common_pb2, prefill_pb2
 
 REACHED = Reached(

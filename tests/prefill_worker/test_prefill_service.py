@@ -18,8 +18,8 @@ from cluster.rpc import errors
 from engine.request import FinishReason
 from prefill_worker import role as role_module
 from prefill_worker.service import PrefillService
+from tests.harness.waiting import until as until_true
 from tests.prefill_worker.late_reads import DECODE, World
-from tests.waiting import until as until_true
 from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
 from worker.identity import WorkerIdentity
 

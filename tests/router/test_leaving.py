@@ -19,8 +19,8 @@ import pytest
 
 from baton.client import ClientTls
 from baton.local.certs import make_certs
-from tests.security.routers import Router, run_router, stub_workers
-from tests.waiting import until
+from tests.harness.router import Router, run_router, stub_workers
+from tests.harness.waiting import until
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
 
@@ -156,8 +156,8 @@ def pair(
     if request.param == "tls":
         make_certs(tmp_path, [], 30)
         config |= {
-            "door_tls_cert": str(tmp_path / "router.pem"),
-            "door_tls_key": str(tmp_path / "router.key"),
+            "public_tls_cert": str(tmp_path / "router.pem"),
+            "public_tls_key": str(tmp_path / "router.key"),
         }
         tls = ClientTls(tmp_path / "ca.pem")
     with (

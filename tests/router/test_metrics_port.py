@@ -10,8 +10,8 @@ import httpx
 
 from baton.local.certs import make_certs
 from baton.processes.ports import free_ports
-from tests.security.routers import KeyFile, run_router, stub_workers
-from tests.waiting import wait_for
+from tests.harness.router import KeyFile, run_router, stub_workers
+from tests.harness.waiting import wait_for
 
 
 def test_probes_and_metrics_need_no_key_and_no_certificate(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.local.certs import make_certs
-from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
+from tests.harness.router import KeyFile, Router, run_router, stub_workers, wait_ready
 
 NAME = "tiny"
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from bench.stubs import WAIT_SECONDS, Event, StubWorkers, end_event, serve, token_events
+from tests.harness.stub_workers import WAIT_SECONDS, Event, StubWorkers, end_event, serve, token_events
 from wire import common_pb2, decode_pb2, prefill_pb2
 
 

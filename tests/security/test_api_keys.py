@@ -17,8 +17,8 @@ from baton.client import Client
 from cluster.errors import ConfigError, UnauthenticatedError
 from cluster.security.key_file import ApiKeys, read_keys
 from cluster.security.keys import KeyRing, new_key
+from tests.harness.waiting import wait_for
 from tests.security.conftest import NAME
-from tests.waiting import wait_for
 
 NOW = 1_700_000_000.0
 BODY = {"model": NAME, "prompt": "abc", "max_tokens": 3}

@@ -20,8 +20,8 @@ from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
-from tests.security.routers import KeyFile
-from tests.waiting import wait_for
+from tests.harness.router import KeyFile
+from tests.harness.waiting import wait_for
 from wire import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 from worker.model_id import make_model_id
 

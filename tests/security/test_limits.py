@@ -13,7 +13,7 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import InvalidRequestError
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 from wire import inference_pb2 as pb
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.client import ClientTls
 from baton.local.certs import make_certs
-from tests.security.routers import KeyFile, run_router, stub_workers
-from tests.waiting import wait_for
+from tests.harness.router import KeyFile, run_router, stub_workers
+from tests.harness.waiting import wait_for
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

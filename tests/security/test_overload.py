@@ -15,7 +15,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from cluster.rpc.errors import error_from_rpc
-from tests.security.routers import KeyFile, run_router, stub_workers, wait_ready
+from tests.harness.router import KeyFile, run_router, stub_workers, wait_ready
 from wire import inference_pb2, inference_pb2_grpc
 
 RATE = 2000  # prompt tokens a second of the only prefill worker

@@ -12,8 +12,8 @@ from cluster.config.router import RouterConfig
 from cluster.config.worker import WorkerConfig
 from router.frontends.http.gate import ADMIN, OPEN
 from router.frontends.http.ui.pages import PATHS
-from tests.security.routers import KeyFile, Router
-from tests.waiting import wait_for
+from tests.harness.router import KeyFile, Router
+from tests.harness.waiting import wait_for
 from wire import decode_pb2, inference_pb2, prefill_pb2
 
 ENDED = {"revoked": {"revoked": True}, "expired": {"expires_at": "2001-01-01T00:00:00Z"}}

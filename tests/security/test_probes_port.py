@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from cluster.telemetry import exporter
 from cluster.telemetry.exporter import MetricsServer
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 
 @pytest.fixture

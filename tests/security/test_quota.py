@@ -9,7 +9,7 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import OverloadedError
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 

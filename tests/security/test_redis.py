@@ -17,9 +17,9 @@ from cluster.redis.connect import connect
 from cluster.redis.embedded import EmbeddedRedis
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
+from tests.harness.router import run_router, stub_workers
+from tests.harness.waiting import wait_for
 from tests.security.conftest import NAME
-from tests.security.routers import run_router, stub_workers
-from tests.waiting import wait_for
 
 PASSWORD = f"pass-{secrets.token_hex(8)}"
 # What docs/security.md recommends.

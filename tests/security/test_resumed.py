@@ -20,8 +20,8 @@ from baton.client import Client
 from baton.client.request import generate_request
 from cluster.errors import OverloadedError
 from cluster.rpc.errors import error_from_rpc
-from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
-from tests.waiting import wait_for
+from tests.harness.router import KeyFile, Router, run_router, stub_workers, wait_ready
+from tests.harness.waiting import wait_for
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
 

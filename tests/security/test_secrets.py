@@ -23,9 +23,9 @@ from router.frontends.http.gate import OPEN
 from router.frontends.http.ui.pages import PATHS
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
+from tests.harness.router import KeyFile
+from tests.harness.waiting import wait_for
 from tests.observability.collector import Collector, run_collector
-from tests.security.routers import KeyFile
-from tests.waiting import wait_for
 
 PASSWORD = f"pass-{secrets.token_hex(8)}"
 PROMPT = f"confidential-{secrets.token_hex(8)} and some more words to fill a block or two of cache"

@@ -6,10 +6,10 @@ import httpx
 import pytest
 
 from baton.client import Client
-from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
-from tests.security.routers import KeyFile
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.router import KeyFile
 
 PROMPT = 120
 

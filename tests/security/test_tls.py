@@ -22,15 +22,15 @@ from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers
 from cluster.security.tls import ClientTls as Files
 from cluster.security.tls import Identity, ListenerContext, Peers, make_identity
-from tests.checkpoints import prompt_ids
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_drain import registry
 from tests.end_to_end.test_handover import PROCESS
-from tests.exactness import judge
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.exactness import judge
+from tests.harness.router import run_router, stub_workers
+from tests.harness.waiting import wait_for
 from tests.security.conftest import NAME
-from tests.security.routers import run_router, stub_workers
 from tests.security.tls_worker import Worker, calls
-from tests.waiting import wait_for
 from wire import decode_pb2, decode_pb2_grpc, prefill_pb2
 
 BODY = {"model": NAME, "prompt": "abc", "max_tokens": 3}

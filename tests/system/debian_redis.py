@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "out" / "tools" / "redis"

@@ -11,10 +11,10 @@ import pytest
 
 from baton.client import Client
 from baton.processes.ports import free_ports
-from tests.checkpoints import prompt_ids
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import Cluster, run_cluster
-from tests.waiting import wait_for
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.waiting import wait_for
 
 POLICY = {
     "gpu_budget": 4,

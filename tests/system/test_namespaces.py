@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from baton.client import AsyncClient, Client
-from tests.bounds import STOP_SECONDS, allowed
-from tests.checkpoints import prompt_ids
-from tests.exactness import judge
+from tests.harness.bounds import STOP_SECONDS, allowed
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.exactness import judge
+from tests.harness.waiting import wait_for
 from tests.system.namespaces import Network, make_network
-from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 HOSTS = ("prefill", "decode0", "decode1", "redis")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).resolve().parents[2]

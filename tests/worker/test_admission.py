@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.errors import DeadlineError
-from tests.virtual_time import VirtualLoop
+from tests.harness.virtual_time import VirtualLoop
 from worker.admission import AGED_TOGETHER, AGING_SECONDS, Admission
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.errors import DrainingError
 from engine.request import StepOutput
-from tests.waiting import until
+from tests.harness.waiting import until
 from worker.engine_host import LAST_SECONDS, EngineHost
 
 

@@ -18,8 +18,8 @@ from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION
 from decode_worker import worker as decode_worker
 from prefill_worker import worker as prefill_worker
-from tests.checkpoints import prompt_ids
-from tests.waiting import until
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.waiting import until
 from tests.worker.fake_rank import FakeRank
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from worker.ranks.process import RankRaised

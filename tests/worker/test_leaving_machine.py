@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cluster.errors import DrainingError
-from tests.virtual_time import VirtualLoop
+from tests.harness.virtual_time import VirtualLoop
 from worker.drain import END_SECONDS, LOOK_SECONDS, SUCCESSOR_SECONDS, drain
 from worker.health import TICK_SECONDS, Health, Phase
 from worker.leaving import Leaving

@@ -20,7 +20,7 @@ from cluster.errors import InternalError, SetupError
 from cluster.protocol.times import RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
 from kv_transfer.messages import Confirmed, NewEpoch, PeerRank, Wake
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 from tests.worker.fake_rank import FakeRank, Reports
 from wire.handoff_pb2 import PartData
 from worker.ranks import ranks, watch

@@ -18,8 +18,8 @@ from cluster.protocol.wire_version import WIRE_VERSION
 from decode_worker.worker import make_role
 from engine.parallel.group import Arrivals, _Together
 from kv_transfer.messages import PeerRank
-from tests.checkpoints import prompt_ids
-from tests.waiting import wait_for
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.waiting import wait_for
 from tests.worker.fake_rank import Reports
 from tests.worker.test_last_word import LONG, end_of
 from tests.worker.test_rank_process import Echo

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.protocol.times import LOST_SECONDS, RANK_QUIET_SECONDS
 from engine.parallel.group import Arrivals
-from tests.virtual_time import VirtualLoop
+from tests.harness.virtual_time import VirtualLoop
 from tests.worker.fake_rank import FakeRank
 from worker.ranks.watch import RankWatch
 

@@ -25,10 +25,10 @@ from baton.local import ray_head
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
-from tests.checkpoints import prompt_ids
 from tests.end_to_end.test_handover import NEW, assert_reference
-from tests.security.routers import run_router
-from tests.waiting import wait_for
+from tests.harness.checkpoints import prompt_ids
+from tests.harness.router import run_router
+from tests.harness.waiting import wait_for
 from worker.ranks import listener
 from worker.ranks.listener import RANK_BYTES, RankListener, connect_to_leader
 from worker.ranks.pipe import RankPipe

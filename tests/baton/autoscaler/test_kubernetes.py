@@ -26,9 +26,9 @@ from baton.autoscaler.platforms.kubernetes import StatefulSets, connect
 from cluster.config.worker import Role
 from cluster.errors import SetupError, UnavailableError
 from tests.baton.autoscaler.registered import RegisteredWorker, decode_status, prefill_status
+from tests.harness.waiting import wait_for
 from tests.kubernetes.api.server import ApiServer
 from tests.kubernetes.samples import pod, stateful_set
-from tests.waiting import wait_for
 
 NAMES: dict[Role, str] = {"prefill": "b-prefill", "decode": "b-decode"}
 POOL = PoolLimits(max_replicas=6, startup_seconds=30)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from baton.autoscaler.leader import Leadership
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 LEASE = 10.0
 WHO = st.integers(0, 2)

@@ -11,8 +11,8 @@ import pytest
 from baton.cli import output, talk
 from baton.cli.main import main
 from cluster.errors import ConfigError
-from tests.baton import stub_inference
-from tests.baton.stub_inference import StubRouter
+from tests.harness import stub_inference
+from tests.harness.stub_inference import StubRouter
 
 TEXT = "a[b] :smile: [/i] " + 60 * "word "
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 ENDINGS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 UP = """

@@ -13,7 +13,7 @@ from baton.local import children
 from baton.local.supervisor import Supervisor
 from baton.processes import sessions
 from tests.end_to_end.conftest import gone
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 LEADER = """
 import signal, subprocess, sys

@@ -26,7 +26,7 @@ from cluster.config.worker import WorkerConfig
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from tests.end_to_end.conftest import gone
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 from wire import decode_pb2, decode_pb2_grpc
 
 # A worker that leads a session, with a rank that survives when the worker is killed.

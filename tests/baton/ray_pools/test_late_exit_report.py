@@ -24,7 +24,7 @@ from cluster.membership import reader
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from tests.baton.ray_pools.test_exit_report import Decode, config, served
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 NEVER = 10**9
 GONE = Facts("p1", 2**22 + 1, 1)  # no process has this number

@@ -24,7 +24,7 @@ from baton.ray_pools.supervision.worker_sockets import Facts, Place
 from cluster.errors import SetupError
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import gone
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 START_SECONDS = 120.0
 KEEP = """

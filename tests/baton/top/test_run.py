@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.baton.top.views import view
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 SECONDS = 60.0
 

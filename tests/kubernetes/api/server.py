@@ -20,12 +20,12 @@ from typing import Self
 import uvicorn
 import yaml
 
+from tests.harness.waiting import wait_for
 from tests.kubernetes.api import deletion
 from tests.kubernetes.api.access import Access
 from tests.kubernetes.api.application import Application
 from tests.kubernetes.api.kinds import Kind, Object
 from tests.kubernetes.api.objects import Objects
-from tests.waiting import wait_for
 
 START_SECONDS = 20.0
 TESTER = "tester"

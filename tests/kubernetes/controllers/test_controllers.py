@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from kubernetes import client
 
+from tests.harness.waiting import wait_for
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.api.server import ApiServer, names
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.controllers.cluster import instant_cluster
 from tests.kubernetes.controllers.instant import usual
-from tests.waiting import wait_for
 
 SECONDS = 20.0
 

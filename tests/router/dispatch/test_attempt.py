@@ -19,7 +19,7 @@ from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
 from router.placement.types import Placed
-from tests.waiting import until
+from tests.harness.waiting import until
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 P, D = Source.PREFILL, Source.DECODE

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.dispatch.bounded_queue import BoundedQueue
-from tests.virtual_time import VirtualLoop
+from tests.harness.virtual_time import VirtualLoop
 
 PRODUCERS, BOUND = 3, 4
 WHICH = st.integers(0, PRODUCERS - 1)

@@ -17,7 +17,7 @@ from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
 from router.placement.types import Placed
-from tests.waiting import until as until_true
+from tests.harness.waiting import until as until_true
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 until = partial(until_true, seconds=15.0)

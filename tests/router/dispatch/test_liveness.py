@@ -9,7 +9,7 @@ import pytest
 from router.dispatch import liveness as module
 from router.dispatch.backoff import FIRST_SECONDS
 from router.dispatch.liveness import Liveness
-from tests.waiting import until
+from tests.harness.waiting import until
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from cluster.protocol.times import LOST_SECONDS, SUSPECT_SECONDS
 from router.dispatch import liveness as module
 from router.dispatch.backoff import MOST_SECONDS
 from router.dispatch.liveness import WATCH_SECONDS, Liveness, Watch
-from tests.virtual_time import VirtualLoop
+from tests.harness.virtual_time import VirtualLoop
 
 WORKERS = st.sampled_from(["d0", "d1"])
 EPOCHS = st.integers(1, 2)

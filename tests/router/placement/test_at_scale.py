@@ -20,7 +20,7 @@ from router.placement.eligibility import MAX_CANDIDATES_KEPT
 from router.placement.placement import Placement
 from router.placement.redis_backoff import RedisBackoff
 from router.placement.types import PlacementRequest, Reason
-from tests.waiting import until
+from tests.harness.waiting import until
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 10_000)
 

@@ -13,7 +13,7 @@ from cluster.security.keys import RateLimits
 from router.quota import unsettled
 from router.quota.quota import ChargedRequest, Quota, Use
 from router.quota.unsettled import Unsettled
-from tests.waiting import until
+from tests.harness.waiting import until
 
 LIMITS = RateLimits(requests_per_minute=10, tokens_per_minute=600_000)  # so large that the leak does not show
 

@@ -15,7 +15,7 @@ from cluster.errors import OverloadedError
 from cluster.redis.embedded import EmbeddedRedis
 from cluster.security.keys import NO_LIMITS, RateLimits
 from router.quota.quota import RETRY_SECONDS, ChargedRequest, Quota, QuotaCharge, Use
-from tests.waiting import until
+from tests.harness.waiting import until
 
 
 @pytest.fixture

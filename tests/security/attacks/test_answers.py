@@ -9,8 +9,8 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import InvalidRequestError
+from tests.harness.router import Router
 from tests.security.attacks.probe import probed
-from tests.security.routers import Router
 
 # Of one turn of the event loop on a machine with other work; making an answer at its end took 0.55 s.
 STALL_SECONDS = 0.25

@@ -19,9 +19,9 @@ from tokenizers import AddedToken, Tokenizer
 from baton.client import Client
 from cluster.errors import OverloadedError
 from router.frontends.grpc.message import QUICK_SECONDS
+from tests.harness.router import KeyFile, Router
+from tests.harness.waiting import wait_for
 from tests.security.attacks.probe import probed
-from tests.security.routers import KeyFile, Router
-from tests.waiting import wait_for
 
 MIB = 1 << 20
 SIZE = 8 * MIB

@@ -19,15 +19,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import Client
-from bench import router_setup
 from cluster.config.router import RouterConfig
 from cluster.errors import BatonError, OverloadedError
 from cluster.rpc import errors
 from cluster.rpc.health import Health
 from router.admission.descriptors import fitted
 from router.frontends.grpc.other_calls import READ_SECONDS, READS
-from tests.security.routers import KeyFile
-from tests.waiting import wait_for
+from tests.harness import router_process as router_setup
+from tests.harness.router import KeyFile
+from tests.harness.waiting import wait_for
 
 LIMIT = 8
 WATCHERS = 3

@@ -21,8 +21,8 @@ from cluster.config.router import ConnectionLimits
 from router.admission.descriptors import max_silent
 from router.frontends.http.listener import MAX_HANDSHAKES
 from router.frontends.http.protocol import limited
-from tests.security.routers import run_router
-from tests.waiting import until, wait_for
+from tests.harness.router import run_router
+from tests.harness.waiting import until, wait_for
 
 LIMIT = 30
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import psutil
 
 from baton.client import Client
-from bench.cluster import Cluster
 from cluster.addresses import is_loopback
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
+from tests.harness.cluster import Cluster
 from tests.security.test_tls import client_tls
 
 NIXL, STORE, GLOO = "NIXL", "the ranks' store", "gloo"

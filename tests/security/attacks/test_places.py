@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.security.routers import KeyFile, Router
-from tests.waiting import wait_for
+from tests.harness.router import KeyFile, Router
+from tests.harness.waiting import wait_for
 
 PLACES = 8
 

@@ -8,8 +8,8 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import ForbiddenError
-from tests.security.routers import KeyFile, Router
-from tests.waiting import wait_for
+from tests.harness.router import KeyFile, Router
+from tests.harness.waiting import wait_for
 
 NUMBERS = {"high": 7, "normal": 0, "batch": -3}
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.security.routers import run_router
+from tests.harness.router import run_router
+from tests.harness.waiting import wait_for
 from tests.security.test_tls import client_tls
-from tests.waiting import wait_for
 
 PORTS = ["http", "grpc"]
 

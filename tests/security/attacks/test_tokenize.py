@@ -14,9 +14,9 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import ContextLengthError, OverloadedError
+from tests.harness.router import KeyFile, Router
+from tests.harness.waiting import wait_for
 from tests.security.attacks.together import MODEL
-from tests.security.routers import KeyFile, Router
-from tests.waiting import wait_for
 from wire import inference_pb2, inference_pb2_grpc
 
 LONG = "word " * 12_000  # as many bytes as fit the context

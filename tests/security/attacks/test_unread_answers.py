@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from router.frontends.http.protocol import TOLD
-from tests.security.routers import KeyFile, Router
-from tests.waiting import wait_for
+from tests.harness.router import KeyFile, Router
+from tests.harness.waiting import wait_for
 
 LIMIT = 60
 PAGE = b"GET /ui/style.css HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from baton.client import ClientTls
 from baton.local.certs import make_certs
-from bench.cluster import Cluster
 from tests.end_to_end.conftest import run_cluster
-from tests.security.routers import KeyFile
+from tests.harness.cluster import Cluster
+from tests.harness.router import KeyFile
 
 MODEL = Path(__file__).parents[3] / "demo" / "model"
 FLAGS = ("--pool", "process", "--kv-memory", "256MiB")

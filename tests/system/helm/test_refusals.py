@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "clients' certificates without TLS": (
         {"tls": {"clientCaSecret": "ca"}},
-        "tls.clientCaSecret and tls.doorSecret need tls.enabled",
+        "tls.clientCaSecret and tls.publicSecret need tls.enabled",
         "turn it on, or empty them",
     ),
     "no worker could prefill": (

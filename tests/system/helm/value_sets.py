@@ -39,7 +39,7 @@ MORE: dict[str, ValueSet] = {
                 "enabled": True,
                 "source": "secrets",
                 "secrets": {"router": "router-tls", "worker": "worker-tls", "redis": "redis-tls"},
-                "doorSecret": "door-tls",
+                "publicSecret": "door-tls",
                 "clientCaSecret": "client-ca",
             },
             "tests": {"tlsSecret": "test-tls"},

@@ -19,7 +19,7 @@ import httpx
 
 from baton.client import AsyncClient
 from cluster.errors import BatonError
-from tests.exactness import judge
+from tests.harness.exactness import judge
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
 

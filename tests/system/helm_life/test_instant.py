@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.waiting import wait_for
 from tests.kubernetes import clients
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.api.server import ApiServer, names
 from tests.kubernetes.controllers.cluster import instant_cluster
 from tests.system.helm_life.helm import DEMO, NAMESPACE, Helm, HelmFailed
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 

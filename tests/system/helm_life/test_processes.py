@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from baton.client import Client
+from tests.harness.waiting import wait_for
 from tests.kubernetes.api.server import names
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.kubelet.cluster import ProcessCluster, process_cluster
@@ -25,7 +26,6 @@ from tests.kubernetes.kubelet.image import ROOT
 from tests.system.conftest import _install
 from tests.system.helm_life.helm import DEMO, NAMESPACE, Helm
 from tests.system.helm_life.load import ask_during
-from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 

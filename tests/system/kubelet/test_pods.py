@@ -14,12 +14,12 @@ import pytest
 
 from cluster.kubernetes.pod import Pod
 from cluster.kubernetes.pod_exits import PodExits
+from tests.harness.waiting import wait_for
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.controllers import pods
 from tests.kubernetes.kubelet.cluster import ProcessCluster, process_cluster
 from tests.kubernetes.kubelet.iproute import unpacked
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 SECONDS = 60.0

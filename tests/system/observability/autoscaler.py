@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.end_to_end.conftest import Cluster
+from tests.harness.waiting import wait_for
 from tests.kubernetes.api.server import ApiServer
 from tests.kubernetes.samples import stateful_set
-from tests.waiting import wait_for
 
 NAMES = {"prefill": "b-prefill", "decode": "b-decode"}
 # One of each is enough whatever the machine does meanwhile.

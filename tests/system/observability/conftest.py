@@ -12,12 +12,12 @@ import pytest
 
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import Cluster, run_cluster
+from tests.harness.waiting import wait_for
 from tests.observability.collector import Collector, run_collector
 from tests.system.observability.autoscaler import run_autoscaler
 from tests.system.observability.debian_prometheus import Prometheus, run_prometheus
 from tests.system.observability.load import trickle
 from tests.system.observability.rules import hurried
-from tests.waiting import wait_for
 
 PROCESS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
 HEALTHY_SECONDS = 20.0  # longer than the rules' hurried windows

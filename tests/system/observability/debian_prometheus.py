@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.waiting import wait_for
+from tests.harness.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "out" / "tools" / "prometheus"

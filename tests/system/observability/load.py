@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from baton.client import Client
 from cluster.errors import BatonError
-from tests.checkpoints import prompt_ids
+from tests.harness.checkpoints import prompt_ids
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ import pytest
 
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import Cluster, run_cluster
+from tests.harness.waiting import wait_for
 from tests.system.observability.conftest import PROCESS, watch
 from tests.system.observability.debian_prometheus import Prometheus
 from tests.system.observability.load import trickle
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 FIRES_SECONDS = 60.0

@@ -11,6 +11,7 @@ import pytest
 
 from cluster.telemetry.metrics.declaration import Process
 from deploy.observability import boards, dashboards
+from tests.harness.waiting import wait_for
 from tests.observability.scraped import differences, scrape
 from tests.system.observability.conftest import HEALTHY_SECONDS, Watched
 from tests.system.observability.debian_prometheus import promtool
@@ -22,7 +23,6 @@ from tests.system.observability.rules import (
     dashboard_queries,
     metrics_in,
 )
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import Cluster
 from tests.end_to_end.conftest import run_cluster
+from tests.harness.cluster import Cluster
 from tests.system.ui.chromium import Browser, Page, open_browser
 
 ROOT = Path(__file__).resolve().parents[3]

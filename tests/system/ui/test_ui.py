@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client
-from bench.cluster import Cluster
 from tests.conftest import Checkpoint
-from tests.security.routers import KeyFile, run_router, stub_workers, wait_ready
+from tests.harness.cluster import Cluster
+from tests.harness.router import KeyFile, run_router, stub_workers, wait_ready
+from tests.harness.waiting import wait_for
 from tests.system.ui.chromium import Browser, Page
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.system
 EVIL = "<img src=x onerror=\"window.hurt=1\"><script>window.hurt=1</script></p><b id='bold'>"

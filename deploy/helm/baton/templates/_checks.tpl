@@ -131,8 +131,8 @@
 {{- if and $tls.enabled (eq $tls.source "certManager") (not (.Capabilities.APIVersions.Has "cert-manager.io/v1")) }}
 {{- fail "tls.source is certManager, but this cluster has no cert-manager.io/v1: install cert-manager, or set tls.source to secrets" }}
 {{- end }}
-{{- if and (not $tls.enabled) (or $tls.clientCaSecret $tls.doorSecret) }}
-{{- fail "tls.clientCaSecret and tls.doorSecret need tls.enabled: turn it on, or empty them" }}
+{{- if and (not $tls.enabled) (or $tls.clientCaSecret $tls.publicSecret) }}
+{{- fail "tls.clientCaSecret and tls.publicSecret need tls.enabled: turn it on, or empty them" }}
 {{- end }}
 {{- if and $tls.enabled $tls.clientCaSecret .Values.tests.enabled (not .Values.tests.tlsSecret) }}
 {{- fail "tls.clientCaSecret makes clients show a certificate and helm test has none: set tests.tlsSecret, or turn tests.enabled off" }}

@@ -25,9 +25,9 @@ tls_ca: /etc/baton/tls/ca.crt
 {{- if include "baton.apiKeysOn" . }}{{- $_ := set $config "api_keys_file" (printf "/etc/baton/keys/%s" .Values.apiKeys.key) }}{{- end }}
 {{- $config = merge $config (include "baton.tlsFields" . | fromYaml) -}}
 {{- if .Values.tls.enabled }}
-{{- if .Values.tls.doorSecret }}
-{{- $_ := set $config "door_tls_cert" "/etc/baton/door-tls/tls.crt" }}
-{{- $_ := set $config "door_tls_key" "/etc/baton/door-tls/tls.key" }}
+{{- if .Values.tls.publicSecret }}
+{{- $_ := set $config "public_tls_cert" "/etc/baton/door-tls/tls.crt" }}
+{{- $_ := set $config "public_tls_key" "/etc/baton/door-tls/tls.key" }}
 {{- end }}
 {{- if .Values.tls.clientCaSecret }}{{- $_ := set $config "tls_client_ca" "/etc/baton/client-ca/ca.crt" }}{{- end }}
 {{- end }}

@@ -10,7 +10,7 @@
     "max_model_len" "model.maxModelLen" "page_size" "model.pageSize" "local_prefill" "router.localPrefill"
     "share_prefixes_across_tenants" "router.sharePrefixesAcrossTenants" "drain_seconds" "router.drainSeconds"
     "drain_delay_seconds" "router.drainDelaySeconds" "max_connection_seconds" "router.maxConnectionSeconds"
-    "api_keys_file" "apiKeys" "door_tls_cert" "tls.doorSecret" "door_tls_key" "tls.doorSecret" "tls_client_ca" "tls.clientCaSecret" -}}
+    "api_keys_file" "apiKeys" "public_tls_cert" "tls.publicSecret" "public_tls_key" "tls.publicSecret" "tls_client_ca" "tls.clientCaSecret" -}}
 {{- include "baton.checkConfig" (dict "where" "router" "config" .Values.router.config "taken" (merge $router $tls $names)) }}
 {{- range $role := list "prefill" "decode" }}
 {{- $worker := dict

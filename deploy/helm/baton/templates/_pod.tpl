@@ -134,7 +134,7 @@ runtimeClassName: {{ . }}
 {{- if include "baton.apiKeysOn" .root }}
 - {name: keys, mountPath: /etc/baton/keys, readOnly: true}
 {{- end }}
-{{- if and $values.tls.enabled $values.tls.doorSecret }}
+{{- if and $values.tls.enabled $values.tls.publicSecret }}
 - {name: door-tls, mountPath: /etc/baton/door-tls, readOnly: true}
 {{- end }}
 {{- if and $values.tls.enabled $values.tls.clientCaSecret }}
@@ -155,8 +155,8 @@ runtimeClassName: {{ . }}
 {{- if include "baton.apiKeysOn" .root }}
 - {name: keys, secret: {secretName: {{ include "baton.apiKeysSecret" .root }}, defaultMode: 0440}}
 {{- end }}
-{{- if and $values.tls.enabled $values.tls.doorSecret }}
-- {name: door-tls, secret: {secretName: {{ $values.tls.doorSecret }}, defaultMode: 0440}}
+{{- if and $values.tls.enabled $values.tls.publicSecret }}
+- {name: door-tls, secret: {secretName: {{ $values.tls.publicSecret }}, defaultMode: 0440}}
 {{- end }}
 {{- if and $values.tls.enabled $values.tls.clientCaSecret }}
 - name: client-ca

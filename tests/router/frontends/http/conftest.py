@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
+from tests.harness.router import KeyFile, Router, run_router, stub_workers, wait_ready
 
 NAME = "tiny"
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -10,7 +10,7 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import ForbiddenError
-from tests.security.routers import Router
+from tests.harness.router import Router
 from wire import inference_pb2 as pb
 from wire import inference_pb2_grpc
 

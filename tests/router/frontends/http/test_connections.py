@@ -18,7 +18,7 @@ from cluster.config.router import ConnectionLimits
 from router.frontends.http import protocol
 from router.frontends.http.protocol import MAKES_ROOM, limited
 from router.frontends.http.reading import EventStream
-from tests.waiting import until
+from tests.harness.waiting import until
 
 LIMIT, HEADERS, HEAD_BYTES = 2, 5, 400
 LIMITS = ConnectionLimits(

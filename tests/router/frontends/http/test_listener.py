@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from baton.local.certs import make_certs
 from cluster.security.tls import ClientTls
 from router.frontends.http.listener import MAX_HANDSHAKES, HttpServer
-from tests.waiting import until
+from tests.harness.waiting import until
 
 SILENT = 4 * MAX_HANDSHAKES
 GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"

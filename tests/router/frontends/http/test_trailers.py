@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
 from router.frontends.http.protocol import limited
-from tests.waiting import until
+from tests.harness.waiting import until
 
 LIMITS = ConnectionLimits(
     max_header_bytes=4096,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from router.frontends.http.ui.pages import HEADERS, PATHS, read_pages
-from tests.security.routers import run_router
+from tests.harness.router import run_router
 
 STATIC = resources.files("router.frontends.http.ui").joinpath("static")
 TEXTS = {file.name: file.read_text() for file in STATIC.iterdir()}

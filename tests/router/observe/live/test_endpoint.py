@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.security.routers import KeyFile, Router, run_router, stub_workers, wait_ready
-from tests.waiting import wait_for
+from tests.harness.router import KeyFile, Router, run_router, stub_workers, wait_ready
+from tests.harness.waiting import wait_for
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 5}
 SECONDS = 30.0

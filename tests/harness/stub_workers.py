@@ -1,7 +1,8 @@
 """Workers that answer at once: what is left of a request's time is the router's.
 
 One process that registers as prefill and decode workers of the cluster and serves both services from made-up
-tokens. `python -m bench.stubs --redis-url … --namespace …` says its address on stdout and ends with its stdin.
+tokens. `python -m tests.harness.stub_workers --redis-url … --namespace …` prints its address
+and ends with its stdin.
 """
 
 from __future__ import annotations

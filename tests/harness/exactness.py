@@ -3,8 +3,8 @@
 A token counts as a near-tie, not as wrong, where the reference itself is undecided: its two best logits differ by
 less than GAP, the draw lies within EDGE of a border between two tokens, tokens whose logits differ by less than GAP
 stand in the other order in the distribution that the draw falls into, or the last token that top-p or top-k lets in
-is one of two. The reference's distribution and draw come from tests/sampling_oracle.py; the engine's sampler is not
-used. It is undecided, too, where it would give the token in float64 and only in fp32 would not: seen once in a million
+is one of two. The reference's distribution and draw come from tests/harness/sampling_oracle.py; the engine's sampler is
+not used. It is undecided, too, where it would give the token in float64 and only in fp32 would not: seen once in a million
 tokens, its fp32 logits were off by 1.4e-4. Each token is judged after those that were really sent, so a stream that
 took the other side of a near-tie is judged on from there.
 
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from engine.request import SamplingParams
-from tests import sampling_oracle as oracle
-from tests.checkpoints import exact_logits, reference_greedy, reference_logits
-from tests.sampling_oracle import Floats
+from tests.harness import sampling_oracle as oracle
+from tests.harness.checkpoints import exact_logits, reference_greedy, reference_logits
+from tests.harness.sampling_oracle import Floats
 
 GAP = 1e-4
 EDGE = 1e-5

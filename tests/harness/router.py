@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from bench import router_setup
 from cluster.security.keys import new_key
-from tests.waiting import wait_for
+from tests.harness import router_process as router_setup
+from tests.harness.waiting import wait_for
 
 START_SECONDS = 60.0
 Router = router_setup.RunningRouter
@@ -40,7 +40,7 @@ class KeyFile:
 @contextlib.contextmanager
 def stub_workers(redis_url: str, namespace: str, *module: str) -> Iterator[str]:
     """Both roles, answering at once with made-up tokens; or another module's, with its flags."""
-    served = module or ("bench.stubs",)
+    served = module or ("tests.harness.stub_workers",)
     with router_setup.stub_workers(redis_url, namespace, *served, "--pairs", "1") as address:
         yield address
 

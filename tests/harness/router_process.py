@@ -51,7 +51,7 @@ class RouterBench:
 
 @contextlib.contextmanager
 def run(
-    out: Path, model: Path, workers: Sequence[str] = ("bench.stubs",), **settings: Any
+    out: Path, model: Path, workers: Sequence[str] = ("tests.harness.stub_workers",), **settings: Any
 ) -> Iterator[RouterBench]:
     """`workers`: the module that serves them, and its flags; `settings`: the router's, besides those it needs."""
     out.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ class RunningProxy:
 @contextlib.contextmanager
 def run_proxy(target: str = "") -> Iterator[RunningProxy]:
     """`target`: host:port or a unix socket's path; "" = an HTTP CONNECT proxy."""
-    command = [sys.executable, "-m", "tests.network.proxy", *([target] if target else [])]
+    command = [sys.executable, "-m", "tests.harness.proxy", *([target] if target else [])]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
