@@ -262,8 +262,11 @@ async def test_without_another_one_streams_finish_where_they_are(running: UnderO
     os.kill(cluster.process.pid, signal.SIGSTOP)  # nobody starts new ones
     try:
         async with streaming(cluster) as streams:
-            for worker_id in ready(cluster, "decode"):
-                assert request_drain(*registry(cluster), worker_id)
+            # Together: a worker that sees another one still ready returns what has not begun there, for that other one.
+            marks = [
+                asyncio.to_thread(request_drain, *registry(cluster), one) for one in ready(cluster, "decode")
+            ]
+            assert all(await asyncio.gather(*marks))
     finally:
         os.kill(cluster.process.pid, signal.SIGCONT)
     assert_all_exact(running.model, streams)

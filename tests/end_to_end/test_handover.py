@@ -164,7 +164,7 @@ def test_a_cancelled_request_frees_both_workers_within_a_second(llama):
             stream = client.stream(prompt_ids(200, seed=7), max_tokens=600, temperature=0, ignore_eos=True)
             async for _ in stream:
                 break
-            assert any(_held(cluster, "decode"))
+            wait_for(lambda: any(_held(cluster, "decode")), 10.0, "blocks held by the stream")
             cancelled = time.monotonic()
             await stream.aclose()
             return cancelled

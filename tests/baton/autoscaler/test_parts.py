@@ -33,7 +33,7 @@ def test_rates_survive_workers_that_come_go_and_start_again() -> None:
 
 def test_what_a_worker_publishes_is_what_the_policy_reads() -> None:
     arrivals = Arrivals()
-    arrivals.came(100)
+    arrivals.arrived(100)
     for seconds in (0.05, 0.4, 2.5, 99.0):
         arrivals.first_token(seconds)
     before, after = (WorkerSample("w", one.onto(WorkerStatus())) for one in (Arrivals(), arrivals))

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from router.frontends.http.protocol import TOLD
+from router.frontends.http.protocol import MAX_REFUSED
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
 
@@ -65,7 +65,7 @@ def unread(router: Router, count: int, *parts: bytes) -> Iterator[None]:
 
 def test_unread_answers_without_a_key_close_the_port_to_no_client(router: Router, key: str) -> None:
     wait_for(lambda: ask(router, key) == 200, 30, "the key is known")
-    with unread(router, LIMIT + TOLD + 40, PAGE * FITTING, PAGE * PAGES):
+    with unread(router, LIMIT + MAX_REFUSED + 40, PAGE * FITTING, PAGE * PAGES):
         assert [ask(router, key) for _ in range(10)] == [200] * 10
 
 
