@@ -13,7 +13,7 @@ __all__ = ["AsyncClient", "Client", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the clients on first use: the command line starts without them."""
+    """Load the clients on first use, so that the command line starts without them."""
     if name in ("Client", "AsyncClient"):
         from baton import client
 

@@ -1,4 +1,4 @@
-"""What `baton drain` does: finds workers, tells them to leave, watches them go."""
+"""Implementation of `baton drain`: find workers, mark them as draining, and wait for them to leave."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Process:
-    """A process of ours on this machine, as its ready file tells."""
+    """A Baton process on this machine, according to its ready file."""
 
     id: str
     pid: int
@@ -47,7 +47,7 @@ class Process:
             raise ConfigError(f"--ready-file {file}: {error!r}", field="ready_file") from error
 
     def runs(self) -> bool:
-        """False also where another process has its number by now."""
+        """Whether it runs; False also if another process has its pid by now."""
         try:
             process = psutil.Process(self.pid)
             dead = process.status() == psutil.STATUS_ZOMBIE
@@ -61,7 +61,7 @@ class Process:
 
 
 class Drainer:
-    """Raises UnavailableError when Redis does not answer."""
+    """Marks and watches workers. Raises UnavailableError if Redis does not answer."""
 
     def __init__(self, registry: ClusterFields, say: Progress):
         if not registry.redis_url:
@@ -74,7 +74,7 @@ class Drainer:
             return read_workers(self._registry.redis_url, self._registry.namespace)
 
     def on_this_host(self) -> list[str]:
-        """Ids of the workers that run under this host's name: a pod has a name of its own."""
+        """Return the ids of workers registered under this host's name; a pod has its own host name."""
         host = socket.gethostname()
         return [one.worker_id for one in self.workers() if one.host == host and one.lease != "dead"]
 
@@ -85,12 +85,12 @@ class Drainer:
             self._say(f"{worker_id} is told to leave" if new else f"{worker_id} is leaving already")
 
     def wait(self, worker_ids: Sequence[str], seconds: float, then: Then, progress: Progress) -> None:
-        """Returns when all have left. Raises DeadlineError while some are still at it."""
+        """Wait until all have left. Raises DeadlineError if some are still draining."""
         began = time.monotonic()
         processes = {one.worker_id: one.process for one in self.workers() if one.worker_id in worker_ids}
         left = set(worker_ids)
         while True:
-            with contextlib.suppress(UnavailableError):  # Redis may be back before the wait is over
+            with contextlib.suppress(UnavailableError):  # Redis may return before the deadline
                 there = {one.worker_id: one for one in self.workers()}
                 for worker_id in sorted(left):
                     if end := self._end(there.get(worker_id), processes.get(worker_id, ""), then):
@@ -106,7 +106,7 @@ class Drainer:
             time.sleep(LOOK_SECONDS)
 
     def _end(self, worker: WorkerInfo | None, process: str, then: Then) -> str:
-        """Empty while it is there; says it again to a Redis that was emptied meanwhile."""
+        """Return how a worker ended, empty while it is registered; marks it again if Redis was emptied meanwhile."""
         if worker is None or worker.process != process:
             return "has left"
         if worker.lease == "dead":
@@ -125,7 +125,7 @@ class Drainer:
 
 
 def wait_exit(process: Process, seconds: float) -> None:
-    """Raises DeadlineError while it runs."""
+    """Wait for the process to exit. Raises DeadlineError if it still runs."""
     deadline = time.monotonic() + seconds
     while process.runs():
         if time.monotonic() > deadline:

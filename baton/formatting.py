@@ -1,4 +1,4 @@
-"""Numbers of a cluster as people read them; a dash stands for what a router does not say."""
+"""Formats of numbers for people; a dash stands for a missing value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def share(value: float) -> str:
 
 
 def rate(value: float) -> str:
-    """Of something a second: three digits, more only where the number is larger."""
+    """Format a rate with three digits, more only for larger numbers."""
     if value == 0 or value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -58,7 +58,7 @@ def size_rate(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A latency."""
+    """Format a latency in seconds."""
     if value >= 1.0:
         return f"{value:.2f} s"
     return f"{value * 1e3:.0f} ms" if value >= 0.1 else f"{value * 1e3:.1f} ms"

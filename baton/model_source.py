@@ -1,7 +1,7 @@
 """A model directory from the Hugging Face Hub: downloaded once, every file's hash checked.
 
-The Hub names a SHA-256 for every large file and a git hash for every small one; a file that is there and has its
-hash is not downloaded again. `manifest_digest` is one hash over all of them, for those who pin what they serve.
+The Hub provides a SHA-256 for every large file and a git hash for every small one; an existing file with the right hash
+is not downloaded again. `manifest_digest` is one hash over all files, to pin a revision's contents.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from baton import safe_files
 from cluster.addresses import is_loopback
 from cluster.errors import ConfigError, DeadlineError, ModelError, UnavailableError
 
-# What an engine and a tokenizer read; repositories hold other formats of the same weights beside it.
+# Files that engine and tokenizer read; repositories also hold other formats of the same weights.
 WANTED = (".safetensors", ".json", ".jinja", ".txt", ".model")
 WEIGHTS = (".safetensors",)
 CHUNK_BYTES = 1 << 20
 SHARED = 0o644  # pods under other users read the same volume
 MAX_DESCRIPTION_BYTES = 32 << 20
-MAX_NAME_BYTES = 200  # a file system takes 255, and a part has a longer name
+MAX_NAME_BYTES = 200  # file systems allow 255, and a partial file has a longer name
 TRIES = 4
 PAUSE_SECONDS = 1.0
 CONNECT_SECONDS = 10.0
@@ -61,11 +61,11 @@ class Repository:
 class HubFile:
     path: str
     size: int
-    sha256: str  # empty where the Hub gives a git hash
+    sha256: str  # empty if the Hub provides a git hash
     git_sha1: str
 
     def matches(self, file: Path) -> bool:
-        """Whether it has this size and hash. A link does not match: what it leads to may be another's, and change."""
+        """Whether a file has this size and hash. A link never matches, because its target may change."""
         if file.is_symlink() or not file.is_file() or file.stat().st_size != self.size:
             return False
         digest = hashlib.sha256() if self.sha256 else hashlib.sha1(f"blob {self.size}\0".encode())
@@ -76,7 +76,7 @@ class HubFile:
 
 
 def manifest_digest(files: list[HubFile]) -> str:
-    """SHA-256 of the sorted lines `hash  path`: pins a revision's contents, whoever serves them."""
+    """SHA-256 of the sorted lines `hash  path`, which pins a revision's contents independent of the server."""
     lines = sorted(f"{one.sha256 or one.git_sha1}  {one.path}\n" for one in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -87,7 +87,7 @@ class Hub:
     def __init__(self, endpoint: str, repository: Repository, token: str, seconds: float):
         self._endpoint = endpoint.rstrip("/")
         url = _parsed(endpoint)
-        # What is sent to this machine stays unread on the way.
+        # A token to this machine does not cross a network.
         if token and url.scheme != "https" and not is_loopback(url.host):
             raise ConfigError(
                 f"--endpoint {endpoint}: HF_TOKEN is sent over https only; name an https endpoint or unset HF_TOKEN",
@@ -95,13 +95,13 @@ class Hub:
             )
         self._repository = repository
         self._deadline = time.monotonic() + seconds
-        # Not compressed: a few bytes must not become more than the announced size.
+        # Not compressed: few bytes must not expand beyond the announced size.
         headers = {"accept-encoding": "identity"}
         headers |= {"authorization": f"Bearer {token}"} if token else {}
-        # The token is the Hub's: httpx drops it where a download is redirected to another host.
+        # httpx drops the Hub's token when a download is redirected to another host.
         timeout = httpx.Timeout(60.0, connect=CONNECT_SECONDS)
         self._http = httpx.Client(headers=headers, follow_redirects=True, timeout=timeout)
-        # httpx limits the time of one read: a byte now and then would never end.
+        # httpx limits the time of single reads only; an occasional byte would prolong the download for ever.
         self._sockets: list[socket.socket] = []
         self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._hang_up)
         self._timer.daemon = True
@@ -113,7 +113,7 @@ class Hub:
 
     def _hang_up(self) -> None:
         for one in self._sockets:
-            with contextlib.suppress(OSError):  # closed already
+            with contextlib.suppress(OSError):  # already closed
                 socket.socket.shutdown(one, socket.SHUT_RDWR)
 
     def _get(self, url: str, **headers: str) -> contextlib.AbstractContextManager[httpx.Response]:
@@ -123,10 +123,10 @@ class Hub:
         if event == "connection.connect_tcp.complete":
             self._sockets = [one for one in self._sockets if one.fileno() >= 0]
             self._sockets.append(info["return_value"].get_extra_info("socket"))
-            self.check_time()  # or nobody would end it
+            self.check_time()  # the timer that would have ended it may have fired
 
     def list_files(self) -> tuple[str, list[HubFile]]:
-        """The commit that the revision stands for, and its files."""
+        """Return the revision's commit and files."""
         name, revision = self._repository.name, self._repository.revision
         url = f"{self._endpoint}/api/models/{quote(name)}/revision/{quote(revision)}?blobs=true"
         raw = self._retry(lambda: self._read(url))
@@ -142,7 +142,7 @@ class Hub:
         return commit, files
 
     def _read(self, url: str) -> bytes:
-        """A description, of MAX_DESCRIPTION_BYTES at most."""
+        """Read a description of at most MAX_DESCRIPTION_BYTES."""
         raw = bytearray()
         with self._get(url) as answer:
             self._checked(answer)
@@ -156,7 +156,7 @@ class Hub:
         return bytes(raw)
 
     def download(self, file: HubFile, commit: str, into: Path) -> None:
-        """Goes on where an earlier attempt stopped. Raises ModelError when the hash is not the Hub's."""
+        """Download a file, resuming an earlier attempt. Raises ModelError if its hash differs from the Hub's."""
         part = into / f".{file.path}.part"
         url = f"{self._endpoint}/{quote(self._repository.name)}/resolve/{quote(commit)}/{quote(file.path)}"
         self._retry(lambda: self._stream(url, part, file.size))
@@ -168,7 +168,7 @@ class Hub:
         part.replace(into / file.path)
 
     def _stream(self, url: str, part: Path, size: int) -> None:
-        """Raises ModelError when more comes than the Hub has announced."""
+        """Append the response to the file. Raises ModelError if it exceeds the announced size."""
         if not _may_go_on(part, size):
             part.unlink(missing_ok=True)
         have = part.stat().st_size if part.exists() else 0
@@ -212,12 +212,12 @@ class Hub:
                     raise UnavailableError(f"{self._endpoint}: {error!r}", field="endpoint") from error
                 time.sleep(PAUSE_SECONDS * attempt)
             else:
-                self.check_time()  # what was cut off may look whole
+                self.check_time()  # a truncated download may look complete
                 return result
         raise AssertionError("the last attempt returns or raises")
 
     def check_time(self) -> None:
-        """Raises DeadlineError when the time is over."""
+        """Raise DeadlineError after the deadline."""
         if time.monotonic() > self._deadline:
             raise DeadlineError("the download takes longer than --seconds allows", field="seconds")
 
@@ -244,7 +244,7 @@ def _described(one: dict[str, Any]) -> HubFile:
 
 
 def _may_go_on(part: Path, size: int) -> bool:
-    """Whether an attempt of this user has left it: another user could change a file of his after its hash was checked."""
+    """Whether this user's earlier attempt left the file: another user could change a file after its hash was checked."""
     try:
         found = part.lstat()
     except FileNotFoundError:
@@ -254,8 +254,8 @@ def _may_go_on(part: Path, size: int) -> bool:
 
 @contextlib.contextmanager
 def _alone(directory: Path, hub: Hub) -> Iterator[None]:
-    """Pods that share a volume take turns: the first one downloads, the others find it done."""
-    # Other users' pods lock it as well, so it is opened to be read only; a pipe of this name must not hold this one up.
+    """Serialise pods that share a volume: the first one downloads, the others find the files complete."""
+    # Opened read-only, because pods of other users lock it as well; non-blocking, because it could be a pipe.
     flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     path = directory / ".lock"
     with os.fdopen(os.open(path, flags, SHARED), "rb") as lock:

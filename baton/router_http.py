@@ -1,4 +1,4 @@
-"""Asks a router's HTTP door what only people want to know."""
+"""Requests of the command line to a router's HTTP port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RouterHttp:
         self.address = (url if "//" in url else f"{'http' if tls is None else 'https'}://{url}").rstrip("/")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         verify = tls.context() if tls is not None else True
-        # trust_env off: a proxy of the shell's would be asked for a router on this machine
+        # trust_env off: a proxy in the environment would get requests for routers on this machine
         self._client = httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False, headers=headers, verify=verify)
 
     def __enter__(self) -> RouterHttp:
@@ -30,7 +30,7 @@ class RouterHttp:
         self._client.close()
 
     def get(self, path: str) -> bytes:
-        """The body, as it came. Raises UnavailableError or UnauthenticatedError."""
+        """Return the body of a GET. Raises UnavailableError or UnauthenticatedError."""
         try:
             answer = self._client.get(f"{self.address}{path}")
         except (httpx.HTTPError, httpx.InvalidURL) as error:

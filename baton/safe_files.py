@@ -1,4 +1,4 @@
-"""Files in folders that others may write to: no link there is followed, no partial file is seen."""
+"""Files in folders that other users may write to: links are not followed, partial files are never visible."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ PRIVATE = 0o600
 
 
 def beside(path: Path) -> Path:
-    """A name in the same folder that cannot be predicted."""
+    """Return an unpredictable name in the same folder."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
 def create(path: Path, mode: int = PRIVATE) -> BinaryIO:
-    """A new file. Raises FileExistsError if there is anything of this name, also a link that leads nowhere."""
+    """Create a file. Raises FileExistsError if the name exists, even as a dangling link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, mode), "wb")
 
 
 def append(path: Path, *, truncate: bool = False, mode: int = PRIVATE) -> BinaryIO:
-    """A file that may be there already. Raises OSError (ELOOP) if it is a link."""
+    """Open or create a file for appending. Raises OSError (ELOOP) if it is a link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags | (os.O_TRUNC if truncate else 0), mode), "ab")
 

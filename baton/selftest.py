@@ -1,4 +1,4 @@
-"""Does an installed cluster do what it should? Asked from outside, over its doors, as clients are.
+"""Checks of an installed cluster from outside, over its public ports, like a client.
 
 `helm test` runs each check as a Job; `baton selftest` runs them by hand.
 """
@@ -25,14 +25,14 @@ PROBE_SECONDS = 5.0
 PAUSE_SECONDS = 0.5
 REQUEST_SECONDS = 60.0
 ANSWER_TOKENS = 8
-# Prompts of a check: long enough for several full KV blocks, and for the router to see a point in a hand-off.
+# Length of prompts: several full KV blocks, and long enough for the router to prefer a hand-off.
 PROMPT_TOKENS = 512
 TOGETHER = 4
 
 
 @dataclass(frozen=True)
 class RouterEndpoints:
-    """How to reach the routers."""
+    """Addresses and credentials for the routers."""
 
     url: str
     targets: tuple[str, ...]
@@ -44,7 +44,7 @@ class RouterEndpoints:
 
 
 def check_health(doors: RouterEndpoints, seconds: float) -> str:
-    """Both doors answer, and somebody can prefill and decode. Raises UnavailableError after `seconds`."""
+    """Check that both ports answer and workers can prefill and decode. Raises UnavailableError after `seconds`."""
     address = doors.url.rstrip("/")
     verify = doors.tls.context() if doors.tls is not None else True
     why = "it did not answer"
@@ -64,7 +64,7 @@ def check_health(doors: RouterEndpoints, seconds: float) -> str:
 
 
 def check_generation(doors: RouterEndpoints) -> str:
-    """One prompt is continued, token by token."""
+    """Check that one prompt is continued, token by token."""
     with doors.client() as client:
         answer = _generate(client, _prompt(client, PROMPT_TOKENS // 8))
     if not answer.token_ids:
@@ -77,7 +77,7 @@ def check_prefix_hit(doors: RouterEndpoints, seconds: float) -> str:
     with doors.client() as client:
         prompt = _prompt(client, PROMPT_TOKENS)
         _generate(client, prompt)
-        for _ in _until(seconds):  # workers report what they hold now and then
+        for _ in _until(seconds):  # workers report cached prefixes in intervals
             usage = _generate(client, prompt).usage
             if usage.cached_tokens > 0:
                 return f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were cached"
@@ -109,13 +109,13 @@ def check_handoff(doors: RouterEndpoints, seconds: float, transport: str) -> str
 
 
 def check_load(doors: RouterEndpoints, seconds: float, rate: float) -> str:
-    """An open loop of `rate` requests a second in which none fails. Raises InternalError otherwise."""
+    """Run an open loop of `rate` requests per second. Raises InternalError if any request fails."""
     from loadgen.load import run_all
     from loadgen.table import print_report
 
     tls = doors.tls or ClientTls()
     with doors.client() as client:
-        share = max(1, client.models()[0].max_model_len // 16)  # texts may be longer than asked for
+        share = max(1, client.models()[0].max_model_len // 16)  # texts may be longer than requested
     config = LoadConfig(
         targets=doors.targets,
         rate=rate,
@@ -138,7 +138,7 @@ def check_load(doors: RouterEndpoints, seconds: float, rate: float) -> str:
 
 
 def _until(seconds: float) -> Iterator[None]:
-    """At least once, then with pauses until the time is over."""
+    """Iterate at least once, then with pauses until the deadline."""
     deadline = time.monotonic() + seconds
     while True:
         yield
@@ -152,7 +152,7 @@ def _generate(client: Client, prompt: list[int]) -> Completion:
 
 
 def _prompt(client: Client, tokens: int) -> list[int]:
-    """Token ids that nobody has sent before, at most a quarter of the model's context."""
+    """Return random token ids of a new prompt, at most a quarter of the model's context."""
     limit = client.models()[0].max_model_len // 4
     words = " ".join(secrets.token_hex(2) for _ in range(tokens))
     try:

@@ -26,7 +26,7 @@ class RunningWorker(Protocol):
 
 
 async def start_worker(config: WorkerConfig) -> RunningWorker:
-    """Loads the model and serves. Raises ModelError or ConfigError before anything listens."""
+    """Load the model and serve. Raises ModelError or ConfigError before any port listens."""
     if config.role == "prefill":
         from prefill_worker import worker as prefill
 

@@ -1,4 +1,4 @@
-"""The loop around the policy where nobody else runs one: reads what workers publish in Redis, asks the platform."""
+"""The policy's loop outside Ray Serve: reads the status of workers from Redis and scales through the platform."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
 
 log = logging.getLogger(__name__)
-ACT_SECONDS = 12.0  # what carrying out a decision may take: the lease must hold for so long
+ACT_SECONDS = 12.0  # longest time to carry out a decision; the lease must last that long
 LEASE_SECONDS = 30.0
 
 
 class Autoscaler:
-    """`step` decides once; `run` does so again and again. An error of one round is logged, counted and forgotten:
-    what is there is read anew every time. While another one leads, the policy goes on learning, and does nothing."""
+    """`step` decides once, `run` repeatedly. An error ends one round: it is logged and counted, and the next round reads
+    everything again. While another autoscaler leads, the policy keeps observing and changes nothing."""
 
     def __init__(
         self,
@@ -61,19 +61,19 @@ class Autoscaler:
             self.leadership.close()
 
     def step(self) -> Decision | None:
-        """None when nothing could be read."""
+        """Decide and act once. Returns None if nothing could be read."""
         leads = self.leadership.hold()
         self.metrics.leader.set(leads)
         try:
             workers = read_workers(self._redis_url, self._namespace)
         except (redis.RedisError, OSError) as error:
-            log.warning("autoscaling stands still, Redis does not answer: %s", error)
+            log.warning("autoscaling is paused, Redis does not answer: %s", error)
             self.metrics.errors.labels("redis").inc()
             return None
         try:
             pools: dict[Role, PlatformPool] = {role: self._platform.read(role) for role in ROLES}
         except BatonError as error:
-            log.warning("autoscaling stands still: %s", error.message)
+            log.warning("autoscaling is paused: %s", error.message)
             self.metrics.errors.labels("platform").inc()
             return None
         seen = Observation(
@@ -88,7 +88,7 @@ class Autoscaler:
         return decision
 
     def _act(self, decision: Decision, pools: dict[Role, PlatformPool]) -> None:
-        """Shrinks first: what is asked for never passes the budget in between. One pool's failure is not the other's."""
+        """Scale down first, so that targets never exceed the budget. One pool's failure does not stop the other."""
         for one in sorted(decision.pools, key=_growth):
             if not one.changed:
                 continue
@@ -101,7 +101,7 @@ class Autoscaler:
                 log.warning("pool=%s was not changed: %s", one.role, error.message)
                 self.metrics.errors.labels("platform").inc()
                 if _growth(one) < 0:
-                    return  # the other's growth may count on these GPUs
+                    return  # the other pool's growth may need these GPUs
 
 
 def _growth(one: PoolDecision) -> int:
@@ -109,7 +109,7 @@ def _growth(one: PoolDecision) -> int:
 
 
 def _observe(role: Role, workers: Sequence[WorkerInfo], pool: PlatformPool) -> PoolObservation:
-    """A suspect worker still counts: it may have missed a renewal. One that drains publishes, but takes nothing."""
+    """A suspect worker counts: it may only have missed a renewal. A draining one publishes but takes no requests."""
     there = [one for one in workers if one.role == role and one.lease != "dead"]
     draining = sum(one.state == "draining" for one in there)
     return PoolObservation(

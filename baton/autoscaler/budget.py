@@ -1,4 +1,4 @@
-"""One budget for both pools: who gets the GPUs when not everybody can have what is needed."""
+"""One GPU budget for both pools, shared when it does not cover both needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.config.worker import Role
 
 @dataclass(frozen=True)
 class Claim:
-    """A pool's case. `held` counts replicas that hold GPUs whatever is decided: those that serve and drain."""
+    """A pool's need. `held` counts replicas that hold GPUs in any case: serving and draining ones."""
 
     role: Role
     want: Want
@@ -20,8 +20,8 @@ class Claim:
     draining: int
     least: int
     needed: int
-    late: int  # replicas asked for that should have come by now
-    gpus: int  # of one replica
+    late: int  # requested replicas that are overdue
+    gpus: int  # per replica
 
     def gpus_held(self, target: int) -> int:
         return self.gpus * (self.draining + max(target, min(self.ready, self.before)))
@@ -37,11 +37,11 @@ class Share:
 
 
 def share_out(budget: int, claims: tuple[Claim, Claim], may_move: bool) -> tuple[Share, Share]:
-    """Shrinks first; then grants replicas one by one to the pool that is further from its need, or, where its
-    next one does not fit, to the other. Where that leaves a pool short, one replica may move: late ones at once,
-    others only when `may_move`, and only if the giver is better off than the taker even after it.
+    """Scale down first, then grant replicas one by one to the pool that is further from its need, or to the other if its
+    next replica does not fit. If a pool stays short, one replica may move: an overdue one at once, others only if
+    `may_move` and only if the giving pool stays better off than the receiving one.
 
-    What is asked for, with what drains, never passes `budget`, unless it already did: then nothing grows.
+    Targets plus draining replicas never exceed `budget`; if they already do, nothing grows.
     """
     targets = [min(claim.before, claim.want.target) for claim in claims]
     short = [False, False]
@@ -78,8 +78,8 @@ def _reason(claim: Claim, target: int, short: bool) -> Reason:
 
 
 def _move(claims: tuple[Claim, Claim], targets: list[int], short: list[bool], may_move: bool) -> int | None:
-    """Takes a replica from the pool that can spare it; the other one gets it when its GPUs are free. Changes
-    `targets`; returns who gave."""
+    """Take a replica from the pool that can spare it; the other pool gets it when the GPUs are free. Changes `targets`
+    and returns the giving pool."""
     if short[0] == short[1]:
         return None
     taker, giver = (0, 1) if short[0] else (1, 0)

@@ -1,4 +1,4 @@
-"""What the policy is asked to keep, and how quickly it may act."""
+"""Objectives of the policy, and limits on how quickly it acts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class PoolLimits(Frozen):
-    """One pool."""
+    """Limits of one pool."""
 
     panel = "Pools"
 
@@ -77,9 +77,7 @@ class AutoscalingConfig(Frozen):
             if pool.min_replicas == 0 and not self.scale_to_zero:
                 raise ValueError(f"{role}.min_replicas is 0: set scale_to_zero, or at least 1")
         if self.decode.min_replicas == 0:
-            raise ValueError(
-                "decode.min_replicas is 0: without a decode worker nobody would notice a request"
-            )
+            raise ValueError("decode.min_replicas is 0: without a decode worker no request would be noticed")
         least = sum(max(1, self.pool(role).min_replicas) * self.pool(role).gpus_per_replica for role in ROLES)
         if least > self.gpu_budget:
             raise ValueError(f"gpu_budget is {self.gpu_budget}, and the smallest pools need {least}")
@@ -90,7 +88,7 @@ class AutoscalingConfig(Frozen):
 
 
 class ServeAutoscalingConfig(AutoscalingConfig):
-    """The policy in Ray Serve's controller, and where that shows what it decides."""
+    """The policy in Ray Serve's controller, and the address of its metrics."""
 
     panel = "Metrics"
 

@@ -1,4 +1,4 @@
-"""What the policy answers, and why, in words that a log line and a metric can carry."""
+"""Decisions of the policy with their reasons, as log lines and metrics show them."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from cluster.config.worker import Role
 
 
 class Reason(StrEnum):
-    STEADY = "steady"  # what is there fits
-    NO_DATA = "no_data"  # no worker publishes: nothing is touched
-    PREFILL_LOAD = "prefill_load"  # offered prompt tokens, or the queue, ask for more
-    DECODE_LOAD = "decode_load"  # output tokens ask for more
-    KV_PRESSURE = "kv_pressure"  # KV blocks ask for more
-    TTFT_MISSED = "ttft_missed"  # first tokens come late whatever the load says
+    STEADY = "steady"  # the present size fits
+    NO_DATA = "no_data"  # no worker publishes: nothing changes
+    PREFILL_LOAD = "prefill_load"  # offered prompt tokens or the queue need more
+    DECODE_LOAD = "decode_load"  # output tokens need more
+    KV_PRESSURE = "kv_pressure"  # KV blocks need more
+    TTFT_MISSED = "ttft_missed"  # first tokens are late although the load fits
     ITL_MISSED = "itl_missed"
-    LOW_LOAD = "low_load"  # fewer would do, for long enough
+    LOW_LOAD = "low_load"  # fewer have sufficed for long enough
     LIMITS = "limits"  # outside min or max
-    BUDGET = "budget"  # more is needed and no GPU is left, or the other pool needs this one more
-    UNSCHEDULABLE = "unschedulable"  # replicas did not come and are given back
-    WAKE = "wake"  # from zero: somebody waits
+    BUDGET = "budget"  # more is needed, but no GPU is left or the other pool needs it more
+    UNSCHEDULABLE = "unschedulable"  # overdue replicas are no longer requested
+    WAKE = "wake"  # from zero: a request waits
 
 
 @dataclass(frozen=True)
 class PoolDecision:
     role: Role
-    target: int  # replicas to ask the platform for
+    target: int  # replicas to request from the platform
     before: int
     ready: int
-    needed: float  # replicas that today's load asks for, before limits and budget
+    needed: float  # replicas that the present load needs, before limits and budget
     reason: Reason
-    terms: dict[str, float] = field(default_factory=dict)  # what `needed` was made of
+    terms: dict[str, float] = field(default_factory=dict)  # components of `needed`
 
     @property
     def changed(self) -> bool:
         return self.target != self.before
 
     def explain(self) -> str:
-        """One line, key=value."""
+        """Return one line of key=value pairs."""
         terms = " ".join(f"{name}={value:.4g}" for name, value in self.terms.items())
         return (
             f"autoscaling pool={self.role} from={self.before} to={self.target} ready={self.ready} "
@@ -50,7 +50,7 @@ class PoolDecision:
 class Decision:
     prefill: PoolDecision
     decode: PoolDecision
-    gpus_asked: int  # by the new targets, with what still drains
+    gpus_asked: int  # by the new targets, with draining replicas
     gpu_budget: int
 
     @property

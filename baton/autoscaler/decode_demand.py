@@ -1,4 +1,4 @@
-"""How many decode replicas keep the time between tokens, and have room for the KV."""
+"""Decode replicas needed for the time between tokens and for the KV blocks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from baton.autoscaler.forecast import forecast
 from baton.autoscaler.observation import WorkerSample
 from baton.autoscaler.step_model import StepModel
 
-ITL_SHARE = 0.85  # of the objective is planned for: batches are not equal, and not still
+ITL_SHARE = 0.85  # share of the objective that is planned for: batches differ and fluctuate
 RATE_SECONDS = 1800.0
 OBJECTIVE_SECONDS = 120.0
-FLUCTUATION = 1.0  # deviations of a Poisson number of sequences that are planned for
+FLUCTUATION = 1.0  # planned margin, in standard deviations of a Poisson number of sequences
 
 
 class DecodeDemand:
-    """`arrivals` are the flows of all who prefill: a request there is output here a moment later."""
+    """`arrivals` are the flows of all prefilling workers: their requests become output here a moment later."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class DecodeDemand:
         self._kv_replicas = sum(used) / config.kv_usage_limit
 
     def needed_for_tokens(self, factor: float = 1.0) -> float:
-        """Replicas by rate (what comes) and by the batch itself (what is there, when it has already piled up)."""
+        """Replicas by the arrival rate, and by the running batch in case a backlog has built up."""
         if not self.known:
             return 0.0
-        # At the limit a replica makes batch_limit tokens in each step of that length.
+        # At the limit a replica produces batch_limit tokens per step of that length.
         together = max(self.rate * self._itl_seconds, self.sequences) * factor
         return (together + FLUCTUATION * math.sqrt(together)) / self.batch_limit
 
@@ -65,7 +65,7 @@ class DecodeDemand:
     def needed(self, factor: float = 1.0) -> int:
         by_tokens = self.needed_for_tokens(factor)
         if self._guess and 0 < self.step_seconds <= self._itl_seconds:
-            # Steps are short enough, and nobody knows yet what more sequences would do to them.
+            # Steps are short enough; how more sequences would lengthen them is not known yet.
             by_tokens = min(by_tokens, self._replicas)
         return math.ceil(max(by_tokens, self.needed_for_kv(factor)) - 1e-9)
 

@@ -1,5 +1,4 @@
-"""Each decision in one line of the log, once for as long as nothing about it changes; and what should be configured
-otherwise."""
+"""Logs each decision once until it changes, and warns of settings that do not fit what is observed."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ class Explained:
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._said: dict[Role, Reason] = {}
-        self._warned: dict[Role, float] = {}  # seconds that a start took
+        self._warned: dict[Role, float] = {}  # start-up seconds that were warned of
 
     def say(self, decision: Decision) -> None:
         for one in decision.pools:
@@ -26,7 +25,7 @@ class Explained:
             self._said[one.role] = one.reason
 
     def warn(self, config: AutoscalingConfig, state: PolicyState) -> None:
-        """Of replicas that come later than they are said to: once, and again when they take yet longer."""
+        """Warn of replicas that start later than configured: once, and again if they take even longer."""
         for role in ROLES:
             took, expected = state.pool(role).start_seconds, config.pool(role).startup_seconds
             if took > max(expected, 1.2 * self._warned.get(role, 0.0)):

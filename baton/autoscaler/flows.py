@@ -1,4 +1,4 @@
-"""Counters of workers that come and go, as what a pool did over the last minutes."""
+"""Activity of a pool over the last minutes, from the counters of workers that start and stop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Flow:
-    """Differences of counters over `seconds`: of a worker, or of a pool."""
+    """Differences of counters over `seconds`, of a worker or a pool."""
 
     values: Vector
 
@@ -77,7 +77,7 @@ class Flow:
         return value / self.seconds if self.seconds > 0 else 0.0
 
     def first_tokens_within(self, seconds: float) -> float:
-        """Their share; 1 where none came."""
+        """Share of first tokens within `seconds`; 1 if there were none."""
         if self.first_tokens <= 0:
             return 1.0
         within = self.values[1 + len(_COUNTERS) :]
@@ -90,24 +90,24 @@ def _vector(one: WorkerStatus) -> Vector:
 
 @dataclass
 class Flows:
-    """One pool's history. A worker seen for the first time only sets the mark that later samples count from."""
+    """History of one pool. The first sample of a worker is the baseline for its later ones."""
 
     _last: dict[str, Vector] = field(default_factory=dict)
     _times: list[float] = field(default_factory=list)
-    _sums: list[Vector] = field(default_factory=list)  # up to each of _times, since the first
+    _sums: list[Vector] = field(default_factory=list)  # cumulative, at each of _times
 
     @property
     def known_seconds(self) -> float:
         return self._times[-1] - self._times[0] if self._times else 0.0
 
     def update(self, now: float, workers: Sequence[WorkerSample]) -> dict[str, Flow]:
-        """Takes in samples of `now` (seconds, never going back). Returns what each known worker has done."""
+        """Add samples taken at `now` (monotonic seconds). Returns the activity of each known worker."""
         seconds = now - self._times[-1] if self._times else 0.0
         vectors = {one.name: _vector(one.status) for one in workers}
         shares = {}
         for name, vector in vectors.items():
             if name in self._last:
-                # A counter that went back belongs to another life: nothing is known of that one yet.
+                # A counter that decreased belongs to a new process, whose baseline this sample is.
                 shares[name] = np.maximum(vector - self._last[name], 0.0)
                 shares[name][0] = seconds
         total = sum(shares.values(), np.zeros(_SIZE))
@@ -120,7 +120,7 @@ class Flows:
         return {name: Flow(share) for name, share in shares.items()}
 
     def over(self, seconds: float, skip: float = 0.0) -> Flow:
-        """The sum over the last `seconds` before the last `skip` ones, as far as it is known."""
+        """Sum over `seconds` that end `skip` seconds ago, as far as known."""
         if not self._times:
             return Flow(np.zeros(_SIZE))
         return Flow(self._up_to(self._times[-1] - skip) - self._up_to(self._times[-1] - skip - seconds))

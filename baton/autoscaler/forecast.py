@@ -1,4 +1,4 @@
-"""What will be asked when a replica that is asked for now can work."""
+"""Forecast of the load at the time when a replica requested now is ready."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from baton.autoscaler.flows import Flow, Flows
 
-SHORT_SHARE = 0.2  # of the usual time: a minute of five
-MAX_GROWTH = 0.5  # a trend is not believed to add more than this share
+SHORT_SHARE = 0.2  # share of the usual window: one minute of five
+MAX_GROWTH = 0.5  # largest share that a trend may add
 
 
 @dataclass(frozen=True)
 class Forecast:
-    now: float  # a second, over the last minutes
-    high: float  # a second: the highest of now, the last minute, and the trend carried on
+    now: float  # per second, over the last minutes
+    high: float  # per second: the highest of now, the last minute, and the extrapolated trend
 
 
 def forecast(
     flows: Flows, quantity: Callable[[Flow], float], ahead_seconds: float, mean_seconds: float
 ) -> Forecast:
-    """Carries the change from one mean over `mean_seconds` to the next on by `ahead_seconds` and half of such a time,
-    which is how far a mean lies back. A falling trend is not carried on: growing late costs more than shrinking late."""
+    """Extrapolate the change between two means over `mean_seconds` by `ahead_seconds` plus half of `mean_seconds`, the age
+    of a mean. A falling trend is not extrapolated: growing late costs more than shrinking late."""
     recent, before = flows.over(mean_seconds), flows.over(mean_seconds, skip=mean_seconds)
     minute = flows.over(SHORT_SHARE * mean_seconds)
     now = recent.per_second(quantity(recent))

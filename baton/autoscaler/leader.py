@@ -1,4 +1,4 @@
-"""One of several autoscalers acts: who holds the lease in Redis, for as long as it is sure to hold it."""
+"""Leader election by a lease in Redis: only its holder acts, and only while the lease is certain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.redis.connect import connect
 from cluster.redis.elsewhere import leave
 
 log = logging.getLogger(__name__)
-# KEYS: lease holder, end of the lease (ms)   ARGV: holder, duration (ms). → 1: the caller holds the lease.
+# KEYS: lease holder, end of the lease (ms)   ARGV: holder, duration (ms). Returns 1 if the caller holds the lease.
 # Neither key has a time to live: a full Redis evicts keys that have one, and then two autoscalers would hold the lease.
 _HOLD = """
 local t = redis.call('TIME')
@@ -31,7 +31,7 @@ _GIVE_UP = (
 
 
 class Leadership:
-    """`hold` before every decision. The clock counts from before the question, so that the lease ends here first."""
+    """Call `hold` before every decision. Time counts from before the request, so the lease expires here first."""
 
     def __init__(
         self,
@@ -48,24 +48,24 @@ class Leadership:
         self._until = 0.0
 
     def hold(self) -> bool:
-        """Takes or renews the lease. False: another one has it, or Redis does not say."""
+        """Take or renew the lease. Returns False if another autoscaler has it or Redis does not answer."""
         asked = self._clock()
         try:
             ours = bool(self._client.eval(_HOLD, 2, *self._keys, self._holder, int(self._seconds * 1000)))
         except redis.RedisError as error:
-            log.warning("no word on who may scale: %s", error)
+            log.warning("the autoscaler's lease is unknown, Redis does not answer: %s", error)
             leave(self._client, error)
             return self.sure()
         self._until = asked + self._seconds if ours else 0.0
         return ours
 
     def sure(self, seconds: float = 0.0) -> bool:
-        """Whether the lease holds for `seconds` more."""
+        """Whether the lease lasts for at least `seconds` more."""
         return self._clock() + seconds < self._until
 
     def close(self) -> None:
         try:
             self._client.eval(_GIVE_UP, 2, *self._keys, self._holder)
         except redis.RedisError as error:
-            log.info("the lease is left to run out: %s", error)
+            log.info("the lease expires by itself, Redis does not answer: %s", error)
         self._client.close()

@@ -1,4 +1,4 @@
-"""Decisions as metrics."""
+"""Metrics of decisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTS = ("redis", "platform")
 
 
 class AutoscalingMetrics:
-    """Every counter is there from the beginning, so that its first event is an increase."""
+    """Every counter exists from the start, so that rate() sees its first increase."""
 
     def __init__(self, registry: CollectorRegistry):
         self._desired = declared.DESIRED_REPLICAS.create(registry)

@@ -1,4 +1,4 @@
-"""What the policy sees of a pool: what its workers published, and what the platform says of its replicas."""
+"""The policy's input for a pool: status of its workers, and replicas according to the platform."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from cluster.membership.status import WorkerStatus
 
 
 class WorkerSample(NamedTuple):
-    name: str  # one life of one worker: a counter never goes back under the same name
+    name: str  # one worker process: counters never decrease under the same name
     status: WorkerStatus
 
 
 @dataclass(frozen=True)
 class PoolObservation:
-    """`ready` replicas serve, `draining` ones only finish; both hold their GPUs. `target` is what the platform has
-    been told, and the policy goes on from it: it may have been changed by hand, or by an earlier life of ours."""
+    """`ready` replicas serve, `draining` ones only finish; both hold their GPUs. `target` is the platform's target, from which
+    the policy starts: it may have been changed by hand or by an earlier process."""
 
     target: int
     ready: int
     draining: int = 0
-    starting: int = 0  # replicas of which the platform says that they have their place, and are not there yet
-    unschedulable: int = 0  # replicas of which the platform says that they fit nowhere
+    starting: int = 0  # scheduled replicas that are not ready
+    unschedulable: int = 0  # replicas that the platform cannot schedule
     workers: Sequence[WorkerSample] = ()
 
 

@@ -1,4 +1,4 @@
-"""Replicas that were asked for and do not come: noticed, given back, and asked for again later."""
+"""Requested replicas that do not start: detected, given up, and requested again later."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from baton.autoscaler.observation import PoolObservation
 from baton.autoscaler.state import FOREVER_AGO, PoolState
 
 MAX_RETRY_SECONDS = 3600.0
-SURE_SECONDS = 60.0  # for so long a platform's word that a replica fits nowhere must hold
-MAX_STARTING_SECONDS = 3600.0  # for so long its word that one starts is believed
-# In multiples of the configured start-up time: a worker that was away for a day did not take a day to start
+SURE_SECONDS = 60.0  # how long a platform must report a replica as unschedulable
+MAX_STARTING_SECONDS = 3600.0  # how long a replica may be reported as starting
+# In multiples of the configured start-up time: a worker that was absent for a day did not take a day to start
 MAX_LEARNED = 4.0
 
 
 def watch(limits: PoolLimits, state: PoolState, seen: PoolObservation, now: float) -> int:
-    """Keeps count of replicas on their way. Returns how many of them are late."""
+    """Track starting replicas. Returns how many are overdue."""
     if state.target is not None and seen.target != state.target:
-        state.changed_at = now  # by somebody else: it counts like one of our own changes
+        state.changed_at = now  # changed from outside: counts like a change by the policy
     _learn(state, seen, now)
     anew = False
     if seen.ready >= seen.target:
@@ -37,7 +37,7 @@ def watch(limits: PoolLimits, state: PoolState, seen: PoolObservation, now: floa
 def give_back(
     config: AutoscalingConfig, limits: PoolLimits, state: PoolState, seen: PoolObservation, now: float
 ) -> int | None:
-    """The target without replicas that have not come for too long; None while there is still hope."""
+    """Return the target without replicas that are overdue for too long; None if there are none."""
     if state.pending_since is None:
         return None
     waited = now - state.pending_since
@@ -54,17 +54,17 @@ def give_back(
 
 
 def _starting(seen: PoolObservation, waited: float) -> int:
-    """A replica that has its place keeps it while it loads, however late: the next one would load as long."""
+    """A scheduled replica keeps its place while it loads, however late: a new one would load as long."""
     return min(seen.starting, seen.target - seen.ready) if waited <= MAX_STARTING_SECONDS else 0
 
 
 def _startup(limits: PoolLimits, state: PoolState) -> float:
-    """As configured, or as it was seen to take."""
+    """Start-up seconds, as configured or observed."""
     return max(limits.startup_seconds, min(state.start_seconds, MAX_LEARNED * limits.startup_seconds))
 
 
 def _learn(state: PoolState, seen: PoolObservation, now: float) -> None:
-    """Quick starts are believed slowly, slow ones at once. Waiting for a place is no start."""
+    """Update the observed start-up time: slow starts count at once, quick ones gradually, waiting for a node never."""
     if state.pending_since is None or seen.ready <= state.ready:
         return
     if state.waited_for_place or seen.unschedulable > 0:

@@ -1,9 +1,9 @@
-"""One policy for both pools: observations in, a decision with its reasons out.
+"""One policy for both pools: from observations to a decision with reasons.
 
     observe ─► rates of the last minutes ─► replicas needed, by pool ─► limits, hysteresis ─► one budget ─► decision
 
-Nothing here knows a clock, a platform or a network: time is passed in, and what is remembered between decisions lies
-in one state object. Whoever calls carries the decision out; if that fails, the next one begins from what is there.
+The policy uses no clock, platform or network: time is an argument, and everything kept between decisions is in one
+state object. The caller carries out the decision; if that fails, the next one starts from the observed state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOVE_SECONDS = 180.0  # between two moves of a replica from one pool to the othe
 
 
 def decide(config: AutoscalingConfig, state: PolicyState, seen: Observation, now: float) -> Decision:
-    """`now` in seconds of a clock that never goes back. Changes `state`, and nothing else."""
+    """Decide. `now`: seconds of a monotonic clock. Changes `state` only."""
     _take_in(state, seen, now)
     needs: dict[Role, Need] = {
         "prefill": _prefill(config, state, seen),
@@ -40,7 +40,7 @@ def _take_in(state: PolicyState, seen: Observation, now: float) -> None:
     state.step_model.forget(now - (state.decided_at if state.decided_at is not None else now))
     state.decided_at = now
     for share in state.decode.flows.update(now, seen.decode.workers).values():
-        # Steps with a prompt in them say nothing of decoding.
+        # Steps that include a prompt do not count for decoding.
         if share.steps > 0 and share.prefill_seconds <= 0.05 * share.step_seconds:
             state.step_model.add(
                 share.output_tokens / share.steps, share.step_seconds / share.steps, share.steps
@@ -48,7 +48,7 @@ def _take_in(state: PolicyState, seen: Observation, now: float) -> None:
 
 
 def _delay(config: AutoscalingConfig, role: Role) -> float:
-    """From a change of load to a replica that works on it."""
+    """Seconds from a change of load to a replica that serves it."""
     return config.pool(role).startup_seconds + config.confirm_seconds + config.interval_seconds
 
 
@@ -73,7 +73,7 @@ def _prefill(config: AutoscalingConfig, state: PolicyState, seen: Observation) -
 
 
 def _at_decode(state: PolicyState, seen: Observation) -> bool:
-    """Without prefill workers, decode workers may prefill: that is where requests are seen then."""
+    """Without prefill workers decode workers may prefill, and arrivals are counted there."""
     return not seen.prefill.workers and state.decode.flows.over(OBJECTIVE_SECONDS).arrived_requests > 0
 
 

@@ -1,4 +1,4 @@
-"""How many prefill replicas keep first tokens in time: an M/G/n queue, fed with what workers measured."""
+"""Prefill replicas needed for timely first tokens: an M/G/n queue with measured rates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from baton.autoscaler.config import AutoscalingConfig
 from baton.autoscaler.flows import Flows
 from baton.autoscaler.forecast import forecast
 
-RATE_SECONDS = 1800.0  # how fast a replica computes, and how long prompts are, changes slowly
-QUEUE_SHARE = 0.5  # of the objective may go into waiting; the rest is for the prompt's own time
+RATE_SECONDS = 1800.0  # a replica's speed and the length of prompts change slowly
+QUEUE_SHARE = 0.5  # share of the objective for waiting; the rest is for the prompt itself
 VARIABILITY = 1.0  # (deviation / mean)² of prompts' times: about 1 in public traces
 MAX_REPLICAS = 4096
 
@@ -24,7 +24,7 @@ def wait_beyond(replicas: int, offered: float, service_seconds: float, seconds: 
         return 1.0
     if offered <= 0:
         return 0.0
-    blocked = 1.0  # Erlang's B, by its recursion
+    blocked = 1.0  # Erlang B, by recursion
     for n in range(1, replicas + 1):
         blocked = offered * blocked / (n + offered * blocked)
     waits = blocked / (1 - offered / replicas * (1 - blocked))
@@ -41,13 +41,13 @@ def replicas_for(offered: float, service_seconds: float, seconds: float, late_sh
 
 
 def too_many_late(requests: float, within: float, attainment: float) -> bool:
-    """More than the objective allows, and more than chance would make of what it allows (three deviations)."""
+    """Whether more are late than the objective allows, by more than three standard deviations."""
     allowed = (1.0 - attainment) * requests
     return (1.0 - within) * requests > allowed + 3 * math.sqrt(allowed) + 1
 
 
 class PrefillDemand:
-    """From one pool's flows and queue. `offered` is in replicas: their work, computed without a pause."""
+    """Demand from one pool's flows and queue. `offered`: work in fully busy replicas."""
 
     def __init__(self, config: AutoscalingConfig, flows: Flows, queued_tokens: float, delay_seconds: float):
         long = flows.over(RATE_SECONDS)
@@ -56,7 +56,7 @@ class PrefillDemand:
         self.queued_tokens = queued_tokens
         # Tokens per busy second
         self.speed = long.computed_tokens / long.prefill_seconds if self.known else 0.0
-        # Tokens that were found in a cache cost nothing: what is offered is what has to be computed.
+        # Cached tokens cost nothing: only tokens that must be computed are offered work.
         share = min(1.0, long.computed_tokens / long.arrived_tokens) if long.arrived_tokens > 0 else 1.0
         coming = forecast(flows, lambda flow: flow.arrived_tokens, delay_seconds, config.load_seconds)
         self.rate = coming.high * share
@@ -64,13 +64,13 @@ class PrefillDemand:
         requests = long.arrived_requests
         self.prompt_tokens = long.arrived_tokens / requests if self.known else 0.0
         self.service_seconds = long.prefill_seconds / requests if self.known else 0.0
-        # What waits beyond what is allowed has to go away within the time that a new replica takes to come.
+        # The backlog beyond what is allowed must clear within the start-up time of a new replica.
         allowed = QUEUE_SHARE * config.ttft_objective_seconds * self.rate
         excess = max(0.0, queued_tokens - allowed)
         self.backlog = excess / (self.speed * max(delay_seconds, 1.0)) if self.known else 0.0
 
     def needed(self, factor: float = 1.0) -> int:
-        """Replicas for `factor` times the load."""
+        """Return the replicas needed for `factor` times the load."""
         if not self.known:
             return 0
         late = 1.0 - self._config.attainment
@@ -78,7 +78,7 @@ class PrefillDemand:
         return replicas_for((self.offered + self.backlog) * factor, self.service_seconds, wait, late)
 
     def waits(self, ready: int) -> bool:
-        """Whether requests wait, beside those that are computed: a prompt that is late all alone is late anyway."""
+        """Whether requests wait besides those being computed; a long prompt without a queue is not helped by replicas."""
         return self.known and self.queued_tokens > 2 * self.prompt_tokens * max(1, ready)
 
     @property

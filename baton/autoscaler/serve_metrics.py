@@ -14,8 +14,8 @@ from baton.autoscaler.metrics import AutoscalingMetrics
 
 
 class ServeMetrics:
-    """Serve makes a new policy for each deployment and lets go of the old one: a port that is still taken is tried
-    again with the next decision. Sizing the pools never waits for it."""
+    """Serve creates a new policy for each deployment and drops the old one: a port that is still taken is tried again at
+    the next decision. Decisions never wait for it."""
 
     def __init__(self, config: ServeAutoscalingConfig, log: logging.Logger):
         self._config = config

@@ -1,4 +1,4 @@
-"""What the policy remembers between decisions. The platform remembers the rest: targets are read from it."""
+"""State of the policy between decisions. Targets are kept by the platform and read from it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FOREVER_AGO = float("-inf")
 @dataclass
 class PoolState:
     flows: Flows = field(default_factory=Flows)
-    target: int | None = None  # as the last decision left it
+    target: int | None = None  # of the last decision
     changed_at: float = FOREVER_AGO
-    more_since: float | None = None  # since when more is needed without a pause
-    missed_at: float = FOREVER_AGO  # its objective, the last time
-    busy_at: float | None = None  # the last time anybody asked for anything
-    lows: deque[tuple[float, int]] = field(default_factory=deque)  # (time, replicas needed), falling
-    # Replicas asked for that have not come:
+    more_since: float | None = None  # since when more is needed continuously
+    missed_at: float = FOREVER_AGO  # the last time its objective was missed
+    busy_at: float | None = None  # the last time there was a request
+    lows: deque[tuple[float, int]] = field(default_factory=deque)  # (time, replicas needed), decreasing
+    # Requested replicas that have not started:
     ready: int = 0
     pending_since: float | None = None
     waited_for_place: bool = False  # since then

@@ -35,11 +35,11 @@ class AsyncClient:
 
     Args:
         addresses: host:port of a router's gRPC port, or several of the same cluster.
-        timeout_seconds: deadline of every call, over all its reconnects, where the call names none.
-        api_key: sent with every call, where the routers ask for keys.
-        tls: whom to trust and who we are, where the routers speak TLS; `ClientTls()` trusts the system's list.
-        max_reconnects: how often one call may move on to another router; default: each router twice.
-        shuffle: reorders the list of addresses in place; they are tried in that order. Default: random.
+        timeout_seconds: deadline of each call without one of its own, over all its reconnects.
+        api_key: sent with every call, if the routers require keys.
+        tls: trusted authority and own certificate, if the routers use TLS; `ClientTls()` trusts the system's list.
+        max_reconnects: how often one call may move to another router; default: each router twice.
+        shuffle: reorders the list of addresses in place, which are tried in that order. Default: random.
 
     Every method raises a class of `cluster.errors`.
     """
@@ -73,7 +73,7 @@ class AsyncClient:
         timeout_seconds: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncStream:
-        """A completion's chunks as they come. Leaving `async with`, or `aclose()`, cancels the request."""
+        """Start a completion and yield its chunks as they arrive. Leaving `async with`, or `aclose()`, cancels it."""
         request = generate_request(prompt, options, model=model, request_id=request_id, explain=explain)
         return AsyncStream(
             self, StreamProgress(request, self._max_reconnects), self._seconds(timeout_seconds)
@@ -89,7 +89,7 @@ class AsyncClient:
         timeout_seconds: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """The whole answer at once. Cancelling the task cancels the request."""
+        """Return the whole answer. Cancelling the task cancels the request."""
         request = generate_request(prompt, options, model=model, request_id=request_id, explain=explain)
         progress = StreamProgress(request, self._max_reconnects)
         async with AsyncStream(self, progress, self._seconds(timeout_seconds)) as stream:
@@ -100,7 +100,7 @@ class AsyncClient:
     async def tokenize(
         self, prompt: str | Sequence[Message], *, model: str = "", timeout_seconds: float | None = None
     ) -> list[int]:
-        """Token ids of a text, or of a conversation under the model's chat template."""
+        """Return the token ids of a text, or of a conversation under the model's chat template."""
         request = tokenize_request(prompt, model=model)
         answer = await self._unary(
             lambda stub, left: stub.Tokenize(request, timeout=left, metadata=self._metadata), timeout_seconds
@@ -108,7 +108,7 @@ class AsyncClient:
         return list(answer.token_ids)
 
     async def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
-        """The models served."""
+        """Return the served models."""
         answer = await self._unary(
             lambda stub, left: stub.ListModels(pb.ListModelsRequest(), timeout=left, metadata=self._metadata),
             timeout_seconds,
@@ -116,7 +116,7 @@ class AsyncClient:
         return [ModelInfo(item.id, item.max_model_len, item.created_unix_seconds) for item in answer.models]
 
     async def aclose(self) -> None:
-        """Closes the connections, for good; streams still open are cancelled."""
+        """Close the connections for good; open streams are cancelled."""
         self._closed = True
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
@@ -187,7 +187,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         except grpc.aio.AioRpcError as error:
             await self._reconnect(error)
         except asyncio.CancelledError:
-            # Raised by our own aclose() and our client's as well as by a cancelled task; that one goes on upwards.
+            # Raised by aclose() of this stream or its client, and by a cancelled task, whose cancellation must propagate.
             if self._closed:
                 return None
             task = asyncio.current_task()
@@ -209,13 +209,13 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise
 
     async def aclose(self) -> None:
-        """Cancels the request, if it is still running, and ends the iteration, also in another task."""
+        """Cancel the request if it is running, and end the iteration, also in another task."""
         self._closed = True
         if self._call is not None and not self._progress.done:
             self._call.cancel()
 
     def completion(self) -> Completion:
-        """Everything received, once the stream has ended."""
+        """Return everything received, once the stream has ended."""
         return self._progress.completion()
 
     @property
@@ -234,13 +234,13 @@ class AsyncStream(AsyncIterator[Chunk]):
 
     @property
     def seed(self) -> int | None:
-        """The seed in use, drawn by the router where the request named none; None before the first chunk."""
+        """The seed in use, chosen by the router if the request had none; None before the first chunk."""
         started = self._progress.started
         return started.seed if started else None
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """Who works on it, as the first event named them."""
+        """The workers of the request, as named by the first event."""
         started = self._progress.started
         return tuple(started.worker_ids) if started else ()
 

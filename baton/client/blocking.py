@@ -32,15 +32,15 @@ _Answer = TypeVar("_Answer")
 
 
 class Client:
-    """Talks to one router, or to several of the same cluster.
+    """Client of one router, or of several of the same cluster.
 
     Args:
         addresses: host:port of a router's gRPC port, or several.
-        timeout_seconds: deadline of every call, over all its reconnects, where the call names none.
-        api_key: sent with every call, where the routers ask for keys.
-        tls: whom to trust and who we are, where the routers speak TLS; `ClientTls()` trusts the system's list.
-        max_reconnects: how often one call may move on to another router; default: each router twice.
-        shuffle: reorders the list of addresses in place; they are tried in that order. Default: random.
+        timeout_seconds: deadline of each call without one of its own, over all its reconnects.
+        api_key: sent with every call, if the routers require keys.
+        tls: trusted authority and own certificate, if the routers use TLS; `ClientTls()` trusts the system's list.
+        max_reconnects: how often one call may move to another router; default: each router twice.
+        shuffle: reorders the list of addresses in place, which are tried in that order. Default: random.
 
     Every method raises a class of `cluster.errors`.
     """
@@ -75,7 +75,7 @@ class Client:
         timeout_seconds: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Stream:
-        """Starts a completion and hands out its chunks as they come. Closing it cancels the request."""
+        """Start a completion and yield its chunks as they arrive. Closing the stream cancels the request."""
         request = generate_request(prompt, options, model=model, request_id=request_id, explain=explain)
         return Stream(self, StreamProgress(request, self._max_reconnects), self._seconds(timeout_seconds))
 
@@ -89,7 +89,7 @@ class Client:
         timeout_seconds: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """The whole answer at once."""
+        """Return the whole answer."""
         request = generate_request(prompt, options, model=model, request_id=request_id, explain=explain)
         progress = StreamProgress(request, self._max_reconnects)
         with Stream(self, progress, self._seconds(timeout_seconds)) as stream:
@@ -100,7 +100,7 @@ class Client:
     def tokenize(
         self, prompt: str | Sequence[Message], *, model: str = "", timeout_seconds: float | None = None
     ) -> list[int]:
-        """Token ids of a text, or of a conversation under the model's chat template."""
+        """Return the token ids of a text, or of a conversation under the model's chat template."""
         request = tokenize_request(prompt, model=model)
         answer = self._unary(
             lambda stub, left: stub.Tokenize(request, timeout=left, metadata=self._metadata), timeout_seconds
@@ -108,7 +108,7 @@ class Client:
         return list(answer.token_ids)
 
     def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
-        """The models served."""
+        """Return the served models."""
         answer = self._unary(
             lambda stub, left: stub.ListModels(pb.ListModelsRequest(), timeout=left, metadata=self._metadata),
             timeout_seconds,
@@ -116,7 +116,7 @@ class Client:
         return [ModelInfo(item.id, item.max_model_len, item.created_unix_seconds) for item in answer.models]
 
     def close(self) -> None:
-        """Closes the connections, for good; streams still open are cancelled."""
+        """Close the connections for good; open streams are cancelled."""
         with self._lock:
             self._closed = True
             channels, self._channels = list(self._channels.values()), {}
@@ -208,13 +208,13 @@ class Stream(Iterator[Chunk]):
             raise
 
     def close(self) -> None:
-        """Cancels the request, if it is still running, and ends the iteration, also in another thread."""
+        """Cancel the request if it is running, and end the iteration, also in another thread."""
         self._closed = True
         if self._call is not None and not self._progress.done:
             self._call.cancel()  # type: ignore[no-untyped-call]
 
     def completion(self) -> Completion:
-        """Everything received, once the stream has ended."""
+        """Return everything received, once the stream has ended."""
         return self._progress.completion()
 
     @property
@@ -233,13 +233,13 @@ class Stream(Iterator[Chunk]):
 
     @property
     def seed(self) -> int | None:
-        """The seed in use, drawn by the router where the request named none; None before the first chunk."""
+        """The seed in use, chosen by the router if the request had none; None before the first chunk."""
         started = self._progress.started
         return started.seed if started else None
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """Who works on it, as the first event named them."""
+        """The workers of the request, as named by the first event."""
         started = self._progress.started
         return tuple(started.worker_ids) if started else ()
 

@@ -1,7 +1,7 @@
-"""How far a stream has come, and how to go on elsewhere. No input or output: both clients drive it.
+"""Progress of a stream, and how it resumes at another router. No input or output: both clients drive it.
 
 request() ──► a router ──► feed(event)* ──► done
-    ▲                          │ connection lost, another router left, n = 1
+    ▲                          │ connection lost, a reconnect left, n = 1
     └──────────────────────────┘ the next request carries the tokens held and the seed
 """
 
@@ -22,7 +22,7 @@ from wire import inference_pb2 as pb
 
 @dataclass
 class _Held:
-    """What one choice has received so far."""
+    """Tokens and text of one choice so far."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -40,12 +40,12 @@ class _Held:
 
 
 class StreamProgress:
-    """One call of `stream` or `generate`, over all the routers it takes."""
+    """One call of `stream` or `generate`, across all its routers."""
 
     def __init__(self, request: pb.GenerateRequest, max_reconnects: int) -> None:
         self._request = request
         if max_reconnects > 0 and not request.request_id:
-            # Named here, so that the next router knows it for the same one even if the first never said anything.
+            # The id is chosen here, so that the next router recognises the request even if the first one never answered.
             request.request_id = f"req-{secrets.token_hex(12)}"
         self._choices = request.options.n if request.options.HasField("n") else 1
         self._wants_logprobs = request.options.HasField("logprobs")
@@ -56,7 +56,7 @@ class StreamProgress:
         self.reconnects = 0
 
     def request(self) -> pb.GenerateRequest:
-        """The next attempt's request: the first one's, or one that resumes after the tokens held."""
+        """Return the request of the next attempt: the original, or one that resumes after the received tokens."""
         if not self.reconnects:
             return self._request
         resumed = pb.GenerateRequest()
@@ -72,7 +72,7 @@ class StreamProgress:
         return resumed
 
     def feed(self, event: pb.GenerateResponse) -> Chunk | None:
-        """Takes one event; returns the chunk to hand out, if it is one."""
+        """Process one event. Returns its chunk, if it has one."""
         if event.HasField("started"):
             self._started = event.started
         kind = event.WhichOneof("event")
@@ -124,9 +124,9 @@ class StreamProgress:
         )
 
     def lost(self, error: grpc.RpcError | None) -> None:
-        """The attempt ended without Completed. Returns if another router may go on with it.
+        """Record that the attempt ended without Completed. Returns if another router may continue.
 
-        Raises the typed error if not: it was an answer, no reconnect is left, or several choices had begun.
+        Otherwise raises the typed error: the router refused, no reconnect is left, or several choices had begun.
         """
         failure = _typed(error)
         if self._all_finished():
@@ -152,7 +152,7 @@ class StreamProgress:
         return taken
 
     def _check_position(self, chunk: pb.Chunk, held_tokens: int) -> None:
-        # A lost or repeated token must never pass unseen: every token says where it belongs.
+        # Every token carries its position, so that a lost or repeated one is noticed.
         expected = (self._started.prompt_tokens if self._started else 0) + held_tokens
         for offset, token in enumerate(chunk.tokens):
             if token.position != expected + offset:
@@ -162,7 +162,7 @@ class StreamProgress:
         return self._started is not None and all(held.finish_reason for held in self._held.values())
 
     def _finish_without_farewell(self) -> None:
-        # Every token is here and only the farewell is lost: asking again would compute it all for nothing.
+        # Every token has arrived and only the end is missing: another attempt would compute everything again.
         assert self._started is not None
         tokens = sum(len(held.token_ids) for held in self._held.values())
         usage = pb.Usage(prompt_tokens=self._started.prompt_tokens, completion_tokens=tokens)
@@ -176,7 +176,7 @@ def _typed(error: grpc.RpcError | None) -> BatonError:
 
 
 def _connection_lost(error: grpc.RpcError | None) -> bool:
-    """True for what a dying router leaves behind, and where a router says that another may do it."""
+    """Whether the error means a lost router, or a refusal that another router may not share."""
     if error is None:
         return True
     status = error.code()

@@ -1,4 +1,4 @@
-"""From Python values to the wire's requests, with the field named where a value does not fit."""
+"""Conversion of Python values to requests of the wire; errors name the field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPEATED = frozenset({"stop", "stop_token_ids"})
 def generate_request(
     prompt: Prompt, options: GenerateOptions, *, model: str, request_id: str, explain: bool
 ) -> pb.GenerateRequest:
-    """Raises InvalidRequestError for what protobuf cannot carry; the router checks the rest."""
+    """Build a request. Raises InvalidRequestError for values that protobuf cannot hold; the router checks the rest."""
     request = pb.GenerateRequest(model=model, request_id=request_id, explain=explain)
     _set_prompt(request, prompt)
     for name, value in options.items():
@@ -44,7 +44,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
 
 
 def _token(item: object) -> int:
-    # index(), so that numpy's and torch's integers pass and a float or a string does not
+    # index() accepts integers of numpy and torch, but no floats or strings
     return item.__index__()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -66,7 +66,7 @@ def _set_option(options: pb.GenerateOptions, name: str, value: Any) -> None:
 
 
 class _naming:
-    """Turns protobuf's complaint about a value into InvalidRequestError with the field's name."""
+    """Converts an error of protobuf about a value into InvalidRequestError with the field's name."""
 
     def __init__(self, field: str) -> None:
         self._field = field

@@ -1,4 +1,4 @@
-"""The routers a client was given, and which one it talks to now."""
+"""The routers of a client, and the one in use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from cluster.errors import ConfigError
 
-# A router that hangs, or whose host fell silent, is left within 5 s. gRPC's own pings, which measure the connection, have
-# a time-out of their own (60 s), and while one of them is out no keepalive is sent.
+# A router that hangs, or whose host is silent, is left within 5 s. gRPC's own pings, which measure the connection, have a
+# time-out of 60 s, and while one is pending no keepalive is sent.
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
@@ -22,7 +22,7 @@ Shuffle = Callable[[list[str]], None]
 
 
 class Routers:
-    """A ring of addresses. A failure moves on from the address that failed, once, whoever reports it.
+    """A ring of addresses. A failure moves on from the failed address, once, however many calls report it.
 
     Each client shuffles the list: clients with the same list spread over all routers, and the clients of a router that
     dies spread over the remaining ones.
@@ -49,18 +49,18 @@ class Routers:
 
 
 def call_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """What goes with every call."""
+    """Return the metadata of every call."""
     if not (api_key.isascii() and api_key.isprintable()):
         raise ConfigError("api_key: has characters that no header may have", field="api_key")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 def default_reconnects(addresses: Sequence[str]) -> int:
-    """Each router twice; a single one is not asked again."""
+    """Each router twice; a single router is not retried."""
     return 0 if len(addresses) < 2 else 2 * len(addresses) - 1
 
 
 def pause_seconds(reconnects: int, routers: int) -> float:
-    """The first round over the other routers is immediate, later ones wait a little longer each."""
+    """Pause before a reconnect: none in the first round over the other routers, growing in later ones."""
     rounds = reconnects // max(1, routers)
     return min(1.0, 0.1 * rounds)

@@ -1,4 +1,4 @@
-"""What goes into a client and what comes out. Everything that comes out is frozen."""
+"""Arguments and results of the clients. Results are frozen."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """How to generate. What is left out comes from the model's generation_config.json, else the defaults."""
+    """Options of a generation. Missing ones come from the model's generation_config.json, else the defaults."""
 
-    max_tokens: int  # default: what is left of the context
+    max_tokens: int  # default: the rest of the context
     temperature: float  # default 1; 0 is greedy
     top_k: int
     top_p: float
@@ -52,7 +52,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What arrived at once for one choice.
+    """Text and tokens that arrived together for one choice.
 
     `text` may be empty while a stop string or a UTF-8 sequence is undecided.
     """
@@ -73,7 +73,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Where the request's time went (seconds), what was shipped (bytes) and who worked on it."""
+    """Time spent on the request by stage (seconds), shipped bytes, and its workers."""
 
     router_queue_seconds: float = 0.0
     placement_seconds: float = 0.0
@@ -83,7 +83,7 @@ class Timings:
     decode_queue_seconds: float = 0.0
     decode_seconds: float = 0.0
     first_step_seconds: float = 0.0  # of decode_seconds
-    router_trip_seconds: float = 0.0  # the first token's way beyond its worker's own time
+    router_trip_seconds: float = 0.0  # the first token's time between router and worker
     total_seconds: float = 0.0
     kv_bytes_shipped: int = 0
     not_shipped_tokens: int = 0
@@ -106,7 +106,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. `reconnects` counts the routers that were lost on the way."""
+    """A whole answer. `reconnects` counts the lost routers."""
 
     request_id: str
     model: str

@@ -1,5 +1,5 @@
-"""`baton doctor`: is this Kubernetes cluster ready for Baton, and which values fit it?
+"""`baton doctor`: checks of a Kubernetes cluster before an install, and chart values that fit it.
 
-reading.py reads the cluster into facts.py; checks.py judges; values.py answers for the chart, with pods that room.py finds
-nodes for and objects that rights.py says may be created; report.py shows it.
+reading.py reads the cluster into facts.py; checks.py checks them; values.py chooses the chart's values, with pods that
+room.py can place on nodes and objects that rights.py allows; report.py prints the result.
 """

@@ -1,4 +1,4 @@
-"""Judges facts: what is there, what is missing, what to do about it."""
+"""Checks of the facts: what exists, what is missing, and what to do."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from baton.doctor.pods import pods_of
 from baton.doctor.room import blocking, shown, without_room
 from baton.doctor.values import values_for
 
-OLDEST = (1, 29)  # the chart is validated from here on
+OLDEST = (1, 29)  # oldest version for which the chart is validated
 
-# ok: as it should be; info: Baton runs without; warning: something will be worse; missing: an install would fail.
+# ok; info: Baton runs without it; warning: Baton works worse; missing: an install would fail.
 Grade = Literal["ok", "info", "warning", "missing"]
 
 
@@ -159,7 +159,7 @@ def _permissions(facts: Facts) -> Check:
     if any(one.allowed is None for one in facts.permissions):
         return _unknown(facts, "permissions", "permissions", "")
     operators = (KUBERAY, *PROMETHEUS, RULES, *CERT_MANAGER)
-    # Nobody misses a right to objects that this cluster does not know.
+    # Rights to kinds that this cluster does not have are not needed.
     optional = [
         one for one in denied if one.full_name not in operators or facts.crds.get(one.full_name) is not None
     ]

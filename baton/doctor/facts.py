@@ -1,4 +1,4 @@
-"""What a cluster has, as far as Baton cares."""
+"""Facts about a cluster that matter for Baton."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Node:
         return self.ready and self.schedulable
 
     def amount(self, resource: str) -> float:
-        """Allocatable, in cores, bytes or pieces."""
+        """Allocatable amount in cores, bytes or devices."""
         return amount(self.allocatable.get(resource, "0"))
 
     @property
     def gpu_resource(self) -> str:
-        """The resource that a worker here would ask for; empty: no GPUs."""
+        """The GPU resource that a worker here would request; empty without GPUs."""
         whole = [name for name in GPU_RESOURCES if _count(self.allocatable, name)]
         parts = sorted(
             name
@@ -65,7 +65,7 @@ class Node:
 
     @property
     def rdma(self) -> Mapping[str, int]:
-        """RDMA resources by name: device plugins call them what they like, but always after what they are."""
+        """RDMA resources, recognised by name: device plugins choose their names, but include what they are."""
         names = (name for name in self.allocatable if _is_rdma(name))
         return {
             name: _count(self.allocatable, name) for name in sorted(names) if _count(self.allocatable, name)
@@ -80,8 +80,8 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class Permission:
-    """An action that an install takes, and whether whoever asks may take it. None: the API does not say.
-    `feature`: the values that it is for; empty: every install takes it."""
+    """An action of an install, and whether the caller may do it; None if the API does not say. `feature`: the values that
+    need it; empty: every install."""
 
     verb: str
     resource: str
@@ -96,7 +96,7 @@ class Permission:
 
 @dataclass(frozen=True)
 class Facts:
-    """`unread`: what could not be read, and why: it is unknown, not missing."""
+    """`unread`: what could not be read, with the reason; it is unknown, not missing."""
 
     version: str
     namespace: str
@@ -111,11 +111,11 @@ class Facts:
         return [node for node in self.nodes if node.usable and node.gpus]
 
     def may(self, *names: str) -> bool:
-        """Is nothing of these objects (by full name) forbidden, as far as is known?"""
+        """Whether no action on these objects (by full name) is known to be forbidden."""
         return not any(one.allowed is False and one.full_name in names for one in self.permissions)
 
     def gpu_kinds(self) -> Counter[tuple[str, str]]:
-        """GPUs by (product, resource), of usable nodes."""
+        """Count GPUs of usable nodes by (product, resource)."""
         kinds: Counter[tuple[str, str]] = Counter()
         for node in self.gpu_nodes:
             kinds[node.gpu_product, node.gpu_resource] += node.gpus

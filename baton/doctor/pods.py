@@ -1,4 +1,4 @@
-"""The pods that an install with given values makes, and what they ask of nodes.
+"""The pods of an install with given values, and their requests.
 
 The amounts are the chart's defaults; a test compares them with what the chart renders.
 """

@@ -9,7 +9,7 @@ from kubernetes.utils.quantity import parse_quantity
 
 @functools.cache
 def amount(quantity: str) -> float:
-    """In units; what can't be read counts as nothing."""
+    """Parse a quantity; an unreadable one counts as 0."""
     try:
         return float(parse_quantity(quantity))  # type: ignore[no-untyped-call]
     except ValueError:

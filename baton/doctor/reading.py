@@ -1,4 +1,4 @@
-"""Reads a cluster's facts through its API. Every call has a deadline; what is forbidden is unknown, not missing."""
+"""Reads a cluster's facts through its API. Every call has a deadline; forbidden objects are unknown, not missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 
 @contextmanager
 def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
-    """An API client: the named kubeconfig, else the usual one, else the pod's service account. Raises ConfigError."""
+    """Return an API client by the named kubeconfig, the default one, or the pod's service account. Raises ConfigError."""
     try:
         opened = open_api(kubeconfig, context, as_user=True)
     except (kubernetes_config.ConfigException, OSError) as error:
@@ -34,7 +34,7 @@ def connect(kubeconfig: Path | None, context: str) -> Iterator[Any]:
 
 
 class Reader:
-    """Raises UnavailableError when the API does not answer at all."""
+    """Raises UnavailableError if the API does not answer at all."""
 
     def __init__(self, api: Any, namespace: str, seconds: float):
         self._api = api
@@ -67,7 +67,7 @@ class Reader:
             return nothing
 
     def _all(self, list_some: Callable[..., Any]) -> Iterator[Any]:
-        """Page by page: clusters have thousands of nodes."""
+        """List objects page by page, because clusters have thousands of nodes."""
         after = None
         while True:
             page = list_some(

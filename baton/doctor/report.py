@@ -1,4 +1,4 @@
-"""What `baton doctor` prints."""
+"""Output of `baton doctor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.doctor.pods import Values
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what both pools share twice: people edit one of them."""
+    """Dumps values without YAML aliases, so that either pool can be edited alone."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

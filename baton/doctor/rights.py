@@ -1,4 +1,4 @@
-"""What whoever installs the chart must be allowed to do: always, and for what its values switch on."""
+"""Rights that installing the chart needs, always and for features that its values enable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RBAC = "rbac.authorization.k8s.io"
 
 @dataclass(frozen=True)
 class Right:
-    """`feature`: the values that need it; empty: every install does. Objects without a namespace are asked about
+    """`feature`: the values that need it; empty: every install. Rights to objects without a namespace are asked for
     without one: an administrator of one namespace may create none of them."""
 
     group: str
@@ -38,7 +38,7 @@ RIGHTS = (
     Right("policy", "poddisruptionbudgets"),
     Right(_RBAC, "clusterroles", feature="topology.enabled", has_namespace=False),
     Right(_RBAC, "clusterrolebindings", feature="topology.enabled", has_namespace=False),
-    # Nobody may grant what they lack themselves.
+    # Kubernetes lets no one grant rights that they lack.
     Right("", "nodes", "get", feature="topology.enabled", has_namespace=False),
     Right(_RBAC, "roles", feature="autoscaling.enabled"),
     Right(_RBAC, "rolebindings", feature="autoscaling.enabled"),

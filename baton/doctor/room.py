@@ -1,4 +1,4 @@
-"""Do nodes have room for these pods? By what they can give away at all: what runs there already is not known."""
+"""Whether nodes have room for pods, by allocatable amounts; running pods are not considered."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _GIB = 2.0**30
 
 
 def without_room(pods: Iterable[PodNeed], nodes: Iterable[Node]) -> list[PodNeed]:
-    """Those that fit nowhere once the others are placed: the largest first, each on the first node that takes it, and
-    on one with GPUs only if no other does."""
+    """Return the pods that fit nowhere after placing the others: largest first, each on the first node that fits, on one
+    with GPUs only if no other does."""
     free = [
         (node, {name: node.amount(name) for name in node.allocatable})
         for node in sorted(nodes, key=lambda node: node.gpus)
@@ -32,7 +32,7 @@ def without_room(pods: Iterable[PodNeed], nodes: Iterable[Node]) -> list[PodNeed
 
 
 def shown(pods: Sequence[PodNeed]) -> str:
-    """What they ask for together, e.g. `6 pods with 11.7 CPUs, 68.8 GiB, 2 × nvidia.com/gpu`."""
+    """Describe their total requests, e.g. `6 pods with 11.7 CPUs, 68.8 GiB, 2 × nvidia.com/gpu`."""
     sums: defaultdict[str, float] = defaultdict(float)
     for pod in pods:
         for name, count in pod.amounts.items():
@@ -43,7 +43,7 @@ def shown(pods: Sequence[PodNeed]) -> str:
 
 
 def blocking(taints: Iterable[Taint]) -> set[Taint]:
-    """Those that keep pods off, unless they tolerate them."""
+    """Return the taints that keep off pods without a toleration."""
     return {taint for taint in taints if taint.effect in ("NoSchedule", "NoExecute")}
 
 

@@ -1,4 +1,4 @@
-"""The chart's values that fit a cluster: only what differs from the chart's defaults, or follows from what is there."""
+"""Values of the chart that fit a cluster: those that differ from the defaults or follow from the cluster."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _TOPOLOGY = (
 
 @dataclass(frozen=True)
 class _Size:
-    """What a worker asks for; it may take twice the memory."""
+    """Requests of a worker; its memory limit is twice the request."""
 
     cpu: str
     gib: int
     routers: int | None = None
 
 
-_DEFAULT = _Size("4", 32)  # the chart's own
+_DEFAULT = _Size("4", 32)  # the chart's default
 _SIZES = (_DEFAULT, _Size("4", 16), _Size("2", 8), _Size("1", 4))
 _SMALL_SIZES = (_Size("1", 2), _Size("500m", 2, routers=1))  # for small models on CPUs
 
 
 def values_for(facts: Facts) -> Values:
-    """The first plan that the nodes have room for, with workers as large as goes. Where there is room for none, the
-    first: checks.py says so."""
+    """Return the first plan that fits the nodes, with workers as large as possible; if none fits, the first one, and
+    checks.py reports it."""
     operators = _operators(facts)
     sizes = _SIZES if facts.gpu_nodes else (*_SIZES, *_SMALL_SIZES)
     plans = [
@@ -56,7 +56,7 @@ def values_for(facts: Facts) -> Values:
 
 
 def _operators(facts: Facts) -> Values:
-    """What is installed beside Baton and may be used, and what may be read."""
+    """Values for installed operators and readable objects."""
     values: Values = {}
     if "v1" in facts.crds.get(KUBERAY, ()) and facts.may(KUBERAY):
         values["ray"] = {"mode": "kuberay"}
@@ -65,7 +65,7 @@ def _operators(facts: Facts) -> Values:
     observability = {"monitors": _usable(facts, *PROMETHEUS), "rules": _usable(facts, RULES)}
     if any(observability.values()):
         values["observability"] = {name: {"enabled": True} for name, there in observability.items() if there}
-    # Reading a node's labels takes a cluster role; and there may be nothing to read.
+    # Reading labels of nodes needs a cluster role, and there may be no labels.
     labelled = any(label in node.labels for node in facts.nodes for label in (ZONE_LABEL, CLIQUE_LABEL))
     if not labelled or not facts.may(*_TOPOLOGY):
         values["topology"] = {"enabled": False}
@@ -87,7 +87,7 @@ def _sized(plan: Values, size: _Size) -> Values:
             }
             more["shmSize"] = f"{min(8, max(1, size.gib // 2))}Gi"
         if not plan[role]["gpus"]:
-            # What is free is the node's to a process, and its limit is the pod's.
+            # A process sees the node's free memory, but is limited by its pod.
             more["kvMemoryBytes"] = size.gib * _GIB // 8
         values[role] = {**plan[role], **more}
     if size.gib <= 4:
@@ -103,8 +103,8 @@ def _cpu_plan() -> Values:
 
 
 def _gpu_plans(facts: Facts) -> Iterator[Values]:
-    """One GPU a worker, on the kind of GPU there is most of: what the model needs is the user's to say. Or each pool on
-    a kind of its own; or, of a single GPU, a decode worker that prefills by itself."""
+    """One GPU per worker of the most frequent kind, because the model's needs are unknown; or a kind per pool; or, with a
+    single GPU, a decode worker that prefills itself."""
     kinds = [kind for kind, _ in facts.gpu_kinds().most_common()]
     pools = [_gpu_pool(facts, *kind) for kind in kinds[:2]]
     yield {"prefill": pools[0], "decode": pools[0]}
@@ -130,7 +130,7 @@ def _gpu_pool(facts: Facts, product: str, resource: str) -> Values:
 
 
 def _tolerations(nodes: Sequence[Node]) -> list[Values]:
-    """Of the taints that keep pods off every one of these nodes."""
+    """Return tolerations of the taints that all of these nodes have."""
     common = set.intersection(*(blocking(node.taints) for node in nodes))
     return [
         {"key": taint.key, "operator": "Equal", "value": taint.value, "effect": taint.effect}

@@ -1,7 +1,7 @@
-"""Certificates for development: two authorities, and what they sign.
+"""Certificates for development, signed by two authorities.
 
-ca         signs router and worker: the cluster's own, and nothing else
-client-ca  signs client: who may knock at the doors where they ask
+ca         signs router and worker: the cluster's own certificates, and nothing else
+client-ca  signs client: certificates of clients, where the routers require them
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from cluster.errors import ConfigError
 from cluster.security.tls import ROUTER_NAME, WORKER_NAME
 
 AUTHORITY_DAYS = 3650
-# Clocks differ a little: a certificate made now must be valid on a machine that is behind.
+# Clocks differ: a certificate made now must be valid on a machine whose clock is behind.
 SKEW = datetime.timedelta(minutes=5)
 _CURVE = ec.SECP256R1()
 
 
 def make_certs(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
-    """Writes new certificates; authorities that are there already sign again. Raises ConfigError."""
+    """Write new certificates, signed by existing authorities if there are any. Raises ConfigError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         cluster, clients = _authority(directory / "ca"), _authority(directory / "client-ca")
@@ -122,7 +122,7 @@ def _name(text: str) -> x509.GeneralName:
 
 
 def _write(stem: Path, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
-    """Each file whole or not at all; the key for its owner only, from the first byte on."""
+    """Write each file whole or not at all, the key readable by its owner only."""
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

@@ -1,4 +1,4 @@
-"""Child processes of `baton up`: started in sessions of their own, watched, and ended by pid."""
+"""Child processes of `baton up`: started in their own sessions, watched, and ended by pid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REAP_SECONDS = 5.0
 
 @dataclass
 class Child:
-    """One process and the file its output goes to."""
+    """One process and the file of its output."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -38,12 +38,12 @@ class Child:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, deadline_seconds: float) -> None:
-        """SIGTERM, then SIGKILL to whatever is left of its session."""
+        """Send SIGTERM, then SIGKILL to the rest of its session."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(deadline_seconds)
-        if self.process.poll() is None:  # its pid is its own until it has been waited for
+        if self.process.poll() is None:  # the pid is not reused before it has been waited for
             self._kill_session()
             # A process in a driver's call must not keep the other children from being stopped
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -51,7 +51,7 @@ class Child:
         self.reap()
 
     def reap(self, seconds: float = REAP_SECONDS) -> bool:
-        """After the child's exit: kill what is left of its session. True if nothing of it runs any more."""
+        """After the child's exit, kill the rest of its session. Returns True if no process of it is left."""
         return sessions.end(self.pid, 0, 0.0, seconds)
 
     def _kill_session(self) -> None:
@@ -62,7 +62,7 @@ class Child:
 
 
 def start(name: str, command: Sequence[str], logs: Path, env: dict[str, str] | None = None) -> Child:
-    """Starts a child in its own session (Ctrl-C reaches only `baton up`, which stops it in order)."""
+    """Start a child in its own session, so that Ctrl-C reaches only `baton up`, which stops children in order."""
     log = logs / f"{name}.log"
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -82,7 +82,7 @@ def baton_command(*arguments: str) -> list[str]:
 
 
 def check_alive(children: Sequence[Child]) -> None:
-    """Raises SetupError with the end of its log if one has exited."""
+    """Raise SetupError with the end of its log if a child has exited."""
     for child in children:
         code = child.exit_code()
         if code is not None:
@@ -90,7 +90,7 @@ def check_alive(children: Sequence[Child]) -> None:
 
 
 def stop_all(children: Sequence[Child], deadline_seconds: float) -> None:
-    """Tells all to stop at once, then waits for each until the common deadline."""
+    """Signal all children at once, then wait for each until the common deadline."""
     for child in children:
         if child.exit_code() is None:
             child.process.terminate()

@@ -1,9 +1,9 @@
-"""Starts, watches and stops everything that `baton up` promises.
+"""Starts, watches and stops the processes of `baton up`.
 
 Redis ─► routers + workers (side by side) ─► all registered, routers ready ─► state file
-run:   what dies is started again: a router at its old address, a worker under a new id (its end is a fact then); Ray
-       as a whole, while its workers go on
-stop:  routers ─► workers (and Ray) ─► Redis          only what was started here
+run:   processes that die are started again: a router at its old address, a worker under a new id (the old one has ended
+       for good); Ray as a whole, while its workers continue
+stop:  routers ─► workers (and Ray) ─► Redis          only processes that were started here
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class LocalCluster:
-    """A cluster on this machine. `start`, then `watch` now and then, then `stop` whatever happened."""
+    """A cluster on this machine. Call `start`, then `watch` periodically, and `stop` in any case."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class LocalCluster:
         progress: Progress = lambda line: None,
         start_seconds: float = START_SECONDS,
     ):
-        """Raises ConfigError where the state file cannot be written, SetupError where nothing can."""
+        """Raises ConfigError if the state file cannot be written, SetupError if no file can."""
         if options.state_file is not None:
             check_writable(options.state_file, "--state-file", "state_file")
         self._options = options
@@ -74,8 +74,8 @@ class LocalCluster:
         self._servers = Supervisor()  # Redis
         self._notices = ExitNotices(options.tls.peers())
         self._written: ClusterState | None = None
-        self._ports: dict[str, dict[str, int]] = {}  # where each router last served
-        self._unwritten = False  # the state file's folder takes nothing just now
+        self._ports: dict[str, dict[str, int]] = {}  # last ports of each router
+        self._unwritten = False  # the last write of the state file failed
 
     @property
     def logs(self) -> Path:
@@ -112,7 +112,7 @@ class LocalCluster:
         return state
 
     def watch(self) -> list[str]:
-        """Starts again what has died; returns what people should know. The state file follows."""
+        """Restart processes that have died and update the state file. Returns messages for the user."""
         said = [*self._servers.check(), *self._routers.check(), *self._workers.check()]
         if self._ray is not None:
             said += self._ray.check()
@@ -146,7 +146,7 @@ class LocalCluster:
         )
 
     def _ready(self, supervisor: Supervisor) -> list[dict[str, Any]]:
-        """What the children that live and serve have written about themselves."""
+        """Return the ready files of the running children."""
         running = [child for child in supervisor.children if child.exit_code() is None]
         read = (_read_if_there(self._ready_file(child.name)) for child in running)
         return [facts for facts in read if facts is not None]
@@ -226,7 +226,7 @@ class LocalCluster:
             self._routers.add(start(), start, served=self._has_served)
 
     def _start_router(self, name: str, config: RouterConfig) -> Child:
-        """Also after its death: at the addresses that clients know."""
+        """Start or restart a router, at the same addresses after a restart."""
         ready = self._ready_file(name)
         last = _read_if_there(ready)
         if last is not None:
@@ -241,7 +241,7 @@ class LocalCluster:
         return {"decode": self._options.decode, "prefill": self._options.prefill_workers}
 
     def _worker_configs(self) -> dict[str, list[dict[str, Any]]]:
-        """As Ray may keep them."""
+        """Settings of workers in a form without secrets, which Ray may store."""
         configs = {}
         for role, count in self._counts().items():
             config = self._options.worker_config(role, self._redis_url, self._namespace, self._secret)
@@ -257,7 +257,7 @@ class LocalCluster:
                 self._workers.add(start(), start, on_gone, served=self._has_served)
 
     def _start_worker(self, role: Role) -> Child:
-        """Under an id of its own: what is said of a process that has died is never true of its successor."""
+        """Start a worker under a new id, so that statements about a dead process never apply to its successor."""
         config = self._options.worker_config(role, self._redis_url, self._namespace, self._secret)
         name = config.worker_id
         path = self._write_config(name, config.model_dump(mode="json"))
@@ -322,8 +322,8 @@ class LocalCluster:
         context = tls.context() if tls is not None else None
 
         def ready() -> bool | None:
-            # The router's own view: it must know every worker, or its first requests see a part of the cluster.
-            # That view needs an admin's key where keys are on, and we have none.
+            # The router's own view must include every worker, or its first requests would use a part of the cluster.
+            # With API keys on, that view needs an admin's key, which `baton up` does not have.
             path = "ready" if keys else "v1/cluster"
             try:
                 with urllib.request.urlopen(f"{http}/{path}", timeout=2.0, context=context) as answer:
@@ -366,7 +366,7 @@ class LocalCluster:
 
 
 def _make_folder() -> Path:
-    """For what this cluster writes. Raises SetupError."""
+    """Create the folder for this cluster's files. Raises SetupError."""
     try:
         made = Path(tempfile.mkdtemp(prefix="baton-"))
         (made / "logs").mkdir()
@@ -378,7 +378,7 @@ def _make_folder() -> Path:
 
 
 def _ignore(child: Child) -> None:
-    """Nobody has to be told."""
+    """Discard a message."""
 
 
 def _port(address: str) -> int:

@@ -1,4 +1,4 @@
-"""Which of `baton certs`' files each process of a local cluster uses."""
+"""The files of `baton certs` that each process of a local cluster uses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class LocalTls:
         return fields
 
     def peers(self) -> Peers:
-        """For a word with the workers, as a router has it."""
+        """Channels to workers, with a router's certificate."""
         own = self._own("router")
         return Peers(make_identity(own.get("tls_cert"), own.get("tls_key"), own.get("tls_ca")))
 
     def client(self) -> ClientTls | None:
-        """For a look at the routers' doors from here."""
+        """TLS settings for requests of `baton up` to the routers' public ports."""
         if self._directory is None:
             return None
         cert, key = self._directory / "client.pem", self._directory / "client.key"

@@ -20,14 +20,14 @@ from cluster.errors import ConfigError
 from cluster.process.memory import available_bytes
 from cluster.redis.first_contact import check_url
 
-# Share of the memory free at the start that all KV pools together take when no size is given, and the most that one pool
-# takes: a small model gains nothing from more.
+# Default size of KV pools: share of the free memory for all of them together, and the limit for one, because a small model
+# gains nothing from more.
 KV_SHARE_OF_FREE = 0.3
 KV_POOL_MAX_BYTES = 2 << 30
-# A decode worker computes preempted requests up to this length again; a prefill worker, which has most of a longer one in
-# its cache, is quicker and does not delay the running batch.
+# A decode worker recomputes preempted requests up to this length. For longer ones a prefill worker is faster, because most
+# of the prompt is in its cache, and it does not delay the running batch.
 RECOMPUTE_LIMIT_TOKENS = 256
-# A prefill step may be long. A decode worker that prefills must not delay its running batch for longer than a chunk.
+# Prefill steps may be long; a decode worker that prefills delays its running batch by one chunk at most.
 BATCH_TOKENS: Mapping[Role, int] = {"prefill": 2048, "decode": 512}
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 _FLAGS: Mapping[tuple[Any, ...], str] = {**flags(RouterConfig), **flags(WorkerConfig)}
@@ -50,10 +50,10 @@ class UpOptions:
     require_client_certs: bool = False
     namespace: str = ""
     state_file: Path | None = None
-    # Settings that were given, nested as RouterConfig and WorkerConfig are; those of workers are for both roles.
+    # Given settings, nested like RouterConfig and WorkerConfig; worker settings apply to both roles.
     router: Mapping[str, Any] = field(default_factory=dict)
     worker: Mapping[str, Any] = field(default_factory=dict)
-    # From a file, under the names of SECTIONS; `router` and `worker` go first.
+    # From a file, by the names in SECTIONS; `router` and `worker` have precedence.
     sections: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class UpOptions:
             )
 
     def _check_settings(self) -> None:
-        """By the rules of the processes that will run with them, before any is started."""
+        """Check the settings with the models of the processes, before any process starts."""
         try:
             for index in {0, self.routers - 1}:  # the last one has the highest ports
                 self.router_config(index, "", "", "")
@@ -138,14 +138,14 @@ class UpOptions:
 
     @property
     def policy(self) -> ServeAutoscalingConfig | None:
-        """Raises ConfigError."""
+        """Read the autoscaling policy. Raises ConfigError."""
         return (
             None if self.autoscaling is None else sources.load(ServeAutoscalingConfig, {}, self.autoscaling)
         )
 
     @property
     def ray_cpus(self) -> int:
-        """A logical CPU for each rank that may ever run."""
+        """One logical CPU for each rank that may run at once."""
         prefill, decode = self.prefill_workers, self.decode
         if (policy := self.policy) is not None:
             prefill, decode = policy.prefill.max_replicas, policy.decode.max_replicas
@@ -197,7 +197,7 @@ class UpOptions:
         return RouterConfig.model_validate(_merged(given, ports, fixed))
 
     def worker_environment(self) -> dict[str, str]:
-        """Passive waiting: busy-waiting workers that share cores ran 40 times slower (measured)."""
+        """Environment of workers. Passive waiting: busy-waiting workers on shared cores ran 40 times slower (measured)."""
         threads = max(self.worker_config(role, "", "", "").engine.threads for role in ROLES)
         return {
             "OMP_NUM_THREADS": str(threads),
@@ -213,7 +213,7 @@ def _in_gib(size: int) -> str:
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings; later layers go before earlier ones."""
+    """Merge nested settings; later layers override earlier ones."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():

@@ -1,7 +1,7 @@
-"""A light Ray head of our own: the child of `baton up`, addressed by its port, never found by search.
+"""A light Ray head: a child of `baton up`, addressed by its port, never discovered.
 
 Every port is assigned, because 10001 and 52365 are fixed otherwise and two clusters on a machine would clash.
-Ray listens on all addresses whatever it is told, so a token, new for every cluster, guards it.
+Ray listens on all addresses in any case, so a token, new for every cluster, protects it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def start(
     resources: Mapping[str, float] = MappingProxyType({}),
     push_seconds: float = 0.0,
 ) -> RayHead:
-    """As `launch`; returns once it accepts connections. Raises SetupError."""
+    """Like `launch`, but returns once Ray accepts connections. Raises SetupError."""
     head = launch(num_cpus, logs, temp_dir, resources, push_seconds)
     wait_until_started(head)
     return head

@@ -1,6 +1,6 @@
-"""Ray's head and the process that deploys the pools on it; both start anew when any of Ray's own processes dies.
+"""Ray's head and the process that deploys the pools; both restart when any of Ray's own processes dies.
 
-ray exits ──► its pools process is ended ──► ray, pools again ──► new replicas take over the workers that go on meanwhile
+ray exits ──► its pools process is ended ──► ray, pools again ──► new replicas take over the workers, which keep serving
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KILL_SECONDS = 0.1
 
 
 class RayPools:
-    """`described` is the file that `baton pools` reads. `launch` starts a head, whose log the caller looks after."""
+    """`described`: the file that `baton pools` reads. `launch` starts a head; its log belongs to the caller."""
 
     def __init__(self, described: Path, logs: Path, workers: Path, launch: Callable[[], RayHead]):
         self._described = described
@@ -37,11 +37,11 @@ class RayPools:
         worker_sockets.write_owner(workers)
 
     def start(self) -> None:
-        """Returns when Ray accepts connections; the workers come later. Raises SetupError."""
+        """Return when Ray accepts connections; workers start later. Raises SetupError."""
         try:
             head = self._start_head()
         except SetupError as error:
-            # Ray gives its own start 30 s; on a machine that others use it may need more, and rarely does twice.
+            # Ray limits its start to 30 s, which a busy machine may exceed, rarely twice.
             log.warning("once more: %s", error)
             head = self._start_head()
         self._ray.add(head.child, self._start_again, on_exit=self._ray_exited)
@@ -57,7 +57,7 @@ class RayPools:
         return head
 
     def check(self) -> list[str]:
-        """Starts again what has died; see Supervisor."""
+        """Restart processes that have died (see Supervisor)."""
         return [*self._ray.check(), *self._pools.check()]
 
     @property
@@ -66,14 +66,14 @@ class RayPools:
 
     def stop(self, seconds: float) -> None:
         ray_lives = all(child.exit_code() is None for child in self._ray.children)
-        # It ends Serve, and with it the replicas and their workers; without Ray it would wait for what never comes.
+        # Stopping it ends Serve, its replicas and their workers; without Ray it would wait for ever.
         children.stop_all(self._pools.children, seconds if ray_lives else KILL_SECONDS)
         if self._head is not None:
             self._head.stop()
         worker_sockets.end_all(self._workers, seconds)
 
     def _ray_exited(self, child: Child) -> None:
-        """Perhaps only when the next Ray runs already, whose pools these are then."""
+        """Called after Ray's exit, perhaps only when the next Ray already runs, which then owns the pools."""
         if self._head is not None and self._head.child is child:
             self._end_pools()
 
@@ -83,7 +83,7 @@ class RayPools:
         self._pools = Supervisor()
 
     def _start_again(self) -> Child:
-        """Does not wait for Ray: who calls watches routers too. `baton pools` waits."""
+        """Restart without waiting for Ray, because the caller also watches routers; `baton pools` waits."""
         self._end_pools()
         self._head = self._launch()
         self._deploy(self._head)
@@ -97,6 +97,6 @@ class RayPools:
     def _start_pools(self, head: RayHead) -> Child:
         command = children.baton_command("pools", "--config", str(self._described), "--address", head.address)
         command += ["--ready-file", str(self._deployed)]
-        if self._deployed.exists():  # only this process has died: deploying again would replace every worker
+        if self._deployed.exists():  # only this process died; deploying again would replace every worker
             command.append("--deployed")
         return children.start("pools", command, self._logs, head.env)

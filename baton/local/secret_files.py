@@ -1,4 +1,4 @@
-"""Secrets in files of their own, for processes whose settings pass through Ray: it keeps and shows them."""
+"""Secrets in files, for processes whose settings pass through Ray, which stores and shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.redis.urls import split_password
 
 
 def without_secrets(config: WorkerConfig, directory: Path) -> dict[str, Any]:
-    """The settings as a file would say them, with the names of files that hold the secrets; `settings.load` reads these.
+    """Return the settings with each secret replaced by the name of a file that holds it, which `settings.load` reads.
 
     Raises OSError if they cannot be written, ConfigError if redis_url holds another secret than its password.
     """

@@ -1,4 +1,4 @@
-"""The state file of `baton up`: what runs where, for scripts."""
+"""The state file of `baton up`: processes and addresses, for scripts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ClusterState:
         safe_files.replace(path, self._text().encode())
 
     def remove(self, path: Path) -> None:
-        """Remove the file if it is still ours: another cluster may have replaced it."""
+        """Remove the file unless another cluster has replaced it."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if path.read_text() == self._text():
                 path.unlink()

@@ -1,4 +1,4 @@
-"""Starts again what has died, with a pause that grows, until it has died too often in a row.
+"""Restarts processes that have died, with growing pauses, until one has died too often in a row.
 
 running ──exits──► waiting (0.2 s, 0.4 s, … 10 s) ──► running
    └── lived shorter than 10 s, or never served, 8 times in a row ──► given up
@@ -21,7 +21,7 @@ MAX_SHORT_LIVES = 8
 
 @dataclass
 class SupervisedProcess:
-    """One process that has to be there. `restart` None: its end is reported and that is all."""
+    """A supervised process. Without `restart` its end is only reported."""
 
     child: Child
     restart: Callable[[], Child] | None
@@ -30,7 +30,7 @@ class SupervisedProcess:
     served: Callable[[Child], bool]
     started: float
     short_lives: int = 0
-    due: float | None = None  # when it is started again; None while it runs or is given up
+    due: float | None = None  # time of the restart; None while it runs or after giving up
     given_up: bool = False
     # Exited children with processes left in their sessions
     lingering: list[Child] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Supervisor:
         return [ward.child for ward in self._wards]
 
     def check(self) -> list[str]:
-        """What happened since the last call, for people to read."""
+        """Restart what is due. Returns what happened since the last call, as messages for the user."""
         said: list[str] = []
         for ward in self._wards:
             ward.lingering = [child for child in ward.lingering if not self._reaped(ward, child, 0.0)]
@@ -92,7 +92,7 @@ class Supervisor:
 
     def _reaped(self, ward: SupervisedProcess, child: Child, seconds: float) -> bool:
         gone = child.reap(seconds)
-        if gone:  # a worker's ranks are in its session: until they are gone, their writes may still land
+        if gone:  # a worker's ranks are in its session; until they have ended, their writes may land
             ward.on_gone(child)
         return gone
 
@@ -101,7 +101,7 @@ class Supervisor:
         ward.started = self._clock()
         try:
             ward.child = ward.restart()
-        except (SetupError, OSError) as error:  # a full disk, no more processes: it may pass
+        except (SetupError, OSError) as error:  # a full disk or too many processes: may be temporary
             ward.short_lives += 1
             ward.given_up = ward.short_lives >= MAX_SHORT_LIVES
             ward.due = None if ward.given_up else self._clock() + MAX_PAUSE_SECONDS

@@ -1,6 +1,6 @@
-"""`baton up` is the parent of prefill workers: its word that one has exited ends quarantines at decode workers.
+"""`baton up`, the parent of prefill workers, notifies decode workers of their exits, which ends quarantines.
 
-A notice is repeated until the decode worker has taken it or is gone itself: a stopped one hears it when it wakes.
+A notice is repeated until the decode worker acknowledges it or has ended; a stopped one gets it when it continues.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Notice:
 
 
 class ExitNotices:
-    """Never waits: every `send` looks after the calls of the one before."""
+    """Never blocks: each `send` completes the calls of the previous one."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -38,14 +38,14 @@ class ExitNotices:
 
     @property
     def targets(self) -> set[str]:
-        """Decode workers that have a notice still to take."""
+        """Decode workers with an unacknowledged notice."""
         return {notice.target for notice in self._notices}
 
     def add(self, exited: str, targets: Iterable[str]) -> None:
         self._notices += [_Notice(target, exited) for target in targets]
 
     def send(self, addresses: Mapping[str, str]) -> None:
-        """`addresses` of the decode workers that live, by worker id."""
+        """Send or repeat notices. `addresses`: those of live decode workers, by worker id."""
         waiting: list[_Notice] = []
         for notice in self._notices:
             delivered = notice.call is not None and notice.call.done() and notice.call.exception() is None

@@ -1,4 +1,4 @@
-"""A process that is done ends."""
+"""A deadline for the end of a process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ EXIT_SECONDS = 30.0
 
 
 def end_surely(seconds: float = EXIT_SECONDS) -> None:
-    """From now on this process has so long to end, however it came to that. A start that failed half-way leaves
-    threads of libraries behind (torch's process groups, Ray, NIXL), which Python may wait for without end; whoever
-    started this process waits for it too. After that time every thread's stack is printed, and the exit code is 1:
-    nobody needs the interpreter's lock for that.
+    """End this process within EXIT_SECONDS.
+
+    A start that failed half-way leaves threads of libraries (torch's process groups, Ray, NIXL) for which Python may wait
+    without end, and so would the parent process. After the deadline the stacks of all threads are printed and the exit
+    code is 1, which does not need the interpreter's lock.
     """
     faulthandler.dump_traceback_later(seconds, exit=True)

@@ -7,7 +7,7 @@ import socket
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different ports that are free now. All are held open until the last is drawn, so none repeats."""
+    """Return `count` different free ports. All stay bound until the last is chosen, so none repeats."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:

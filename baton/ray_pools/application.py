@@ -22,7 +22,7 @@ HEALTH_CHECK_TIMEOUT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Pool:
-    """Equal workers, and what Ray has to find for each."""
+    """Identical workers, and the resources that Ray must find for each."""
 
     config: WorkerConfig
     given: Mapping[
@@ -30,7 +30,7 @@ class Pool:
     ]  # the same as its deployer was given it: secrets are in files, or in the nodes' environment
     replicas: int
     gpus: int = 0
-    resources: Mapping[str, float] = field(default_factory=dict)  # of Ray's own naming
+    resources: Mapping[str, float] = field(default_factory=dict)  # by Ray's names
 
 
 def application(
@@ -38,10 +38,10 @@ def application(
     environment: Mapping[str, str],
     autoscaling: ServeAutoscalingConfig | None = None,
 ) -> Any:
-    """One Serve application, so that one policy can scale both pools. Serve wants one deployment at its root: the
+    """One Serve application, so that one policy can scale both pools. Serve needs one deployment at the root, so the
     later pool is bound to the earlier one, which only keeps its handle.
 
-    Ray keeps what is bound, and shows it to whoever reads its state: so no secret is in it.
+    Ray stores bound arguments and shows them to readers of its state, so they hold no secret.
     """
     bound: Any = None
     for role, pool in pools.items():
@@ -58,7 +58,7 @@ def _size(role: Role, replicas: int, autoscaling: ServeAutoscalingConfig | None)
             "min_replicas": limits.min_replicas,
             "max_replicas": limits.max_replicas,
             "initial_replicas": min(max(replicas, limits.min_replicas), limits.max_replicas),
-            # Pauses are the policy's own. Serve records numbers five times within this period.
+            # The policy has its own pauses. Serve records numbers five times per period.
             "upscale_delay_s": 0.0,
             "downscale_delay_s": 0.0,
             "look_back_period_s": max(1.0, autoscaling.interval_seconds),

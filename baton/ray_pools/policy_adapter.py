@@ -1,7 +1,8 @@
-"""The policy as Ray Serve runs it: in its controller, for both pools of the application at once.
+"""Adapter of the policy to Ray Serve, which runs it in its controller for both pools at once.
 
-Serve calls about ten times a second; a decision is made every `interval_seconds`. Workers' numbers are what replicas
-record (`record_autoscaling_stats`), a few seconds old. Serve picks who leaves; any replica drains in its destructor.
+Serve calls about ten times a second; a decision is made every `interval_seconds`. The status of workers is what
+replicas record (`record_autoscaling_stats`), a few seconds old. Serve chooses which replica leaves; each drains in its
+destructor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def deployment_name(role: Role) -> str:
 
 
 class PoolsPolicy:
-    """Made once by Serve's controller, with `config` as JSON. If that starts anew, targets are read from Serve."""
+    """Created by Serve's controller with `config` as JSON. After the controller's restart, targets are read from Serve."""
 
     def __init__(self, config: Mapping[str, Any]):
         self._config = ServeAutoscalingConfig.model_validate(config)

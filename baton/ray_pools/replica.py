@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class Replica:
-    """Keeps one worker, which is a process of its own: it outlives this one and Ray's others, and is taken over
-    by the replica that Serve starts in this one's place."""
+    """Supervises one worker, a process of its own: it outlives this replica and Ray's processes, and is taken over by
+    the replica that Serve starts next."""
 
     def __init__(self, config: Mapping[str, Any], environment: Mapping[str, str], other_pool: Any = None):
         os.environ.update(environment)
-        # What differs from node to node (its address, its secrets' files) stands in that node's environment.
+        # Settings that differ between nodes (address, files of secrets) are in the node's environment.
         resolved = sources.load(WorkerConfig, {}, values=config)
         self._drain_seconds = resolved.drain_seconds
         if resolved.engine.nodes > 1:
@@ -37,13 +37,13 @@ class Replica:
         threading.Thread(target=self._follow, name="follow", daemon=True).start()
 
     def _follow(self) -> None:
-        """Serve starts a replica whose process ends again at once: one that was killed, or drained by `baton drain`. On
-        a node that goes away it must not, so there the replica stays, without a worker, until the node is gone."""
+        """Serve restarts a replica whose process ends, as after a kill or `baton drain`. On a node that is going away it
+        must not, so there the replica stays without a worker until the node has gone."""
         left, failed = self._keeper.wait_ended()
         if self._keeper.left_for_good or self._stopping:
             return
         log.error("the worker has ended: %s", left or failed or "killed")
-        # From a thread that is not Ray's there is no gentler way, and nothing is left to lose.
+        # A thread outside Ray has no gentler way to end the replica, and no work is left.
         os._exit(0 if left else 1)
 
     def check_health(self) -> None:
@@ -52,7 +52,7 @@ class Replica:
             raise RuntimeError("the worker's engine has stopped or hangs, or its process is silent")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the policy reads: the numbers that this worker publishes in Redis too."""
+        """Return the numbers for the policy, the same that the worker publishes in Redis."""
         told = self._keeper.status().encode()
         return {name: float(number) for name, number in told.items() if not isinstance(number, str)}
 

@@ -1,4 +1,4 @@
-"""The pools' Serve application with a policy for all of it.
+"""The pools' Serve application with one policy for both pools.
 
 Serve takes such a policy only with a declared application, which it builds in a task of its own from an import path.
 Serve writes a builder's arguments into its log, so what the builder needs travels in the environment of that task instead.
@@ -29,7 +29,7 @@ def deploy(
     environment: Mapping[str, str],
     autoscaling: ServeAutoscalingConfig,
 ) -> None:
-    """Returns when the application runs. Raises SetupError."""
+    """Deploy, and return when the application runs. Raises SetupError."""
     from ray.serve._private.api import _get_global_client  # type: ignore[attr-defined]
     from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
@@ -73,7 +73,7 @@ def _wait_until_running(client: Any, name: str) -> None:
 
 
 def build(arguments: dict[str, str]) -> Any:
-    """Called by Serve, in the task that builds the application. Its arguments are none."""
+    """Build the application. Called by Serve in a task of its own, without arguments."""
     described = json.loads(os.environ[VARIABLE])
     pools: dict[Role, Pool] = {
         role: Pool(config=sources.load(WorkerConfig, {}, values=one["given"]), **one)

@@ -1,4 +1,4 @@
-"""The router's live view, asked for again and again on a thread of its own: keys must work while a router hangs."""
+"""Polls the router's live view on its own thread, so that keys work while a router hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATH = "/v1/cluster/live"
 
 @dataclass(frozen=True)
 class FeedSnapshot:
-    """What was seen last, and what is wrong since."""
+    """The last view, and the problem since then."""
 
     address: str
     view: Mapping[str, Any] | None = None
@@ -39,7 +39,7 @@ def ask(router: RouterHttp) -> Mapping[str, Any]:
 
 
 class Feed:
-    """`look` at any time between `start` and `stop`."""
+    """Call `look` at any time between `start` and `stop`."""
 
     def __init__(
         self, router: RouterHttp, interval_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -63,7 +63,7 @@ class Feed:
         self._thread.join(1.0)
 
     def refresh(self) -> None:
-        """Looks once. A router that does not answer leaves what was seen last, and says so."""
+        """Poll once. If the router does not answer, the last view stays, with the problem."""
         try:
             self._look = FeedSnapshot(self._router.address, ask(self._router))
         except BatonError as error:

@@ -1,4 +1,4 @@
-"""Single keys from a terminal, without waiting for Enter."""
+"""Single key presses of a terminal, without Enter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import TracebackType
 
 
 class Keyboard:
-    """While inside, keys are not echoed and come one by one. Where stdin is no terminal, none ever comes."""
+    """Within the context keys are not echoed and arrive one by one; without a terminal there are none."""
 
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
@@ -30,10 +30,10 @@ class Keyboard:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
 
     def pressed(self, wait_seconds: float) -> str:
-        """The key pressed within the time, or ""."""
+        """Return a key pressed within the time, or ""."""
         if self._fd is None:
             time.sleep(wait_seconds)
             return ""
         readable, _, _ = select.select([self._fd], [], [], wait_seconds)
-        # Not through sys.stdin: what its buffer holds, select does not see.
+        # Not through sys.stdin: select does not see its buffer.
         return os.read(self._fd, 1).decode(errors="ignore") if readable else ""

@@ -1,4 +1,4 @@
-"""The loop of `baton top`: look, draw, wait for q."""
+"""The loop of `baton top`: poll, draw, wait for q."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUIT = ("q", "Q")
 
 
 def once(url: str, console: Console, *, api_key: str = "", tls: ClientTls | None = None) -> None:
-    """Prints one frame. Raises UnavailableError or UnauthenticatedError."""
+    """Print one frame. Raises UnavailableError or UnauthenticatedError."""
     with RouterHttp(url, api_key, tls) as router:
         look = FeedSnapshot(router.address, ask(router))
     console.print(frame(look, width=console.width))
@@ -34,7 +34,7 @@ def run(
     api_key: str = "",
     tls: ClientTls | None = None,
 ) -> None:
-    """Until q or Ctrl-C. A router that does not answer yet is waited for; a key that is not enough is an error."""
+    """Run until q or Ctrl-C. Waits for a router that does not answer; an insufficient API key is an error."""
     if not console.is_terminal:
         raise ConfigError("baton top draws on a terminal; --once prints one frame", field="once")
     with RouterHttp(url, api_key, tls) as router, contextlib.suppress(KeyboardInterrupt):

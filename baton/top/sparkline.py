@@ -9,14 +9,14 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float | None], cells: int) -> str:
-    """`values`, oldest first, squeezed into at most `cells` columns; None leaves a gap. Zero is the lowest block."""
+    """Draw `values`, oldest first, in at most `cells` columns; None leaves a gap. Zero is the lowest block."""
     columns = [_mean(part) for part in _parts(values, cells)]
     top = max((value for value in columns if value is not None), default=0.0) or 1.0
     return "".join(" " if value is None else _block(value / top) for value in columns)
 
 
 def _parts(values: Sequence[float | None], cells: int) -> list[Sequence[float | None]]:
-    """Neighbours that share a column."""
+    """Group neighbouring values into columns."""
     if cells < 1:
         return []
     if len(values) <= cells:

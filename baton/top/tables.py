@@ -22,7 +22,7 @@ Worker = Mapping[str, Any]
 def workers_table(
     workers: Sequence[Worker], flows: Sequence[Mapping[str, Any]], detail: Detail, room: int | None
 ) -> Table:
-    """At most `room` rows: those in trouble and the fullest ones first choice, in the order of their names."""
+    """At most `room` rows, preferring workers in trouble and the fullest ones, in the order of their names."""
     gap = 1 if detail == "tight" else 2
     table = Table(box=None, header_style="dim", padding=(0, gap, 0, 0), pad_edge=False)
     for name in ("role", "worker", "state"):
@@ -93,7 +93,7 @@ def _kv(worker: Worker, cells: int) -> Text:
 
 
 def _moved(worker: Worker, flows: Sequence[Mapping[str, Any]]) -> float:
-    """KV bytes a second: out of a prefill worker, into a decode worker."""
+    """KV bytes per second out of a prefill worker or into a decode worker."""
     end = "from" if worker.get("role") == "prefill" else "to"
     return float(
         sum(flow.get("bytes_per_second") or 0.0 for flow in flows if flow.get(end) == worker.get("id"))

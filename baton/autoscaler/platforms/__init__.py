@@ -1,1 +1,1 @@
-"""Who starts and stops replicas: what the policy decides is told to one of these."""
+"""Platforms that start and stop replicas."""

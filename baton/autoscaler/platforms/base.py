@@ -1,4 +1,4 @@
-"""What the autoscaler wants of a platform."""
+"""The contract of a platform."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cluster.config.worker import Role
 
 @dataclass(frozen=True)
 class PlatformPool:
-    """A pool as its platform sees it. `starting` replicas have their place, and pull, download or load; those that
-    fail at it are not among them. `version` names this very state: a change made since is not overwritten."""
+    """A pool according to its platform. `starting` replicas are scheduled and pull, download or load without a failure.
+    `version` identifies this state: a change made since is not overwritten."""
 
     target: int
     terminating: int = 0
@@ -21,12 +21,12 @@ class PlatformPool:
 
 
 class Platform(Protocol):
-    """Every call ends within a few seconds, or raises UnavailableError; what is forbidden raises SetupError."""
+    """Every call returns within a few seconds or raises UnavailableError; a forbidden one raises SetupError."""
 
     def read(self, role: Role) -> PlatformPool: ...
 
     def scale(self, role: Role, replicas: int, seen: PlatformPool) -> None:
-        """Raises UnavailableError also when the pool is no longer as `seen`: the next decision starts from there."""
+        """Set a target. Raises UnavailableError also if the pool has changed since `seen`."""
         ...
 
     def close(self) -> None: ...

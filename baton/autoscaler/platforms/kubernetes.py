@@ -1,7 +1,7 @@
 """Two StatefulSets, scaled through their scale subresource.
 
-A StatefulSet removes its highest ordinals, whatever runs there: the pods drain in preStop, so any victim is safe. What
-is asked of the API is in the chart's Role: get and patch `statefulsets/scale` of the two, list pods.
+A StatefulSet removes its highest ordinals; pods drain in preStop, so any victim is safe. The chart's Role grants what the
+API calls need: get and patch `statefulsets/scale` of the two, list pods.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from cluster.errors import SetupError, UnavailableError
 from cluster.kubernetes.api import open_api
 
 CALL_SECONDS = 5.0
-# Why a container of a pod that starts may wait; other reasons are failures.
+# Reasons for a starting container to wait; all others are failures.
 _BEGINNING = (None, "", "ContainerCreating", "PodInitializing")
 _SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def connect(kubeconfig: Path | None) -> client.ApiClient:
-    """By a kubeconfig, or by the pod's service account. Raises SetupError."""
+    """Connect by a kubeconfig or the pod's service account. Raises SetupError."""
     try:
         api: client.ApiClient = open_api(kubeconfig)
     except kubernetes_config.ConfigException as error:
@@ -36,7 +36,7 @@ def connect(kubeconfig: Path | None) -> client.ApiClient:
 
 
 def own_namespace() -> str:
-    """The pod's; "default" outside of pods."""
+    """Return the pod's namespace, or "default" outside of pods."""
     try:
         return _SERVICE_ACCOUNT_NAMESPACE.read_text().strip()
     except OSError:
@@ -98,7 +98,7 @@ def _unschedulable(pod: Any) -> bool:
 
 
 def _starting(pod: Any) -> bool:
-    """Scheduled and not ready: it pulls, downloads or loads. Not if a container has failed, or can't begin."""
+    """Whether a pod is scheduled, not ready, and pulls, downloads or loads without a failed container."""
     if pod.metadata.deletion_timestamp is not None or pod.status is None:
         return False
     conditions = {one.type: one.status for one in pod.status.conditions or ()}

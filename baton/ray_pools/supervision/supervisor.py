@@ -1,4 +1,4 @@
-"""The replica's side: takes over a worker that nobody keeps, or starts one, and follows it."""
+"""The replica's side of supervision: takes over an unsupervised worker or starts one, and follows it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cluster.protocol.times import WORKER_SILENT_SECONDS
 log = logging.getLogger(__name__)
 OnGone = Callable[[Facts], None]
 LAUNCH_SECONDS = 60.0
-# An unkept worker that says nothing for so long hangs, or still loads its model: it is ended, and another one started.
+# An unsupervised worker that is silent for this long hangs or still loads its model: it is ended and another one started.
 GREETING_SECONDS = 10.0
 
 
@@ -50,7 +50,7 @@ class WorkerSupervisor:
         self._failed = ""
         self._left: str | None = None
         self._ended = False
-        with contextlib.suppress(OSError):  # it has just ended: the thread will see
+        with contextlib.suppress(OSError):  # it has just ended, which the reading thread notices
             connection.sendall(b"keep\n")
         threading.Thread(target=self._listen, name="keeper", daemon=True).start()
 
@@ -62,7 +62,7 @@ class WorkerSupervisor:
         environment: Mapping[str, str],
         on_gone: OnGone = lambda gone: None,
     ) -> WorkerSupervisor:
-        """Raises SetupError. The worker may still be loading: see `wait_serving`."""
+        """Take over or start a worker, which may still be loading (see `wait_serving`). Raises SetupError."""
         key = worker_sockets.key_of(config, environment)
         return cls._take_over(where, key, on_gone) or cls._start(Place.new(where, key), config, on_gone)
 
@@ -77,7 +77,7 @@ class WorkerSupervisor:
                     log.warning("took over %s (pid %d)", supervisor._last["worker"], supervisor._pid)
                     return supervisor
                 supervisor._kill()
-            else:  # it died while no replica supervised it
+            else:  # it ended while no replica supervised it
                 _report(on_gone, place.facts())
                 place.clear()
                 os.close(lock)
@@ -96,42 +96,42 @@ class WorkerSupervisor:
         return cls(place, lock, connection, on_gone)
 
     def wait_serving(self, seconds: float) -> None:
-        """Raises SetupError if it cannot start, or not in time."""
+        """Wait until the worker serves. Raises SetupError if it cannot start, or not in time."""
         if not self._wait(seconds):
             self._kill()
             raise SetupError(self._failed or f"the worker did not start within {seconds:.0f} s, or ended")
 
     def healthy(self) -> bool:
-        """False for a worker that has fallen silent too: a stopped process says nothing."""
+        """Whether the worker reports to be healthy; False also if it is silent, as a stopped process is."""
         silent = time.monotonic() - self._last_at > WORKER_SILENT_SECONDS
         return bool(self._last.get("healthy")) and not silent and not self._ended
 
     @property
     def left_for_good(self) -> bool:
-        """It was drained because this node goes away: there is to be no successor here."""
+        """Whether it was drained because this node goes away, so that no successor is started here."""
         return self._left == "stay"
 
     def status(self) -> WorkerStatus:
         return WorkerStatus.decode(self._last.get("status", {}))
 
     def wait_ended(self) -> tuple[str | None, str]:
-        """What it left for (`baton drain`), and what it failed of, if it said so."""
+        """Wait for the end. Returns the reason of its drain and of its failure, if it reported them."""
         with self._heard:
             self._heard.wait_for(lambda: self._ended)
         self._gone()
-        self._place.clear()  # or the next replica would report the same exit
+        self._place.clear()  # otherwise the next replica would report the same exit
         return self._left, self._failed
 
     def stop(self, seconds: float) -> None:
-        """It leaves the cluster, and is killed if that takes longer."""
-        with contextlib.suppress(OSError):  # it has ended already
+        """Let the worker leave the cluster; kill it if that takes longer."""
+        with contextlib.suppress(OSError):  # it has already ended
             self._connection.sendall(b"stop\n")
         with self._heard:
             self._heard.wait_for(lambda: self._ended, seconds)
         self._kill()
 
     def drop(self) -> None:
-        """It goes on, for whoever takes it over."""
+        """Stop supervising; the worker continues for the next replica."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         lock, self._lock = self._lock, -1
@@ -139,7 +139,7 @@ class WorkerSupervisor:
             os.close(lock)
 
     def _kill(self) -> None:
-        if not self._ended:  # its number may be another's by then
+        if not self._ended:  # otherwise the pid may belong to another process
             worker_sockets.kill(self._pid)
         self._gone()
         self._place.clear()
@@ -153,13 +153,13 @@ class WorkerSupervisor:
                 _report(on_gone, gone)
 
     def _wait(self, seconds: float) -> bool:
-        """Whether it has said anything but that it failed."""
+        """Wait for a first message. Returns whether it is anything but a failure."""
         with self._heard:
             self._heard.wait_for(lambda: self._last or self._ended, seconds)
             return bool(self._last) and not self._ended
 
     def _listen(self) -> None:
-        cut_off = contextlib.suppress(OSError, ValueError)  # it was killed in the middle of a line
+        cut_off = contextlib.suppress(OSError, ValueError)  # it was killed while writing a line
         with cut_off, self._connection, self._connection.makefile("rb") as lines:
             for line in lines:
                 self._take(json.loads(line))

@@ -1,11 +1,12 @@
 """A worker process that outlives its supervisor.
 
 Runs as `python -m baton.ray_pools.supervision.worker_process SOCKET`, with its settings (JSON) on standard input.
-It listens before it does anything else, and the command returns then. What it tells its keeper, a line of JSON each:
+It listens first, and the command returns then. Messages to its supervisor, one line of JSON each:
     {"worker": …, "healthy": …, "status": {…}}    twice a second
     {"failed": "…"}                               it could not start
-    {"left": "exit" | "stay"}                     it has drained, and for what
-The keeper says `keep` once, and `stop` for it to leave. Without a keeper it waits for the next one, then leaves.
+    {"left": "exit" | "stay"}                     it has drained, and the reason
+The supervisor sends `keep` once, and `stop` to end the worker. Without a supervisor the worker waits for the next one,
+then leaves.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from cluster.config.worker import WorkerConfig
 
 log = logging.getLogger(__name__)
-# Ray and Serve start anew within half a minute on two cores; a machine that others use too takes longer.
+# Ray and Serve restart within half a minute on two idle cores; a busy machine takes longer.
 UNSUPERVISED_SECONDS = 120.0
 UNREAD_BYTES = 64 << 10
-OWNED_SECONDS = 600.0  # where an owner lives, who will end it
+OWNED_SECONDS = 600.0  # if the cluster's owner lives, which will end it
 
 
 def main(path: Path) -> None:
@@ -51,14 +52,14 @@ def main(path: Path) -> None:
     from cluster.config.worker import WorkerConfig
     from cluster.telemetry import logs
 
-    # What differs from node to node (its address, its secrets' files) stands in that node's environment.
+    # Settings that differ between nodes (address, files of secrets) are in the node's environment.
     config = sources.load(WorkerConfig, {}, values=values)
     logs.configure(config.worker_id)
     uvloop.run(_until_it_ends(config, path, listening))
 
 
 class SupervisorEndpoint:
-    """Where the keeper comes to."""
+    """The socket for the supervisor."""
 
     def __init__(self, directory: Path) -> None:
         self.stop_wanted = asyncio.Event()
@@ -80,11 +81,11 @@ class SupervisorEndpoint:
     def tell(self, message: Mapping[str, Any]) -> None:
         line = json.dumps(message).encode() + b"\n"
         for writer in self._keepers:
-            if writer.transport.get_write_buffer_size() < UNREAD_BYTES:  # else a stopped keeper reads nothing
+            if writer.transport.get_write_buffer_size() < UNREAD_BYTES:  # a stopped supervisor does not read
                 writer.write(line)
 
     async def part(self) -> None:
-        """When all that was told has left this process."""
+        """Wait until all messages have been written, then disconnect."""
         for writer in list(self._keepers):
             with contextlib.suppress(OSError):
                 await writer.drain()
@@ -110,7 +111,7 @@ async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> No
     from baton.workers import start_worker
     from cluster.config import sources
 
-    # The loop does not turn while a model is loaded, and nothing is lost by ending there and then.
+    # The event loop is blocked while a model is loaded, and nothing is lost by ending at once.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     door = SupervisorEndpoint(path.parent)
     server = await asyncio.start_unix_server(door.come, sock=listening)
@@ -118,7 +119,7 @@ async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> No
         sources.require_secret(config)
         worker = await start_worker(config)
     except Exception as error:
-        await asyncio.sleep(WORKER_REPORT_SECONDS)  # the keeper knocked while the loop stood still
+        await asyncio.sleep(WORKER_REPORT_SECONDS)  # the supervisor connected while the loop was blocked
         door.tell({"failed": f"{type(error).__name__}: {error}"})
         await door.part()
         raise
@@ -137,7 +138,7 @@ async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> No
 
 
 async def _serve(worker: RunningWorker, door: SupervisorEndpoint) -> str | None:
-    """Until somebody wants it to leave; says what for where that was `baton drain`. Raises if the worker fails."""
+    """Serve until told to leave. Returns the reason of a `baton drain`. Raises if the worker fails."""
     drained = asyncio.create_task(worker.wait_drain_wanted())
     failed = asyncio.create_task(worker.wait_failed())
     stop = asyncio.create_task(door.stop_wanted.wait())

@@ -1,9 +1,9 @@
-"""Where the kept workers of this machine are found.
+"""Sockets and files by which supervised workers of this machine are found.
 
-DIR/KEY.ID.sock   the worker listens there; KEY names what it was started with
-DIR/KEY.ID.lock   locked by the replica that keeps it: the kernel unlocks it however the replica ends
+DIR/KEY.ID.sock   the worker listens there; KEY is a hash of its settings and devices
+DIR/KEY.ID.lock   locked by the replica that supervises it; the kernel unlocks it when the replica ends
 DIR/KEY.ID.facts  the worker's id, pid and start time, written once it serves
-DIR/owner         who started the cluster, where somebody did (`baton up`): unkept workers don't outstay it
+DIR/owner         the process that started the cluster, if any (`baton up`): unsupervised workers end with it
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def directory() -> Path:
 
 
 def key_of(config: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Only a worker that was started with the same settings, on the same devices, may be taken over."""
+    """Return the key of a worker: only one with the same settings and devices may be taken over."""
     devices = {name: value for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES")}
     described = json.dumps([dict(config), dict(environment), devices], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
@@ -65,7 +65,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Place:
-    """Of one worker."""
+    """Socket, lock and facts of one worker."""
 
     stem: Path
 
@@ -78,7 +78,7 @@ class Place:
         return self.stem.with_name(f"{self.stem.name}.sock")
 
     def lock(self) -> int | None:
-        """A descriptor that holds the lock; None where another process holds it."""
+        """Take the lock and return its descriptor; None if another process holds it."""
         file = os.open(self.stem.with_name(f"{self.stem.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +88,7 @@ class Place:
         return file
 
     def connect(self) -> socket.socket | None:
-        """None where nobody listens."""
+        """Connect; None if no process listens."""
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(str(self.door))
@@ -120,19 +120,19 @@ def places(where: Path, key: str = "") -> Iterator[Place]:
 
 
 def pid_of(connection: socket.socket) -> int:
-    """Of the process that listens: the kernel's word, also when that process hangs."""
+    """Return the pid of the listening process, from the kernel, so also if it hangs."""
     pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(pid)
 
 
 def kill(pid: int) -> None:
-    """The worker and its ranks: they are a session."""
+    """Kill the worker's session, which includes its ranks."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def end_all(where: Path, seconds: float) -> None:
-    """Tells every worker there to leave, waits, then kills what is left."""
+    """Tell every worker to leave, wait, then kill the rest."""
     left: dict[int, Place] = {}
     for place in places(where):
         if (connection := place.connect()) is not None:
@@ -158,13 +158,13 @@ def _listens(place: Place) -> bool:
 
 
 def write_owner(where: Path) -> None:
-    """This process is the owner."""
+    """Record this process as the cluster's owner."""
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     (where / "owner").write_text(json.dumps({"pid": os.getpid(), "started": psutil.Process().create_time()}))
 
 
 def owner_gone(where: Path) -> bool | None:
-    """None where there never was one."""
+    """Whether the owner has ended; None if there was none."""
     try:
         owner = json.loads((where / "owner").read_text())
         return bool(psutil.Process(owner["pid"]).create_time() != owner["started"])
