@@ -17,8 +17,8 @@ class WorkerSample(NamedTuple):
 
 @dataclass(frozen=True)
 class PoolObservation:
-    """`ready` replicas serve, `draining` ones only finish; both hold their GPUs. `target` is the platform's target, from which
-    the policy starts: it may have been changed by hand or by an earlier process."""
+    """`ready` replicas serve, `draining` ones only finish; both hold their GPUs. `target` is the platform's target, from
+    which the policy starts: it may have been changed by hand or by an earlier process."""
 
     target: int
     ready: int
