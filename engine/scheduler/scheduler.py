@@ -66,10 +66,10 @@ class Scheduler:
         length = len(request.prompt_tokens) + len(request.output_tokens)
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
-        if need > self._room(held, rank_of(request)):
-            raise BlocksExhaustedError(
-                f"{need} KV blocks are needed, {self._pool.num_free} are free", retry_after_seconds=0.05
-            )
+        room = max(0, self._room(held, rank_of(request)))
+        if need > room:
+            what = f"{need} KV blocks are needed, {room} are free that running sequences have no claim to"
+            raise BlocksExhaustedError(what, retry_after_seconds=0.05)
         sequence = self._new_sequence(request, S.WAITING_FOR_KV)
         self._allocate(sequence, held, total)
         return sequence
