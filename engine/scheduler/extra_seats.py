@@ -4,7 +4,7 @@ Hand-offs and further choices hold their KV already and join the running batch w
 it for as long as its requests run. A sequence joins a full batch while its tenant has fewer running sequences, by its
 weight, than extra seats are free (dynamic thresholds, Choudhury and Hahne 1998): a tenant that fills the batch gets no
 extra seat, another one at most half of those that are free, and a third finds seats left. There are as many extra seats
-as the batch has, so waiting sequences at most double it.
+as the batch has; once all are taken, further choices included, no sequence is admitted beside a full batch.
 """
 
 from __future__ import annotations
