@@ -180,7 +180,9 @@ class LayoutMismatchError(HandoffError):
 
 
 class BlocksExhaustedError(HandoffError):
-    pass
+    @property
+    def public_text(self) -> str:
+        return f"no decode worker had enough free KV blocks ({type(self).__name__})"
 
 
 class StaleEpochError(HandoffError):

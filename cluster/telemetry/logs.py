@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections import Counter
+from typing import TextIO
 
 import orjson
 
@@ -52,9 +53,27 @@ class RateBound(logging.Filter):
         return self._counts[place] <= MAX_SAME_PER_SECOND
 
 
+class LineHandler(logging.StreamHandler[TextIO]):
+    """Begins a new line after a write that failed: a full disk may have taken a part of it."""
+
+    def __init__(self, stream: TextIO):
+        super().__init__(stream)
+        self._torn = False
+
+    def format(self, record: logging.LogRecord) -> str:
+        begin, self._torn = "\n" if self._torn else "", False
+        return begin + super().format(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], OSError):
+            self._torn = True
+        else:
+            super().handleError(record)
+
+
 def configure(process: str, level: int = logging.INFO) -> None:
     """Configure logging; called once by the process's main."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LineHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process))
     handler.addFilter(RateBound())
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -1,7 +1,7 @@
 """Owns all sequences, their queues and blocks; decides what a step computes.
 
 Running sequences come first, single tokens before chunks; then waiting ones are admitted while the token budget, the
-batch and the blocks last.
+batch and the blocks last. A full batch admits those of tenants with few running sequences (`extra_seats.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine.cache.block_pool import BlockPool
 from engine.plan import BlockCopy
 from engine.request import EngineRequest
 from engine.scheduler.decision import StepDecision
+from engine.scheduler.extra_seats import ExtraSeats
 from engine.scheduler.growth import GrowthClaims, reservation_for
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
@@ -65,10 +66,10 @@ class Scheduler:
         length = len(request.prompt_tokens) + len(request.output_tokens)
         growth = total - length // self._page  # what every further choice needs of its own
         need = total - len(held) + growth * (request.n - 1)
-        if need > self._room(held, rank_of(request)):
-            raise BlocksExhaustedError(
-                f"{need} KV blocks are needed, {self._pool.num_free} are free", retry_after_seconds=0.05
-            )
+        room = max(0, self._room(held, rank_of(request)))
+        if need > room:
+            what = f"{need} KV blocks are needed, {room} are free that running sequences have no claim to"
+            raise BlocksExhaustedError(what, retry_after_seconds=0.05)
         sequence = self._new_sequence(request, S.WAITING_FOR_KV)
         self._allocate(sequence, held, total)
         return sequence
@@ -94,6 +95,7 @@ class Scheduler:
             hashes=list(first.hashes),
             num_computed=len(first.tokens),
             registered_blocks=first.registered_blocks,
+            extra_seat=first.extra_seat,
         )
         self.requests[first.request.request_id].append(sibling)
         self.running.append(sibling)
@@ -171,12 +173,23 @@ class Scheduler:
         budget = self._schedule_running(decision)
         if self.waiting:
             self._age()
-        while self.waiting and budget > 0 and len(self.running) < self._config.max_batch_requests:
+        seats = self._config.max_batch_requests
+        while self.waiting and budget > 0 and len(self.running) < seats:
             count = self._admit(self.waiting[0], budget, decision)
             if count == 0:
-                break
+                return decision
             budget -= count
+        if self.waiting and budget > 0:
+            self._admit_to_full_batch(ExtraSeats(seats, self.running), budget, decision)
         return decision
+
+    def _admit_to_full_batch(self, seats: ExtraSeats, budget: int, decision: StepDecision) -> None:
+        while budget > 0 and (sequence := seats.first_allowed(self.waiting)) is not None:
+            count = self._admit(sequence, budget, decision)
+            if count == 0:
+                return
+            budget -= count
+            seats.take(sequence)
 
     def _schedule_running(self, decision: StepDecision) -> int:
         """Returns the token budget that is left."""
@@ -216,7 +229,7 @@ class Scheduler:
         self._allocate(sequence, held, total)
         sequence.num_computed = sequence.cached_tokens
         decision.cached_tokens += sequence.cached_tokens
-        self.waiting.pop(0)
+        self.waiting.remove(sequence)
         sequence.machine.to(S.RUNNING)
         self.running.append(sequence)
         decision.scheduled[sequence] = min(missing, budget)
@@ -290,5 +303,6 @@ class Scheduler:
         self._pool.free(victim.blocks)
         victim.blocks = []
         victim.num_computed = victim.registered_blocks = 0
+        victim.extra_seat = False
         victim.machine.to(S.WAITING)
         self._enqueue(victim)

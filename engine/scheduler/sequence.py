@@ -44,6 +44,7 @@ class Sequence:
     cached_tokens: int = 0
     prompt_work: PromptWork = field(default_factory=PromptWork)
     paused: bool = False
+    extra_seat: bool = False  # admitted to a full batch
     waits_since: float = 0.0  # monotonic seconds: in the queue, and in its class
     rank: int = field(init=False)
     order: tuple[int, int] = field(init=False)  # sort key: class, then arrival

@@ -8,7 +8,6 @@ PLACING → RUNNING → DONE
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -36,7 +35,6 @@ from router.request.completion import Completion, Delta, Outcome
 from router.request.resume_tickets import name_of
 from wire import common_pb2
 
-log = logging.getLogger(__name__)
 MAX_UNREAD_DELTAS = 512
 PIECE_SECONDS = 0.001  # the pieces of a stream leave no closer: a write costs more than a token's other work
 
@@ -166,8 +164,7 @@ class RequestDispatcher:
                 machine.to(DispatchState.RUNNING)
                 await self._attempt(attempt, choices)
             except _Retry as retry:
-                self.stats.retries[type(retry.reason).__name__] += 1
-                log.info("attempt over: %s", retry, extra={"request_id": self._completion.request_id})
+                self.stats.retry(retry.reason, self._completion.request_id)
                 progress = sum(choice.new_tokens for choice in choices) > before
                 lost = attempt.failed & attempt.responded
                 costly = bool(lost) or isinstance(retry.reason, errors.InternalError)

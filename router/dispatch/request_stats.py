@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cluster.errors import BatonError
 from router.dispatch.choice import ChoiceStream
+from router.dispatch.retry_policy import OVERLOAD
 from router.request.completion import Completion, Outcome
 from wire import common_pb2, inference_pb2
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -26,6 +31,15 @@ class RequestStats:
     bytes_shipped: int = 0
     explanations: list[dict[str, object]] = field(default_factory=list)
     retries: Counter[str] = field(default_factory=Counter)  # by the error's class
+
+    def retry(self, reason: BatonError, request_id: str) -> None:
+        """Count and log the end of an attempt. Full workers may refuse a request a hundred times: of those the 1st, 2nd,
+        4th, 8th and so on are logged."""
+        kind = type(reason).__name__
+        self.retries[kind] += 1
+        count = self.retries[kind]
+        if not isinstance(reason, OVERLOAD) or count & (count - 1) == 0:
+            log.info("attempt over: %s (%s no. %d)", reason, kind, count, extra={"request_id": request_id})
 
     def keep(self, report: common_pb2.WorkReport, *, of_prefill: bool) -> None:
         """What a worker says at the end of an attempt. Cached is what the first that computed found cached."""

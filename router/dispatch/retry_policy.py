@@ -43,14 +43,14 @@ class RetryPolicy:
                 f"gave up after {self._fruitless} attempts: {reason.public_text}"
             ) from None
         if self._clock() + pause > self.deadline:
-            if isinstance(reason, _OVERLOAD):
+            if isinstance(reason, OVERLOAD):
                 raise _overloaded(f"no worker took it in time: {reason.public_text}", reason) from None
             raise _unavailable(f"no worker took it in time: {reason.public_text}", reason) from None
         return pause
 
 
 # Errors of workers that are overloaded
-_OVERLOAD = (errors.OverloadedError, errors.DeadlineError, errors.BlocksExhaustedError)
+OVERLOAD = (errors.OverloadedError, errors.DeadlineError, errors.BlocksExhaustedError)
 
 
 def _overloaded(message: str, reason: errors.BatonError) -> errors.OverloadedError:

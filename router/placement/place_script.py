@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import struct
 import time
@@ -25,6 +26,7 @@ from router.placement.script_call import Argument, ScriptCall
 from router.placement.settlement import SCRIPT_SECONDS
 from router.placement.types import Placed, PlacementRequest
 
+log = logging.getLogger(__name__)
 PREDICT_SECONDS = 10.0
 RETRY_SECONDS = 0.5  # at most, between two tries of a Redis that does not answer
 MIN_RETRY_SECONDS = 1.0  # what a refused client is told to wait at least
@@ -82,12 +84,11 @@ class PlaceScript:
                 raise TimeoutError(
                     f"another router uses the id {self._config.router_id!r}: give each its own router_id"
                 )
-        except (redis.RedisError, TimeoutError, OSError):
-            self.errors += 1
-            self._backoff.failed()
+        except (redis.RedisError, TimeoutError, OSError) as error:
+            self._failed(error)
             raise
         self.seconds.observe(time.monotonic() - began)
-        self._backoff.answered()  # also where it refuses
+        self._answered()  # also where it refuses
         if int(answer[0]) == _TOO_LATE:
             raise too_late(request, float(answer[1]))
         if int(answer[0]) == _LEAVING:
@@ -99,6 +100,18 @@ class PlaceScript:
         workers = candidates.workers
         prefill = workers[p - 1] if p else None
         return Placed(prefill, workers[d - 1], hit, decode_hit, True, terms, uncached)
+
+    def _failed(self, error: Exception) -> None:
+        self.errors += 1
+        if not self._backoff.is_failing:
+            reason = str(error) or type(error).__name__
+            log.warning("router %s places without Redis: %s", self._config.router_id, reason)
+        self._backoff.failed()
+
+    def _answered(self) -> None:
+        if self._backoff.is_failing:
+            log.warning("router %s places with Redis again", self._config.router_id)
+        self._backoff.answered()
 
     async def close(self) -> None:
         await self._script.close()

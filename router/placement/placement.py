@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
 from dataclasses import replace
@@ -25,7 +24,6 @@ from router.placement.place_script import PlaceScript
 from router.placement.settlement import SCRIPT_SECONDS, Settlement
 from router.placement.types import Generation, Mode, Placed, PlacementRequest
 
-log = logging.getLogger(__name__)
 MAX_VIEWS = 3  # of the membership, for one placement
 _DECISIONS = [(who, by) for who in ("prefill_worker", "decode_worker") for by in ("redis", "router")]
 _REFUSALS = ("no_decode_worker", "no_prefill_worker", "too_late")
@@ -102,8 +100,7 @@ class Placement:
                 break
             try:
                 placed = await self._ask(request, candidates)
-            except (redis.RedisError, TimeoutError, OSError) as error:
-                log.warning("attempt %s is placed without Redis: %s", request.transfer_id.hex(), error)
+            except (redis.RedisError, TimeoutError, OSError):
                 break
             if placed is not None:
                 return placed

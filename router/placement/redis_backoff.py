@@ -33,6 +33,11 @@ class RedisBackoff:
         self.failed()
         return True
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last call was not answered."""
+        return self._until != 0.0
+
     def answered(self) -> None:
         self._until = 0.0
 

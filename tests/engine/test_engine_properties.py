@@ -20,10 +20,17 @@ def greedy(count: int) -> SamplingParams:
 
 
 class World:
-    def __init__(self, blocks: int, budget: int, chunked: bool, limit: int):
+    def __init__(
+        self, blocks: int, budget: int, chunked: bool, limit: int, batch: int = 256, tenants: int = 1
+    ):
         self.runner = FakeRunner(
-            blocks, max_batch_tokens=budget, chunked_prefill=chunked, recompute_limit_tokens=limit
+            blocks,
+            max_batch_tokens=budget,
+            max_batch_requests=batch,
+            chunked_prefill=chunked,
+            recompute_limit_tokens=limit,
         )
+        self.tenants = tenants
         self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.got: dict[tuple[str, int], list[int]] = {}
@@ -37,16 +44,20 @@ class World:
         self.count += 1
         return f"r{self.count}"
 
+    def request(self, name: str, prompt: list[int], new: int, n: int) -> EngineRequest:
+        tenant = f"t{self.count % self.tenants}"
+        return EngineRequest(name, prompt, greedy(new), n=n, salt=SALT, tenant=tenant)
+
     def add(self, prompt: list[int], new: int, n: int) -> None:
         name = self.name()
-        self.engine.add(EngineRequest(name, prompt, greedy(new), n=n, salt=SALT))
+        self.engine.add(self.request(name, prompt, new, n))
         for choice in range(n):
             self.expected[name, choice] = continuation(prompt, new)
 
     def reserve(self, prompt: list[int], new: int, n: int) -> None:
         """What a decode worker does for a prompt that another worker computes."""
         name = self.name()
-        request = EngineRequest(name, prompt, greedy(new), n=n, salt=SALT)
+        request = self.request(name, prompt, new, n)
         hashes = hash_blocks(pack_tokens(prompt), PAGE, secret=SECRET, salt=SALT)
         try:
             taken = self.engine.reserve(request, hashes, growth_tokens=min(new, 4))
@@ -157,9 +168,11 @@ operations = st.one_of(
     budget=st.sampled_from([3, 8, 64]),
     chunked=st.booleans(),
     limit=st.sampled_from([0, 12]),
+    batch=st.sampled_from([2, 256]),
+    tenants=st.integers(1, 3),
 )
-def test_every_answer_is_its_own(steps, blocks, budget, chunked, limit):
-    world = World(blocks, budget, chunked, limit)
+def test_every_answer_is_its_own(steps, blocks, budget, chunked, limit, batch, tenants):
+    world = World(blocks, budget, chunked, limit, batch, tenants)
     for name, *arguments in steps:
         getattr(world, name)(*arguments)
         world.engine.check_integrity()

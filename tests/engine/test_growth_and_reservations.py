@@ -157,6 +157,19 @@ def test_blocks_set_aside_for_a_stream_are_released_with_it() -> None:
     assert not engine._scheduler._claims._up_to
 
 
+def test_a_refusal_counts_as_free_what_is_not_set_aside() -> None:
+    engine = engine_of(100)
+    engine.add(request("growing", 3, PAGE, 300, NORMAL))
+    engine.step()
+    reserve(engine, "first", 5, 90, NORMAL)
+    until_evicted(engine)
+    engine.abort("first")
+    with pytest.raises(BlocksExhaustedError) as refused:
+        reserve(engine, "second", 5, 90, NORMAL)
+    needed, free = (int(word) for word in str(refused.value).split() if word.isdigit())
+    assert free < needed <= engine.stats().blocks_free
+
+
 def test_blocks_set_aside_for_a_lower_class_are_available_to_a_higher_one() -> None:
     engine = engine_of(100)
     engine.add(request("growing", 3, PAGE, 300, BATCH))

@@ -76,3 +76,12 @@ def test_workers_that_are_behind_are_no_time_out(reason):
     with pytest.raises(OverloadedError) as caught:
         retry_policy.pause_seconds(reason, 0.1, progress=False, costly=False)
     assert caught.value.retry_after_seconds == 1.0
+
+
+def test_a_client_reads_in_a_sentence_that_kv_blocks_were_short():
+    retry_policy = RetryPolicy(8, 0.0, Clock())
+    with pytest.raises(
+        OverloadedError, match="in time: no decode worker had enough free KV blocks"
+    ) as caught:
+        retry_policy.pause_seconds(BlocksExhaustedError("inside"), 0.1, progress=False, costly=False)
+    assert "inside" not in str(caught.value)

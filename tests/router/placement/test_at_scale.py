@@ -118,3 +118,26 @@ async def test_after_a_pause_one_call_tries_redis(make, monkeypatch):
     placed = await asyncio.gather(*(placement.place(request()) for _ in range(5)))
     assert all(one.from_redis for one in placed)
     monkeypatch.undo()
+
+
+async def test_an_outage_of_redis_is_logged_at_its_begin_and_end(make, monkeypatch, caplog):
+    placement, now = await make(2), [100.0]
+    placement.script._backoff = RedisBackoff(1.0, clock=lambda: now[0])
+
+    async def silent(*arguments: Any) -> Any:
+        raise TimeoutError
+
+    def logged() -> list[str]:
+        return [record.message for record in caplog.records if record.name == place_script.__name__]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(placement.script, "_script", silent)
+        for _ in range(5):
+            assert not (await placement.place(request())).from_redis
+            now[0] += 1.0
+    assert placement.script.errors == 5
+    (began,) = logged()
+    assert began.endswith("places without Redis: TimeoutError")
+    for _ in range(3):
+        assert (await placement.place(request())).from_redis
+    assert logged()[1:] == [began.replace("without Redis: TimeoutError", "with Redis again")]
