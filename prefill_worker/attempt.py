@@ -30,7 +30,7 @@ class PrefillState(Enum):
     RELEASED = (
         "released"  # the decode worker has committed, or nothing was left to decode: blocks are prefix cache
     )
-    DRAINING = "draining"  # ended early; transfers are not terminal yet
+    DRAINING = "draining"  # ended early; blocks are freed once no write reads them
     DRAINED = "drained"
 
 

@@ -33,7 +33,7 @@ class Ending:
 
     def rank_failed(self, error: Exception) -> None:
         """Fail the worker, which cannot compute without the rank."""
-        # With several ranks, the exit of one may be seen before the exception of another one, which caused it.
+        # An exception in one rank can make another exit, and the exit may be seen first: wait for the exception.
         at_once = isinstance(error, RankRaised) or self._further_ranks == 1
         self._call(self._end_failed if at_once else self.engine_failed, error)
 

@@ -135,7 +135,7 @@ class EngineHost:
                     steps = self._engine.steps
                     self._step()
                     if self._engine.steps == steps:
-                        # No waiting request finds blocks. Threads that free them need the interpreter meanwhile.
+                        # No waiting request could get blocks: let the threads that free them have the interpreter.
                         self._run_command(block=True, seconds=ROOM_SECONDS)
         except BaseException as error:
             log.exception("%s: the engine failed", self._worker_id)

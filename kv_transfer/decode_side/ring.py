@@ -4,7 +4,7 @@
                        └───────────┴──────────┴──► QUARANTINED ──fence proven──► FREE
 
 A late write may still land in a slot in doubt. Only two proofs end its quarantine: the sender reports that every write of
-the transfer is terminal, or its parent reports that its process has exited.
+the transfer is terminal, or the sender's process is known to have exited (from its parent, or from Kubernetes).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _less(counter: Counter[K], key: K) -> None:
 
 
 class Ring:
-    """Grants slots round robin: at most a quarter of the ring to one hand-off, half of it to one peer.
+    """Serves claims round robin over hand-offs: at most a quarter of the ring to one hand-off, half of it to one peer.
 
     Slots in doubt count against these limits, so a peer's other hand-offs go on with the rest of its half.
 
@@ -108,7 +108,7 @@ class Ring:
 
     def __init__(self, addresses: list[int], on_grant: Callable[[Claim, Slot], None]):
         self.slots = [Slot(index, address) for index, address in enumerate(addresses)]
-        # The slot freed last is granted first: its memory is still in the processor's cache.
+        # Of the free slots the one freed last is used first: its memory is still in the processor's cache.
         self._free = list(reversed(range(len(self.slots))))
         self._waiting = Turns()
         self._shares = _Shares()
@@ -132,7 +132,7 @@ class Ring:
         self._release(slot)
 
     def landed_wrong(self, slot: Slot) -> None:
-        """The part failed its check. Its notification came, so its write is terminal, and the slot is free."""
+        """Free a slot whose part failed its check (its notification came, so its write is terminal), or never was granted."""
         slot.machine.to(S.LANDED)
         slot.machine.to(S.VERIFIED)
         self._release(slot)
