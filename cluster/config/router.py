@@ -57,7 +57,11 @@ class PlacementFields(Frozen):
         "hybrid",
         description="sources of the prefix index: workers' reports, the router's predictions, or both",
     )
-    max_attempts: Count = Field(8, ge=1, description="attempts at one request in a row without a token")
+    max_attempts: Count = Field(
+        8,
+        ge=1,
+        description="lost workers or internal errors in a row, without a new token, before a request fails",
+    )
 
 
 class OverloadFields(Frozen):
@@ -66,7 +70,7 @@ class OverloadFields(Frozen):
     ttft_target_seconds_high: Seconds = Field(
         10.0,
         ge=0,
-        description="a request of priority high whose first token would come later is refused at once; 0 = none is",
+        description="a request of priority high whose first token would come later is refused at once; 0 = never",
     )
     ttft_target_seconds_normal: Seconds = Field(30.0, ge=0, description="the same for normal requests")
     ttft_target_seconds_batch: Seconds = Field(
@@ -145,7 +149,7 @@ class RequestLimits(Frozen):
         le=1 << 30,
         description="one prompt that is text; tokenising takes about 200 bytes of memory for each",
     )
-    max_choices: Count = Field(16, ge=1, description="n")
+    max_choices: Count = Field(16, ge=1, description="answers per prompt (n)")
     max_prompts: Count = Field(64, ge=1, description="prompts of one completion request")
     max_stop_strings: Count = Field(16, ge=1, description="entries of stop")
     max_stop_string_characters: Count = Field(1024, ge=1, description="characters of one string in stop")

@@ -132,7 +132,7 @@ class Ring:
         self._release(slot)
 
     def landed_wrong(self, slot: Slot) -> None:
-        """Free a slot whose part failed its check (its notification came, so its write is terminal), or never was granted."""
+        """Free a slot whose part failed its check (its write is terminal: the notification came) or was never sent."""
         slot.machine.to(S.LANDED)
         slot.machine.to(S.VERIFIED)
         self._release(slot)

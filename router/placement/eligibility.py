@@ -22,8 +22,7 @@ _LEASES: tuple[Lease, ...] = ("live", "suspect", "dead")  # the best first
 class Eligibility:
     """What follows for placement from one version of the membership; made once for it.
 
-    A lease counts against the best of its role: where every worker of a role seems suspect or dead, the fault is taken to
-    be Redis's.
+    Only workers with the best lease state of their role are used: if all are suspect or dead, Redis is at fault.
     """
 
     def __init__(self, workers: Sequence[WorkerInfo], mode: Mode):

@@ -10,9 +10,12 @@
 --       for every candidate its field of `load`, then, where decode workers may prefill, theirs for that
 -- bandwidth: bytes a second of pairs that share a clique, a host, a rack, a zone, nothing (8-byte doubles, packed)
 -- mode: never | fallback | auto | always (local prefill at the decode worker)
--- -> prefill index (0 = local), decode index, cached tokens at prefill, at decode, cost, terms…
---    or -1: nobody is there, -2: no choice, -3, seconds to the first token: too late, or -4: the best is leaving or
---    has left, read the membership again, or -5: the router no longer waits for this call; then nothing was charged
+-- -> prefill index (0 = local), decode index, cached tokens at the worker that prefills, at the decode worker, uncached
+--    tokens, cost, terms…
+--    or -3, seconds to the first token: too late, or -4: the best is leaving or has left, read the membership again, or
+--    -5: the router no longer waits for this call; then nothing was charged. Calls without candidates (-1) or without a
+--    pair of them (-2) are not made.
+-- now_ms, match and insert are those of cluster/index/tree.lua, which script_source() puts in front.
 -- A repeated call gets its former answer, unless the router has made ANSWERS others since.
 -- Candidates live in flat arrays, by index: a table for each of 128 would cost more than all the rest.
 local prefix, router, chain = ARGV[1], ARGV[2], ARGV[3]
