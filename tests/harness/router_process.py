@@ -101,7 +101,7 @@ def run_router(out: Path, settings: Mapping[str, Any]) -> Iterator[RunningRouter
 
 @contextlib.contextmanager
 def python(*arguments: str, log: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A Python process whose output goes to `log` or to a pipe. After the block its stdin is closed and it is terminated."""
+    """A Python process whose output goes to `log` or a pipe. After the block its stdin is closed and it is terminated."""
     with contextlib.ExitStack() as stack:
         output: Any = subprocess.PIPE if log is None else stack.enter_context(log.open("w"))
         process = subprocess.Popen(
