@@ -16,7 +16,7 @@
 {{- define "baton.workerMounts" -}}
 - {name: config, mountPath: /etc/baton/config, readOnly: true}
 {{ include "baton.rankMounts" . }}
-{{- if gt (int .pool.nodes) 1 }}
+{{- if and (gt (int .pool.nodes) 1) (eq .root.Values.ray.mode "embedded") }}
 - {name: ray, mountPath: /tmp/ray}
 {{- end }}
 {{- include "baton.secretMounts" . }}
@@ -28,12 +28,14 @@
 {{- define "baton.workerVolumes" -}}
 - {name: config, configMap: {name: {{ .configName }}}}
 {{ include "baton.rankVolumes" . }}
+{{- if eq .root.Values.ray.mode "embedded" }}
 {{- if gt (int .pool.nodes) 1 }}
 - {name: ray, emptyDir: {}}
 - {name: ray-tmp, emptyDir: {}}
 {{- else if .root.Values.ray.joinWorkers }}
 - {name: ray-tmp, emptyDir: {}}
 - {name: ray-shm, emptyDir: {medium: Memory, sizeLimit: 256Mi}}
+{{- end }}
 {{- end }}
 {{- include "baton.secretVolumes" . }}
 {{- if include "baton.asksApi" (dict "root" .root "role" .component) }}
