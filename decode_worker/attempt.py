@@ -1,6 +1,6 @@
 """One attempt at the decode worker.
 
-EXPECTED → RESERVED → COMMITTING → DECODING → ENDED    Attach may come before Reserve; commit makes it decode
+EXPECTED → RESERVED → COMMITTING → DECODING → ENDED    Reserve opens it; commit makes it decode
 EXPECTED → DECODING → ENDED                            Decode.Run: local prefill, in its turn
 any → ENDED
 
@@ -51,7 +51,7 @@ class DecodeAttempt:
     first_position: int = 0  # of the tokens that a hand-off brings
     paused: bool = False
     local: bool = False  # local prefill
-    reserve_timer: asyncio.TimerHandle | None = None  # aborts it unless it is reserved by then
+    whole_tokens: bool = False  # its tokens have log probabilities
     entering: asyncio.Task[None] | None = None  # waits for its turn at the engine, if it is local
     inside_tokens: int = 0  # its share of the admission's bound, until its first token
     machine: StateMachine[DecodeState] = field(init=False)

@@ -44,7 +44,7 @@ def record(
         tracing.record(parent, "baton.decode.queue", attempt.entered, began, facts)
     if attempt.first_token is None:
         return
-    decoded = {"baton.tokens": len(attempt.log.tokens), "baton.choices": attempt.choices}
+    decoded = {"baton.tokens": attempt.log.count, "baton.choices": attempt.choices}
     decode = tracing.record(parent, "baton.decode", began, now, {**facts, **decoded})
     if not attempt.local:
         tracing.record(decode, "baton.decode.first_step", began, attempt.first_token)

@@ -12,12 +12,11 @@ from decode_worker import attempt_trace
 from decode_worker.attempt import DecodeAttempt, DecodeState
 from engine.engine import Engine
 from engine.request import RequestDone, StepOutput, TokenOutput
-from wire import common_pb2
+from wire import common_pb2, decode_pb2, handoff_pb2
 from worker.admission import Admission
 from worker.arrivals import Arrivals
-from worker.attempt_log import MAX_UNREAD_TOKENS, AttemptLog
 from worker.attempts import Attempts
-from worker.convert import outcome_counts, outcome_name, token_to_wire
+from worker.convert import add_to_log, outcome_counts, outcome_name
 from worker.role import RoleParts
 
 log = logging.getLogger(__name__)
@@ -31,11 +30,17 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         parts: RoleParts,
         *,
         cancel: Callable[[DecodeAttempt], Awaitable[None]],
+        cancel_by_router: Callable[[bytes], Awaitable[object]],
         evicted: Callable[[bytes], Coroutine[Any, Any, object]],
     ):
         """`cancel` ends an attempt without a reader. `evicted`: the engine has taken a reservation's blocks back for
         running requests."""
-        super().__init__(cancel=cancel, max_attempts=parts.config.max_queued_requests)
+        super().__init__(
+            cancel=cancel,
+            cancel_by_router=cancel_by_router,
+            credited=self.resume,
+            max_attempts=parts.config.max_queued_requests,
+        )
         self._parts = parts
         self._evicted = evicted
         self.by_engine_id: dict[str, DecodeAttempt] = {}
@@ -45,11 +50,13 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         self._at_tokens = parts.faults.point(Point.DECODE_TOKENS)
         self._at_done = parts.faults.point(Point.DECODE_DONE)
 
-    def open_new(self, transfer_id: bytes, request_id: str) -> DecodeAttempt:
-        """Raises StaleTransferError or OverloadedError."""
-        attempt = DecodeAttempt(transfer_id, request_id, AttemptLog(self._parts.beat_step))
+    def open_new(self, request: handoff_pb2.Reserve | decode_pb2.DecodeRunRequest) -> DecodeAttempt:
+        """Raises StaleTransferError, InvalidRequestError or OverloadedError."""
+        transfer_id, request_id = request.transfer_id, request.request_id
+        attempt = self.open(
+            transfer_id, request.handle, request.spec, lambda log: DecodeAttempt(transfer_id, request_id, log)
+        )
         attempt.report.worker_id = self._parts.identity.worker_id
-        self.open(attempt)
         return attempt
 
     def enter(self, attempt: DecodeAttempt) -> None:
@@ -64,8 +71,6 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
             return
         waits_for_its_turn = attempt.machine.state is DecodeState.EXPECTED and attempt.entering is not None
         attempt.machine.to(DecodeState.ENDED)
-        if attempt.reserve_timer is not None:  # the timer would keep the whole log for as long
-            attempt.reserve_timer.cancel()
         attempt.is_finished = outcome == common_pb2.ATTEMPT_OUTCOME_DONE
         self.ended[outcome_name(outcome)] += 1
         if attempt.entering is not None and waits_for_its_turn:
@@ -81,7 +86,6 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         )
         if attempt.trace is not None and self._parts.tracing is not None:
             attempt_trace.record(self._parts.tracing, attempt.trace, attempt, outcome)
-        self.expect_reader(attempt)
 
     def failed(self, error: BatonError) -> None:
         """End attempts without calling the engine, which has failed: with an EngineFailedError only those of its step."""
@@ -120,8 +124,8 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         if attempt.record_token(step_began) and attempt.local:
             self.arrivals.first_token(attempt.first_token_seconds)
         self._leave(attempt)
-        attempt.log.add(token_to_wire(token))
-        self._pause_if_unread(attempt)
+        add_to_log(attempt.log, token, whole=attempt.whole_tokens)
+        self._pause_if_full(attempt)
 
     def _attempt_failed(self, attempt: DecodeAttempt, error: Exception) -> None:
         """End one attempt after an exception in its own work; the rest of the output belongs to other attempts."""
@@ -153,14 +157,14 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
             tokens, attempt.inside_tokens = attempt.inside_tokens, 0
             self.admission.leave(tokens)
 
-    def _pause_if_unread(self, attempt: DecodeAttempt) -> None:
-        if not attempt.paused and attempt.log.unread_tokens > MAX_UNREAD_TOKENS * attempt.choices:
+    def _pause_if_full(self, attempt: DecodeAttempt) -> None:
+        if not attempt.paused and attempt.log.full:
             attempt.paused = True
             self._call(lambda engine: engine.pause(attempt.engine_id))
 
     def resume(self, attempt: DecodeAttempt) -> None:
-        """Resume a request whose reader has taken all tokens."""
-        if attempt.paused:
+        """Resume a request whose router has room for more of every choice."""
+        if attempt.paused and not attempt.log.full:
             attempt.paused = False
             self._call(lambda engine: engine.resume(attempt.engine_id))
 

@@ -34,9 +34,8 @@ class HandoffEngineAdapter:
     async def reserve(self, request: handoff_pb2.Reserve) -> Reservation:
         self._parts.health.check_accepting()
         self._check(request)
-        attempt = self._attempts.get(request.transfer_id)
-        if attempt is None:  # Reserve came before Attach
-            attempt = self._attempts.open_new(request.transfer_id, request.request_id)
+        attempt = self._attempts.open_new(request)
+        attempt.whole_tokens = request.spec.sampling.logprobs
         attempt.choices = max(1, request.spec.n)
         began = time.monotonic()
         attempt.first_choice, attempt.first_position = request.spec.first_choice, request.token_count
@@ -93,7 +92,7 @@ class HandoffEngineAdapter:
         self._attempts.enter(attempt)
         # Before the engine is called: its own tokens come after these.
         for token in first_tokens:
-            attempt.log.add(token)
+            attempt.log.add(token.choice, token.position, token.token_id, token)
         try:
             await self._parts.host.call(lambda engine: engine.commit(attempt.engine_id, first))
         except EngineRequestError as error:  # so that the router gets the reason

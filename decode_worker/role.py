@@ -22,6 +22,7 @@ from kv_transfer.contract import DecodeEngine, HandoffState
 from kv_transfer.decode_side.receiver import HandoffReceiver
 from wire import common_pb2, decode_pb2
 from worker.convert import request_from_wire
+from worker.link.routers import Routers
 from worker.role import RoleParts
 from worker.validate import check_spec
 
@@ -59,23 +60,15 @@ class DecodeRole:
     def __init__(self, parts: RoleParts, make_receiver: MakeReceiver = open_receiver):
         """Raises SetupError."""
         self._parts = parts
-        self.attempts = DecodeAttempts(parts, cancel=self.cancel, evicted=self.abort)
+        self.attempts = DecodeAttempts(
+            parts, cancel=self.cancel, cancel_by_router=self.cancel_by_router, evicted=self.abort
+        )
         adapter = HandoffEngineAdapter(parts, self.attempts)
         self.receiver = make_receiver(parts, adapter, self.attempts.is_ended)
         self._quarantines = open_quarantine_watch(parts.config, self.receiver)
         self._watching: asyncio.Task[None] | None = None
 
     # --- calls of routers --------------------------------------------------------------------------------
-
-    def attach(self, request: decode_pb2.AttachRequest) -> DecodeAttempt:
-        known = self.attempts.get(request.transfer_id)
-        if known is not None:
-            return known
-        self._parts.identity.check_epoch(request.worker_epoch)
-        self._parts.health.check_accepting()
-        attempt = self.attempts.open_new(request.transfer_id, request.request_id)
-        self._abort_unless_reserved(attempt, (request.admission_deadline_ms or 30_000) / 1000)
-        return attempt
 
     def run(self, request: decode_pb2.DecodeRunRequest) -> DecodeAttempt:
         """Local prefill: the whole request in this engine, once it is its turn. Raises BatonError."""
@@ -86,8 +79,8 @@ class DecodeRole:
         self._parts.health.check_accepting()
         check_spec(request.spec, self._parts.identity.spec_limits)
         engine_request = request_from_wire(request.transfer_id.hex(), request.spec)
-        attempt = self.attempts.open_new(request.transfer_id, request.request_id)
-        attempt.local = True
+        attempt = self.attempts.open_new(request)
+        attempt.local, attempt.whole_tokens = True, request.spec.sampling.logprobs
         self.attempts.arrivals.arrived(_tokens(engine_request))
         attempt.trace = self._parts.trace_of(request.spec)
         deadline_seconds = (request.admission_deadline_ms or 30_000) / 1000
@@ -119,18 +112,11 @@ class DecodeRole:
     def _abort(self, attempt: DecodeAttempt, error: BatonError) -> None:
         self.attempts.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_ABORTED, error)
 
-    def _abort_unless_reserved(self, attempt: DecodeAttempt, seconds: float) -> None:
-        def too_late() -> None:
-            if attempt.machine.state is DecodeState.EXPECTED:
-                self._parts.background_tasks.spawn(self.abort(attempt.transfer_id))
-
-        attempt.reserve_timer = asyncio.get_running_loop().call_later(seconds, too_late)
-
     def check_abort(self, request: decode_pb2.AbortRequest) -> None:
         """Raise StaleEpochError if the attempt belongs to an earlier epoch of this worker.
 
         Everything of that epoch has ended, so no commit remains that the router could read. The transfer id is
-        remembered as ended, so that a late Attach or Run does not start it.
+        remembered as ended, so that a late Reserve or Run does not start it.
         """
         try:
             self._parts.identity.check_epoch(request.worker_epoch)
@@ -162,7 +148,7 @@ class DecodeRole:
         """Cancel an attempt and forget it; returns whether there was one."""
         attempt = self.attempts.get(transfer_id)
         if attempt is None:
-            # First of all: its Attach may be on the way, and would open an attempt that has no reader.
+            # First of all: its Reserve or Run may be on the way, and would open an attempt that has no reader.
             self.attempts.remember_ended(transfer_id)
             await self._parts.background_tasks.complete(self.abort(transfer_id))
             return False
@@ -195,6 +181,10 @@ class DecodeRole:
             self.attempts.end(attempt.transfer_id, common_pb2.ATTEMPT_OUTCOME_PREEMPTED, error)
 
     # --- calls of the worker -----------------------------------------------------------------------------
+
+    @property
+    def routers(self) -> Routers:
+        return self.attempts.routers
 
     async def start(self) -> None:
         if self._quarantines is not None:

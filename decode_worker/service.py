@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
 from cluster.errors import BatonError
 from cluster.protocol.wire_version import check_wire_version
 from cluster.rpc import errors
-from decode_worker.attempt import DecodeAttempt
 from decode_worker.peer_exits import ReportedPeerExits
 from decode_worker.role import DecodeRole
 from kv_transfer.contract import HandoffState
-from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
+from wire import decode_pb2, decode_pb2_grpc, handoff_pb2
 from worker.role import RoleParts
 from worker.validate import check_name, check_transfer_id
 
 Context = grpc.aio.ServicerContext[Any, Any]
-R = TypeVar("R", decode_pb2.AttachRequest, decode_pb2.DecodeRunRequest)
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -29,36 +26,17 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._role = role
         self._exits = ReportedPeerExits(role.receiver)
 
-    async def Attach(
-        self, request: decode_pb2.AttachRequest, context: Context
-    ) -> AsyncIterator[common_pb2.AttemptEvent]:
-        attempt = await self._open(request, self._role.attach, context)
-        async with contextlib.aclosing(self._read(attempt, request.from_position)) as events:
-            async for event in events:
-                yield event
-
     async def Run(
         self, request: decode_pb2.DecodeRunRequest, context: Context
-    ) -> AsyncIterator[common_pb2.AttemptEvent]:
-        attempt = await self._open(request, self._role.run, context)
-        async with contextlib.aclosing(self._read(attempt)) as events:
-            async for event in events:
-                yield event
-
-    async def _open(self, request: R, open: Callable[[R], DecodeAttempt], context: Context) -> DecodeAttempt:
+    ) -> decode_pb2.DecodeRunResponse:
         try:
             check_wire_version(request.wire_version, self._parts.identity.worker_id)
             check_transfer_id(request.transfer_id)
             check_name("request_id", request.request_id)
-            return open(request)
+            self._role.run(request)
         except BatonError as error:
             await errors.abort(context, error)
-
-    def _read(
-        self, attempt: DecodeAttempt, position: int = 0
-    ) -> AsyncGenerator[common_pb2.AttemptEvent, None]:
-        attempts = self._role.attempts
-        return attempts.read(attempt, position, lambda: attempts.resume(attempt))
+        return decode_pb2.DecodeRunResponse()
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:
         await _check(request.transfer_id, context)

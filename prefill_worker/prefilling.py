@@ -18,7 +18,7 @@ from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
 from wire import handoff_pb2
 from worker.admission import Admission
 from worker.arrivals import Arrivals
-from worker.convert import request_from_wire, token_to_wire
+from worker.convert import add_to_log, request_from_wire, token_to_wire
 from worker.role import RoleParts
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Prefilling:
             if attempt is None or attempt.prefilled.done():
                 continue
             try:
-                attempt.log.add(token_to_wire(token))
+                add_to_log(attempt.log, token, whole=attempt.request.spec.sampling.logprobs)
                 attempt.tokens.append(token)
             except Exception as error:
                 attempt.prefilled.set_exception(engine_request_error(error))
@@ -101,6 +101,7 @@ class Prefilling:
             request_id=request.request_id,
             spec=request.spec,
             token_count=attempt.token_count,
+            handle=request.decode_handle,
         )
         remaining = max(0.05, attempt.deadline - time.monotonic())
         return await self._sender.reserve(request.decode, reserve, remaining)

@@ -23,9 +23,9 @@ from prefill_worker import attempt_trace, metrics
 from prefill_worker.attempt import PrefillAttempt, PrefillState
 from prefill_worker.prefilling import Prefilling
 from wire import common_pb2, prefill_pb2
-from worker.attempt_log import AttemptLog
 from worker.attempts import Attempts
 from worker.convert import outcome_counts, outcome_name
+from worker.link.routers import Routers
 from worker.role import RoleParts
 from worker.validate import check_spec
 
@@ -38,7 +38,9 @@ class PrefillRole:
         self._parts = parts
         self._sender = sender
         self.attempts: Attempts[PrefillAttempt] = Attempts(
-            cancel=self.cancel, max_attempts=parts.config.max_queued_requests
+            cancel=self.cancel,
+            cancel_by_router=self.cancel_by_router,
+            max_attempts=parts.config.max_queued_requests,
         )
         self.prefilling = Prefilling(parts, sender)
         self.ended = outcome_counts()
@@ -54,8 +56,9 @@ class PrefillRole:
         self._parts.identity.check_epoch(request.worker_epoch)
         self._parts.health.check_accepting()
         check_spec(request.spec, self._parts.identity.spec_limits)
-        attempt = PrefillAttempt(request, AttemptLog(self._parts.beat_step))
-        self.attempts.open(attempt)
+        attempt = self.attempts.open(
+            request.transfer_id, request.handle, request.spec, lambda log: PrefillAttempt(request, log)
+        )
         self.prefilling.arrivals.arrived(attempt.token_count)
         attempt.trace = self._parts.trace_of(request.spec)
         attempt.task = asyncio.get_running_loop().create_task(self._run(attempt))
@@ -70,6 +73,16 @@ class PrefillRole:
                 end = common_pb2.AttemptEnd()
                 self._was_cancelled(attempt, end)
                 self._send_end(attempt, end)
+
+    async def cancel_by_router(self, transfer_id: bytes) -> bool:
+        """Cancel an attempt, forget it, wait for its blocks; returns whether there was one."""
+        attempt = self.attempts.get(transfer_id)
+        if attempt is None:
+            self.attempts.remember_ended(transfer_id)
+            return False
+        await self.attempts.cancel(attempt)
+        await self.freed(attempt)
+        return True
 
     async def freed(self, attempt: PrefillAttempt, seconds: float | None = None) -> bool:
         """Wait until an ended attempt holds no block. Returns False after `seconds` (default FREE_SECONDS): a write over
@@ -117,7 +130,6 @@ class PrefillRole:
         attempt.log.end(end)
         if attempt.trace is not None and self._parts.tracing is not None:
             attempt_trace.record(self._parts.tracing, attempt.trace, attempt, end)
-        self.attempts.expect_reader(attempt)
 
     # --- draining ----------------------------------------------------------------------------------------
 
@@ -139,6 +151,10 @@ class PrefillRole:
         await asyncio.gather(*(self.cancel(attempt) for attempt in attempts))
 
     # --- calls of the worker -----------------------------------------------------------------------------
+
+    @property
+    def routers(self) -> Routers:
+        return self.attempts.routers
 
     async def start(self) -> None:
         """Nothing runs beside the attempts."""

@@ -295,7 +295,7 @@ Global___Token: _TypeAlias = Token  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):
-    """Sent every 0.5 s on every Run and Attach stream. `engine_step` stands still when the engine hangs."""
+    """`engine_step` stands still when the engine hangs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -382,7 +382,7 @@ Global___WorkReport: _TypeAlias = WorkReport  # noqa: Y015
 
 @_typing.final
 class AttemptEnd(_message.Message):
-    """Last event of a Run or Attach stream."""
+    """The last thing that an attempt sends."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -408,38 +408,6 @@ class AttemptEnd(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttemptEnd: _TypeAlias = AttemptEnd  # noqa: Y015
-
-@_typing.final
-class AttemptEvent(_message.Message):
-    """One event of Prefill.Run, Decode.Run and Decode.Attach."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BEAT_FIELD_NUMBER: _builtins.int
-    TOKEN_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def beat(self) -> Global___Beat: ...
-    @_builtins.property
-    def token(self) -> Global___Token: ...
-    @_builtins.property
-    def end(self) -> Global___AttemptEnd: ...
-    def __init__(
-        self,
-        *,
-        beat: Global___Beat | None = ...,
-        token: Global___Token | None = ...,
-        end: Global___AttemptEnd | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "end", b"end", "event", b"event", "token", b"token"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "end", b"end", "event", b"event", "token", b"token"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["beat", "token", "end"]  # noqa: Y015
-    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
-
-Global___AttemptEvent: _TypeAlias = AttemptEvent  # noqa: Y015
 
 @_typing.final
 class ErrorDetail(_message.Message):
@@ -507,6 +475,32 @@ class WorkerRef(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerRef: _TypeAlias = WorkerRef  # noqa: Y015
+
+@_typing.final
+class HandleRef(_message.Message):
+    """Where an attempt's tokens and end go: a handle of the link between a router process and this worker (link.proto)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """of the router process: random, one per start"""
+    number: _builtins.int
+    """counter of the incarnation, never reused"""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandleRef: _TypeAlias = HandleRef  # noqa: Y015
 
 @_typing.final
 class KvLayout(_message.Message):

@@ -26,31 +26,31 @@ from wire import common_pb2 as wire_dot_common__pb2
 from wire import handoff_pb2 as wire_dot_handoff__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11wire/decode.proto\x12\x08\x62\x61ton.v1\x1a\x11wire/common.proto\x1a\x12wire/handoff.proto\"\x9a\x01\n\rAttachRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x04 \x01(\x06\x12\x15\n\rfrom_position\x18\x05 \x01(\x04\x12\x1d\n\x15\x61\x64mission_deadline_ms\x18\x06 \x01(\x04\"\xac\x01\n\x10\x44\x65\x63odeRunRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x04 \x01(\x06\x12$\n\x04spec\x18\x05 \x01(\x0b\x32\x16.baton.v1.GenerateSpec\x12\x1d\n\x15\x61\x64mission_deadline_ms\x18\x06 \x01(\x04\"9\n\x0c\x41\x62ortRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x14\n\x0cworker_epoch\x18\x02 \x01(\x06\"6\n\rAbortResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.baton.v1.AttemptState\"*\n\x13\x44\x65\x63odeCancelRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\"%\n\x14\x44\x65\x63odeCancelResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"&\n\x11PeerExitedRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x14\n\x12PeerExitedResponse*e\n\x0c\x41ttemptState\x12\x1d\n\x19\x41TTEMPT_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41TTEMPT_STATE_ABORTED\x10\x01\x12\x1b\n\x17\x41TTEMPT_STATE_COMMITTED\x10\x02\x32\x93\x03\n\x06\x44\x65\x63ode\x12;\n\x06\x41ttach\x12\x17.baton.v1.AttachRequest\x1a\x16.baton.v1.AttemptEvent0\x01\x12;\n\x03Run\x12\x1a.baton.v1.DecodeRunRequest\x1a\x16.baton.v1.AttemptEvent0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\x06\x43\x61ncel\x12\x1d.baton.v1.DecodeCancelRequest\x1a\x1e.baton.v1.DecodeCancelResponse\x12\x43\n\x07Handoff\x12\x19.baton.v1.PrefillToDecode\x1a\x19.baton.v1.DecodeToPrefill(\x01\x30\x01\x12G\n\nPeerExited\x12\x1b.baton.v1.PeerExitedRequest\x1a\x1c.baton.v1.PeerExitedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11wire/decode.proto\x12\x08\x62\x61ton.v1\x1a\x11wire/common.proto\x1a\x12wire/handoff.proto\"\xd1\x01\n\x10\x44\x65\x63odeRunRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x04 \x01(\x06\x12$\n\x04spec\x18\x05 \x01(\x0b\x32\x16.baton.v1.GenerateSpec\x12\x1d\n\x15\x61\x64mission_deadline_ms\x18\x06 \x01(\x04\x12#\n\x06handle\x18\x07 \x01(\x0b\x32\x13.baton.v1.HandleRef\"\x13\n\x11\x44\x65\x63odeRunResponse\"9\n\x0c\x41\x62ortRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x14\n\x0cworker_epoch\x18\x02 \x01(\x06\"6\n\rAbortResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.baton.v1.AttemptState\"*\n\x13\x44\x65\x63odeCancelRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\"%\n\x14\x44\x65\x63odeCancelResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"&\n\x11PeerExitedRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x14\n\x12PeerExitedResponse*e\n\x0c\x41ttemptState\x12\x1d\n\x19\x41TTEMPT_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41TTEMPT_STATE_ABORTED\x10\x01\x12\x1b\n\x17\x41TTEMPT_STATE_COMMITTED\x10\x02\x32\xd9\x02\n\x06\x44\x65\x63ode\x12>\n\x03Run\x12\x1a.baton.v1.DecodeRunRequest\x1a\x1b.baton.v1.DecodeRunResponse\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\x06\x43\x61ncel\x12\x1d.baton.v1.DecodeCancelRequest\x1a\x1e.baton.v1.DecodeCancelResponse\x12\x43\n\x07Handoff\x12\x19.baton.v1.PrefillToDecode\x1a\x19.baton.v1.DecodeToPrefill(\x01\x30\x01\x12G\n\nPeerExited\x12\x1b.baton.v1.PeerExitedRequest\x1a\x1c.baton.v1.PeerExitedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'wire.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ATTEMPTSTATE']._serialized_start=662
-  _globals['_ATTEMPTSTATE']._serialized_end=763
-  _globals['_ATTACHREQUEST']._serialized_start=71
-  _globals['_ATTACHREQUEST']._serialized_end=225
-  _globals['_DECODERUNREQUEST']._serialized_start=228
-  _globals['_DECODERUNREQUEST']._serialized_end=400
-  _globals['_ABORTREQUEST']._serialized_start=402
-  _globals['_ABORTREQUEST']._serialized_end=459
-  _globals['_ABORTRESPONSE']._serialized_start=461
-  _globals['_ABORTRESPONSE']._serialized_end=515
-  _globals['_DECODECANCELREQUEST']._serialized_start=517
-  _globals['_DECODECANCELREQUEST']._serialized_end=559
-  _globals['_DECODECANCELRESPONSE']._serialized_start=561
-  _globals['_DECODECANCELRESPONSE']._serialized_end=598
-  _globals['_PEEREXITEDREQUEST']._serialized_start=600
-  _globals['_PEEREXITEDREQUEST']._serialized_end=638
-  _globals['_PEEREXITEDRESPONSE']._serialized_start=640
-  _globals['_PEEREXITEDRESPONSE']._serialized_end=660
-  _globals['_DECODE']._serialized_start=766
-  _globals['_DECODE']._serialized_end=1169
+  _globals['_ATTEMPTSTATE']._serialized_start=563
+  _globals['_ATTEMPTSTATE']._serialized_end=664
+  _globals['_DECODERUNREQUEST']._serialized_start=71
+  _globals['_DECODERUNREQUEST']._serialized_end=280
+  _globals['_DECODERUNRESPONSE']._serialized_start=282
+  _globals['_DECODERUNRESPONSE']._serialized_end=301
+  _globals['_ABORTREQUEST']._serialized_start=303
+  _globals['_ABORTREQUEST']._serialized_end=360
+  _globals['_ABORTRESPONSE']._serialized_start=362
+  _globals['_ABORTRESPONSE']._serialized_end=416
+  _globals['_DECODECANCELREQUEST']._serialized_start=418
+  _globals['_DECODECANCELREQUEST']._serialized_end=460
+  _globals['_DECODECANCELRESPONSE']._serialized_start=462
+  _globals['_DECODECANCELRESPONSE']._serialized_end=499
+  _globals['_PEEREXITEDREQUEST']._serialized_start=501
+  _globals['_PEEREXITEDREQUEST']._serialized_end=539
+  _globals['_PEEREXITEDRESPONSE']._serialized_start=541
+  _globals['_PEEREXITEDRESPONSE']._serialized_end=561
+  _globals['_DECODE']._serialized_start=667
+  _globals['_DECODE']._serialized_end=1012
 # @@protoc_insertion_point(module_scope)

@@ -36,42 +36,6 @@ ATTEMPT_STATE_COMMITTED: AttemptState.ValueType  # 2
 Global___AttemptState: _TypeAlias = AttemptState  # noqa: Y015
 
 @_typing.final
-class AttachRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WIRE_VERSION_FIELD_NUMBER: _builtins.int
-    TRANSFER_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    WORKER_EPOCH_FIELD_NUMBER: _builtins.int
-    FROM_POSITION_FIELD_NUMBER: _builtins.int
-    ADMISSION_DEADLINE_MS_FIELD_NUMBER: _builtins.int
-    wire_version: _builtins.int
-    transfer_id: _builtins.bytes
-    request_id: _builtins.str
-    worker_epoch: _builtins.int
-    from_position: _builtins.int
-    """of every choice"""
-    admission_deadline_ms: _builtins.int
-    """from receipt; an attempt not reserved by then is forgotten"""
-    def __init__(
-        self,
-        *,
-        wire_version: _builtins.int = ...,
-        transfer_id: _builtins.bytes = ...,
-        request_id: _builtins.str = ...,
-        worker_epoch: _builtins.int = ...,
-        from_position: _builtins.int = ...,
-        admission_deadline_ms: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_deadline_ms", b"admission_deadline_ms", "from_position", b"from_position", "request_id", b"request_id", "transfer_id", b"transfer_id", "wire_version", b"wire_version", "worker_epoch", b"worker_epoch"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
-
-@_typing.final
 class DecodeRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -81,6 +45,7 @@ class DecodeRunRequest(_message.Message):
     WORKER_EPOCH_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     ADMISSION_DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     transfer_id: _builtins.bytes
     request_id: _builtins.str
@@ -88,6 +53,10 @@ class DecodeRunRequest(_message.Message):
     admission_deadline_ms: _builtins.int
     @_builtins.property
     def spec(self) -> _common_pb2.GenerateSpec: ...
+    @_builtins.property
+    def handle(self) -> _common_pb2.HandleRef:
+        """of the router's link to this worker"""
+
     def __init__(
         self,
         *,
@@ -97,14 +66,30 @@ class DecodeRunRequest(_message.Message):
         worker_epoch: _builtins.int = ...,
         spec: _common_pb2.GenerateSpec | None = ...,
         admission_deadline_ms: _builtins.int = ...,
+        handle: _common_pb2.HandleRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_deadline_ms", b"admission_deadline_ms", "request_id", b"request_id", "spec", b"spec", "transfer_id", b"transfer_id", "wire_version", b"wire_version", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_deadline_ms", b"admission_deadline_ms", "handle", b"handle", "request_id", b"request_id", "spec", b"spec", "transfer_id", b"transfer_id", "wire_version", b"wire_version", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRunRequest: _TypeAlias = DecodeRunRequest  # noqa: Y015
+
+@_typing.final
+class DecodeRunResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeRunResponse: _TypeAlias = DecodeRunResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

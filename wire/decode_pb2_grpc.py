@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from wire import common_pb2 as wire_dot_common__pb2
 from wire import decode_pb2 as wire_dot_decode__pb2
 from wire import handoff_pb2 as wire_dot_handoff__pb2
 
@@ -36,15 +35,10 @@ class DecodeStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Attach = channel.unary_stream(
-                '/baton.v1.Decode/Attach',
-                request_serializer=wire_dot_decode__pb2.AttachRequest.SerializeToString,
-                response_deserializer=wire_dot_common__pb2.AttemptEvent.FromString,
-                _registered_method=True)
-        self.Run = channel.unary_stream(
+        self.Run = channel.unary_unary(
                 '/baton.v1.Decode/Run',
                 request_serializer=wire_dot_decode__pb2.DecodeRunRequest.SerializeToString,
-                response_deserializer=wire_dot_common__pb2.AttemptEvent.FromString,
+                response_deserializer=wire_dot_decode__pb2.DecodeRunResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/baton.v1.Decode/Abort',
@@ -71,16 +65,9 @@ class DecodeStub:
 class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Attach(self, request, context):
-        """Reads an attempt's tokens from `from_position` on. May come before the prefill worker's Reserve, and may be
-        repeated: the newest stream wins.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Run(self, request, context):
-        """Prefills here and decodes: local prefill, no hand-off.
+        """Takes a whole request in, to prefill it here: local prefill, no hand-off. Tokens and one AttemptEnd come over the
+        router's link. Repeating a Run with the same transfer_id changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,15 +105,10 @@ class DecodeServicer:
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Attach': grpc.unary_stream_rpc_method_handler(
-                    servicer.Attach,
-                    request_deserializer=wire_dot_decode__pb2.AttachRequest.FromString,
-                    response_serializer=wire_dot_common__pb2.AttemptEvent.SerializeToString,
-            ),
-            'Run': grpc.unary_stream_rpc_method_handler(
+            'Run': grpc.unary_unary_rpc_method_handler(
                     servicer.Run,
                     request_deserializer=wire_dot_decode__pb2.DecodeRunRequest.FromString,
-                    response_serializer=wire_dot_common__pb2.AttemptEvent.SerializeToString,
+                    response_serializer=wire_dot_decode__pb2.DecodeRunResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -160,33 +142,6 @@ class Decode:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Attach(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/baton.v1.Decode/Attach',
-            wire_dot_decode__pb2.AttachRequest.SerializeToString,
-            wire_dot_common__pb2.AttemptEvent.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Run(request,
             target,
             options=(),
@@ -197,12 +152,12 @@ class Decode:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/baton.v1.Decode/Run',
             wire_dot_decode__pb2.DecodeRunRequest.SerializeToString,
-            wire_dot_common__pb2.AttemptEvent.FromString,
+            wire_dot_decode__pb2.DecodeRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

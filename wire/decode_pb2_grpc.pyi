@@ -5,7 +5,6 @@ Router → decode worker, and prefill worker → decode worker (Handoff)."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from wire import common_pb2 as _common_pb2
 from wire import decode_pb2 as _decode_pb2
 from wire import handoff_pb2 as _handoff_pb2
 import abc as _abc_1
@@ -33,12 +32,10 @@ class DecodeStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
-    Attach: _grpc.UnaryStreamMultiCallable[_decode_pb2.AttachRequest, _common_pb2.AttemptEvent]
-    """Reads an attempt's tokens from `from_position` on. May come before the prefill worker's Reserve, and may be
-    repeated: the newest stream wins.
+    Run: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DecodeRunRequest, _decode_pb2.DecodeRunResponse]
+    """Takes a whole request in, to prefill it here: local prefill, no hand-off. Tokens and one AttemptEnd come over the
+    router's link. Repeating a Run with the same transfer_id changes nothing.
     """
-    Run: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRunRequest, _common_pb2.AttemptEvent]
-    """Prefills here and decodes: local prefill, no hand-off."""
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
     """The arbiter: ends an uncommitted attempt, or says that it has committed."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DecodeCancelRequest, _decode_pb2.DecodeCancelResponse]
@@ -53,12 +50,10 @@ class DecodeStub:
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Attach: _aio.UnaryStreamMultiCallable[_decode_pb2.AttachRequest, _common_pb2.AttemptEvent]  # type: ignore[assignment]
-    """Reads an attempt's tokens from `from_position` on. May come before the prefill worker's Reserve, and may be
-    repeated: the newest stream wins.
+    Run: _aio.UnaryUnaryMultiCallable[_decode_pb2.DecodeRunRequest, _decode_pb2.DecodeRunResponse]  # type: ignore[assignment]
+    """Takes a whole request in, to prefill it here: local prefill, no hand-off. Tokens and one AttemptEnd come over the
+    router's link. Repeating a Run with the same transfer_id changes nothing.
     """
-    Run: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRunRequest, _common_pb2.AttemptEvent]  # type: ignore[assignment]
-    """Prefills here and decodes: local prefill, no hand-off."""
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
     """The arbiter: ends an uncommitted attempt, or says that it has committed."""
     Cancel: _aio.UnaryUnaryMultiCallable[_decode_pb2.DecodeCancelRequest, _decode_pb2.DecodeCancelResponse]  # type: ignore[assignment]
@@ -72,22 +67,14 @@ class DecodeAsyncStub(DecodeStub):
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
-    def Attach(
-        self,
-        request: _decode_pb2.AttachRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_common_pb2.AttemptEvent], _abc.AsyncIterator[_common_pb2.AttemptEvent]]:
-        """Reads an attempt's tokens from `from_position` on. May come before the prefill worker's Reserve, and may be
-        repeated: the newest stream wins.
-        """
-
-    @_abc_1.abstractmethod
     def Run(
         self,
         request: _decode_pb2.DecodeRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_common_pb2.AttemptEvent], _abc.AsyncIterator[_common_pb2.AttemptEvent]]:
-        """Prefills here and decodes: local prefill, no hand-off."""
+    ) -> _typing.Union[_decode_pb2.DecodeRunResponse, _abc.Awaitable[_decode_pb2.DecodeRunResponse]]:
+        """Takes a whole request in, to prefill it here: local prefill, no hand-off. Tokens and one AttemptEnd come over the
+        router's link. Repeating a Run with the same transfer_id changes nothing.
+        """
 
     @_abc_1.abstractmethod
     def Abort(

@@ -279,12 +279,17 @@ class Reserve(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.bytes
     request_id: _builtins.str
     token_count: _builtins.int
     """tokens whose KV will be shipped or is held: prompt + output so far"""
     @_builtins.property
     def spec(self) -> _common_pb2.GenerateSpec: ...
+    @_builtins.property
+    def handle(self) -> _common_pb2.HandleRef:
+        """of the router's link to the decode worker"""
+
     def __init__(
         self,
         *,
@@ -292,10 +297,11 @@ class Reserve(_message.Message):
         request_id: _builtins.str = ...,
         spec: _common_pb2.GenerateSpec | None = ...,
         token_count: _builtins.int = ...,
+        handle: _common_pb2.HandleRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec", b"spec", "token_count", b"token_count", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "request_id", b"request_id", "spec", b"spec", "token_count", b"token_count", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from wire import common_pb2 as wire_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12wire/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x11wire/common.proto\"\xd2\x01\n\x11PrefillRunRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x04 \x01(\x06\x12$\n\x04spec\x18\x05 \x01(\x0b\x32\x16.baton.v1.GenerateSpec\x12#\n\x06\x64\x65\x63ode\x18\x06 \x01(\x0b\x32\x13.baton.v1.WorkerRef\x12\x1d\n\x15\x61\x64mission_deadline_ms\x18\x07 \x01(\x04\"+\n\x14PrefillCancelRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\"&\n\x15PrefillCancelResponse\x12\r\n\x05known\x18\x01 \x01(\x08\x32\x92\x01\n\x07Prefill\x12<\n\x03Run\x12\x1b.baton.v1.PrefillRunRequest\x1a\x16.baton.v1.AttemptEvent0\x01\x12I\n\x06\x43\x61ncel\x12\x1e.baton.v1.PrefillCancelRequest\x1a\x1f.baton.v1.PrefillCancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12wire/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x11wire/common.proto\"\xa3\x02\n\x11PrefillRunRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0btransfer_id\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x04 \x01(\x06\x12$\n\x04spec\x18\x05 \x01(\x0b\x32\x16.baton.v1.GenerateSpec\x12#\n\x06\x64\x65\x63ode\x18\x06 \x01(\x0b\x32\x13.baton.v1.WorkerRef\x12\x1d\n\x15\x61\x64mission_deadline_ms\x18\x07 \x01(\x04\x12#\n\x06handle\x18\x08 \x01(\x0b\x32\x13.baton.v1.HandleRef\x12*\n\rdecode_handle\x18\t \x01(\x0b\x32\x13.baton.v1.HandleRef\"\x14\n\x12PrefillRunResponse\"+\n\x14PrefillCancelRequest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\"&\n\x15PrefillCancelResponse\x12\r\n\x05known\x18\x01 \x01(\x08\x32\x96\x01\n\x07Prefill\x12@\n\x03Run\x12\x1b.baton.v1.PrefillRunRequest\x1a\x1c.baton.v1.PrefillRunResponse\x12I\n\x06\x43\x61ncel\x12\x1e.baton.v1.PrefillCancelRequest\x1a\x1f.baton.v1.PrefillCancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'wire.prefill_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLRUNREQUEST']._serialized_start=52
-  _globals['_PREFILLRUNREQUEST']._serialized_end=262
-  _globals['_PREFILLCANCELREQUEST']._serialized_start=264
-  _globals['_PREFILLCANCELREQUEST']._serialized_end=307
-  _globals['_PREFILLCANCELRESPONSE']._serialized_start=309
-  _globals['_PREFILLCANCELRESPONSE']._serialized_end=347
-  _globals['_PREFILL']._serialized_start=350
-  _globals['_PREFILL']._serialized_end=496
+  _globals['_PREFILLRUNREQUEST']._serialized_end=343
+  _globals['_PREFILLRUNRESPONSE']._serialized_start=345
+  _globals['_PREFILLRUNRESPONSE']._serialized_end=365
+  _globals['_PREFILLCANCELREQUEST']._serialized_start=367
+  _globals['_PREFILLCANCELREQUEST']._serialized_end=410
+  _globals['_PREFILLCANCELRESPONSE']._serialized_start=412
+  _globals['_PREFILLCANCELRESPONSE']._serialized_end=450
+  _globals['_PREFILL']._serialized_start=453
+  _globals['_PREFILL']._serialized_end=603
 # @@protoc_insertion_point(module_scope)

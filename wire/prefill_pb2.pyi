@@ -28,6 +28,8 @@ class PrefillRunRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     ADMISSION_DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    DECODE_HANDLE_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     transfer_id: _builtins.bytes
     """128 bits, one per attempt"""
@@ -41,6 +43,14 @@ class PrefillRunRequest(_message.Message):
     def spec(self) -> _common_pb2.GenerateSpec: ...
     @_builtins.property
     def decode(self) -> _common_pb2.WorkerRef: ...
+    @_builtins.property
+    def handle(self) -> _common_pb2.HandleRef:
+        """of the router's link to this worker"""
+
+    @_builtins.property
+    def decode_handle(self) -> _common_pb2.HandleRef:
+        """of its link to `decode`"""
+
     def __init__(
         self,
         *,
@@ -51,14 +61,31 @@ class PrefillRunRequest(_message.Message):
         spec: _common_pb2.GenerateSpec | None = ...,
         decode: _common_pb2.WorkerRef | None = ...,
         admission_deadline_ms: _builtins.int = ...,
+        handle: _common_pb2.HandleRef | None = ...,
+        decode_handle: _common_pb2.HandleRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "decode_handle", b"decode_handle", "handle", b"handle", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_deadline_ms", b"admission_deadline_ms", "decode", b"decode", "request_id", b"request_id", "spec", b"spec", "transfer_id", b"transfer_id", "wire_version", b"wire_version", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_deadline_ms", b"admission_deadline_ms", "decode", b"decode", "decode_handle", b"decode_handle", "handle", b"handle", "request_id", b"request_id", "spec", b"spec", "transfer_id", b"transfer_id", "wire_version", b"wire_version", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillRunRequest: _TypeAlias = PrefillRunRequest  # noqa: Y015
+
+@_typing.final
+class PrefillRunResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillRunResponse: _TypeAlias = PrefillRunResponse  # noqa: Y015
 
 @_typing.final
 class PrefillCancelRequest(_message.Message):

@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from wire import common_pb2 as wire_dot_common__pb2
 from wire import prefill_pb2 as wire_dot_prefill__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -35,10 +34,10 @@ class PrefillStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Run = channel.unary_stream(
+        self.Run = channel.unary_unary(
                 '/baton.v1.Prefill/Run',
                 request_serializer=wire_dot_prefill__pb2.PrefillRunRequest.SerializeToString,
-                response_deserializer=wire_dot_common__pb2.AttemptEvent.FromString,
+                response_deserializer=wire_dot_prefill__pb2.PrefillRunResponse.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/baton.v1.Prefill/Cancel',
@@ -51,8 +50,8 @@ class PrefillServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Run(self, request, context):
-        """Computes a prompt and hands its KV to `decode`. The stream carries beats, the first token of every choice
-        and one AttemptEnd. A repeated Run with the same transfer_id gets the first one's answer again.
+        """Takes a prompt in, to compute it and to hand its KV to `decode`. The first token of every choice and one AttemptEnd
+        come over the router's link. Repeating a Run with the same transfer_id changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,10 +67,10 @@ class PrefillServicer:
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Run': grpc.unary_stream_rpc_method_handler(
+            'Run': grpc.unary_unary_rpc_method_handler(
                     servicer.Run,
                     request_deserializer=wire_dot_prefill__pb2.PrefillRunRequest.FromString,
-                    response_serializer=wire_dot_common__pb2.AttemptEvent.SerializeToString,
+                    response_serializer=wire_dot_prefill__pb2.PrefillRunResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -100,12 +99,12 @@ class Prefill:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/baton.v1.Prefill/Run',
             wire_dot_prefill__pb2.PrefillRunRequest.SerializeToString,
-            wire_dot_common__pb2.AttemptEvent.FromString,
+            wire_dot_prefill__pb2.PrefillRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

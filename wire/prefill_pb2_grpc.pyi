@@ -5,7 +5,6 @@ Router → prefill worker."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from wire import common_pb2 as _common_pb2
 from wire import prefill_pb2 as _prefill_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -32,9 +31,9 @@ class PrefillStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
-    Run: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRunRequest, _common_pb2.AttemptEvent]
-    """Computes a prompt and hands its KV to `decode`. The stream carries beats, the first token of every choice
-    and one AttemptEnd. A repeated Run with the same transfer_id gets the first one's answer again.
+    Run: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRunRequest, _prefill_pb2.PrefillRunResponse]
+    """Takes a prompt in, to compute it and to hand its KV to `decode`. The first token of every choice and one AttemptEnd
+    come over the router's link. Repeating a Run with the same transfer_id changes nothing.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillCancelRequest, _prefill_pb2.PrefillCancelResponse]
     """Ends an attempt at once; its blocks and staging are free when this returns."""
@@ -42,9 +41,9 @@ class PrefillStub:
 @_typing.type_check_only
 class PrefillAsyncStub(PrefillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Run: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRunRequest, _common_pb2.AttemptEvent]  # type: ignore[assignment]
-    """Computes a prompt and hands its KV to `decode`. The stream carries beats, the first token of every choice
-    and one AttemptEnd. A repeated Run with the same transfer_id gets the first one's answer again.
+    Run: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRunRequest, _prefill_pb2.PrefillRunResponse]  # type: ignore[assignment]
+    """Takes a prompt in, to compute it and to hand its KV to `decode`. The first token of every choice and one AttemptEnd
+    come over the router's link. Repeating a Run with the same transfer_id changes nothing.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillCancelRequest, _prefill_pb2.PrefillCancelResponse]  # type: ignore[assignment]
     """Ends an attempt at once; its blocks and staging are free when this returns."""
@@ -55,9 +54,9 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _prefill_pb2.PrefillRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_common_pb2.AttemptEvent], _abc.AsyncIterator[_common_pb2.AttemptEvent]]:
-        """Computes a prompt and hands its KV to `decode`. The stream carries beats, the first token of every choice
-        and one AttemptEnd. A repeated Run with the same transfer_id gets the first one's answer again.
+    ) -> _typing.Union[_prefill_pb2.PrefillRunResponse, _abc.Awaitable[_prefill_pb2.PrefillRunResponse]]:
+        """Takes a prompt in, to compute it and to hand its KV to `decode`. The first token of every choice and one AttemptEnd
+        come over the router's link. Repeating a Run with the same transfer_id changes nothing.
         """
 
     @_abc_1.abstractmethod

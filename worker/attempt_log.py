@@ -1,104 +1,123 @@
-"""What one attempt has produced so far, for whichever router stream reads it.
+"""What one attempt has produced and its router has not acknowledged yet: columns per choice, then one end.
 
-Tokens stay until the attempt is forgotten, so a stream that broke can be opened again from any position, and a
-repeated Run gets its first answer again. The newest reader wins: an older one ends at once.
+Tokens stay until the router's credit acknowledges them, so a link that broke continues at any position that the router
+may still ask for. A choice holds at most a window of tokens; what is beyond it pauses the request at the engine.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Sequence
 
-from cluster.protocol.times import BEAT_SECONDS
+from cluster.protocol.link import WINDOW_TOKENS
 from wire import common_pb2
 
-MAX_UNREAD_TOKENS = 256
+
+class ChoiceLog:
+    """Tokens of one choice: `tokens[i]` has position `first + i`."""
+
+    __slots__ = ("choice", "extras", "first", "limit", "sent", "tokens")
+
+    def __init__(self, choice: int, position: int):
+        self.choice = choice
+        self.first = position
+        self.tokens: list[int] = []
+        self.extras: dict[int, common_pb2.Token] = {}  # tokens that are more than an id, by position
+        self.sent = position  # the next one to send
+        self.limit = position + WINDOW_TOKENS  # positions below it may be sent
+
+    @property
+    def end(self) -> int:
+        """The position of the next token."""
+        return self.first + len(self.tokens)
+
+    def acknowledge(self, limit: int) -> bool:
+        """Raise the limit; forget what that acknowledges. False: an older or the same limit."""
+        limit = min(limit, self.end + WINDOW_TOKENS)
+        if limit <= self.limit:
+            return False
+        self.limit = limit
+        read = limit - WINDOW_TOKENS - self.first
+        if read > 0:
+            if self.extras:
+                for position in range(self.first, self.first + read):
+                    self.extras.pop(position, None)
+            del self.tokens[:read]
+            self.first += read
+            self.sent = max(self.sent, self.first)  # the prefill worker may have sent the first token before
+        return True
 
 
 class AttemptLog:
-    """Events of one attempt, in order: tokens, then one end.
+    """Choices `first_choice` … of one attempt, whose next token has `position`, and the attempt's end."""
 
-    `engine_step` returns the engine's step counter, or None while the engine hangs: then no beat is sent.
-    """
-
-    def __init__(self, engine_step: Callable[[], int | None]):
-        self._engine_step = engine_step
-        self._tokens: list[common_pb2.Token] = []
+    def __init__(
+        self, first_choice: int, choices: int, position: int, changed: Callable[[], None] = lambda: None
+    ):
+        """`changed` is called after each token and after the end."""
+        self._first_choice = first_choice
+        self._choices = [ChoiceLog(first_choice + i, position) for i in range(choices)]
+        self._changed = changed
         self._end: common_pb2.AttemptEnd | None = None
-        self._changed = asyncio.Event()
-        self._reader = 0  # serial number of the newest reader
-        self._readers_open = 0
-        self._read = 0  # tokens that the newest reader has taken
-        self._end_taken = False
+        self.count = 0  # tokens, over its whole life
+
+    @classmethod
+    def of(cls, spec: common_pb2.GenerateSpec, changed: Callable[[], None]) -> AttemptLog:
+        """For an attempt at `spec`: its tokens so far, counted in bytes of 4, give the position of the next one."""
+        position = (len(spec.prompt_tokens) + len(spec.output_tokens)) // 4
+        return cls(spec.first_choice, max(1, spec.n), position, changed)
+
+    @property
+    def choices(self) -> Sequence[ChoiceLog]:
+        return self._choices
 
     @property
     def ended(self) -> bool:
         return self._end is not None
 
     @property
-    def end_taken(self) -> bool:
-        """A reader has been given the end: nobody needs to come back."""
-        return self._end_taken
+    def end_event(self) -> common_pb2.AttemptEnd | None:
+        return self._end
 
     @property
-    def has_reader(self) -> bool:
-        return self._readers_open > 0
+    def full(self) -> bool:
+        """A choice has filled its window: the request should pause."""
+        return any(one.end >= one.limit for one in self._choices)
 
     @property
-    def unread_tokens(self) -> int:
-        return len(self._tokens) - self._read
+    def all_sent(self) -> bool:
+        return all(one.sent == one.end for one in self._choices)
 
-    @property
-    def tokens(self) -> list[common_pb2.Token]:
-        return self._tokens
-
-    def add(self, token: common_pb2.Token) -> None:
-        self._tokens.append(token)
-        self._changed.set()
+    def add(self, choice: int, position: int, token_id: int, extra: common_pb2.Token | None = None) -> None:
+        """`extra`: the whole token, where it has more than its id. Raises ValueError unless it is the choice's next one."""
+        log = self._choices[choice - self._first_choice]
+        if position != log.first + len(log.tokens):
+            raise ValueError(f"choice {choice}: position {position} came, {log.end} was next")
+        log.tokens.append(token_id)
+        if extra is not None:
+            log.extras[position] = extra
+        elif log.extras:  # a frame's extras follow its columns: behind an extra of this choice come extras only
+            log.extras[position] = common_pb2.Token(choice=choice, position=position, token_id=token_id)
+        self.count += 1
+        self._changed()
 
     def end(self, end: common_pb2.AttemptEnd) -> None:
         """Only the first end counts: what came later could not know it was too late."""
         if self._end is None:
             self._end = end
-            self._changed.set()
+            self._changed()
 
-    async def read(
-        self, from_position: int = 0, on_progress: Callable[[], None] = lambda: None
-    ) -> AsyncGenerator[common_pb2.AttemptEvent, None]:
-        """Tokens from `from_position` on, then the end; a beat whenever 0.5 s pass in silence.
+    def credit(self, choice: int, limit: int) -> bool:
+        """Positions of the choice below `limit` may be sent. False: nothing has changed."""
+        at = choice - self._first_choice
+        return 0 <= at < len(self._choices) and self._choices[at].acknowledge(limit)
 
-        `on_progress` is called after each batch that the reader took (to resume a paused request).
-        """
-        self._reader += 1
-        serial = self._reader
-        self._readers_open += 1
-        self._changed.set()  # an older reader must notice that it is over
-        self._read = cursor = 0
-        try:
-            while serial == self._reader:
-                while cursor < len(self._tokens) and serial == self._reader:
-                    token = self._tokens[cursor]
-                    cursor += 1
-                    if token.position >= from_position:
-                        yield common_pb2.AttemptEvent(token=token)
-                    self._read = cursor
-                on_progress()
-                if cursor < len(self._tokens):
-                    continue
-                if self._end is not None:
-                    self._end_taken = True
-                    yield common_pb2.AttemptEvent(end=self._end)
-                    return
-                self._changed.clear()
-                if not await self._wait_for_change() and (step := self._engine_step()) is not None:
-                    yield common_pb2.AttemptEvent(beat=common_pb2.Beat(engine_step=step))
-        finally:
-            self._readers_open -= 1
-
-    async def _wait_for_change(self) -> bool:
-        try:
-            async with asyncio.timeout(BEAT_SECONDS):
-                await self._changed.wait()
-        except TimeoutError:
+    def resume(self, positions: Sequence[int], limits: Sequence[int]) -> bool:
+        """A router attaches and takes `positions` next, one per choice. False: not kept any more, or never made."""
+        if not len(positions) == len(limits) == len(self._choices):
             return False
+        if any(position < one.first for one, position in zip(self._choices, positions, strict=True)):
+            return False
+        for one, position, limit in zip(self._choices, positions, limits, strict=True):
+            one.sent = min(position, one.end)  # what the prefill worker sent may not have come here yet
+            one.acknowledge(limit)
         return True

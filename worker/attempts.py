@@ -1,19 +1,9 @@
-"""The attempts of a worker, and the time limit for those without a reader.
-
-open ──no reader────► detached ──1.5 s──► cancelled
-  │ end                  │ reader back
-  ▼                      ▼
-ended ──end read, or 1.5 s──► forgotten (its transfer id is remembered and refused)
-
-A router's Cancel takes an attempt from any state to forgotten: the router does not read it again.
-"""
+"""The attempts of a worker by transfer id. How long one waits for its router, and how it is forgotten: worker/link/handle.py."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
 
 from cluster.background_tasks import BackgroundTasks
@@ -22,6 +12,8 @@ from cluster.protocol.times import DETACH_SECONDS
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 from worker.ended_attempts import EndedAttempts
+from worker.link.handle import Handle, key_of
+from worker.link.routers import Routers
 
 log = logging.getLogger(__name__)
 
@@ -37,22 +29,32 @@ A = TypeVar("A", bound=HasLog)
 
 
 class Attempts(Generic[A]):
-    """Live attempts by transfer id. `cancel` ends one that has lost its reader."""
+    """Live attempts by transfer id, and the handles by which routers read them."""
 
     def __init__(
         self,
         *,
         cancel: Callable[[A], Awaitable[None]],
+        cancel_by_router: Callable[[bytes], Awaitable[object]],
         max_attempts: int,
+        credited: Callable[[A], None] = lambda attempt: None,
         detach_seconds: float = DETACH_SECONDS,
     ):
+        """`cancel` ends an attempt. `cancel_by_router` does so for a router, present or gone, and returns when the
+        attempt's blocks and staging are free. `credited`: its router has taken tokens."""
         self._cancel = cancel
         self._max_attempts = max_attempts
-        self._detach_seconds = detach_seconds
+        self._credited = credited
         self._live: dict[bytes, A] = {}
+        self._handles: dict[bytes, Handle] = {}
         self._ended = EndedAttempts()
-        self._timers: dict[bytes, asyncio.TimerHandle] = {}
         self._background_tasks = BackgroundTasks()
+        self.routers = Routers(
+            cancel=cancel_by_router,
+            forget=self.forget,
+            credited=self._on_credit,
+            detach_seconds=detach_seconds,
+        )
 
     def __len__(self) -> int:
         return len(self._live)
@@ -72,60 +74,49 @@ class Attempts(Generic[A]):
     def is_ended(self, transfer_id: bytes) -> bool:
         return transfer_id in self._ended
 
-    def open(self, attempt: A) -> None:
-        """Raises StaleTransferError or OverloadedError (the worker's queue is full)."""
-        self.refuse_ended(attempt.transfer_id)
+    def open(
+        self,
+        transfer_id: bytes,
+        reference: common_pb2.HandleRef,
+        spec: common_pb2.GenerateSpec,
+        make: Callable[[AttemptLog], A],
+    ) -> A:
+        """Make an attempt at `spec` with its log, which the router reads by the handle `reference`.
+
+        Raises StaleTransferError, InvalidRequestError (the handle) or OverloadedError (the worker's queue is full).
+        """
+        self.refuse_ended(transfer_id)
         if len(self._live) >= self._max_attempts:
             raise OverloadedError(
                 f"this worker already has {self._max_attempts} requests; try again shortly",
                 limit=str(self._max_attempts),
                 retry_after_seconds=1.0,
             )
-        self._live[attempt.transfer_id] = attempt
-        # Its router may be gone before it reads: a worker that was stopped finds such calls when it continues.
-        self.expect_reader(attempt)
-
-    async def read(
-        self, attempt: A, from_position: int = 0, on_progress: Callable[[], None] = lambda: None
-    ) -> AsyncGenerator[common_pb2.AttemptEvent, None]:
-        """The attempt's events. If the reader leaves before the end, the detach timer starts."""
-        self._stop_timer(attempt.transfer_id)
-        try:
-            # Closed here, not by the garbage collector: below, its reader must be gone.
-            async with contextlib.aclosing(attempt.log.read(from_position, on_progress)) as events:
-                async for event in events:
-                    yield event
-        finally:
-            if attempt.log.end_taken:
-                self.forget(attempt.transfer_id)
-            else:
-                self.expect_reader(attempt)
-
-    def expect_reader(self, attempt: A, seconds: float | None = None) -> None:
-        """Cancel and forget the attempt unless it is read within `seconds`."""
-        if self._live.get(attempt.transfer_id) is not attempt or attempt.log.has_reader:
-            return
-        self._stop_timer(attempt.transfer_id)
-        loop = asyncio.get_running_loop()
-        self._timers[attempt.transfer_id] = loop.call_later(
-            self._detach_seconds if seconds is None else seconds, self._give_up, attempt
-        )
+        key = key_of(reference)
+        self.routers.check_free(key)
+        handle = Handle(key, transfer_id, spec, self.routers.changed)
+        attempt = make(handle.log)
+        self._live[transfer_id] = attempt
+        self._handles[transfer_id] = handle
+        self.routers.open(handle)
+        return attempt
 
     def forget(self, transfer_id: bytes) -> None:
-        self._stop_timer(transfer_id)
+        """From now on the transfer id is refused."""
         if self._live.pop(transfer_id, None) is not None:
             self._ended.add(transfer_id)
+            self.routers.closed(self._handles.pop(transfer_id))
 
     def remember_ended(self, transfer_id: bytes) -> None:
         """Refuse this transfer id from now on, also if it was never seen."""
         self._ended.add(transfer_id)
 
     async def cancel(self, attempt: A) -> None:
-        """End the attempt and forget it; a reader still gets its end. Completed also if the caller hangs up."""
+        """End the attempt and forget it. Completed also if the caller hangs up."""
         await self._background_tasks.complete(self._cancel_and_forget(attempt))
 
     async def cancel_all(self) -> None:
-        """Cancel and end every current attempt; a failure to cancel one does not stop the others."""
+        """Cancel and forget every current attempt; a failure to cancel one does not stop the others."""
         for attempt in self.all():
             try:
                 await self._cancel_and_forget(attempt)
@@ -134,16 +125,14 @@ class Attempts(Generic[A]):
 
     async def close(self) -> None:
         """Cancel the attempts that are left."""
-        for transfer_id in list(self._timers):
-            self._stop_timer(transfer_id)
         await self.cancel_all()
         await self._background_tasks.wait(5.0)
+        await self.routers.close(5.0)
 
-    def _give_up(self, attempt: A) -> None:
-        self._timers.pop(attempt.transfer_id, None)
-        if attempt.log.has_reader:
-            return
-        self._background_tasks.spawn(self._cancel_and_forget(attempt))
+    def _on_credit(self, transfer_id: bytes) -> None:
+        attempt = self._live.get(transfer_id)
+        if attempt is not None:
+            self._credited(attempt)
 
     async def _cancel_and_forget(self, attempt: A) -> None:
         try:
@@ -151,8 +140,3 @@ class Attempts(Generic[A]):
                 await self._cancel(attempt)
         finally:
             self.forget(attempt.transfer_id)
-
-    def _stop_timer(self, transfer_id: bytes) -> None:
-        timer = self._timers.pop(transfer_id, None)
-        if timer is not None:
-            timer.cancel()

@@ -9,6 +9,7 @@ from dataclasses import fields
 from cluster.protocol.block_hash import unpack_tokens
 from engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from wire import common_pb2
+from worker.attempt_log import AttemptLog
 
 _FINISH_TO_WIRE = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -69,6 +70,12 @@ def token_to_wire(token: TokenOutput) -> common_pb2.Token:
         ],
         finish=_FINISH_TO_WIRE[token.finish],
     )
+
+
+def add_to_log(log: AttemptLog, token: TokenOutput, *, whole: bool) -> None:
+    """`whole`: the request wants log probabilities. Raises ValueError unless it is its choice's next token."""
+    extra = token_to_wire(token) if whole or token.finish is not None else None
+    log.add(token.choice, token.position, token.token_id, extra)
 
 
 def tokens_from_wire(request_id: str, tokens: Iterable[common_pb2.Token]) -> list[TokenOutput]:

@@ -10,6 +10,7 @@ from cluster.errors import StaleEpochError
 from cluster.kubernetes.pod import Pod, own_pod
 from cluster.membership.topology import Location
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
 from cluster.protocol.wire_version import WIRE_VERSION
 from engine.runner import ModelRunner
 from wire import common_pb2
@@ -31,6 +32,7 @@ class WorkerIdentity:
         runner: ModelRunner,
         address: str,
         metrics_address: str,
+        link_address: str,
     ):
         self.worker_id = config.worker_id
         self.role = config.role
@@ -38,6 +40,7 @@ class WorkerIdentity:
         self.fenced = 0  # how often the epoch was renewed
         self.address = address
         self.metrics_address = metrics_address
+        self.link_address = link_address
         self.model_id = model_id
         self.page_size = runner.page_size
         self._config = config
@@ -90,6 +93,9 @@ class WorkerIdentity:
             model_id=self.model_id,
             address=self.address,
             metrics_address=self.metrics_address,
+            link_address=self.link_address,
+            link_min_version=MIN_LINK_VERSION,
+            link_max_version=LINK_VERSION,
             layout=self.layout.SerializeToString(),
             place=location.place,
             host=socket.gethostname(),

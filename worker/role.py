@@ -20,6 +20,7 @@ from worker.drain import DrainedRole
 from worker.engine_host import EngineHost
 from worker.health import Health
 from worker.identity import WorkerIdentity
+from worker.link.routers import Routers
 from worker.ranks.ranks import Ranks
 from worker.server import WorkerServer
 
@@ -39,7 +40,6 @@ class RoleParts:
     host: EngineHost
     ranks: Ranks
     server: WorkerServer  # to which the role adds its service
-    beat_step: Callable[[], int | None]  # for the beats of attempts' streams
     peers: Peers
     faults: Faults
     tracing: Tracing | None
@@ -56,6 +56,10 @@ class RoleParts:
 
 class Role(DrainedRole, Protocol):
     """Every method is called on the worker's loop, `status` and collectors excepted: these only read."""
+
+    @property
+    def routers(self) -> Routers:
+        """The routers that read its attempts."""
 
     async def start(self) -> None:
         """Start what runs while the worker serves."""

@@ -19,6 +19,7 @@ from worker.ending import Ending, WorkerFailure
 from worker.health import Health, Phase
 from worker.identity import WorkerIdentity, draw_epoch
 from worker.leaving import Leaving
+from worker.link.listener import LinkListener
 from worker.loaded_engine import LoadedEngine
 from worker.membership import Membership
 from worker.metrics import of_worker
@@ -57,6 +58,8 @@ class Worker:
             peers = worker_peers(config)
             self._server = WorkerServer(config.host, config.port, peers, host)
             self._server.bind()
+            self._links = LinkListener(config.host, host, peers)
+            self._links.bind(config.link_port)
         except BaseException:
             self._telemetry.close()
             raise
@@ -67,6 +70,7 @@ class Worker:
             self._engine.ranks.runner,
             self._server.address,
             self._telemetry.metrics_address,
+            self._links.address,
         )
         self._membership = Membership(
             config,
@@ -85,7 +89,6 @@ class Worker:
                 host=self._engine.host,
                 ranks=self._engine.ranks,
                 server=self._server,
-                beat_step=self._engine.beat_step,
                 peers=peers,
                 faults=open_faults(config.fault_orders, config.worker_id),
                 tracing=self._telemetry.tracing,
@@ -159,6 +162,7 @@ class Worker:
     async def start(self) -> None:
         self._engine.start()
         await self._server.start()
+        self._links.start(self._role.routers, self._identity, self._engine.beat_step)
         lag, status = self._telemetry.loop_lag, self.status
         collectors = of_worker(self._engine, self._health, self._identity, self._membership, lag, status)
         self._telemetry.start([*collectors, *self._role.collectors()])
@@ -189,6 +193,7 @@ class Worker:
     async def _rejoin(self) -> int:
         """Refuse calls to the old epoch and end what it began. The prefix cache stays: hashes do not depend on epochs."""
         self._identity.renew_epoch()
+        self._role.routers.fence()
         await self._role.fenced()
         return self.epoch
 
@@ -201,6 +206,7 @@ class Worker:
         self._health.to(Phase.LEAVING)
         await self._membership.stop()
         await self._server.stop(GRACE_SECONDS)
+        await self._links.stop()
         await self._background_tasks.wait(GRACE_SECONDS)
         self._self_check.stop()
         await self._telemetry.stop()

@@ -153,6 +153,7 @@ class WorkerConfig(ClusterFields, SecretFields, TlsFields, TelemetryFields):
         "all addresses, the one from which this machine reaches Redis",
     )
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 = any")
+    link_port: int = Field(0, ge=0, le=65535, description="port for the links of routers; 0 = any")
     metrics_port: int = Field(0, ge=0, le=65535, description="port of /metrics, /ready and /live; 0 = any")
     topology: TopologyConfig = TopologyConfig()
     engine: EngineConfig

@@ -40,8 +40,10 @@ _NUMBERS = {
     "max_model_len": (0, 2**53),
     "blocks_total": (0, 2**32),
     "page_size": (1, 2**20),
+    "link_min_version": (0, 2**31),
+    "link_max_version": (0, 2**31),
 }
-_TEXTS = ("worker_id", "model_id", "address", "metrics_address", "place", "host", "process")
+_TEXTS = ("worker_id", "model_id", "address", "metrics_address", "link_address", "place", "host", "process")
 log = logging.getLogger(__name__)
 
 

@@ -34,6 +34,9 @@ class WorkerInfo:
     page_size: int = 16
     location: Location = Location()
     pod: Pod = Pod()
+    link_address: str = ""  # host:port at which it accepts the links of routers
+    link_min_version: int = 0  # of the link's messages that it speaks; 0: none
+    link_max_version: int = 0
     process: str = ""  # the same for all epochs of its process
     state: Literal["ready", "draining"] = "ready"
     lease: Lease = "live"

@@ -10,6 +10,7 @@ channel. Open connections are not affected.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import ssl
@@ -191,6 +192,20 @@ class Peers:
         """Bind the server to a port and return it. Raises RuntimeError if it is taken."""
         return listen(server, address, self._identity, ask_clients=True)
 
+    def link_listener(self) -> ListenerContext | None:
+        """The context of a worker's link port, for the connections of routers; None: plain text."""
+        return ListenerContext(self._identity, ask_clients=True) if self._identity is not None else None
+
+    def link_context(self) -> ssl.SSLContext | None:
+        """A context with the newest files to open one link to a worker, with server_hostname=WORKER_NAME."""
+        if self._identity is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self._identity.current()
+        self._identity.load_into(context)
+        return context
+
     @property
     def interceptors(self) -> list[grpc.aio.ServerInterceptor]:  # type: ignore[type-arg]
         return [PeerNames()] if self._identity is not None else []
@@ -251,6 +266,12 @@ def _named(handler: grpc.RpcMethodHandler[Any, Any], name: str) -> grpc.RpcMetho
     return grpc.unary_stream_rpc_method_handler(stream, request, response)
 
 
+def names_of(transport: asyncio.BaseTransport) -> frozenset[str]:
+    """The names in the certificate of a connection's peer; empty without TLS."""
+    certificate = transport.get_extra_info("peercert") or {}
+    return frozenset(str(name) for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
+
+
 async def _check_name(context: Context, name: str) -> None:
     names: Any = context.auth_context().get("x509_subject_alternative_name", ())
     if name.encode() not in names:
@@ -276,11 +297,12 @@ class ListenerContext:
         self.context = self._current = self._made()
         self.context.sni_callback = self._lead
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
+        """Whether the files have changed and the next connection uses them."""
         self._identity.current()
         generation = self._identity.generation
         if generation == self._generation:
-            return
+            return False
         try:
             self._current = self._made()
         except (
@@ -288,8 +310,9 @@ class ListenerContext:
             ValueError,
         ) as error:  # perhaps half of a further change: the next check reads the files again
             log.warning("certificate of the HTTP port: %s; the previous one stays in use", error)
-            return
+            return False
         self._generation = generation
+        return True
 
     def _made(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,0 +1,26 @@
+"""The link between a router process and a worker: its versions, its window, its times (proto/wire/link.proto)."""
+
+from __future__ import annotations
+
+# Versions of the link's messages that this process speaks: one apart works.
+MIN_LINK_VERSION = 1
+LINK_VERSION = 1
+
+# Tokens of a choice that a worker may send, and keeps, beyond what the router has acknowledged by its credit.
+WINDOW_TOKENS = 256
+
+HELLO_SECONDS = 5.0  # for the first frame after the connection
+MAX_AGE_SECONDS = 3600.0  # of a link, ± AGE_SPREAD: certificates are checked again
+AGE_SPREAD = 0.1
+RENEW_SECONDS = 10.0  # of a link, after the certificate files of a side have changed
+MOVE_SECONDS = 60.0  # after GO_AWAY the older link is cut
+STATUS_SECONDS = 5.0  # a handle silent for this long is asked for
+# Attempts at a broken link; the last one repeats. Without Welcome for LINK_LOST_SECONDS the worker is lost.
+RETRY_SECONDS = (0.0, 0.05, 0.1, 0.2, 0.25)
+LINK_LOST_SECONDS = 0.7
+
+
+def common_version(min_version: int, max_version: int) -> int:
+    """The highest version that both sides speak; 0 if there is none."""
+    version = min(max_version, LINK_VERSION)
+    return version if version >= max(min_version, MIN_LINK_VERSION) else 0

@@ -1,0 +1,91 @@
+"""One attempt as a router reads it over its link.
+
+OPEN ⇄ DETACHED (1.5 s → cancelled)      with and without a link of its router
+OPEN → ENDED → FORGOTTEN                 the end was sent; on Close, or after the detach time
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum
+
+from cluster.errors import InvalidRequestError
+from cluster.state_machine import StateMachine
+from wire import common_pb2, link_pb2
+from worker.attempt_log import AttemptLog
+
+Key = tuple[int, int]  # a router process's incarnation, and its number for the handle
+
+
+class HandleState(Enum):
+    OPEN = "open"
+    DETACHED = "detached"
+    ENDED = "ended"
+    FORGOTTEN = "forgotten"
+
+
+TRANSITIONS: dict[HandleState, frozenset[HandleState]] = {
+    HandleState.OPEN: frozenset({HandleState.DETACHED, HandleState.ENDED, HandleState.FORGOTTEN}),
+    HandleState.DETACHED: frozenset({HandleState.OPEN, HandleState.FORGOTTEN}),
+    HandleState.ENDED: frozenset({HandleState.OPEN, HandleState.FORGOTTEN}),
+}
+
+
+def key_of(reference: common_pb2.HandleRef) -> Key:
+    """Raises InvalidRequestError: an incarnation is never 0."""
+    if not reference.incarnation:
+        raise InvalidRequestError("handle: the incarnation of the router is missing", field="handle")
+    return reference.incarnation, reference.number
+
+
+class Handle:
+    """`number` stands for the attempt in every frame of its router's links."""
+
+    __slots__ = ("cancelling", "incarnation", "log", "machine", "number", "timer", "transfer_id")
+
+    def __init__(
+        self,
+        key: Key,
+        transfer_id: bytes,
+        spec: common_pb2.GenerateSpec,
+        changed: Callable[[Handle], None],
+    ):
+        """`changed` is called when its log has more to send."""
+        self.incarnation, self.number = key
+        self.transfer_id = transfer_id
+        self.log = AttemptLog.of(spec, lambda: changed(self))
+        self.machine = StateMachine(HandleState.DETACHED, TRANSITIONS, f"handle {self.number}")
+        self.timer: asyncio.TimerHandle | None = None  # while it is detached or ended
+        self.cancelling = False
+
+    @property
+    def key(self) -> Key:
+        return self.incarnation, self.number
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def state(self) -> link_pb2.HandleState:
+        """What the router is told of it."""
+        if self.log.ended:
+            return link_pb2.HandleState(handle=self.number, kind=link_pb2.HandleState.ENDED)
+        return link_pb2.HandleState(
+            handle=self.number,
+            kind=link_pb2.HandleState.OPEN,
+            next=[choice.sent for choice in self.log.choices],
+        )
+
+    @property
+    def waits(self) -> bool:
+        """Something could be sent now."""
+        if any(choice.sent < min(choice.end, choice.limit) for choice in self.log.choices):
+            return True
+        return self.end_due
+
+    @property
+    def end_due(self) -> bool:
+        state = self.machine.state
+        return state is HandleState.OPEN and self.log.ended and self.log.all_sent

@@ -1,0 +1,119 @@
+"""Accepts the links of routers, on a port of its own beside the worker's gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+
+from cluster.addresses import join
+from cluster.errors import ConfigError
+from cluster.process.descriptors import free_for_connections, raised
+from cluster.protocol.times import BEAT_SECONDS
+from cluster.security.tls import Peers
+from worker.link.connection import Connection
+from worker.link.routers import Routers
+from worker.link.session import Session, WorkerFacts
+
+log = logging.getLogger(__name__)
+MAX_CONNECTIONS = 1024  # one of each router process; handshakes included
+HANDSHAKE_SECONDS = 10.0
+PAUSE_SECONDS = 0.1  # after an accept that failed: no descriptor is free
+BACKLOG = 256
+
+
+class LinkListener:
+    """`bind`, then `start`. Routers reach it at `address`."""
+
+    def __init__(self, host: str, advertised_host: str, peers: Peers):
+        self._host = host
+        self._advertised_host = advertised_host
+        self._context = peers.link_listener()
+        self._socket: socket.socket | None = None
+        self._connections: set[Connection] = set()
+        self._accepting: asyncio.Task[None] | None = None
+        self._renewing: asyncio.TimerHandle | None = None
+        self._most = min(MAX_CONNECTIONS, free_for_connections(raised()))
+
+    @property
+    def address(self) -> str:
+        assert self._socket is not None, "bind comes first"
+        return join(self._advertised_host, self._socket.getsockname()[1])
+
+    def bind(self, port: int = 0) -> None:
+        """Open the port. Raises ConfigError if it is taken."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((self._host.strip("[]"), port))
+            listening.listen(BACKLOG)
+        except OSError as error:
+            listening.close()
+            raise ConfigError(f"cannot listen on {join(self._host, port)}: {error}", field="link_port") from error
+        listening.setblocking(False)
+        self._socket = listening
+
+    def start(self, routers: Routers, facts: WorkerFacts, engine_step: Callable[[], int | None]) -> None:
+        def session(connection: Connection) -> Session:
+            return Session(routers, facts, connection, engine_step)
+
+        loop = asyncio.get_running_loop()
+        self._accepting = loop.create_task(self._accept(session))
+        self._renewing = loop.call_later(BEAT_SECONDS, self._renew)
+
+    async def _accept(self, session: Callable[[Connection], Session]) -> None:
+        assert self._socket is not None, "bind comes first"
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._socket)
+            except OSError as error:  # no descriptor is free, or the peer is gone already
+                log.debug("a link was not accepted: %s", error)
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            if len(self._connections) >= self._most:
+                accepted.close()
+                continue
+            connection = Connection(session, self._connections.discard, tls=self._context is not None)
+            self._connections.add(connection)
+            connection.opening = loop.create_task(self._open(connection, accepted))
+
+    async def _open(self, connection: Connection, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        context = self._context.context if self._context is not None else None
+        try:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.connect_accepted_socket(
+                lambda: connection,
+                accepted,
+                ssl=context,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS if context is not None else None,
+            )
+        except OSError as error:  # TLS errors and time-outs among them
+            log.debug("the handshake of a link failed: %s", error)
+            accepted.close()
+            self._connections.discard(connection)
+
+    def _renew(self) -> None:
+        """Certificates that have changed: the links that the old ones opened move to new ones."""
+        if self._context is not None and self._context.refresh():
+            for connection in self._connections:
+                connection.leave_soon()
+        self._renewing = asyncio.get_running_loop().call_later(BEAT_SECONDS, self._renew)
+
+    async def stop(self) -> None:
+        """Close the port and all links."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+        if self._accepting is not None:
+            self._accepting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._accepting
+        if self._socket is not None:
+            self._socket.close()
+        for connection in list(self._connections):
+            connection.end()
+        await asyncio.sleep(0)

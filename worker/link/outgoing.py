@@ -1,0 +1,157 @@
+"""What a link sends next: one frame at a time, built from the logs of its handles when the frame before has left.
+
+The logs are the only buffer: what several steps made while a frame was unwritten goes out in the next one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from cluster.link.framing import MAX_FRAME_BYTES
+from wire import link_pb2
+from worker.link.handle import Handle
+
+ROW_BYTES = 26  # of a row of the columns, at most
+MAX_ROWS = 2048
+MAX_REPLAY_ROWS = MAX_ROWS // 2  # of handles with several tokens due: fresh ones of the others go first
+BODY_BYTES = MAX_FRAME_BYTES - 256  # beside a notice, a beat and the columns' own tags
+ENTRY_BYTES = 16  # tags and lengths around an entry
+MAX_STATES = 4096  # answers that wait; a router asks for no more handles than it has
+
+
+class Outgoing:
+    def __init__(self) -> None:
+        self._due: dict[int, Handle] = {}  # with something to send, in turn
+        self._states: dict[int, link_pb2.HandleState] = {}
+        self._cancelled: deque[int] = deque()
+        self._beat: int | None = None
+        self._notices: deque[link_pb2.LinkNotice.ValueType] = deque()
+
+    def due(self, handle: Handle) -> None:
+        self._due[handle.number] = handle
+
+    def beat(self, engine_step: int) -> None:
+        self._beat = engine_step
+
+    def notice(self, notice: link_pb2.LinkNotice.ValueType) -> None:
+        self._notices.append(notice)
+
+    def state(self, state: link_pb2.HandleState) -> None:
+        """Raises OverflowError if more answers wait than an honest router asks for."""
+        if len(self._states) >= MAX_STATES:
+            raise OverflowError(f"{MAX_STATES} answers wait")
+        self._states[state.handle] = state
+
+    def cancelled(self, number: int) -> None:
+        self._cancelled.append(number)
+
+    def drop(self, number: int) -> None:
+        self._due.pop(number, None)
+
+    def drop_all(self) -> None:
+        """Tokens and answers about handles: another link sends them now."""
+        self._due.clear()
+        self._states.clear()
+
+    @property
+    def empty(self) -> bool:
+        waits = self._due or self._states or self._cancelled or self._notices
+        return not waits and self._beat is None
+
+    def next_frame(self) -> tuple[link_pb2.WorkerFrame, list[Handle]]:
+        """The frame, and the handles whose end it has."""
+        frame = link_pb2.WorkerFrame()
+        if self._notices:
+            frame.notice = self._notices.popleft()
+        if self._beat is not None:
+            frame.beat.engine_step = self._beat
+            self._beat = None
+        left = BODY_BYTES
+        while self._states and left > 0:  # before tokens: a router that attaches waits for them
+            number = next(iter(self._states))
+            frame.states.append(state := self._states.pop(number))
+            left -= state.ByteSize() + ENTRY_BYTES
+        while self._cancelled and left > 0:
+            frame.cancelled.append(self._cancelled.popleft())
+            left -= 6
+        ended = self._tokens(frame, left)
+        return frame, ended
+
+    def _tokens(self, frame: link_pb2.WorkerFrame, left: int) -> list[Handle]:
+        """Fresh tokens of all handles, then more of those that are behind, in turns; ends where nothing is left."""
+        rows = _Rows(frame, left)
+        ended: list[Handle] = []
+        behind: dict[int, Handle] = {}
+        for number in list(self._due):
+            if rows.full(MAX_ROWS):
+                break
+            handle = self._due.pop(number)
+            rows.take(handle, 1)
+            if self._end(frame, rows, handle):
+                ended.append(handle)
+            elif handle.waits:
+                behind[number] = handle
+        for number, handle in behind.items():
+            if not rows.full(MAX_REPLAY_ROWS):
+                rows.take(handle, max(1, MAX_REPLAY_ROWS // len(behind)))
+                if self._end(frame, rows, handle):
+                    ended.append(handle)
+                    continue
+            if handle.waits:
+                self._due[number] = handle
+        rows.finish()
+        return ended
+
+    @staticmethod
+    def _end(frame: link_pb2.WorkerFrame, rows: _Rows, handle: Handle) -> bool:
+        end = handle.log.end_event
+        if end is None or not handle.end_due or not rows.fits(end.ByteSize()):
+            return False
+        frame.ends.append(link_pb2.HandleEnd(handle=handle.number, end=end))
+        rows.left -= end.ByteSize() + ENTRY_BYTES
+        return True
+
+
+class _Rows:
+    """Tokens of a frame. Lists first: a repeated field takes them faster at once than one by one."""
+
+    def __init__(self, frame: link_pb2.WorkerFrame, left: int):
+        self._frame = frame
+        self.left = left  # bytes
+        self._handles: list[int] = []
+        self._choices: list[int] = []
+        self._positions: list[int] = []
+        self._tokens: list[int] = []
+
+    def full(self, rows: int) -> bool:
+        return len(self._handles) >= rows or self.left < ROW_BYTES
+
+    def fits(self, size: int) -> bool:
+        return size + ENTRY_BYTES <= self.left
+
+    def take(self, handle: Handle, most: int) -> None:
+        """At most `most` tokens of each choice."""
+        for choice in handle.log.choices:
+            due = min(len(choice.tokens) + choice.first, choice.limit, choice.sent + most)
+            while choice.sent < due and self.left >= ROW_BYTES:
+                extra = choice.extras.get(choice.sent) if choice.extras else None
+                if extra is None:
+                    self._handles.append(handle.number)
+                    self._choices.append(choice.choice)
+                    self._positions.append(choice.sent)
+                    self._tokens.append(choice.tokens[choice.sent - choice.first])
+                    self.left -= ROW_BYTES
+                elif self.fits(size := extra.ByteSize()):
+                    self._frame.extras.append(link_pb2.HandleToken(handle=handle.number, token=extra))
+                    self.left -= size + ENTRY_BYTES
+                else:
+                    return
+                choice.sent += 1
+
+    def finish(self) -> None:
+        if self._handles:
+            columns = self._frame.tokens
+            columns.handle.extend(self._handles)
+            columns.choice.extend(self._choices)
+            columns.position.extend(self._positions)
+            columns.token_id.extend(self._tokens)

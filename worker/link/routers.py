@@ -1,0 +1,250 @@
+"""The routers that read this worker's attempts: one entry per router process, with its handles and its link."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cluster.background_tasks import BackgroundTasks
+from cluster.errors import InvalidRequestError
+from cluster.protocol.times import DETACH_SECONDS
+from wire import link_pb2
+from worker.link.handle import Handle, HandleState, Key
+
+if TYPE_CHECKING:
+    from worker.link.session import Session
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Router:
+    """One process of a router. The session with the highest serial owns its handles."""
+
+    incarnation: int
+    serial: int = 0
+    session: Session | None = None  # has attached
+    handles: dict[int, Handle] = field(default_factory=dict)
+
+
+class Routers:
+    """Handles by router and number. `cancel` ends an attempt and returns when its blocks are free; `forget` drops one
+    that has ended and was read."""
+
+    def __init__(
+        self,
+        *,
+        cancel: Callable[[bytes], Awaitable[object]],
+        forget: Callable[[bytes], None],
+        credited: Callable[[bytes], None],
+        detach_seconds: float = DETACH_SECONDS,
+    ):
+        """`credited`: the router of this attempt has taken tokens, so that a paused request may go on."""
+        self._cancel = cancel
+        self._forget = forget
+        self._credited = credited
+        self._detach_seconds = detach_seconds
+        self._routers: dict[int, Router] = {}
+        self._background_tasks = BackgroundTasks()
+
+    def __len__(self) -> int:
+        return sum(len(router.handles) for router in self._routers.values())
+
+    # --- attempts ----------------------------------------------------------------------------------------
+
+    def check_free(self, key: Key) -> None:
+        """Raises InvalidRequestError if the handle stands for another attempt."""
+        router = self._routers.get(key[0])
+        if router is not None and key[1] in router.handles:
+            raise InvalidRequestError(f"handle {key[1]} is in use", field="handle")
+
+    def open(self, handle: Handle) -> None:
+        """A new attempt. Without a link of its router it waits the detach time for one."""
+        router = self._routers.setdefault(handle.incarnation, Router(handle.incarnation))
+        router.handles[handle.number] = handle
+        if router.session is not None:
+            handle.machine.to(HandleState.OPEN)
+        else:
+            self._wait(handle, self._give_up)
+
+    def changed(self, handle: Handle) -> None:
+        """Its log has more to send, perhaps."""
+        router = self._routers.get(handle.incarnation)
+        if router is not None and router.session is not None and handle.machine.state is HandleState.OPEN:
+            router.session.due(handle)
+
+    def closed(self, handle: Handle) -> None:
+        """The attempt is forgotten."""
+        handle.stop_timer()
+        if handle.machine.may(HandleState.FORGOTTEN):
+            handle.machine.to(HandleState.FORGOTTEN)
+        router = self._routers.get(handle.incarnation)
+        if router is None:
+            return
+        if router.handles.get(handle.number) is handle:
+            del router.handles[handle.number]
+        if router.session is not None:
+            router.session.drop(handle.number)
+        self._drop_idle(router)
+
+    def detached(self) -> int:
+        """Attempts without a link of their router."""
+        return sum(
+            handle.machine.state is HandleState.DETACHED
+            for router in self._routers.values()
+            for handle in router.handles.values()
+        )
+
+    # --- sessions ----------------------------------------------------------------------------------------
+
+    def greeted(self, session: Session) -> bool:
+        """A link has said hello. False: a newer link of this router is here already."""
+        router = self._routers.setdefault(session.incarnation, Router(session.incarnation))
+        if session.serial <= router.serial:
+            self._drop_idle(router)
+            return False
+        router.serial = session.serial
+        older, router.session = router.session, None
+        if older is not None:
+            self._detach(router)
+            older.moved()
+        return True
+
+    def attach(self, session: Session, attaches: Iterable[link_pb2.LinkAttach]) -> None:
+        """Handles that the new link reads, before its list is complete."""
+        router = self._routers.get(session.incarnation)
+        if router is None or router.serial != session.serial:
+            return
+        for attach in attaches:
+            handle = router.handles.get(attach.handle)
+            if (
+                handle is None
+                or handle.transfer_id != attach.transfer_id
+                or not handle.log.resume(attach.next, attach.limit)
+            ):
+                session.answer(link_pb2.HandleState(handle=attach.handle))
+                continue
+            handle.stop_timer()
+            if handle.machine.state is not HandleState.OPEN:
+                handle.machine.to(HandleState.OPEN)
+            session.answer(handle.state())
+            session.due(handle)
+            self._credited(handle.transfer_id)
+
+    def attached(self, session: Session, next_handle: int) -> None:
+        """The list is complete: what it does not name is cancelled."""
+        router = self._routers.get(session.incarnation)
+        if router is None or router.serial != session.serial:
+            return
+        router.session = session
+        for handle in list(router.handles.values()):
+            if handle.machine.state is HandleState.OPEN:
+                session.due(handle)
+            elif handle.number < next_handle:
+                self._give_up(handle)
+            else:  # dispatched since the list was made
+                handle.stop_timer()
+                handle.machine.to(HandleState.OPEN)
+                session.due(handle)
+
+    def ended(self, session: Session) -> None:
+        """The connection is closed. An older link's end changes nothing."""
+        router = self._routers.get(session.incarnation)
+        if router is None or router.serial != session.serial:
+            return
+        router.session = None
+        self._detach(router)
+        self._drop_idle(router)
+
+    def sent_end(self, handle: Handle) -> None:
+        """It is kept until Close, because the frame may be lost with its link."""
+        handle.machine.to(HandleState.ENDED)
+        self._wait(handle, self._read)
+
+    # --- frames of a router --------------------------------------------------------------------------------
+
+    def credit(self, session: Session, entries: Iterable[link_pb2.LinkCredit]) -> None:
+        handles = self._handles(session)
+        for entry in entries:
+            handle = handles.get(entry.handle)
+            if handle is not None and handle.log.credit(entry.choice, entry.limit):
+                session.due(handle)
+                self._credited(handle.transfer_id)
+
+    def cancel(self, session: Session, number: int) -> None:
+        """Answered when blocks and staging are free; at once if there is no such attempt."""
+        handle = self._handles(session).get(number)
+        if handle is None:
+            session.cancelled(number)
+        elif not handle.cancelling:
+            handle.cancelling = True
+            self._background_tasks.spawn(self._cancel_and_answer(session, handle))
+
+    async def _cancel_and_answer(self, session: Session, handle: Handle) -> None:
+        try:
+            await self._cancel(handle.transfer_id)
+        finally:
+            session.cancelled(handle.number)
+
+    def close_handle(self, session: Session, number: int) -> None:
+        """The router has read the end. Close for an attempt that has not ended is a cancel."""
+        handle = self._handles(session).get(number)
+        if handle is not None:
+            self._read(handle) if handle.log.ended else self._give_up(handle)
+
+    def status(self, session: Session, numbers: Iterable[int]) -> None:
+        handles = self._handles(session)
+        for number in numbers:
+            handle = handles.get(number)
+            session.answer(handle.state() if handle is not None else link_pb2.HandleState(handle=number))
+            if handle is not None:
+                session.due(handle)
+
+    # --- the worker --------------------------------------------------------------------------------------
+
+    def fence(self) -> None:
+        """The epoch has ended: links end, and open again with the new one."""
+        for router in list(self._routers.values()):
+            if router.session is not None:
+                router.session.fenced()
+
+    async def close(self, seconds: float) -> None:
+        await self._background_tasks.wait(seconds)
+
+    # -----------------------------------------------------------------------------------------------------
+
+    def _handles(self, session: Session) -> dict[int, Handle]:
+        router = self._routers.get(session.incarnation)
+        return router.handles if router is not None else {}
+
+    def _detach(self, router: Router) -> None:
+        for handle in router.handles.values():
+            if handle.machine.state is HandleState.OPEN:
+                handle.machine.to(HandleState.DETACHED)
+                self._wait(handle, self._give_up)
+
+    def _wait(self, handle: Handle, then: Callable[[Handle], None]) -> None:
+        handle.stop_timer()
+        loop = asyncio.get_running_loop()
+        handle.timer = loop.call_later(self._detach_seconds, then, handle)
+
+    def _give_up(self, handle: Handle) -> None:
+        handle.stop_timer()
+        if handle.log.ended:
+            self._forget(handle.transfer_id)
+        elif not handle.cancelling:
+            handle.cancelling = True
+            self._background_tasks.spawn(self._cancelled_for_good(handle))
+
+    async def _cancelled_for_good(self, handle: Handle) -> None:
+        await self._cancel(handle.transfer_id)
+
+    def _read(self, handle: Handle) -> None:
+        self._forget(handle.transfer_id)
+
+    def _drop_idle(self, router: Router) -> None:
+        if not router.handles and router.session is None and self._routers.get(router.incarnation) is router:
+            del self._routers[router.incarnation]

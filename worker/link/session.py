@@ -1,0 +1,202 @@
+"""One link's protocol at the worker: the router's frames in, the worker's frames out. No I/O of its own.
+
+HELLO → ATTACHING → UP → MOVED      MOVED: a newer link owns the handles; cancels and closes are still obeyed
+   └────────┴────────┴─────┴──► ENDED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+
+from cluster.errors import InvalidRequestError
+from cluster.link.framing import MAX_FRAME_BYTES, FrameReader, to_frame
+from cluster.protocol.link import common_version
+from cluster.state_machine import StateMachine
+from wire import link_pb2
+from worker.link.handle import Handle
+from worker.link.outgoing import Outgoing
+from worker.link.routers import Routers
+
+
+class State(Enum):
+    HELLO = "hello"
+    ATTACHING = "attaching"
+    UP = "up"
+    MOVED = "moved"
+    ENDED = "ended"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.HELLO: frozenset({State.ATTACHING, State.ENDED}),
+    State.ATTACHING: frozenset({State.UP, State.MOVED, State.ENDED}),
+    State.UP: frozenset({State.MOVED, State.ENDED}),
+    State.MOVED: frozenset({State.ENDED}),
+}
+
+
+class Wire(Protocol):
+    """The connection under a session."""
+
+    def write(self, frame: bytes) -> None: ...
+
+    def close(self) -> None:
+        """After what was written has left."""
+
+    def schedule(self) -> None:
+        """Call `Session.flush` at the end of this turn, or once what was written has left."""
+
+
+class WorkerFacts(Protocol):
+    """Who answers: worker.identity.WorkerIdentity."""
+
+    worker_id: str
+    epoch: int
+
+
+class Session:
+    """Call `received` with each chunk of bytes, `flush` when the wire may be written, `closed` when it is gone."""
+
+    def __init__(
+        self, routers: Routers, facts: WorkerFacts, wire: Wire, engine_step: Callable[[], int | None]
+    ):
+        self._routers = routers
+        self._facts = facts
+        self._wire = wire
+        self._engine_step = engine_step
+        self._frames = FrameReader()
+        self._outgoing = Outgoing()
+        self._machine = StateMachine(State.HELLO, TRANSITIONS, "link")
+        self.router_id = ""
+        self.incarnation = 0
+        self.serial = 0
+
+    @property
+    def state(self) -> State:
+        return self._machine.state
+
+    # --- from the router -----------------------------------------------------------------------------------
+
+    def received(self, data: bytes) -> None:
+        """Raises BatonError if the router breaks the protocol: its connection should be closed."""
+        for message in self._frames.feed(data):
+            if self.state is State.ENDED:
+                return
+            try:
+                frame = link_pb2.RouterFrame.FromString(message)
+            except DecodeError as error:
+                raise InvalidRequestError(f"not a frame: {error}", field="frame") from None
+            try:
+                self._take(frame)
+            except OverflowError as error:
+                raise InvalidRequestError(str(error), field="status") from None
+
+    def _take(self, frame: link_pb2.RouterFrame) -> None:
+        if self.state is State.HELLO:
+            if not frame.HasField("hello"):
+                raise InvalidRequestError("the first frame has no hello", field="hello")
+            self._greet(frame.hello)
+            return
+        if self.state is State.ATTACHING:
+            self._routers.attach(self, frame.attach)
+            if frame.HasField("attach_done"):
+                self._machine.to(State.UP)
+                self._routers.attached(self, frame.attach_done.next_handle)
+        if self.state is not State.MOVED:
+            self._routers.credit(self, frame.credit)
+            self._routers.status(self, frame.status)
+        for number in frame.cancel:
+            self._routers.cancel(self, number)
+        for number in frame.close:
+            self._routers.close_handle(self, number)
+
+    def _greet(self, hello: link_pb2.LinkHello) -> None:
+        version = common_version(hello.min_version, hello.max_version)
+        welcome = link_pb2.LinkWelcome(
+            worker_id=self._facts.worker_id,
+            epoch=self._facts.epoch,
+            version=version,
+            max_frame=MAX_FRAME_BYTES,
+        )
+        self._wire.write(to_frame(link_pb2.WorkerFrame(welcome=welcome)))
+        self.router_id, self.incarnation, self.serial = hello.router_id, hello.incarnation, hello.serial
+        addressed = (hello.worker_id, hello.epoch) == (self._facts.worker_id, self._facts.epoch)
+        if not version or not addressed or not hello.incarnation or not self._routers.greeted(self):
+            self.end()
+            return
+        self._machine.to(State.ATTACHING)
+
+    # --- from the handles ----------------------------------------------------------------------------------
+
+    def due(self, handle: Handle) -> None:
+        self._outgoing.due(handle)
+        self._wire.schedule()
+
+    def drop(self, number: int) -> None:
+        self._outgoing.drop(number)
+
+    def answer(self, state: link_pb2.HandleState) -> None:
+        self._outgoing.state(state)
+        self._wire.schedule()
+
+    def cancelled(self, number: int) -> None:
+        if self.state is not State.ENDED:
+            self._outgoing.cancelled(number)
+            self._wire.schedule()
+
+    def moved(self) -> None:
+        """A newer link owns the handles: this one sends no more of them."""
+        if self._machine.may(State.MOVED):
+            self._machine.to(State.MOVED)
+            self._outgoing.drop_all()
+            self._outgoing.notice(link_pb2.LINK_NOTICE_MOVED)
+            self._wire.schedule()
+
+    def go_away(self) -> None:
+        """Ask the router for another link."""
+        if self.state in (State.ATTACHING, State.UP):
+            self._outgoing.notice(link_pb2.LINK_NOTICE_GO_AWAY)
+            self._wire.schedule()
+
+    def fenced(self) -> None:
+        """The epoch has ended."""
+        if self.state is not State.ENDED:
+            self._outgoing.drop_all()
+            self._wire.write(to_frame(link_pb2.WorkerFrame(notice=link_pb2.LINK_NOTICE_FENCED)))
+            self.end()
+
+    # --- to the router -------------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Every BEAT_SECONDS. An engine that hangs sends none."""
+        step = self._engine_step()
+        if step is not None and self.state in (State.ATTACHING, State.UP):
+            self._outgoing.beat(step)
+            self._wire.schedule()
+
+    def flush(self) -> None:
+        """Write the next frame, if there is anything to send and nothing unwritten is left."""
+        if self._outgoing.empty or self.state is State.ENDED:
+            return
+        frame, ended = self._outgoing.next_frame()
+        self._wire.write(to_frame(frame))
+        for handle in ended:
+            self._routers.sent_end(handle)
+        if not self._outgoing.empty:
+            self._wire.schedule()
+
+    def end(self) -> None:
+        """Close the connection after what was written."""
+        if self.state is not State.ENDED:
+            self._machine.to(State.ENDED)
+            self._wire.close()
+
+    def closed(self) -> None:
+        """The connection is gone."""
+        if self._machine.may(State.ENDED):
+            self._machine.to(State.ENDED)
+        self._routers.ended(self)
+
