@@ -19,6 +19,12 @@ def join(host: str, port: int) -> str:
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
+def split(address: str) -> tuple[str, int]:
+    """Host and port of host:port, an IPv6 address without its brackets. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def advertised(host: str, advertise_host: str, redis_url: str) -> str:
     """Return the host to register: the configured one, else the address listened on.
 

@@ -23,6 +23,7 @@ from router.gateway import RequestGateway
 from router.grpc_endpoint import GrpcEndpoint
 from router.heap import return_long_blocks
 from router.http_endpoint import GRACE_SECONDS, HttpEndpoint
+from router.link.links import Links
 from router.observe import cluster
 from router.observe.requests import RouterMetrics
 from router.placement.placement import Placement
@@ -110,7 +111,9 @@ class Router:
         """Health follows readiness, connections to workers that are gone are closed, changed files are read."""
         self._turned = time.monotonic()
         self._grpc.show_ready(self.gateway.ready())
-        self._services.channels.keep_only({worker.address for worker in self._services.members.all})
+        workers = self._services.members.all
+        self._services.channels.keep_only({worker.address for worker in workers})
+        self._services.links.keep_only(workers)
         await asyncio.to_thread(self._read_files)
 
     def _read_files(self) -> None:
@@ -156,12 +159,14 @@ class Router:
 def _services(config: RouterConfig, registry: Registry) -> Services:
     members = Members(config.redis_url, config.namespace)
     inside = make_identity(config.tls_cert, config.tls_key, config.tls_ca)
+    peers = Peers(inside if config.tls_ca else None)
     return Services(
         config,
         ModelText(config.model),
         members,
         Placement(config, members),
-        Channels(Peers(inside if config.tls_ca else None)),
+        Channels(peers),
+        Links(config.router_id, peers),
         Quota(config.redis_url, config.namespace, registry),
         open_tracing(config, "baton-router", config.router_id),
     )

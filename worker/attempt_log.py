@@ -88,14 +88,16 @@ class AttemptLog:
         return all(one.sent == one.end for one in self._choices)
 
     def add(self, choice: int, position: int, token_id: int, extra: common_pb2.Token | None = None) -> None:
-        """`extra`: the whole token, where it has more than its id. Raises ValueError unless it is the choice's next one."""
+        """`extra`: the whole token, where it is more than its id. Raises ValueError unless it is its choice's next."""
         log = self._choices[choice - self._first_choice]
         if position != log.first + len(log.tokens):
             raise ValueError(f"choice {choice}: position {position} came, {log.end} was next")
         log.tokens.append(token_id)
         if extra is not None:
             log.extras[position] = extra
-        elif log.extras:  # a frame's extras follow its columns: behind an extra of this choice come extras only
+        elif (
+            log.extras
+        ):  # a frame's extras follow its columns: behind an extra of this choice come extras only
             log.extras[position] = common_pb2.Token(choice=choice, position=position, token_id=token_id)
         self.count += 1
         self._changed()

@@ -1,4 +1,7 @@
-"""The attempts of a worker by transfer id. How long one waits for its router, and how it is forgotten: worker/link/handle.py."""
+"""The attempts of a worker by transfer id.
+
+How long one waits for its router, and when it is forgotten: worker/link/handle.py.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One attempt at a request: its streams to the workers, merged into one stream of tokens.
+"""One attempt at a request: dispatched by a unary call, read over the links of its workers, as one stream of tokens.
 
-prefill worker ──Run────┐
-                        ├──► events: tokens in order of position, then how the attempt ended
-decode worker ──Attach──┘       (the first token comes from whichever is faster)
+prefill worker ──link──┐
+                       ├──► events: tokens in order of position, then how the attempt ended
+decode worker ───link──┘       (the first token comes from whichever is faster)
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 
 from cluster import errors
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.first_token import ends_with_first_token
+from cluster.protocol.link import WINDOW_TOKENS
 from cluster.protocol.times import LOST_SECONDS
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors as rpc
 from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.channels import Channels
-from router.dispatch.liveness import Liveness, Watch
+from router.dispatch.choice import ChoiceStream
+from router.link.handle import LinkHandle
+from router.link.links import Links
 from router.placement.types import Placed
 from wire import common_pb2, decode_pb2, prefill_pb2
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from cluster.telemetry.tracing.spans import OpenSpan
 
 CONTROL_SECONDS = 2.0
+IN_BAND_SECONDS = 0.3  # for a cancel over the link; then by a call
 MAX_EVENTS = 512
 
 
@@ -49,7 +53,7 @@ class TokenCame:
 
 @dataclass(frozen=True)
 class Ended:
-    """A stream's end as its worker reported it, or `error` when the stream was lost."""
+    """An attempt's end at one worker as it reported it, or `error` when the worker was lost."""
 
     source: Source
     end: common_pb2.AttemptEnd | None
@@ -61,19 +65,19 @@ Event = TokenCame | Ended
 
 @dataclass
 class Attempt:
-    """Streams of one attempt. `close` ends them and tells the workers to cancel what is not finished."""
+    """One attempt at `choices`. `close` tells the workers to cancel what is not finished."""
 
     request_id: str
     spec: common_pb2.GenerateSpec
     placed: Placed
     channels: Channels
-    liveness: Liveness
+    links: Links
+    choices: Sequence[ChoiceStream]
     admission_seconds: float
-    from_position: int
     transfer_id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     started: float = field(default_factory=time.monotonic)
     finished: set[Source] = field(default_factory=set)  # have reported their end
-    failed: set[Source] = field(default_factory=set)  # their streams are lost
+    failed: set[Source] = field(default_factory=set)  # lost, with their part of the attempt
     responded: set[Source] = field(default_factory=set)  # have sent anything at all
     prefilled_at: float = 0.0  # when the first token came; 0 = none has
     prefill_report: common_pb2.WorkReport | None = None  # of the worker that computed the prompt
@@ -82,8 +86,9 @@ class Attempt:
     def __post_init__(self) -> None:
         self.events: BoundedQueue[Event] = BoundedQueue(MAX_EVENTS)
         self._decode_lost = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._first_call: Any = None
+        self._handles: dict[Source, LinkHandle] = {}
+        self._dispatching: asyncio.Task[None] | None = None
+        self._granted = [choice.next_position + WINDOW_TOKENS for choice in self.choices]
 
     @property
     def trip_seconds(self) -> float | None:
@@ -104,110 +109,111 @@ class Attempt:
         return self.placed.prefill is None
 
     def start(self) -> None:
-        """The call that the first token comes from is made at once, and its bytes leave while D's call is made."""
-        admission_deadline_ms = int(self.admission_seconds * 1000)
-        decode = self.placed.decode
-        stub = self.channels.decode(decode.address)
-        if self.placed.prefill is None:
-            run = decode_pb2.DecodeRunRequest(
+        """Open the handles, so that nothing is missed, and dispatch."""
+        decode, prefill = self.placed.decode, self.placed.prefill
+        if prefill is None:
+            self._open(Source.DECODE, decode)
+        else:
+            self._open(Source.PREFILL, prefill)
+            if ends_with_first_token(self.spec):  # the prefill worker reserves at no decode worker either
+                self.finished.add(Source.DECODE)
+            else:
+                self._open(Source.DECODE, decode)
+        self._dispatching = asyncio.get_running_loop().create_task(self._dispatch())
+
+    def _open(self, source: Source, worker: WorkerInfo) -> None:
+        self._handles[source] = self.links.open(worker, _Reader(self, source))
+
+    async def _dispatch(self) -> None:
+        """Return once the worker has taken the request in; an error loses that worker's part of the attempt."""
+        source = Source.DECODE if self.is_local else Source.PREFILL
+        worker = self.worker_of(source)
+        try:
+            await self._run(worker)
+        except grpc.aio.AioRpcError as error:
+            if source in self.responded | self.finished:
+                return  # it was taken in: only the answer was lost
+            if not rpc.is_from_peer(error):
+                self.links.not_reached(worker.name)
+            self._handles[source].close()
+            self._lost(source, rpc.error_from_rpc(error))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # This task was not cancelled: the channel was closed under the call.
+            self._handles[source].close()
+            self._lost(source, errors.PeerLostError("the connection was closed"))
+
+    async def _run(self, worker: WorkerInfo) -> None:
+        deadline_ms = int(self.admission_seconds * 1000)
+        if self.is_local:
+            local = decode_pb2.DecodeRunRequest(
                 wire_version=WIRE_VERSION,
                 transfer_id=self.transfer_id,
                 request_id=self.request_id,
-                worker_epoch=decode.epoch,
+                worker_epoch=worker.epoch,
                 spec=self.spec,
-                admission_deadline_ms=admission_deadline_ms,
+                admission_deadline_ms=deadline_ms,
+                handle=self._handles[Source.DECODE].reference,
             )
-            self._first_call = local = stub.Run(run)
-            self._read(Source.DECODE, decode, lambda: local)
+            await self.channels.decode(worker.address).Run(local, timeout=LOST_SECONDS)
             return
-        self._first_call = remote = self._run(self.placed.prefill, admission_deadline_ms)
-        self._read(Source.PREFILL, self.placed.prefill, lambda: remote)
-        if ends_with_first_token(self.spec):  # the prefill worker reserves at no decode worker either
-            self.finished.add(Source.DECODE)
-            return
-        attach = decode_pb2.AttachRequest(
-            wire_version=WIRE_VERSION,
-            transfer_id=self.transfer_id,
-            request_id=self.request_id,
-            worker_epoch=decode.epoch,
-            from_position=self.from_position,
-            admission_deadline_ms=admission_deadline_ms,
-        )
-        self._read(Source.DECODE, decode, lambda: stub.Attach(attach))
-
-    def _run(self, prefill: WorkerInfo, admission_deadline_ms: int) -> Any:
         decode = self.placed.decode
-        request = prefill_pb2.PrefillRunRequest(
+        remote = prefill_pb2.PrefillRunRequest(
             wire_version=WIRE_VERSION,
             transfer_id=self.transfer_id,
             request_id=self.request_id,
-            worker_epoch=prefill.epoch,
+            worker_epoch=worker.epoch,
             spec=self.spec,
             decode=common_pb2.WorkerRef(
                 worker_id=decode.worker_id, epoch=decode.epoch, address=decode.address
             ),
-            admission_deadline_ms=admission_deadline_ms,
+            admission_deadline_ms=deadline_ms,
+            handle=self._handles[Source.PREFILL].reference,
         )
-        return self.channels.prefill(prefill.address).Run(request)
+        if Source.DECODE in self._handles:
+            remote.decode_handle.CopyFrom(self._handles[Source.DECODE].reference)
+        await self.channels.prefill(worker.address).Run(remote, timeout=LOST_SECONDS)
 
-    def _read(self, source: Source, worker: WorkerInfo, call: Callable[[], Any]) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(self._stream(source, worker, call)))
+    def grant(self) -> None:
+        """Allow the decode worker the window beyond what the client has been given, a quarter of it at a time at least."""
+        handle = self._handles.get(Source.DECODE)
+        if handle is None:
+            return
+        for i, choice in enumerate(self.choices):
+            limit = choice.next_position + WINDOW_TOKENS
+            if limit - self._granted[i] >= WINDOW_TOKENS // 4:
+                self._granted[i] = limit
+                handle.credit(choice.index, limit)
 
-    async def _stream(self, source: Source, worker: WorkerInfo, open_call: Callable[[], Any]) -> None:
-        call = open_call()
-        task = asyncio.current_task()
-        assert task is not None, "_read makes one"
-        silent = False
+    def positions(self) -> list[int]:
+        return [choice.next_position for choice in self.choices]
 
-        def on_lost() -> None:
-            nonlocal silent
-            if not silent:
-                silent = True
-                task.cancel()  # cancelling the call does not end a read of one that never got through
+    def limits(self) -> list[int]:
+        return self._granted
 
-        try:
-            with self.liveness.watch(worker.name, on_lost) as watch:
-                await self._events_of(source, call, watch)
-        except grpc.aio.AioRpcError as error:
-            if source not in self.responded and not rpc.is_from_peer(error):
-                self.liveness.not_reached(worker.name)
-            self._lost(source, rpc.error_from_rpc(error))
-        except asyncio.CancelledError:
-            if silent:
-                if task.uncancel():
-                    raise
-                self._lost(source, errors.PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
-            elif task.cancelling():
-                raise
-            else:  # this task was not cancelled: the channel was closed under the call
-                self._lost(source, errors.PeerLostError("the connection was closed"))
-        finally:
-            if not call.done():
-                call.cancel()
+    def came(self, source: Source, token: common_pb2.Token) -> None:
+        self.responded.add(source)
+        self.events.add(TokenCame(token, source))
 
-    async def _events_of(self, source: Source, call: Any, watch: Watch) -> None:
-        """Until the stream has ended."""
-        while True:
-            event = await call.read()
-            if not isinstance(event, common_pb2.AttemptEvent):
-                # Without an end event: the worker stopped, or the call's status has the reason.
-                self._lost(source, errors.PeerLostError("the stream ended early"))
-                return
-            watch.responded()
-            self.responded.add(source)
-            kind = event.WhichOneof("event")
-            if kind == "token":
-                self.events.add(TokenCame(event.token, source))
-            elif kind == "end":
-                self.finished.add(source)
-                self.events.add(Ended(source, event.end))
-                return
-            if self.events.full:
-                watch.pause()  # a slow client is no sign of a lost worker
-                await self.events.room()
-                watch.resume()
+    def reported_end(self, source: Source, end: common_pb2.AttemptEnd) -> None:
+        self.responded.add(source)
+        self.finished.add(source)
+        self.events.add(Ended(source, end))
+
+    def may_be_unknown(self, source: Source) -> bool:
+        """The decode worker opens the attempt when the prefill worker reserves."""
+        prefilling = Source.PREFILL not in self.finished | self.failed
+        return source is Source.DECODE and not self.is_local and prefilling
+
+    def lost(self, source: Source, error: errors.BatonError) -> None:
+        """The worker, or the link to it."""
+        self._lost(source, error)
 
     def _lost(self, source: Source, error: errors.BatonError) -> None:
+        if source in self.failed:
+            return
         self.failed.add(source)
         if source is Source.DECODE:
             self._decode_lost.set()
@@ -247,23 +253,59 @@ class Attempt:
 
     async def close(self) -> None:
         """Cancels at both workers what has not ended; returns when they have answered or are out of reach."""
-        for task in self._tasks:
-            task.cancel()
-        if self._first_call is not None:
-            self._first_call.cancel()  # a task that had not begun has not done it
-        cancels: list[Awaitable[Any]] = []
-        if Source.DECODE not in self.finished:
-            stub = self.channels.decode(self.placed.decode.address)
-            cancels.append(
-                stub.Cancel(
-                    decode_pb2.DecodeCancelRequest(transfer_id=self.transfer_id), timeout=CONTROL_SECONDS
-                )
-            )
-        if self.placed.prefill is not None and Source.PREFILL not in self.finished:
-            prefill = self.channels.prefill(self.placed.prefill.address)
-            cancels.append(
-                prefill.Cancel(
+        if self._dispatching is not None:
+            self._dispatching.cancel()
+        cancels = [
+            self._cancel(source, handle)
+            for source, handle in self._handles.items()
+            if source not in self.finished
+        ]
+        await asyncio.gather(*cancels, return_exceptions=True)
+
+    async def _cancel(self, source: Source, handle: LinkHandle) -> None:
+        """Over the link; by a call where that is not up, or gives no answer."""
+        try:
+            if await handle.cancel(IN_BAND_SECONDS):
+                return
+            worker = self.worker_of(source)
+            if source is Source.DECODE:
+                decode = self.channels.decode(worker.address)
+                request = decode_pb2.DecodeCancelRequest(transfer_id=self.transfer_id)
+                await decode.Cancel(request, timeout=CONTROL_SECONDS)
+            else:
+                prefill = self.channels.prefill(worker.address)
+                await prefill.Cancel(
                     prefill_pb2.PrefillCancelRequest(transfer_id=self.transfer_id), timeout=CONTROL_SECONDS
                 )
-            )
-        await asyncio.gather(*self._tasks, *cancels, return_exceptions=True)
+        finally:
+            handle.close()
+
+
+class _Reader:
+    """Implements router.link.handle.Reader for one worker of an attempt."""
+
+    def __init__(self, attempt: Attempt, source: Source):
+        self._attempt = attempt
+        self._source = source
+
+    @property
+    def transfer_id(self) -> bytes:
+        return self._attempt.transfer_id
+
+    def positions(self) -> list[int]:
+        return self._attempt.positions()
+
+    def limits(self) -> list[int]:
+        return self._attempt.limits()
+
+    def token(self, token: common_pb2.Token) -> None:
+        self._attempt.came(self._source, token)
+
+    def ended(self, end: common_pb2.AttemptEnd) -> None:
+        self._attempt.reported_end(self._source, end)
+
+    def unknown(self) -> bool:
+        return not self._attempt.may_be_unknown(self._source)
+
+    def lost(self, error: errors.BatonError) -> None:
+        self._attempt.lost(self._source, error)

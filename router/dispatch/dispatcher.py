@@ -200,9 +200,9 @@ class RequestDispatcher:
             spec=spec,
             placed=placed,
             channels=self._services.channels,
-            liveness=self._services.liveness,
+            links=self._services.links,
+            choices=choices,
             admission_seconds=self._deadlines.worker_seconds(deadline),
-            from_position=request.token_count,
             transfer_id=request.transfer_id,
         )
         if self._trace is not None:
@@ -241,9 +241,7 @@ class RequestDispatcher:
             chain=index_keys(hashes),
             token_count=len(packed) // 4,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
-            excluded=exclusions(
-                self._services.liveness.suspects, self._excluded, self._engine_failures.names
-            ),
+            excluded=exclusions(self._services.links.suspects, self._excluded, self._engine_failures.names),
             generation=generation,
             explain=c.explain,
             priority_class=self._deadlines.priority_class,
@@ -285,6 +283,7 @@ class RequestDispatcher:
                     return
                 if self._deltas.full:
                     await self._deltas.room()
+                attempt.grant()
         except _Retry as retry:
             request_trace.failed(attempt.span, retry.reason)
             raise

@@ -17,8 +17,8 @@ from cluster.membership.reader import Members
 from cluster.protocol.block_hash import make_salt
 from cluster.telemetry.metrics import router as metrics
 from router.dispatch.channels import Channels
-from router.dispatch.liveness import Liveness
 from router.dispatch.unreachable_pairs import UnreachablePairs
+from router.link.links import Links
 from router.observe.live.recorder import Recorder
 from router.observe.traces.arrival import Arrival
 from router.observe.traces.request_trace import RequestTrace
@@ -56,6 +56,7 @@ class Services:
         members: Members,
         placement: Placement,
         channels: Channels,
+        links: Links,
         quota: Quota,
         tracing: Tracing | None = None,
     ):
@@ -64,10 +65,10 @@ class Services:
         self.members = members
         self.placement = placement
         self.channels = channels
+        self.links = links
         self.quota = quota
         self.tickets = Tickets(config.secret, config.request_seconds)
         self._salts: dict[tuple[str, str], bytes] = {}
-        self.liveness = Liveness()
         self.pairs = UnreachablePairs()
         self.recorder = Recorder()
         self.faults = RequestFaults.of(open_faults(config.fault_orders, config.router_id))
@@ -116,6 +117,7 @@ class Services:
         await self._cleanups.wait(seconds)
 
     async def close(self) -> None:
+        await self.links.close()
         await self.channels.close()
         await self.placement.close()
         await self.quota.close()

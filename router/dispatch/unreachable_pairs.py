@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.errors import BatonError, PeerLostError
 from cluster.membership.types import WorkerInfo
-from router.dispatch.backoff import Backoff
+from router.link.backoff import Backoff
 from router.placement.types import Placed
 
 log = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ def _cluster(services: Services) -> list[ScrapedMetric]:
     return [
         declared.WORKERS.read(lambda: _workers(services)),
         declared.WORKERS_DRAINING.read(lambda: _draining(services)),
-        declared.WORKERS_SUSPECT.read(services.liveness.silent),
+        declared.WORKERS_SUSPECT.read(services.links.silent),
         declared.MEMBERSHIP_AGE.read(lambda: time.monotonic() - members.refreshed),
         declared.REQUESTS_LIMIT.read(lambda: config.max_concurrent_requests),
     ]

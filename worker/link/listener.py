@@ -52,7 +52,9 @@ class LinkListener:
             listening.listen(BACKLOG)
         except OSError as error:
             listening.close()
-            raise ConfigError(f"cannot listen on {join(self._host, port)}: {error}", field="link_port") from error
+            raise ConfigError(
+                f"cannot listen on {join(self._host, port)}: {error}", field="link_port"
+            ) from error
         listening.setblocking(False)
         self._socket = listening
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.background_tasks import BackgroundTasks
-from cluster.errors import InvalidRequestError
+from cluster.errors import InvalidRequestError, StaleTransferError
 from cluster.protocol.times import DETACH_SECONDS
 from wire import link_pb2
 from worker.link.handle import Handle, HandleState, Key
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from worker.link.session import Session
 
 log = logging.getLogger(__name__)
+MAX_CANCELLED = 4096  # of one router: calls are on the way for a moment only
 
 
 @dataclass(eq=False)
@@ -28,6 +29,7 @@ class Router:
     serial: int = 0
     session: Session | None = None  # has attached
     handles: dict[int, Handle] = field(default_factory=dict)
+    cancelled: dict[int, None] = field(default_factory=dict)  # before their attempt came; the newest last
 
 
 class Routers:
@@ -56,10 +58,14 @@ class Routers:
     # --- attempts ----------------------------------------------------------------------------------------
 
     def check_free(self, key: Key) -> None:
-        """Raises InvalidRequestError if the handle stands for another attempt."""
+        """Raises InvalidRequestError if the handle stands for another attempt, StaleTransferError if it was cancelled."""
         router = self._routers.get(key[0])
-        if router is not None and key[1] in router.handles:
+        if router is None:
+            return
+        if key[1] in router.handles:
             raise InvalidRequestError(f"handle {key[1]} is in use", field="handle")
+        if key[1] in router.cancelled:
+            raise StaleTransferError(f"handle {key[1]} was cancelled before its attempt came", field="handle")
 
     def open(self, handle: Handle) -> None:
         """A new attempt. Without a link of its router it waits the detach time for one."""
@@ -178,10 +184,19 @@ class Routers:
         """Answered when blocks and staging are free; at once if there is no such attempt."""
         handle = self._handles(session).get(number)
         if handle is None:
+            self._remember_cancelled(session, number)
             session.cancelled(number)
         elif not handle.cancelling:
             handle.cancelling = True
             self._background_tasks.spawn(self._cancel_and_answer(session, handle))
+
+    def _remember_cancelled(self, session: Session, number: int) -> None:
+        """Its Run or Reserve may be on the way: the link may overtake them."""
+        router = self._routers.get(session.incarnation)
+        if router is not None:
+            router.cancelled[number] = None
+            if len(router.cancelled) > MAX_CANCELLED:
+                del router.cancelled[next(iter(router.cancelled))]
 
     async def _cancel_and_answer(self, session: Session, handle: Handle) -> None:
         try:

@@ -199,4 +199,3 @@ class Session:
         if self._machine.may(State.ENDED):
             self._machine.to(State.ENDED)
         self._routers.ended(self)
-

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.dispatch.backoff import FIRST_SECONDS, MOST_SECONDS, Backoff
+from router.link.backoff import FIRST_SECONDS, MOST_SECONDS, Backoff
 
 
 @dataclass

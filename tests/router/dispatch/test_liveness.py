@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from router.dispatch import liveness as module
-from router.dispatch.backoff import FIRST_SECONDS
+from router.link.backoff import FIRST_SECONDS
 from router.dispatch.liveness import Liveness
 from tests.harness.waiting import until
 

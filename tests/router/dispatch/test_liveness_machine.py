@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cluster.protocol.times import LOST_SECONDS, SUSPECT_SECONDS
 from router.dispatch import liveness as module
-from router.dispatch.backoff import MOST_SECONDS
+from router.link.backoff import MOST_SECONDS
 from router.dispatch.liveness import WATCH_SECONDS, Liveness, Watch
 from tests.harness.virtual_time import VirtualLoop
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import BlocksExhaustedError, PeerLostError, TransportError
 from cluster.membership.types import WorkerInfo
-from router.dispatch.backoff import FIRST_SECONDS
+from router.link.backoff import FIRST_SECONDS
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.placement.types import Placed
 

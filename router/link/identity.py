@@ -1,0 +1,34 @@
+"""What this process is called in its links, and its counters of links and handles."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import ssl
+
+from cluster.security.tls import Peers
+
+
+class RouterIdentity:
+    """One per process start: handles and serials of links belong to its incarnation."""
+
+    def __init__(self, router_id: str):
+        self.router_id = router_id
+        self.incarnation = secrets.randbits(64) or 1
+        self._serials = itertools.count(1)
+        self.handle_after = 1  # the number of the next handle
+        self._tls: tuple[int, ssl.SSLContext | None] = (-1, None)
+
+    def next_serial(self) -> int:
+        return next(self._serials)
+
+    def next_handle(self) -> int:
+        number, self.handle_after = self.handle_after, self.handle_after + 1
+        return number
+
+    def tls_context(self, peers: Peers) -> ssl.SSLContext | None:
+        """Made once for each generation of the certificate files."""
+        generation = peers.generation
+        if self._tls[0] != generation:
+            self._tls = generation, peers.link_context()
+        return self._tls[1]

@@ -1,0 +1,436 @@
+"""The link to one worker: opened, kept, opened again after a break, moved to a new connection, given up.
+
+CONNECTING → GREETED → ATTACHING → UP → BROKEN → CONNECTING      a break: all handles attach again
+                                   UP → MOVING → UP              age, or certificates that changed: the new one attaches
+CONNECTING, BROKEN → LOST → CONNECTING                           the worker is lost: its handles are, a pause, another try
+any → CLOSED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+
+from cluster.addresses import split
+from cluster.errors import BatonError, InternalError, PeerLostError
+from cluster.membership.types import WorkerInfo
+from cluster.protocol.link import (
+    LINK_LOST_SECONDS,
+    LINK_VERSION,
+    MIN_LINK_VERSION,
+    MOVE_SECONDS,
+    RETRY_SECONDS,
+)
+from cluster.security.tls import WORKER_NAME, Peers
+from cluster.state_machine import StateMachine
+from router.link.connection import ENTRIES_A_TURN, Connection
+from router.link.handle import LinkHandle, Reader
+from router.link.identity import RouterIdentity
+from router.link.outgoing import Outgoing, attach_frames
+from wire import common_pb2, link_pb2
+
+log = logging.getLogger(__name__)
+LOST_PAUSE_SECONDS = 1.0  # between attempts at a lost worker
+CONNECT_SECONDS = 5.0  # of one attempt, TLS included; a link that broke has LINK_LOST_SECONDS in all
+
+
+class LinkState(Enum):
+    CONNECTING = "connecting"
+    GREETED = "greeted"
+    ATTACHING = "attaching"
+    UP = "up"
+    BROKEN = "broken"
+    MOVING = "moving"
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+_CLOSED = frozenset({LinkState.CLOSED})
+_BREAKS = frozenset({LinkState.BROKEN, LinkState.LOST}) | _CLOSED
+TRANSITIONS: dict[LinkState, frozenset[LinkState]] = {
+    LinkState.CONNECTING: _BREAKS | {LinkState.GREETED},
+    LinkState.GREETED: _BREAKS | {LinkState.ATTACHING},
+    LinkState.ATTACHING: _BREAKS | {LinkState.UP},
+    LinkState.UP: _BREAKS | {LinkState.MOVING},
+    LinkState.MOVING: _BREAKS | {LinkState.UP},
+    LinkState.BROKEN: _CLOSED | {LinkState.CONNECTING, LinkState.LOST},
+    LinkState.LOST: _CLOSED | {LinkState.CONNECTING},
+}
+
+
+class WorkerLink:
+    """The link to one life of a worker. `open` an attempt's handle at any time: it attaches once the link is up."""
+
+    def __init__(
+        self,
+        worker: WorkerInfo,
+        identity: RouterIdentity,
+        peers: Peers,
+        *,
+        lost: Callable[[], None],
+        answered: Callable[[], None],
+    ):
+        """`lost`: the worker did not answer; `answered`: it has welcomed this router."""
+        self.worker = worker
+        self.incarnation = identity.incarnation
+        self._identity = identity
+        self._peers = peers
+        self._on_lost, self._on_answered = lost, answered
+        self._loop = asyncio.get_running_loop()
+        self._machine = StateMachine(LinkState.CONNECTING, TRANSITIONS, f"link to {worker.name}")
+        self._connection: Connection | None = None  # the newest that has attached
+        self._handles: dict[int, LinkHandle] = {}
+        self._outgoing = Outgoing()
+        self._flushing = False
+        self._ended = asyncio.Event()  # the connection is gone, or given up
+        self._wanted = asyncio.Event()  # a handle was opened while the worker was lost
+        self._heard = self._loop.time()
+        self._moving: asyncio.Task[None] | None = None
+        self._task = self._loop.create_task(self._run())
+        self.unknown = 0  # entries for handles that are not read any more
+
+    @property
+    def state(self) -> LinkState:
+        return self._machine.state
+
+    @property
+    def idle(self) -> bool:
+        return not self._handles
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since its worker was heard last; 0 while no connection is up."""
+        return self._loop.time() - self._heard if self._connection is not None else 0.0
+
+    # --- handles -----------------------------------------------------------------------------------------
+
+    def open(self, reader: Reader) -> LinkHandle:
+        handle = LinkHandle(self, self._identity.next_handle(), reader, self._loop.time())
+        self._handles[handle.number] = handle
+        self._wanted.set()
+        return handle
+
+    def credit(self, number: int, choice: int, limit: int) -> None:
+        if number in self._handles:
+            self._outgoing.credit(number, choice, limit)
+            self._flush_soon()
+
+    async def cancel(self, handle: LinkHandle, seconds: float) -> bool:
+        if self._connection is None or self._handles.get(handle.number) is not handle:
+            return False
+        if handle.cancelled is None:
+            handle.cancelled = self._loop.create_future()
+            self._outgoing.cancel(handle.number)
+            self._flush_soon()
+        done, _ = await asyncio.wait([handle.cancelled], timeout=seconds)
+        return bool(done) and not handle.cancelled.cancelled()
+
+    def drop(self, number: int) -> None:
+        handle = self._handles.pop(number, None)
+        if handle is not None and handle.cancelled is not None and not handle.cancelled.done():
+            handle.cancelled.cancel()
+
+    # --- time ----------------------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        if self._connection is not None:
+            self._outgoing.beat()
+            self._flush_soon()
+
+    def ask(self, silent_seconds: float) -> None:
+        """Ask the worker how handles stand that have been silent for so long."""
+        if self._connection is None:
+            return
+        now = self._loop.time()
+        for handle in self._handles.values():
+            if now - handle.heard > silent_seconds:
+                handle.heard = now  # asked again after as long
+                self._outgoing.status(handle.number)
+        self._flush_soon()
+
+    def restart_clocks(self) -> None:
+        """This process was stopped: what the worker sent meanwhile lies unread."""
+        self._heard = now = self._loop.time()
+        for handle in self._handles.values():
+            handle.heard = now
+
+    def give_up(self, error: BatonError) -> None:
+        """The worker is silent: all its handles are lost at once."""
+        if self._connection is not None:
+            self._break(LinkState.LOST)
+            self._fail_all(error)
+
+    def move(self) -> None:
+        """Open another connection and attach there."""
+        if self._machine.may(LinkState.MOVING):
+            self._machine.to(LinkState.MOVING)
+            self._moving = self._loop.create_task(self._move())
+
+    async def close(self) -> None:
+        self._fail_all(PeerLostError("this router ends"))
+        self._machine.to(LinkState.CLOSED)
+        for task in (self._task, self._moving):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(
+            *(t for t in (self._task, self._moving) if t is not None), return_exceptions=True
+        )
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    # --- opening -------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        was_up = False
+        while True:
+            try:
+                connection = await self._open(LINK_LOST_SECONDS if was_up else CONNECT_SECONDS)
+            except BatonError as error:
+                if self._machine.may(LinkState.LOST):
+                    self._machine.to(LinkState.LOST)
+                self._fail_all(error)
+            else:
+                was_up = True
+                self._attach(connection)
+                await self._ended.wait()
+                self._ended.clear()
+            if self.state is LinkState.LOST:
+                was_up = False
+                self._on_lost()
+                await self._pause()
+            self._machine.to(LinkState.CONNECTING)
+
+    async def _open(self, seconds: float) -> Connection:
+        """A welcomed connection. Raises PeerLostError: refused, another life, or no Welcome within `seconds`."""
+        deadline = self._loop.time() + seconds
+        attempt = 0
+        while True:
+            await asyncio.sleep(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)])
+            attempt += 1
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await self._greet()
+            except ConnectionRefusedError as error:
+                raise PeerLostError(f"{self.worker.worker_id} refuses connections: {error}") from None
+            except (OSError, TimeoutError) as error:
+                if self._loop.time() + RETRY_SECONDS[-1] >= deadline:
+                    raise PeerLostError(
+                        f"no link to {self.worker.worker_id} within {seconds} s: {error or 'no answer'}"
+                    ) from None
+
+    async def _greet(self) -> Connection:
+        """Raises OSError, or PeerLostError if it is another life of the worker, or speaks no common version."""
+        worker = self.worker
+        hello = link_pb2.LinkHello(
+            min_version=MIN_LINK_VERSION,
+            max_version=LINK_VERSION,
+            router_id=self._identity.router_id,
+            incarnation=self.incarnation,
+            serial=self._identity.next_serial(),
+            worker_id=worker.worker_id,
+            epoch=worker.epoch,
+        )
+        connection = Connection(self, hello)
+        host, port = split(worker.link_address)
+        context = self._identity.tls_context(self._peers)
+        try:
+            await self._loop.create_connection(
+                lambda: connection,
+                host,
+                port,
+                ssl=context,
+                server_hostname=WORKER_NAME if context is not None else None,
+            )
+            welcome = await connection.welcomed
+        except BaseException:
+            connection.abort()
+            raise
+        if (welcome.worker_id, welcome.epoch) != (worker.worker_id, worker.epoch):
+            connection.abort()
+            raise PeerLostError(f"{worker.link_address} is {welcome.worker_id} in another life")
+        if not MIN_LINK_VERSION <= welcome.version <= LINK_VERSION:
+            connection.abort()
+            raise PeerLostError(
+                f"{worker.worker_id} speaks no link version from {MIN_LINK_VERSION} to {LINK_VERSION}"
+            )
+        return connection
+
+    def _attach(self, connection: Connection) -> None:
+        """From now on this connection is the link. What the list does not name, the worker cancels."""
+        moving = self.state is LinkState.MOVING
+        if not moving:
+            self._machine.to(LinkState.GREETED)
+            self._machine.to(LinkState.ATTACHING)
+        self._outgoing.clear()
+        reads = [handle for handle in self._handles.values() if handle.cancelled is None]
+        attaches = (
+            link_pb2.LinkAttach(
+                transfer_id=handle.reader.transfer_id,
+                handle=handle.number,
+                next=handle.reader.positions(),
+                limit=handle.reader.limits(),
+            )
+            for handle in reads
+        )
+        for frame in attach_frames(attaches, self._identity.handle_after):
+            connection.write(frame)
+        self._connection = connection
+        self._heard = self._loop.time()
+        self._machine.to(LinkState.UP)
+        self._on_answered()
+
+    async def _move(self) -> None:
+        older = self._connection
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                connection = await self._greet()
+        except (OSError, TimeoutError, BatonError) as error:
+            log.warning("link to %s does not move, the older connection stays: %s", self.worker.name, error)
+            if self.state is LinkState.MOVING:
+                self._machine.to(LinkState.UP)
+            return
+        if self.state is not LinkState.MOVING or self._connection is not older:
+            connection.abort()  # it broke meanwhile
+            return
+        self._attach(connection)
+        if older is not None:
+            self._loop.call_later(MOVE_SECONDS, older.abort)
+
+    async def _pause(self) -> None:
+        """Between attempts at a lost worker: shorter if a request was placed on it, for want of another."""
+        self._wanted.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOST_PAUSE_SECONDS):
+                await self._wanted.wait()
+
+    def _break(self, state: LinkState) -> None:
+        connection, self._connection = self._connection, None
+        self._machine.to(state)
+        self._ended.set()
+        if connection is not None:
+            connection.abort()
+
+    def _fail_all(self, error: BatonError) -> None:
+        handles = list(self._handles.values())
+        self._handles.clear()
+        for handle in handles:
+            if handle.cancelled is not None and not handle.cancelled.done():
+                handle.cancelled.cancel()
+            self._guarded(handle, partial(handle.reader.lost, error))
+
+    # --- frames (router.link.connection.Frames) ------------------------------------------------------------
+
+    def gone(self, connection: Connection, error: Exception | None) -> None:
+        if connection is self._connection:
+            log.info("link to %s broke: %s", self.worker.name, error or "closed by the worker")
+            self._break(LinkState.BROKEN)
+
+    def take(self, connection: Connection, frame: link_pb2.WorkerFrame) -> Iterator[None] | None:
+        if frame.notice:
+            self._notice(connection, frame.notice)
+        if frame.HasField("beat") or frame.tokens.handle or frame.extras or frame.ends:
+            self._heard = connection.heard
+        for number in frame.cancelled:
+            handle = self._handles.pop(number, None)
+            if handle is not None and handle.cancelled is not None and not handle.cancelled.done():
+                handle.cancelled.set_result(None)
+        for state in frame.states:
+            self._state(state)
+        if len(frame.tokens.handle) + len(frame.extras) + len(frame.ends) <= ENTRIES_A_TURN:
+            for _ in self._entries(frame):
+                pass
+            return None
+        return self._entries(frame)
+
+    def _entries(self, frame: link_pb2.WorkerFrame) -> Iterator[None]:
+        """Tokens, then those with more than an id, then ends: in this order they are complete. A step: ENTRIES_A_TURN."""
+        handles, now, count = self._handles, self._heard, 0
+        columns = frame.tokens
+        for number, choice, position, token_id in zip(
+            columns.handle, columns.choice, columns.position, columns.token_id, strict=False
+        ):
+            token = common_pb2.Token(choice=choice, position=position, token_id=token_id)
+            self._token(handles, number, token, now)
+            count += 1
+            if not count % ENTRIES_A_TURN:
+                yield
+        for extra in frame.extras:
+            self._token(handles, extra.handle, extra.token, now)
+            count += 1
+            if not count % ENTRIES_A_TURN:
+                yield
+        for end in frame.ends:
+            handle = handles.pop(end.handle, None)
+            self._outgoing.close(end.handle)
+            self._flush_soon()
+            if handle is None:
+                self.unknown += 1
+                continue
+            if handle.cancelled is not None and not handle.cancelled.done():
+                handle.cancelled.set_result(None)
+            self._guarded(handle, partial(handle.reader.ended, end.end))
+            count += 1
+            if not count % ENTRIES_A_TURN:
+                yield
+
+    def _token(
+        self, handles: dict[int, LinkHandle], number: int, token: common_pb2.Token, now: float
+    ) -> None:
+        handle = handles.get(number)
+        if handle is None:
+            self.unknown += 1
+            return
+        handle.heard = now
+        try:
+            handle.reader.token(token)
+        except Exception as error:
+            self._failed(handle, error)
+
+    def _guarded(self, handle: LinkHandle, call: Callable[[], object]) -> None:
+        """What one attempt raises ends that attempt: the others of the frame are dispatched."""
+        try:
+            call()
+        except Exception as error:
+            self._failed(handle, error)
+
+    def _failed(self, handle: LinkHandle, error: Exception) -> None:
+        log.error("attempt %s failed", handle.reader.transfer_id.hex(), exc_info=error)
+        self._handles.pop(handle.number, None)
+        handle.reader.lost(InternalError(f"{type(error).__name__}: {error}"))
+
+    def _state(self, state: link_pb2.HandleState) -> None:
+        handle = self._handles.get(state.handle)
+        if handle is None or state.kind != link_pb2.HandleState.UNKNOWN:
+            return
+        if handle.reader.unknown():
+            del self._handles[state.handle]
+            self._guarded(
+                handle, partial(handle.reader.lost, PeerLostError("the worker has no such attempt"))
+            )
+
+    def _notice(self, connection: Connection, notice: link_pb2.LinkNotice.ValueType) -> None:
+        if notice == link_pb2.LINK_NOTICE_MOVED:
+            if connection is not self._connection:
+                connection.close()
+        elif notice == link_pb2.LINK_NOTICE_GO_AWAY:
+            if connection is self._connection:
+                self.move()
+        elif notice == link_pb2.LINK_NOTICE_FENCED and connection is self._connection:
+            self.give_up(PeerLostError(f"{self.worker.worker_id} was fenced: its epoch has ended"))
+
+    def _flush_soon(self) -> None:
+        if not self._flushing and self._connection is not None:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """One frame for what the turn has brought."""
+        self._flushing = False
+        if self._connection is not None:
+            for frame in self._outgoing.frames():
+                self._connection.write(frame)

@@ -1,0 +1,124 @@
+"""All links of a router process, and which workers it hears.
+
+Every link carries a beat each 0.5 s. A worker from which nothing came for 2 s is suspect and gets no new requests; after
+5 s it is lost, with all its attempts. A lost worker is excluded for a while (router/link/backoff.py): during a partition
+only the first request should wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from cluster.errors import PeerLostError
+from cluster.membership.types import WorkerInfo
+from cluster.protocol.link import STATUS_SECONDS
+from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
+from cluster.security.tls import Peers
+from router.link.backoff import Backoff
+from router.link.handle import LinkHandle, Reader
+from router.link.identity import RouterIdentity
+from router.link.link import LinkState, WorkerLink
+
+TICK_SECONDS = 0.1
+STOPPED_SECONDS = 1.0  # a tick that comes so late: this process was stopped
+
+
+class Links:
+    def __init__(self, router_id: str, peers: Peers | None = None):
+        """`peers` opens them; default: plain text."""
+        self._identity = RouterIdentity(router_id)
+        self._peers = peers or Peers()
+        self._certificates = self._peers.generation
+        self._links: dict[str, WorkerLink] = {}  # by worker_id@epoch
+        self._lost: Backoff[str] = Backoff(time.monotonic)
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = self._beat_at = self._status_at = 0.0
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def open(self, worker: WorkerInfo, reader: Reader) -> LinkHandle:
+        """A handle for an attempt at the worker; its link is opened if there is none."""
+        return self._link(worker).open(reader)
+
+    def keep_only(self, workers: Iterable[WorkerInfo]) -> None:
+        """Open links to new workers; close those to workers that are gone. One that only the registry has lost may still
+        send: its link stays while it has attempts."""
+        known = {worker.name: worker for worker in workers}
+        for name, worker in known.items():
+            if name not in self._links:
+                self._link(worker)
+        for name in [name for name, link in self._links.items() if name not in known and link.idle]:
+            task = asyncio.get_running_loop().create_task(self._links.pop(name).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        if self._peers.generation != self._certificates:
+            self._certificates = self._peers.generation
+            for link in self._links.values():
+                link.move()
+
+    def not_reached(self, name: str) -> None:
+        """A call to the worker failed on the way. That may have other reasons, but not with one that was lost before."""
+        self._lost.failed_again(name)
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """Names of workers that have been silent too long for new work, or were lost a moment ago."""
+        silent = [name for name, link in self._links.items() if link.silent_seconds > SUSPECT_SECONDS]
+        return self._lost.names().union(silent)
+
+    def silent(self) -> int:
+        """How many workers are suspects by their silence. Any thread."""
+        return sum(link.silent_seconds > SUSPECT_SECONDS for link in list(self._links.values()))
+
+    def up(self) -> int:
+        """Links that are up. Any thread."""
+        return sum(link.state is LinkState.UP for link in list(self._links.values()))
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.gather(*self._closing, *(link.close() for link in self._links.values()))
+        self._links.clear()
+
+    def _link(self, worker: WorkerInfo) -> WorkerLink:
+        name = worker.name
+        link = self._links.get(name)
+        if link is None:
+            link = self._links[name] = WorkerLink(
+                worker,
+                self._identity,
+                self._peers,
+                lost=lambda: self._lost_one(name),
+                answered=lambda: self._lost.answered(name),
+            )
+            if self._timer is None:
+                self._tick_later()
+        return link
+
+    def _lost_one(self, name: str) -> None:
+        self._lost.failed(name)
+
+    def _tick_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + TICK_SECONDS
+        self._timer = loop.call_later(TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        now = asyncio.get_running_loop().time()
+        stopped = now - self._due > STOPPED_SECONDS
+        beats, asks = now >= self._beat_at, now >= self._status_at
+        if beats:
+            self._beat_at = now + BEAT_SECONDS
+        if asks:
+            self._status_at = now + STATUS_SECONDS
+        for link in list(self._links.values()):
+            if stopped:
+                link.restart_clocks()
+            elif link.silent_seconds > LOST_SECONDS:
+                link.give_up(PeerLostError(f"nothing heard for {LOST_SECONDS:.0f} s"))
+            if beats:
+                link.beat()
+            if asks:
+                link.ask(STATUS_SECONDS)
+        self._tick_later()

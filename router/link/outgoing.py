@@ -1,0 +1,74 @@
+"""What a router sends over a link in one turn of its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from cluster.link.framing import MAX_FRAME_BYTES
+from wire import link_pb2
+
+ENTRIES_A_FRAME = 2048  # of numbers and credits: 24 bytes each at most
+ATTACH_BYTES = MAX_FRAME_BYTES - 4096  # of one frame, before the last entry: 128 choices take 2.6 KB
+
+
+class Outgoing:
+    def __init__(self) -> None:
+        self._credit: dict[tuple[int, int], int] = {}  # by handle and choice: the highest counts
+        self._cancel: list[int] = []
+        self._close: list[int] = []
+        self._status: list[int] = []
+        self._beat = False
+
+    def credit(self, handle: int, choice: int, limit: int) -> None:
+        self._credit[handle, choice] = limit
+
+    def cancel(self, handle: int) -> None:
+        self._cancel.append(handle)
+
+    def close(self, handle: int) -> None:
+        self._close.append(handle)
+
+    def status(self, handle: int) -> None:
+        self._status.append(handle)
+
+    def beat(self) -> None:
+        self._beat = True
+
+    def clear(self) -> None:
+        """The connection is gone: its successor attaches what is still read, and cancels the rest by that."""
+        self.__init__()  # type: ignore[misc]
+
+    def frames(self) -> Iterator[link_pb2.RouterFrame]:
+        """Everything that waits."""
+        while self._credit or self._cancel or self._close or self._status or self._beat:
+            frame = link_pb2.RouterFrame(beat=self._beat)
+            self._beat = False
+            left = ENTRIES_A_FRAME
+            for field, waiting in (
+                (frame.cancel, self._cancel),
+                (frame.close, self._close),
+                (frame.status, self._status),
+            ):
+                field.extend(waiting[:left])
+                taken = len(field)
+                del waiting[:taken]
+                left -= taken
+            for handle, choice in list(self._credit)[:left]:
+                limit = self._credit.pop((handle, choice))
+                frame.credit.add(handle=handle, choice=choice, limit=limit)
+            yield frame
+
+
+def attach_frames(
+    attaches: Iterable[link_pb2.LinkAttach], next_handle: int
+) -> Iterator[link_pb2.RouterFrame]:
+    """The complete list of what the router reads, then AttachDone."""
+    frame, size = link_pb2.RouterFrame(), 0
+    for attach in attaches:
+        if size > ATTACH_BYTES:
+            yield frame
+            frame, size = link_pb2.RouterFrame(), 0
+        frame.attach.append(attach)
+        size += attach.ByteSize() + 4
+    frame.attach_done.next_handle = next_handle
+    yield frame
