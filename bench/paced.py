@@ -10,17 +10,12 @@ import argparse
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
 
-from cluster.errors import BatonError
-from tests.harness.stub_workers import WAIT_SECONDS, Event, StubWorkers, end_event, serve, token_events
-from wire import common_pb2, decode_pb2, prefill_pb2
+from tests.harness.stub_workers import StubWorkers, serve
+from wire import common_pb2, prefill_pb2
 from worker.admission import Admission
 
 BATCH_TOKENS = 2048
-BEAT_SECONDS = 0.5
-T = TypeVar("T")
 
 
 class Lane:
@@ -39,25 +34,10 @@ class PacedWorkers(StubWorkers):
         self._rate = rate
         self._lanes: dict[int, Lane] = defaultdict(Lane)
 
-    async def run(self, request: prefill_pb2.PrefillRunRequest, context: Any) -> AsyncIterator[Event]:
+    async def prefill(self, request: prefill_pb2.PrefillRunRequest) -> common_pb2.WorkReport:
         report = common_pb2.WorkReport(worker_id="paced-prefill", transport="stub")
-        computing = asyncio.ensure_future(self._compute(request, report))
-        try:
-            async for beat in _beats(computing):
-                yield beat
-            computing.result()
-        except BatonError as error:
-            end = end_event(report)
-            end.end.outcome = common_pb2.ATTEMPT_OUTCOME_ABORTED
-            end.end.error.CopyFrom(error.to_wire())
-            yield end
-            return
-        finally:
-            computing.cancel()
-        self._spec(request.transfer_id).set_result(request.spec)
-        for event in token_events(request.spec, 1):
-            yield event
-        yield end_event(report)
+        await self._compute(request, report)
+        return report
 
     async def _compute(self, request: prefill_pb2.PrefillRunRequest, report: common_pb2.WorkReport) -> None:
         """Its turn, then its time. Raises DeadlineError."""
@@ -77,26 +57,6 @@ class PacedWorkers(StubWorkers):
             report.computed_prompt_tokens = tokens
         finally:
             lane.admission.leave(tokens)
-
-    async def attach(self, request: decode_pb2.AttachRequest, context: Any) -> AsyncIterator[Event]:
-        waiting = self._spec(request.transfer_id)
-        async for beat in _beats(waiting):
-            yield beat
-        self._specs.pop(request.transfer_id, None)
-        spec = waiting.result()
-        for event in token_events(spec, spec.sampling.max_tokens):
-            yield event
-        yield end_event(common_pb2.WorkReport(worker_id="paced-decode"))
-
-
-async def _beats(waited_for: Awaitable[T]) -> AsyncIterator[Event]:
-    """Beats until it is there, for as long as anybody would wait."""
-    future = asyncio.ensure_future(waited_for)
-    deadline = time.monotonic() + 4 * WAIT_SECONDS
-    while not future.done() and time.monotonic() < deadline:
-        await asyncio.wait([future], timeout=BEAT_SECONDS)
-        if not future.done():
-            yield Event(beat=common_pb2.Beat(engine_step=1))
 
 
 if __name__ == "__main__":

@@ -202,10 +202,14 @@ class Attempt:
         self.finished.add(source)
         self.events.add(Ended(source, end))
 
-    def may_be_unknown(self, source: Source) -> bool:
-        """The decode worker opens the attempt when the prefill worker reserves."""
-        prefilling = Source.PREFILL not in self.finished | self.failed
-        return source is Source.DECODE and not self.is_local and prefilling
+    def taken_in(self, source: Source) -> bool:
+        """Whether the worker must have the attempt: its Run is answered; a decode worker opens a hand-off's by the prefill
+        worker's Reserve, and has committed when that one has ended."""
+        if source in self.responded:
+            return True
+        if source is Source.DECODE and not self.is_local:
+            return Source.PREFILL in self.finished
+        return self._dispatching is not None and self._dispatching.done()
 
     def lost(self, source: Source, error: errors.BatonError) -> None:
         """The worker, or the link to it."""
@@ -304,8 +308,9 @@ class _Reader:
     def ended(self, end: common_pb2.AttemptEnd) -> None:
         self._attempt.reported_end(self._source, end)
 
-    def unknown(self) -> bool:
-        return not self._attempt.may_be_unknown(self._source)
+    @property
+    def taken_in(self) -> bool:
+        return self._attempt.taken_in(self._source)
 
     def lost(self, error: errors.BatonError) -> None:
         self._attempt.lost(self._source, error)

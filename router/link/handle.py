@@ -28,8 +28,9 @@ class Reader(Protocol):
     def ended(self, end: common_pb2.AttemptEnd) -> None:
         """The worker sends nothing more."""
 
-    def unknown(self) -> bool:
-        """The worker has no such attempt. False: it may still come."""
+    @property
+    def taken_in(self) -> bool:
+        """The worker has the attempt, or has had it. False: it may still come, as its Run is not answered."""
 
     def lost(self, error: BatonError) -> None:
         """The worker or its link is lost; nothing more comes."""
@@ -38,13 +39,15 @@ class Reader(Protocol):
 class LinkHandle:
     """`number` stands for the attempt in every frame. After `ended` or `lost` it is closed."""
 
-    __slots__ = ("_link", "cancelled", "heard", "number", "reader")
+    __slots__ = ("_link", "asked_taken_in", "cancelled", "heard", "number", "reader")
 
     def __init__(self, link: HandleLink, number: int, reader: Reader, now: float):
         self._link = link
         self.number = number
         self.reader = reader
         self.heard = now  # when its worker last sent something about it
+        # Whether the attempt was taken in when the worker was asked for it: calls and links have no common order.
+        self.asked_taken_in = False
         self.cancelled: asyncio.Future[None] | None = None  # the worker's answer, while it is waited for
 
     @property

@@ -149,6 +149,7 @@ class WorkerLink:
         for handle in self._handles.values():
             if now - handle.heard > silent_seconds:
                 handle.heard = now  # asked again after as long
+                handle.asked_taken_in = handle.reader.taken_in
                 self._outgoing.status(handle.number)
         self._flush_soon()
 
@@ -268,6 +269,8 @@ class WorkerLink:
             self._machine.to(LinkState.ATTACHING)
         self._outgoing.clear()
         reads = [handle for handle in self._handles.values() if handle.cancelled is None]
+        for handle in reads:
+            handle.asked_taken_in = handle.reader.taken_in
         attaches = (
             link_pb2.LinkAttach(
                 transfer_id=handle.reader.transfer_id,
@@ -407,7 +410,7 @@ class WorkerLink:
         handle = self._handles.get(state.handle)
         if handle is None or state.kind != link_pb2.HandleState.UNKNOWN:
             return
-        if handle.reader.unknown():
+        if handle.asked_taken_in:
             del self._handles[state.handle]
             self._guarded(
                 handle, partial(handle.reader.lost, PeerLostError("the worker has no such attempt"))

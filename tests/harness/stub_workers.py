@@ -12,105 +12,148 @@ import asyncio
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
 
 from cluster.config.worker import Role
+from cluster.errors import BatonError
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.link import LINK_VERSION, MIN_LINK_VERSION
 from cluster.protocol.wire_version import WIRE_VERSION
+from tests.harness.linked_worker import LinkedWorker
 from wire import common_pb2, decode_pb2, prefill_pb2
+from worker.attempt_log import AttemptLog
 
 MODEL_ID = "bench-stub"
 TOKEN_ID = 300
-MAX_ATTEMPTS = 4096
-WAIT_SECONDS = 30.0
 KV_BYTES_PER_TOKEN = 32768
-
-Event = common_pb2.AttemptEvent
 
 
 class StubWorkers:
-    """Both roles. A prefill Run leaves its spec where the decode Attach of the same attempt finds it."""
+    """Both roles of all workers of this process. An attempt's tokens are made when its Run is taken in."""
 
     def __init__(self) -> None:
-        self._specs: dict[bytes, asyncio.Future[common_pb2.GenerateSpec]] = {}
+        self.workers: dict[int, LinkedWorker] = {}  # by epoch
+        self._running: dict[bytes, asyncio.Task[None]] = {}
 
-    async def run(self, request: prefill_pb2.PrefillRunRequest, context: Any) -> AsyncIterator[Event]:
-        """Prefill.Run: the first token, then the report."""
-        self._spec(request.transfer_id).set_result(request.spec)
-        for event in token_events(request.spec, 1):
-            yield event
+    def add(self, worker_id: str, epoch: int) -> LinkedWorker:
+        worker = self.workers[epoch] = LinkedWorker(worker_id, epoch, self._cancelled)
+        return worker
+
+    # --- what a kind of stub worker does differently -----------------------------------------------------
+
+    async def prefill(self, request: prefill_pb2.PrefillRunRequest) -> common_pb2.WorkReport:
+        """Before the first token. Raises BatonError."""
         prompt = len(request.spec.prompt_tokens) // 4
-        yield end_event(
-            common_pb2.WorkReport(
-                computed_prompt_tokens=prompt,
-                kv_bytes_shipped=prompt * KV_BYTES_PER_TOKEN,
-                transport="stub",
-                worker_id="stub-prefill",
-            )
+        return common_pb2.WorkReport(
+            computed_prompt_tokens=prompt,
+            kv_bytes_shipped=prompt * KV_BYTES_PER_TOKEN,
+            transport="stub",
+            worker_id="stub-prefill",
         )
 
-    async def attach(self, request: decode_pb2.AttachRequest, context: Any) -> AsyncIterator[Event]:
-        """Decode.Attach: every token, then the report."""
-        spec = await asyncio.wait_for(self._spec(request.transfer_id), WAIT_SECONDS)
-        del self._specs[request.transfer_id]
-        for event in token_events(spec, spec.sampling.max_tokens):
-            yield event
-        yield end_event(common_pb2.WorkReport(worker_id="stub-decode"))
+    async def decode(self, spec: common_pb2.GenerateSpec, log: AttemptLog) -> common_pb2.WorkReport:
+        """Every token."""
+        for token in tokens_of(spec, spec.sampling.max_tokens):
+            add(log, token)
+        return common_pb2.WorkReport(worker_id="stub-decode")
 
-    async def run_locally(self, request: decode_pb2.DecodeRunRequest, context: Any) -> AsyncIterator[Event]:
-        """Decode.Run: prefill and decode in one place."""
-        for event in token_events(request.spec, request.spec.sampling.max_tokens):
-            yield event
-        yield end_event(common_pb2.WorkReport(worker_id="stub-decode"))
+    # --- calls of routers ----------------------------------------------------------------------------------
 
-    def _spec(self, transfer_id: bytes) -> asyncio.Future[common_pb2.GenerateSpec]:
-        if transfer_id not in self._specs:
-            while len(self._specs) >= MAX_ATTEMPTS:  # attempts of which one half never came
-                self._specs.pop(next(iter(self._specs))).cancel()
-            self._specs[transfer_id] = asyncio.get_running_loop().create_future()
-        return self._specs[transfer_id]
+    async def run(
+        self, request: prefill_pb2.PrefillRunRequest, context: Any
+    ) -> prefill_pb2.PrefillRunResponse:
+        worker = self.workers[request.worker_epoch]
+        log = worker.open(request.transfer_id, request.handle, request.spec)
+        decoding = None
+        if request.HasField("decode_handle"):
+            other = self.workers[request.decode.epoch]
+            decoding = other.open(request.transfer_id, request.decode_handle, request.spec)
+        self._start(request.transfer_id, self._run(request, log, decoding))
+        return prefill_pb2.PrefillRunResponse()
+
+    async def _run(
+        self, request: prefill_pb2.PrefillRunRequest, log: AttemptLog, decoding: AttemptLog | None
+    ) -> None:
+        try:
+            report = await self.prefill(request)
+        except BatonError as error:
+            log.end(common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_ABORTED, error=error.to_wire()))
+            return
+        for token in tokens_of(request.spec, 1):
+            add(log, token)
+        log.end(done(report))
+        if decoding is not None:
+            decoding.end(done(await self.decode(request.spec, decoding)))
+
+    async def run_locally(
+        self, request: decode_pb2.DecodeRunRequest, context: Any
+    ) -> decode_pb2.DecodeRunResponse:
+        worker = self.workers[request.worker_epoch]
+        log = worker.open(request.transfer_id, request.handle, request.spec)
+        self._start(request.transfer_id, self._run_locally(request.spec, log))
+        return decode_pb2.DecodeRunResponse()
+
+    async def _run_locally(self, spec: common_pb2.GenerateSpec, log: AttemptLog) -> None:
+        log.end(done(await self.decode(spec, log)))
+
+    def _start(self, transfer_id: bytes, coroutine: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._running[transfer_id] = task
+        task.add_done_callback(lambda _: self._running.pop(transfer_id, None))
+
+    def _cancelled(self, transfer_id: bytes) -> None:
+        task = self._running.get(transfer_id)
+        if task is not None:
+            task.cancel()
 
 
-def token_events(spec: common_pb2.GenerateSpec, count: int) -> list[Event]:
+def tokens_of(spec: common_pb2.GenerateSpec, count: int) -> Iterator[common_pb2.Token]:
     """The next `count` tokens after those that earlier attempts, or another router, have sent."""
     begin, held = len(spec.prompt_tokens) // 4, len(spec.output_tokens) // 4
     alternatives = [
         common_pb2.TokenLogprob(token_id=TOKEN_ID + i, logprob=-1.0)
         for i in range(spec.sampling.top_logprobs)
     ]
-    events = []
     for index in range(held, min(held + count, spec.sampling.max_tokens)):
         last = index + 1 == spec.sampling.max_tokens
         finish = common_pb2.FINISH_REASON_LENGTH if last else common_pb2.FINISH_REASON_UNSPECIFIED
         for choice in range(spec.first_choice, spec.first_choice + max(1, spec.n)):
-            token = common_pb2.Token(
+            yield common_pb2.Token(
                 choice=choice,
                 position=begin + index,
                 token_id=TOKEN_ID,
                 finish=finish,
                 top_logprobs=alternatives,
             )
-            events.append(Event(token=token))
-    return events
 
 
-def end_event(report: common_pb2.WorkReport) -> Event:
-    return Event(end=common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_DONE, report=report))
+def add(log: AttemptLog, token: common_pb2.Token) -> None:
+    whole = token.finish or token.top_logprobs
+    log.add(token.choice, token.position, token.token_id, token if whole else None)
+
+
+def done(report: common_pb2.WorkReport) -> common_pb2.AttemptEnd:
+    return common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_DONE, report=report)
 
 
 def services(workers: StubWorkers) -> tuple[grpc.GenericRpcHandler[Any, Any], ...]:
+    async def cancel_prefill(request: Any, context: Any) -> prefill_pb2.PrefillCancelResponse:
+        return prefill_pb2.PrefillCancelResponse()
+
+    async def cancel_decode(request: Any, context: Any) -> decode_pb2.DecodeCancelResponse:
+        return decode_pb2.DecodeCancelResponse()
+
     prefill = {
-        "Run": _stream(workers.run, prefill_pb2.PrefillRunRequest.FromString),
-        "Cancel": _unary(prefill_pb2.PrefillCancelRequest.FromString, prefill_pb2.PrefillCancelResponse()),
+        "Run": _unary(workers.run, prefill_pb2.PrefillRunRequest),
+        "Cancel": _unary(cancel_prefill, prefill_pb2.PrefillCancelRequest),
     }
     decode = {
-        "Attach": _stream(workers.attach, decode_pb2.AttachRequest.FromString),
-        "Run": _stream(workers.run_locally, decode_pb2.DecodeRunRequest.FromString),
-        "Cancel": _unary(decode_pb2.DecodeCancelRequest.FromString, decode_pb2.DecodeCancelResponse()),
+        "Run": _unary(workers.run_locally, decode_pb2.DecodeRunRequest),
+        "Cancel": _unary(cancel_decode, decode_pb2.DecodeCancelRequest),
     }
     return (
         grpc.method_handlers_generic_handler("baton.v1.Prefill", prefill),
@@ -118,22 +161,15 @@ def services(workers: StubWorkers) -> tuple[grpc.GenericRpcHandler[Any, Any], ..
     )
 
 
-def _stream(handler: Any, parse: Callable[[bytes], Any]) -> Any:
-    return grpc.unary_stream_rpc_method_handler(
-        handler, request_deserializer=parse, response_serializer=Event.SerializeToString
-    )
-
-
-def _unary(parse: Callable[[bytes], Any], answer: Any) -> Any:
-    async def handler(request: Any, context: Any) -> Any:
-        return answer
-
+def _unary(handler: Any, request: Any) -> Any:
     return grpc.unary_unary_rpc_method_handler(
-        handler, request_deserializer=parse, response_serializer=type(answer).SerializeToString
+        handler,
+        request_deserializer=request.FromString,
+        response_serializer=lambda answer: answer.SerializeToString(),
     )
 
 
-def register(redis_url: str, namespace: str, role: Role, number: int, address: str) -> Registration:
+def register(redis_url: str, namespace: str, role: Role, worker: LinkedWorker, address: str) -> Registration:
     layout = common_pb2.KvLayout(
         wire_version=WIRE_VERSION,
         model_id=MODEL_ID,
@@ -145,13 +181,16 @@ def register(redis_url: str, namespace: str, role: Role, number: int, address: s
         tensor_parallel=1,
     )
     info = WorkerInfo(
-        worker_id=f"stub-{role}-{number}",
-        epoch=secrets.randbits(64) or 1,
+        worker_id=worker.worker_id,
+        epoch=worker.epoch,
         slot=0,
         role=role,
         model_id=MODEL_ID,
         address=address,
         metrics_address="",
+        link_address=worker.address,
+        link_min_version=MIN_LINK_VERSION,
+        link_max_version=LINK_VERSION,
         layout=layout.SerializeToString(),
         place="",
         host=socket.gethostname(),
@@ -166,17 +205,25 @@ def register(redis_url: str, namespace: str, role: Role, number: int, address: s
 async def serve(
     redis_url: str, namespace: str, pairs: int, make: Callable[[], StubWorkers] = StubWorkers
 ) -> None:
+    stubs = make()
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers(services(make()))
+    server.add_generic_rpc_handlers(services(stubs))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     roles: tuple[Role, Role] = ("prefill", "decode")
-    registered = [register(redis_url, namespace, role, n, address) for role in roles for n in range(pairs)]
+    registered = []
+    for role in roles:
+        for number in range(pairs):
+            worker = stubs.add(f"stub-{role}-{number}", secrets.randbits(64) or 1)
+            await worker.start()
+            registered.append(register(redis_url, namespace, role, worker, address))
     sys.stdout.write(address + "\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)
     for registration in registered:
         await asyncio.to_thread(registration.stop)
+    for worker in stubs.workers.values():
+        await worker.stop()
     await server.stop(None)
 
 

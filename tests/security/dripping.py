@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
-from tests.harness.stub_workers import WAIT_SECONDS, Event, StubWorkers, end_event, serve, token_events
-from wire import common_pb2, decode_pb2, prefill_pb2
+from tests.harness.stub_workers import StubWorkers, add, serve, tokens_of
+from wire import common_pb2, prefill_pb2
+from worker.attempt_log import AttemptLog
 
 
 class DrippingWorkers(StubWorkers):
@@ -20,18 +19,15 @@ class DrippingWorkers(StubWorkers):
         self._first_seconds = first_seconds
         self._token_seconds = token_seconds
 
-    async def run(self, request: prefill_pb2.PrefillRunRequest, context: Any) -> AsyncIterator[Event]:
+    async def prefill(self, request: prefill_pb2.PrefillRunRequest) -> common_pb2.WorkReport:
         await asyncio.sleep(self._first_seconds)
-        async for event in super().run(request, context):
-            yield event
+        return await super().prefill(request)
 
-    async def attach(self, request: decode_pb2.AttachRequest, context: Any) -> AsyncIterator[Event]:
-        spec = await asyncio.wait_for(self._spec(request.transfer_id), WAIT_SECONDS)
-        self._specs.pop(request.transfer_id, None)
-        for event in token_events(spec, spec.sampling.max_tokens):
-            yield event
+    async def decode(self, spec: common_pb2.GenerateSpec, log: AttemptLog) -> common_pb2.WorkReport:
+        for token in tokens_of(spec, spec.sampling.max_tokens):
+            add(log, token)
             await asyncio.sleep(self._token_seconds)
-        yield end_event(common_pb2.WorkReport(worker_id="stub-decode"))
+        return common_pb2.WorkReport(worker_id="stub-decode")
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ MAX_CANCELLED = 4096  # of one router: calls are on the way for a moment only
 
 @dataclass(eq=False)
 class Router:
-    """One process of a router. The session with the highest serial owns its handles."""
+    """One process of a router."""
 
     incarnation: int
     serial: int = 0
-    session: Session | None = None  # has attached
+    owner: Session | None = None  # the session with the highest serial, from its hello on
+    session: Session | None = None  # the owner, once it has attached
     handles: dict[int, Handle] = field(default_factory=dict)
     cancelled: dict[int, None] = field(default_factory=dict)  # before their attempt came; the newest last
 
@@ -112,7 +113,7 @@ class Routers:
         if session.serial <= router.serial:
             self._drop_idle(router)
             return False
-        router.serial = session.serial
+        router.serial, router.owner = session.serial, session
         older, router.session = router.session, None
         if older is not None:
             self._detach(router)
@@ -122,7 +123,7 @@ class Routers:
     def attach(self, session: Session, attaches: Iterable[link_pb2.LinkAttach]) -> None:
         """Handles that the new link reads, before its list is complete."""
         router = self._routers.get(session.incarnation)
-        if router is None or router.serial != session.serial:
+        if router is None or router.owner is not session:
             return
         for attach in attaches:
             handle = router.handles.get(attach.handle)
@@ -143,7 +144,7 @@ class Routers:
     def attached(self, session: Session, next_handle: int) -> None:
         """The list is complete: what it does not name is cancelled."""
         router = self._routers.get(session.incarnation)
-        if router is None or router.serial != session.serial:
+        if router is None or router.owner is not session:
             return
         router.session = session
         for handle in list(router.handles.values()):
@@ -159,9 +160,9 @@ class Routers:
     def ended(self, session: Session) -> None:
         """The connection is closed. An older link's end changes nothing."""
         router = self._routers.get(session.incarnation)
-        if router is None or router.serial != session.serial:
+        if router is None or router.owner is not session:
             return
-        router.session = None
+        router.owner = router.session = None
         self._detach(router)
         self._drop_idle(router)
 
@@ -261,5 +262,5 @@ class Routers:
         self._forget(handle.transfer_id)
 
     def _drop_idle(self, router: Router) -> None:
-        if not router.handles and router.session is None and self._routers.get(router.incarnation) is router:
+        if not router.handles and router.owner is None and self._routers.get(router.incarnation) is router:
             del self._routers[router.incarnation]

@@ -1,0 +1,139 @@
+"""A router's links to workers of this process, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cluster.errors import BatonError
+from cluster.membership.types import WorkerInfo
+from cluster.protocol.link import WINDOW_TOKENS
+from router.link.links import Links
+from tests.harness.linked_worker import LinkedWorker
+from tests.harness.waiting import until
+from wire import common_pb2
+from worker.attempt_log import AttemptLog
+
+PROMPT = 3
+
+
+def info(worker: LinkedWorker) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id=worker.worker_id,
+        epoch=worker.epoch,
+        slot=1,
+        role="decode",
+        model_id="m",
+        address="127.0.0.1:1",
+        metrics_address="",
+        layout=b"",
+        place="",
+        host="h",
+        max_model_len=4096,
+        blocks_total=64,
+        link_address=worker.address,
+        link_min_version=1,
+        link_max_version=1,
+    )
+
+
+@dataclass
+class Reading:
+    """One attempt's reader: takes exactly the next position of each choice, as a request does."""
+
+    transfer_id: bytes
+    choices: int = 1
+    tokens: list[list[int]] = field(default_factory=list)
+    repeated: int = 0
+    end: common_pb2.AttemptEnd | None = None
+    error: BatonError | None = None
+    taken_in: bool = True  # False: its worker may not have it yet
+    fails: bool = False
+    limit: int = PROMPT + WINDOW_TOKENS
+    handle: Any = None
+    log: Any = None
+
+    def __post_init__(self) -> None:
+        self.tokens = [[] for _ in range(self.choices)]
+
+    def positions(self) -> list[int]:
+        return [PROMPT + len(one) for one in self.tokens]
+
+    def limits(self) -> list[int]:
+        return [self.limit] * self.choices
+
+    def token(self, token: common_pb2.Token) -> None:
+        if self.fails:
+            raise RuntimeError("broken reader")
+        wanted = PROMPT + len(self.tokens[token.choice])
+        assert token.position <= wanted, "a gap"
+        if token.position < wanted:
+            self.repeated += 1
+        else:
+            self.tokens[token.choice].append(token.token_id)
+
+    def ended(self, end: common_pb2.AttemptEnd) -> None:
+        assert self.end is None and self.error is None
+        self.end = end
+
+    def lost(self, error: BatonError) -> None:
+        assert self.end is None and self.error is None
+        self.error = error
+
+
+@dataclass
+class Pair:
+    """One router and one worker."""
+
+    worker: LinkedWorker = field(default_factory=lambda: LinkedWorker("d", 7))
+    links: Links = field(default_factory=lambda: Links("r"))
+    count: int = 0
+
+    def read(self, choices: int = 1, *, opened: bool = True, **how: Any) -> Reading:
+        """An attempt: its handle at the router, and what Run opens at the worker."""
+        self.count += 1
+        reading = Reading(self.count.to_bytes(16, "big"), choices, **how)
+        reading.handle = self.links.open(info(self.worker), reading)
+        if opened:
+            self.open(reading)
+        return reading
+
+    def open(self, reading: Reading) -> AttemptLog:
+        spec = common_pb2.GenerateSpec(prompt_tokens=bytes(4 * PROMPT), n=reading.choices)
+        reading.log = self.worker.open(reading.transfer_id, reading.handle.reference, spec)
+        return reading.log
+
+    @property
+    def link(self) -> Any:
+        (link,) = self.links._links.values()
+        return link
+
+    def cut(self) -> None:
+        """As a reset between the two."""
+        self.link._connection.abort()
+
+    async def up(self) -> None:
+        await until(lambda: self.links.up() == 1, "the link is up")
+
+
+def tokens(log: AttemptLog, begin: int, count: int, choice: int = 0) -> None:
+    for i in range(begin, begin + count):
+        log.add(choice, PROMPT + i, i)
+
+
+def end(log: AttemptLog) -> None:
+    log.end(common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_DONE))
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    made = Pair()
+    await made.worker.start()
+    yield made
+    async with asyncio.timeout(10):
+        await made.links.close()
+        await made.worker.stop()
