@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
 import pytest
@@ -13,7 +14,7 @@ from router.link import link as links
 from router.link import links as all_links
 from tests.harness.linked_worker import LinkedWorker
 from tests.harness.waiting import until
-from tests.router.link.conftest import PROMPT, Pair, end, info, tokens
+from tests.router.link.conftest import PROMPT, Pair, Reading, end, info, tokens
 from wire import common_pb2
 from worker.link import routers as worker_routers
 
@@ -133,13 +134,12 @@ async def test_a_worker_that_accepts_and_says_nothing_is_lost(pair, monkeypatch)
     silent = socket.create_server(("127.0.0.1", 0))
     worker = LinkedWorker("s", 1)
     worker._listener._socket = silent
-    one = pair.read(opened=False)
-    other = pair.links.open(info(worker), one)
+    one = Reading(bytes(16))
+    pair.links.open(info(worker), one)
     try:
         await until(lambda: one.error is not None, "it is lost")
     finally:
         silent.close()
-        other.close()
     assert "no link to s" in one.error.message
 
 
@@ -177,7 +177,7 @@ async def test_credit_bounds_what_is_sent_and_kept(pair):
     await until(lambda: len(one.tokens[0]) == WINDOW_TOKENS, "the window")
     await asyncio.sleep(0.1)
     assert len(one.tokens[0]) == WINDOW_TOKENS and one.log.full
-    assert not pair.worker.credited
+    pair.worker.credited.clear()  # attaching counts as well
     one.limit = PROMPT + 100 + WINDOW_TOKENS
     one.handle.credit(0, one.limit)
     await until(lambda: len(one.tokens[0]) == WINDOW_TOKENS + 40, "the rest")
@@ -210,11 +210,8 @@ async def test_a_reader_that_fails_ends_alone(pair):
 
 
 async def test_status_finds_an_attempt_that_the_worker_lost(pair):
-    known, unknown, expected = (
-        pair.read(),
-        pair.read(opened=False, taken_in=False),
-        pair.read(opened=False, taken_in=False),
-    )
+    known = pair.read()
+    unknown, expected = (pair.read(opened=False, taken_in=False) for _ in range(2))
     await pair.up()
     unknown.taken_in = True  # its Run is answered meanwhile
     await asyncio.sleep(0.1)
@@ -264,10 +261,8 @@ async def test_an_older_link_does_not_take_handles_back(pair):
     link, identity = pair.link, pair.links._identity
     serial = identity.next_serial
     identity.next_serial = lambda: 1  # of a link that was delayed
-    try:
+    with contextlib.suppress(OSError, PeerLostError):  # closed before or behind its welcome
         await link._greet()
-    except (OSError, PeerLostError):
-        pass  # closed before or behind its welcome
     await asyncio.sleep(0.2)
     assert len(pair.worker._listener._connections) == 1
     identity.next_serial = serial
