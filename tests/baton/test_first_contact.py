@@ -241,7 +241,7 @@ def test_a_state_file_that_fails_later_ends_nothing(sleepers, checkpoint, tmp_pa
         assert cluster.watch() == []
         folder.unlink()
         assert cluster.watch() == []
-        assert options.state_file.is_file(), "written as soon as it can be"
+        assert options.state_file is not None and options.state_file.is_file(), "written as soon as it can be"
     finally:
         if folder.is_file():
             folder.unlink()
@@ -333,10 +333,12 @@ def test_a_cluster_here_draws_one_for_all_its_processes(sleepers, checkpoint):
     for _ in range(2):
         cluster, _ = failed_start(checkpoint("llama"), routers=2)
         files = list(cluster.logs.parent.glob("*.json"))
-        configs = [sources.load(RouterConfig, {}, file) for file in files if file.stem.startswith("router")]
-        configs += [
-            sources.load(WorkerConfig, {}, file) for file in files if not file.stem.startswith("router")
-        ]
+        configs: list[RouterConfig | WorkerConfig] = []
+        for file in files:
+            if file.stem.startswith("router"):
+                configs.append(sources.load(RouterConfig, {}, file))
+            else:
+                configs.append(sources.load(WorkerConfig, {}, file))
         assert len(configs) == 4
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
         (secret,) = {config.secret for config in configs}

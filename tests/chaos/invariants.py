@@ -77,7 +77,7 @@ def _reservations(url: str) -> list[str]:
         for key in (*client.keys("{*}:load"), *client.keys("{*}:chg:*")):
             charged = {field: int(amount) for field, amount in client.hgetall(key).items() if int(amount)}
             if charged:
-                found.append(f"charged in Redis, {key}: {charged}")
+                found.append(f"charged in Redis, {key!s}: {charged}")
         return found
     except redis.RedisError as error:
         return [f"Redis: {error}"]

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -57,7 +58,7 @@ def fill(client: redis.Redis, namespace: str, slot: int, name: str, chains: int)
     first = int(client.hget(registered[1], str(slot)) or 1)  # type: ignore[arg-type]
     for number in range(first, first + chains // 50):
         some = [part for _ in range(50) for part in (64, RNG.randbytes(64 * 8))]
-        head = [scripts.prefix(namespace, "m"), slot, name, number, 3_600_000]
+        head: list[Any] = [scripts.prefix(namespace, "m"), slot, name, number, 3_600_000]
         assert report(keys=registered, args=[*head, *some]) == b"ok"
 
 

@@ -14,6 +14,7 @@ from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.times import LEASE_DEAD_SECONDS
 from cluster.redis.connect import connect
 from tests.harness.waiting import wait_for
 
@@ -64,7 +65,7 @@ def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace
         wait_for(lambda: registration.slot, 60.0, "registered")
         broken[0] = True
         wait_for(lambda: registration._calls._failing, 60.0, "it fails")
-        now[0] += module.LEASE_DEAD_SECONDS + 1
+        now[0] += LEASE_DEAD_SECONDS + 1
         broken[0] = False
         wait_for(lambda: rejoined, 60.0, "it joins under a new epoch")
         wait_for(

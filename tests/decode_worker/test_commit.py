@@ -76,13 +76,14 @@ async def test_blocks_that_a_step_took_back_end_the_attempt_and_nothing_else():
     world = DecodeWorld()
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)
+    assert attempt is not None
     answers, ask = arbiter(world)
     world.core.before_next_call += [lambda: world.start(ask()), world.evict]
     finish(stream)
     await until(lambda: bool(world.rank.unanswered) or world.receiver.live == 0, "the hand-off has ended")
     await until(lambda: attempt.machine.state is DecodeState.ENDED and bool(answers), "everybody knows")
     assert answers == [HandoffState.ABORTED]
-    assert attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
+    assert attempt.log._end is not None and attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
     (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
     assert aborted.error.code == "BlocksExhaustedError"
     assert stream.open, "the pair's other hand-offs have ended with it"
@@ -95,11 +96,12 @@ async def test_an_engine_that_fails_to_commit_ends_the_attempt(caplog):
     world = DecodeWorld()
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)
+    assert attempt is not None
 
     def fails(*arguments: object) -> None:
         raise RuntimeError("no")
 
-    world.core.engine.commit = fails  # type: ignore[method-assign]
+    world.core.engine.commit = fails  # type: ignore[assignment, method-assign]
     finish(stream)
     await until(lambda: attempt.machine.state is DecodeState.ENDED, "the attempt has ended")
     assert stream.open and world.receiver.live == 0
@@ -109,7 +111,7 @@ async def test_an_engine_that_fails_to_commit_ends_the_attempt(caplog):
 
 
 def first(**changed: int) -> common_pb2.Token:
-    fields = {"position": len(PROMPT), "token_id": continuation(PROMPT, 1)[0]}
+    fields: dict[str, Any] = {"position": len(PROMPT), "token_id": continuation(PROMPT, 1)[0]}
     return common_pb2.Token(**{**fields, **changed})
 
 
@@ -182,6 +184,7 @@ async def test_an_arbiter_that_is_asked_meanwhile_waits_for_the_engine(steps):
     world = DecodeWorld()
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)
+    assert attempt is not None
     answers, ask = arbiter(world)
     world.core.before_next_call.append(lambda: world.start(ask()))
     world.core.after_next_call += [world.step] * steps  # over before anybody has heard of the commit
@@ -191,7 +194,7 @@ async def test_an_arbiter_that_is_asked_meanwhile_waits_for_the_engine(steps):
     while world.step() is not None:
         pass
     assert [token.token_id for token in attempt.log.tokens] == continuation(PROMPT, 4)
-    assert attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+    assert attempt.log._end is not None and attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
     await ask()  # a prefill worker may be lost after the last token, before the router has read it
     assert answers == [HandoffState.COMMITTED] * 2
     await close(world)

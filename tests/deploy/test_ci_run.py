@@ -112,6 +112,6 @@ def test_each_stage_is_ended_at_its_budget(root: Path) -> None:
     limit = '#!/usr/bin/env bash\necho "$3 $5" >> budgets\nshift 3\nexec "$@"\n'
     checkout = Checkout(root, 0, [], limit)
     assert checkout.run().returncode == 0
-    budgets = dict(reversed(line.split()) for line in (root / "budgets").read_text().splitlines())
+    budgets = dict(line.split()[::-1] for line in (root / "budgets").read_text().splitlines())
     minutes = {name: int(seconds) / 60 for name, seconds in budgets.items() if name != ".venv/.installed"}
     assert minutes == {"check": 5, "test": 15, "test-long": 25, "test-system": 30, "demo": 3}

@@ -62,6 +62,7 @@ def test_a_router_that_hangs_or_dies_loses_no_token_and_repeats_none(how, checkp
     assert answer.reconnects == 1
     assert answer.text == "".join(chunk.text for chunk in chunks)
     assert answer.usage.completion_tokens == len(answer.token_ids) == NEW
+    assert answer.seed is not None
     found = judge(
         checkpoint("llama"), prompt, list(answer.token_ids), SamplingParams(temperature=1.0, seed=answer.seed)
     )

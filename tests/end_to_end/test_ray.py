@@ -9,6 +9,7 @@ import re
 import signal
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,7 @@ def _slots_in_doubt(cluster: Cluster) -> float:
     return float(value)
 
 
-def live(cluster: Cluster) -> dict[str, dict[str, int | str]]:
+def live(cluster: Cluster) -> dict[str, dict[str, Any]]:
     """By role: there is one of each."""
     there = [w for w in cluster.workers() if w["lease"] == "live"]
     return {w["role"]: {"id": w["id"], "pid": w["status"]["pid"]} for w in there}

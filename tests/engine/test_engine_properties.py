@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.errors import BlocksExhaustedError
 from cluster.protocol.block_hash import hash_blocks, pack_tokens
-from engine.engine import Engine, EngineReservation
-from engine.request import EngineRequest, SamplingParams, TokenOutput
+from engine.engine import Engine
+from engine.request import EngineRequest, EngineReservation, SamplingParams, TokenOutput
 from tests.engine.fake_model import PAGE, FakeRunner, continuation
 
 SECRET, SALT = b"p", bytes(16)
@@ -249,7 +249,7 @@ def test_the_least_important_reservation_goes_first():
         request = EngineRequest(name, [letter] * 8, greedy(8), salt=SALT, priority=priority)
         engine.reserve(request, [], growth_tokens=0)
     engine.add(EngineRequest("running", [6] * 8, greedy(32), salt=SALT))
-    evicted = []
+    evicted: list[str] = []
     while engine.has_work and not evicted:
         evicted += engine.step().evicted_reservations
     assert evicted == ["batch"]

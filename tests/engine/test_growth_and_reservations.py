@@ -203,7 +203,8 @@ def test_no_more_is_set_aside_than_a_stream_can_still_grow(new: int, context: in
     for number in range(19):
         reserve(engine, f"old {number}", 5, 5, NORMAL)
     evicted = until_evicted(engine)
-    engine.abort(*evicted)
+    (victim,) = evicted
+    engine.abort(victim)
     engine.step()
     for number in range(18):
         engine.abort(f"old {number}")

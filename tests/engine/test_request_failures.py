@@ -163,7 +163,8 @@ def test_an_exception_in_its_own_work_ends_the_request(module, function, name_of
     with_good(engine, EngineRequest("bad", BAD, sampling, n=n, salt=SALT))
     tokens, done = run(engine)
     assert_only_bad_failed(engine, tokens, done)
-    assert isinstance(done["bad"].error.__cause__, ZeroDivisionError)
+    error = done["bad"].error
+    assert error is not None and isinstance(error.__cause__, ZeroDivisionError)
 
 
 def test_a_failed_request_that_exports_keeps_its_blocks_until_it_is_aborted():
@@ -326,9 +327,9 @@ def test_a_step_that_fails_leaves_what_it_was_about():
     """Its requests; none if it failed while it was scheduled."""
     runner = FakeRunner(64)
     engine = Engine(runner, runner.config, secret=SECRET)
-    engine.add(EngineRequest("one", GOOD["one"], greedy(), SALT))
+    engine.add(EngineRequest("one", GOOD["one"], greedy(), salt=SALT))
     engine.step()
-    engine.add(EngineRequest("two", GOOD["two"], greedy(), SALT))
+    engine.add(EngineRequest("two", GOOD["two"], greedy(), salt=SALT))
     execute, runner.execute = runner.execute, None  # type: ignore[assignment, method-assign]
     with pytest.raises(TypeError):
         engine.step()

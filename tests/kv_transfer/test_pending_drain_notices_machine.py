@@ -194,7 +194,7 @@ class DrainedMailMachine(RuleBasedStateMachine):
 DrainedMailMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-class TestDrainedMail(DrainedMailMachine.TestCase):
+class TestDrainedMail(DrainedMailMachine.TestCase):  # type: ignore[valid-type, misc]  # made by Hypothesis
     @classmethod
     def tearDownClass(cls) -> None:
         super().tearDownClass()

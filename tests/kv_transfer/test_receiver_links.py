@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import InvalidRequestError, LayoutMismatchError, StaleEpochError, TransportError
+from cluster.errors import (
+    BatonError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    StaleEpochError,
+    TransportError,
+)
 from kv_transfer.contract import Reservation
 from kv_transfer.decode_side import landing, peer, ring
 from kv_transfer.decode_side import reserve as reserving
@@ -39,7 +45,7 @@ def other_layout(**changed: Any) -> common_pb2.KvLayout:
     return made
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], type[BatonError], str]] = {
     "epoch": ({"decode_epoch": 77}, StaleEpochError, "decode_epoch"),
     "heads": ({"layout": other_layout(num_kv_heads=3)}, LayoutMismatchError, "num_kv_heads"),
     "heads for its ranks": (

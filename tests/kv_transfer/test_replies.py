@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,7 @@ def test_the_stricter_setting():
 
 
 def grant(asked: handoff_pb2.SlotRequest, **more: int) -> handoff_pb2.SlotGrant:
-    fields = {
+    fields: dict[str, Any] = {
         "transfer_id": asked.transfer_id,
         "source_rank": asked.source_rank,
         "target_rank": asked.target_rank,

@@ -247,7 +247,7 @@ class SenderMachine(RuleBasedStateMachine):
     def names_a_rank_that_does_not_exist(self, kind: str, source: bool) -> None:
         """An invalid reply ends the hand-off and is not passed to a rank."""
         granted = [rank.granted for rank in self.ranks]
-        ranks = {"source_rank": RANKS} if source else {"target_rank": RANKS}
+        ranks: dict[str, Any] = {"source_rank": RANKS} if source else {"target_rank": RANKS}
         message = handoff_pb2.SlotGrant if kind == "slot_grant" else handoff_pb2.PartResult
         self.note("failed")
         self.reply(**{kind: message(transfer_id=T, **ranks)})
@@ -365,7 +365,7 @@ class SenderMachine(RuleBasedStateMachine):
 SenderMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-class TestSender(SenderMachine.TestCase):
+class TestSender(SenderMachine.TestCase):  # type: ignore[valid-type, misc]  # made by Hypothesis
     @classmethod
     def tearDownClass(cls) -> None:
         super().tearDownClass()

@@ -4,7 +4,9 @@ a scripted one: no real transport holds a write back on demand."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +56,7 @@ class HeldEndpoint:
     def write(
         self,
         agent_name: str,
-        pieces: list[Tensor],
+        pieces: Sequence[Tensor],
         address: int,
         device: int,
         notification: bytes,
@@ -100,12 +102,13 @@ class Rank:
             "slots asked for",
         )
 
-    def of(self, kind: type, transfer: bytes) -> list[object]:
+    def of(self, kind: type[Any], transfer: bytes) -> list[Any]:
         return [e for e in self.events if isinstance(e, kind) and e.transfer_id == transfer]
 
     def parts(self, transfer: bytes) -> int:
         (gathered,) = self.of(m.AllGathered, transfer)
-        return gathered.parts[0][1]
+        count: int = gathered.parts[0][1]
+        return count
 
     def written(self, peer: str) -> int:
         return len(self.endpoint.writes.get(f"agent-{peer}", []))

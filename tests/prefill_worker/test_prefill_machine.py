@@ -388,7 +388,7 @@ class PrefillMachine(RuleBasedStateMachine):
 PrefillMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
 
-class TestPrefillWorker(PrefillMachine.TestCase):
+class TestPrefillWorker(PrefillMachine.TestCase):  # type: ignore[valid-type, misc]  # made by Hypothesis
     @classmethod
     def tearDownClass(cls) -> None:
         super().tearDownClass()

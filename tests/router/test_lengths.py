@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import orjson
@@ -169,7 +169,8 @@ ARRIVAL = Arrival(lambda name: [])
 class Text:
     """A byte-level tokenizer that counts its calls."""
 
-    vocab_size, max_position_embeddings, generation = 300, CONTEXT, {}
+    vocab_size, max_position_embeddings = 300, CONTEXT
+    generation: Mapping[str, Any] = MappingProxyType({})
     most_bytes: int | None = 3
 
     def __init__(self) -> None:
@@ -213,10 +214,11 @@ async def test_a_text_has_a_limit_of_its_own(gateway, most_bytes):
     """Where the context's is higher, or unknown, or does not count because the prompt is truncated."""
     gateway.text.most_bytes = most_bytes
     gateway.validator = Validator(RouterConfig(model=Path("/models/m"), max_text_bytes=100), gateway.text)
-    for text in ("a" * 100, "é" * 50):
-        assert await gateway.encode(text) == [1]
+    for short in ("a" * 100, "é" * 50):
+        assert await gateway.encode(short) == [1]
     gateway.text.encoded.clear()
-    for text in ("a" * 101, "é" * 51, Rendered("a" * 101, "")):
+    long: list[str | Rendered] = ["a" * 101, "é" * 51, Rendered("a" * 101, "")]
+    for text in long:
         for truncated in (False, True):
             with pytest.raises(InvalidRequestError, match="max_text_bytes is 100") as caught:
                 await gateway.encode(text, truncated=truncated)
@@ -262,7 +264,8 @@ async def test_a_tenant_whose_requests_are_used_up_has_nothing_tokenised(gateway
 
     few = Caller(tenant="few", rate_limits=RateLimits(1, None))
     gateway.services = SimpleNamespace(quota=UsedUp())
-    service, context = InferenceService(gateway), SimpleNamespace(time_remaining=lambda: None)
+    service = InferenceService(gateway)
+    context: Any = SimpleNamespace(time_remaining=lambda: None)
     with pytest.raises(OverloadedError):
         await service._completion(pb.GenerateRequest(text="abc"), context, few)
     for kind, body in (("completion", {"prompt": "a"}), ("chat", {"messages": many(1, "a")})):
@@ -464,13 +467,14 @@ def test_what_a_conversation_costs():
     few = INLINE_CHAT_CHARACTERS // MESSAGE_CHARACTERS
     for long in (many(few + 1), many(1, "x" * INLINE_CHAT_CHARACTERS), many(1, [{}] * few)):
         assert size(long) > INLINE_CHAT_CHARACTERS
-    for odd in (
+    invalid: list[list[Any]] = [
         [None],
         [{}],
         [{"content": 3}],
         [{"content": [3]}],
         [{"content": [{"text": 3}]}],
-    ):
+    ]
+    for odd in invalid:
         assert size(odd) <= 2 * MESSAGE_CHARACTERS, "read_messages says what is wrong"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import socket
+from typing import Any
 
 import grpc
 import httpx
@@ -21,7 +22,7 @@ from tests.harness.waiting import wait_for
 from tests.security.conftest import NAME
 
 NOW = 1_700_000_000.0
-BODY = {"model": NAME, "prompt": "abc", "max_tokens": 3}
+BODY: dict[str, Any] = {"model": NAME, "prompt": "abc", "max_tokens": 3}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -184,7 +185,7 @@ def test_grpc_asks_for_a_key(router, keys):
             list(reflection.ServerReflectionInfo(ask, timeout=60))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary("/no.such/Method")(b"", timeout=60)
+            channel.unary_unary("/no.such/Method", None, None)(b"", timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 

@@ -25,7 +25,7 @@ from tests.harness.waiting import wait_for
 from wire import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 from worker.model_id import make_model_id
 
-LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
+LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 WRITE_SECONDS = 2.0
 # Of a client whose machine does not read ahead for it.
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
@@ -111,11 +111,12 @@ def test_a_connection_has_a_number_of_requests(crowd):
         metadata = (("authorization", f"Bearer {named['big']}"),)
         running = [stub.Generate(request, metadata=metadata, timeout=30) for _ in range(4)]
         for call in running:
-            next(call)
+            next(iter(call))
         with pytest.raises(grpc.RpcError) as caught:
-            next(stub.Generate(request, metadata=metadata, timeout=30))
+            next(iter(stub.Generate(request, metadata=metadata, timeout=30)))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        trailing = dict(caught.value.trailing_metadata())
+        pairs: Any = caught.value.trailing_metadata()
+        trailing = dict(pairs)
         status = status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
         retry = error_details_pb2.RetryInfo()
         assert status.details[0].Unpack(retry)
@@ -170,12 +171,12 @@ def test_who_does_not_read_grpc_is_cut_off(crowd):
         request.options.max_tokens, request.options.ignore_eos = 900, True
         request.options.n, request.options.logprobs = 4, 20
         call = stub.Generate(request, metadata=(("authorization", f"Bearer {named['big']}"),), timeout=60)
-        next(call)
+        next(iter(call))
         cut_off(crowd)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() is grpc.StatusCode.CANCELLED
-        assert "the client read nothing" in caught.value.details()
+        assert "the client read nothing" in (caught.value.details() or "")
 
 
 def test_a_decode_worker_pauses_what_nobody_reads(crowd, checkpoint):
@@ -198,7 +199,7 @@ def test_a_decode_worker_pauses_what_nobody_reads(crowd, checkpoint):
 
     with grpc.insecure_channel(cluster.state["decode"][0]["address"], options=SMALL_WINDOW) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).Run(request, timeout=60)
-        next(call)
+        next(iter(call))
         wait_for(lambda: made() > 256, 60, "it decodes ahead")
         seen: list[int] = []
 

@@ -78,7 +78,8 @@ async def ask(
             pass
     except grpc.aio.AioRpcError as error:
         at = time.monotonic()
-        details = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
+        trailing: Any = error.trailing_metadata() or ()
+        details = dict(trailing).get("grpc-status-details-bin")
         retry = error_details_pb2.RetryInfo()
         if details is not None:
             status_pb2.Status.FromString(details).details[0].Unpack(retry)

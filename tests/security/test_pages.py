@@ -16,7 +16,10 @@ from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
 from wire import decode_pb2, inference_pb2, prefill_pb2
 
-ENDED = {"revoked": {"revoked": True}, "expired": {"expires_at": "2001-01-01T00:00:00Z"}}
+ENDED: dict[str, dict[str, Any]] = {
+    "revoked": {"revoked": True},
+    "expired": {"expires_at": "2001-01-01T00:00:00Z"},
+}
 KEYED = (
     "/v1/models",
     "/openapi.json",
@@ -111,7 +114,7 @@ def test_every_rpc_wants_a_good_key(kind: str, named: dict[str, str], router: Ro
             "/baton.v1.Inference/Debug",
         ):
             with pytest.raises(grpc.RpcError) as caught:
-                list(channel.unary_stream(method)(b"", metadata=metadata, timeout=30))
+                list(channel.unary_stream(method, None, None)(b"", metadata=metadata, timeout=30))
             error: Any = caught.value
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED, method
             said.add(error.details())
@@ -130,7 +133,7 @@ def test_the_public_door_has_no_service_of_the_workers(named: dict[str, str], ro
             for method in service.methods:
                 path = f"/{service.full_name}/{method.name}"
                 with pytest.raises(grpc.RpcError) as caught:
-                    list(channel.unary_stream(path)(b"", metadata=metadata, timeout=30))
+                    list(channel.unary_stream(path, None, None)(b"", metadata=metadata, timeout=30))
                 error: Any = caught.value
                 assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 

@@ -40,7 +40,8 @@ def machine(sets: list[Path]) -> type[RuleBasedStateMachine]:
             self.disk: list[bytes | None] = [None, None, None]
             for number in range(3):
                 self.put(number, contents[0][number])
-            self.identity = Identity(*(self.live / name for name in FILES), clock=lambda: self.now)
+            cert, key, authority = (self.live / name for name in FILES)
+            self.identity = Identity(cert, key, authority, clock=lambda: self.now)
             self.door = ListenerContext(self.identity, ask_clients=False)
             self.shown = self.identity.current()
             self.whole = {self.as_pem(one) for one in contents[:1]}
@@ -212,8 +213,9 @@ class Keys(RuleBasedStateMachine):
     def who_is_let_in(self) -> None:
         for key in self.everybody:
             entry = self.good.get(key)
+            expires = entry.expires_at if entry is not None else None
             ended = entry is None or entry.revoked
-            ended = ended or (entry.expires_at is not None and entry.expires_at.timestamp() <= self.now)
+            ended = ended or (expires is not None and expires.timestamp() <= self.now)
             if ended:
                 with pytest.raises(UnauthenticatedError):
                     self.keys.check(f"Bearer {key}")

@@ -136,7 +136,7 @@ def _endpoints(cluster: Any, admin: str) -> dict[str, str]:
             for path in ("/metrics", "/ready", "/live", "/nonsense"):
                 shown[f"{path} of {worker['id']}"] = httpx.get(f"http://{address}{path}").text
             with grpc.insecure_channel(worker["address"]) as channel, contextlib.suppress(grpc.RpcError):
-                channel.unary_unary("/baton.v1.Decode/Nothing")(b"", timeout=60)
+                channel.unary_unary("/baton.v1.Decode/Nothing", None, None)(b"", timeout=60)
     return shown
 
 

@@ -263,7 +263,7 @@ async def the_real_workers_know_who_may_what(state, live: Path) -> None:
             async with channel:
                 for method in service.methods:
                     # One message, sent with the call: a write of its own may meet the refusal, and end as INTERNAL.
-                    call = channel.unary_stream(f"/{service.full_name}/{method.name}")
+                    call = channel.unary_stream(f"/{service.full_name}/{method.name}", None, None)
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         assert not [message async for message in call(b"\xff", timeout=30)]
                     refused = caught.value.code() is grpc.StatusCode.PERMISSION_DENIED

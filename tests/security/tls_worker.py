@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 
 from cluster.security.tls import Peers
@@ -45,11 +47,12 @@ async def calls(channel: grpc.aio.Channel) -> dict[str, object]:
     """What each method answers: its first message, or the status."""
     answers: dict[str, object] = {}
     async with channel:
-        for name, call in (
-            ("Run", channel.unary_stream("/t.T/Run")),
-            ("Cancel", channel.unary_unary("/t.T/Cancel")),
-            ("Handoff", channel.stream_stream("/t.T/Handoff")),
-        ):
+        calls_by_name: tuple[tuple[str, Any], ...] = (
+            ("Run", channel.unary_stream("/t.T/Run", None, None)),
+            ("Cancel", channel.unary_unary("/t.T/Cancel", None, None)),
+            ("Handoff", channel.stream_stream("/t.T/Handoff", None, None)),
+        )
+        for name, call in calls_by_name:
             try:
                 if name == "Cancel":
                     answers[name] = await call(b"", timeout=60)

@@ -131,7 +131,8 @@ async def _streams_through(lost: list[tuple[str, str]], hosts: Hosts) -> float:
 
     async def one(seed: int) -> None:
         prompt = prompt_ids(40 + 30 * (seed % 7), seed=seed)
-        last, tokens = time.monotonic(), []
+        last = time.monotonic()
+        tokens: list[int] = []
         async with client.stream(prompt, max_tokens=NEW, temperature=0, ignore_eos=True) as stream:
             async for chunk in stream:
                 tokens += chunk.token_ids

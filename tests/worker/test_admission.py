@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 from cluster.errors import DeadlineError
+from engine.scheduler.scheduler import AGING_SECONDS
 from tests.harness.virtual_time import VirtualLoop
-from worker.admission import AGED_TOGETHER, AGING_SECONDS, Admission
+from worker.admission import AGED_TOGETHER, Admission
 
 
-async def enter(admission: Admission, tokens: int, priority: int = 0) -> asyncio.Task[None]:
+async def enter(admission: Admission, tokens: int, priority: int = 0) -> asyncio.Task[int]:
     task = asyncio.create_task(admission.enter(tokens, priority, 30.0))
     await asyncio.sleep(0)
     return task

@@ -119,7 +119,7 @@ async def test_a_step_without_end_is_not_waited_for():
 
 
 async def test_what_waits_when_the_engine_fails_is_refused_and_not_run():
-    ran = []
+    ran: list[Any] = []
     engine = HangingEngine()
     host = make(engine)
     host.start()

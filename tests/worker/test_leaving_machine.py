@@ -63,7 +63,9 @@ class LeavingMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = VirtualLoop()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setitem(drain.__kwdefaults__, "clock", self.loop.time)
+        defaults = drain.__kwdefaults__
+        assert defaults is not None
+        self.patch.setitem(defaults, "clock", self.loop.time)
         self.engine_moves = self.registered = True
         self.successor = self.saw_successor = self.blocked = False
         self.began = float("inf")  # draining

@@ -63,8 +63,10 @@ class Rig:
         document["spec"]["replicas"] = replicas
         self.server.update(document)
 
-    def metric(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(f"baton_autoscaling_{name}", labels)
+    def metric(self, name: str, **labels: str) -> float:
+        value: float | None = self.registry.get_sample_value(f"baton_autoscaling_{name}", labels)
+        assert value is not None, name
+        return value
 
     def close(self) -> None:
         self.prefill.registration.stop()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from baton.autoscaler.leader import Leadership
+from tests.harness.redis_text import decoded
 from tests.harness.waiting import wait_for
 
 LEASE = 10.0
@@ -82,7 +83,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 assert ours == leader.sure(), "without Redis it is what it was sure of"
                 return
             if out == back == 0.0:
-                free = before is None or before.decode() == leader._holder
+                free = before is None or decoded(before) == leader._holder
                 assert ours == free, "the lease was free, or somebody else's"
                 assert not ours or leader.sure(LEASE - 0.1)
             if not ours:
@@ -96,7 +97,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             slow.out = slow.back = 0.0
             holder = client.get(self.key)
             leader.close()
-            if self.up and holder is not None and holder.decode() != leader._holder:
+            if self.up and holder is not None and decoded(holder) != leader._holder:
                 assert client.get(self.key) == holder, "it gave up what was another's"
             elif self.up:
                 assert client.get(self.key) is None
@@ -112,7 +113,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 sure = [leader for leader in self.leaders if leader.sure()]
                 assert len(sure) <= 1, "two autoscalers would act"
                 holder = client.get(self.key)
-                assert not sure or (holder is not None and holder.decode() == sure[0]._holder)
+                assert not sure or (holder is not None and decoded(holder) == sure[0]._holder)
                 assert client.pttl(self.key) in (-1, -2), "a full Redis would evict it"
 
         def teardown(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ def test_up_hands_them_to_its_routers_and_workers(checkpoint, monkeypatch):
 
 def test_every_setting_is_a_flag_of_up_or_up_chooses_it(monkeypatch):
     named = {*flags(RouterConfig).values(), *flags(WorkerConfig).values()}
-    parameters = set(up.up.__signature__.parameters)
+    parameters = set(inspect.signature(up.up).parameters)
     assert named - parameters == up.CHOSEN - parameters
     secrets = {
         one.path[-1] for model in (RouterConfig, WorkerConfig) for one in settings(model) if one.flag is None

@@ -27,7 +27,8 @@ def ended_child(tmp_path, name="worker"):
 
 
 def test_a_dead_child_is_started_again_after_a_pause(tmp_path):
-    clock, exits = Clock(), []
+    clock = Clock()
+    exits: list[Child] = []
     supervisor = Supervisor(clock)
     supervisor.add(ended_child(tmp_path), lambda: ended_child(tmp_path, "next"), exits.append)
     clock.now = 100.0

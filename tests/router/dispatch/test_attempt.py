@@ -262,7 +262,8 @@ async def test_a_silent_worker_is_lost(world, monkeypatch):
     attempt = world.attempt()
     attempt.start()
     found = ends(await events(attempt, both))
-    assert isinstance(found[P].error, PeerLostError) and "nothing heard" in found[P].error.message
+    error = found[P].error
+    assert isinstance(error, PeerLostError) and "nothing heard" in error.message
     assert found[D].end is not None
     assert "p@3" in world.liveness.suspects
 

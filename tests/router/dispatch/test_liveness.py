@@ -34,7 +34,7 @@ async def test_who_was_lost_gets_nothing_new_until_its_time_is_up_or_it_speaks()
     """For as long as a partition lasts, only one request after the other pays for finding out."""
     liveness, lost = Liveness(), []
     with liveness.watch("d@1", lambda: lost.append("first")):
-        await until(lambda: lost, 5.0)
+        await until(lambda: lost, "the worker is lost", 5.0)
     assert liveness.suspects == {"d@1"}
     await asyncio.sleep(FIRST_SECONDS)
     assert liveness.suspects == frozenset(), "it is tried"

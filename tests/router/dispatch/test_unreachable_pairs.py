@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.config.worker import Role
 from cluster.errors import BlocksExhaustedError, PeerLostError, TransportError
 from cluster.membership.types import WorkerInfo
 from router.dispatch.backoff import FIRST_SECONDS
@@ -16,7 +17,7 @@ from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.placement.types import Placed
 
 
-def worker(role: str, index: int) -> WorkerInfo:
+def worker(role: Role, index: int) -> WorkerInfo:
     return WorkerInfo(f"{role}-{index}", 1, 0, role, "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
 
 

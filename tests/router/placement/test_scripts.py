@@ -17,6 +17,7 @@ from cluster.membership.types import WorkerInfo
 from router.placement.candidates import Candidates
 from router.placement.place_script import script_source
 from router.placement.settlement import settle_source
+from tests.harness.redis_text import decoded
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 1000)
 PREDICT_MS, TTL_MS, LEASE_MS = 10_000, 3_600_000, 60_000
@@ -47,7 +48,7 @@ class Cluster:
 
     def load(self) -> dict[str, int]:
         kept = self.client.hgetall(self.tag + "load")
-        return {name.decode(): int(amount) for name, amount in kept.items() if name}
+        return {decoded(name): int(amount) for name, amount in kept.items() if name}
 
     def of(self, worker_id: str) -> str:
         """Its field of the load."""
@@ -114,7 +115,7 @@ def test_a_placement_is_charged_to_both_and_to_the_routers_table(cluster):
     table = {cluster.of(p): 300, f"batch:{cluster.of(p)}": 300, cluster.of(d): 320}
     assert cluster.load() == table
     kept = cluster.client.hgetall(cluster.tag + "chg:router")
-    assert {name.decode(): int(amount) for name, amount in kept.items()} == table
+    assert {decoded(name): int(amount) for name, amount in kept.items()} == table
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry
 from cluster.errors import OverloadedError
 from cluster.redis.embedded import EmbeddedRedis
 from cluster.security.keys import NO_LIMITS, RateLimits
-from router.quota.quota import RETRY_SECONDS, ChargedRequest, Quota, QuotaCharge, Use
+from router.quota.quota import ChargedRequest, Quota, QuotaCharge, Use
+from router.quota.scripts import RETRY_SECONDS
 from tests.harness.waiting import until
 
 
@@ -279,6 +280,7 @@ async def test_records_are_forgotten(routers, redis_url, namespace):
     assert client.exists(prefix + "settled") == 0
     now = client.time()[0] * 1000
     ends = client.zscore(expiry, prefix + "open")
+    assert ends is not None
     assert 80_000 < ends - now <= 91_000
     for left in range(20):  # others, whose time is over
         client.hset(f"{prefix}{left}", "owner", "dead")
@@ -371,7 +373,9 @@ async def test_an_idle_bucket_is_forgotten(routers, redis_url, namespace):
     client = redis.Redis.from_url(redis_url)
     bucket, expiry = f"{{{namespace}}}:quota:t", f"{{{namespace}}}:quota-expiry"
     seconds, micros = client.time()
-    assert 0 < client.zscore(expiry, bucket) - (seconds * 1000 + micros / 1000) <= 1200
+    expires = client.zscore(expiry, bucket)
+    assert expires is not None
+    assert 0 < expires - (seconds * 1000 + micros / 1000) <= 1200
     client.zadd(expiry, {bucket: seconds * 1000 - 1})
     (charge,) = await admitted(routers, RateLimits(requests_per_minute=600, tokens_per_minute=6000), 1, 10)
     assert client.hget(bucket, "requests") == b"1", "the first one is forgotten"

@@ -308,6 +308,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             """Those whose answer was lost too."""
             self.forget()
             quota, self.way = self.quotas[which], "well"
+            settle_source = with_our_clock(script_source("settle.lua"))
             waiting, before = [one.charge for _, one in quota._unsettled._waiting], list(self.sent)
             self.loop.run_until_complete(quota._settle_again())
             quota._repeating = True
@@ -316,9 +317,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 call = next(
                     one
                     for one in before
-                    if one.held is not None
-                    and one.held.charge is charge
-                    and one.script == quota.scripts._settle.source
+                    if one.held is not None and one.held.charge is charge and one.script == settle_source
                 )
                 REACHED["said again"] += 1
                 assert call.held is not None
@@ -333,16 +332,18 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             if not lately:
                 return
             call = lately[pick % len(lately)]
+            held = call.held
+            assert held is not None
             charging = "-- Charges a request" in call.script
-            if charging and call.arrived and call.held.applied_at is None:
+            if charging and call.arrived and held.applied_at is None:
                 return  # it was refused: the same again is another question
             self.run(call)
             first, call.arrived = not call.arrived, True
             REACHED["arrived late" if first else "arrived again"] += 1
-            if charging and first and not call.held.settled:
-                self.charge_arrives(call.held)
+            if charging and first and not held.settled:
+                self.charge_arrives(held)
             elif not charging:
-                self.settle_arrives(call.held, call.use)
+                self.settle_arrives(held, call.use)
 
         @rule(pick=st.integers(0, 20))
         def a_router_dies(self, pick: int) -> None:

@@ -170,7 +170,7 @@ def test_a_message_of_many_fields_is_refused_and_the_loop_goes_on(
     """Parsed, 8 MiB of them took 0.1 to 0.2 s of the loop and up to 216 MiB."""
     method, raw = MESSAGES[name]
     with probed(router.http) as probe, grpc.insecure_channel(router.grpc) as channel:
-        call = channel.unary_unary(f"/baton.v1.Inference/{method}")
+        call = channel.unary_unary(f"/baton.v1.Inference/{method}", None, None)
         with pytest.raises(grpc.RpcError) as caught:
             call(raw, metadata=(("authorization", f"Bearer {acme}"),), timeout=60)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -224,7 +224,7 @@ def silent_call(router: Router, key: str) -> Iterator[Any]:
         yield from ()
 
     with grpc.insecure_channel(router.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        method = channel.stream_stream("/baton.v1.Inference/Generate")
+        method = channel.stream_stream("/baton.v1.Inference/Generate", None, None)
         call = method(nothing(), metadata=(("authorization", f"Bearer {key}"),), timeout=60)
         try:
             yield call

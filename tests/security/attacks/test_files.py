@@ -59,7 +59,7 @@ def test_no_link_is_followed_that_was_laid_in_advance(
 def test_names_beside_a_file_cannot_be_foreseen(tmp_path: Path) -> None:
     names = {safe_files.beside(tmp_path / "state.json").name for _ in range(10)}
     assert len(names) == 10 and not any(str(os.getpid()) == name.rpartition(".")[2] for name in names)
-    assert state.safe_files is safe_files
+    assert vars(state)["safe_files"] is safe_files
 
 
 def test_a_file_that_could_not_be_written_leaves_nothing_beside_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from baton.client import Client
+from baton.client import Client, Message
 from cluster.errors import ContextLengthError, OverloadedError
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
@@ -35,7 +35,8 @@ def known(router: Router, key: str) -> str:
 
 def test_a_text_beyond_the_context_is_refused_by_its_length(router: Router, keys: KeyFile) -> None:
     with Client(router.grpc, api_key=known(router, keys.add("acme"))) as client:
-        for prompt in ("a" * (4 << 20), [{"role": "user", "content": "a" * (4 << 20)}]):
+        chat: list[Message] = [{"role": "user", "content": "a" * (4 << 20)}]
+        for prompt in ("a" * (4 << 20), chat):
             began = time.monotonic()
             with pytest.raises(ContextLengthError):
                 client.tokenize(prompt)
@@ -80,7 +81,7 @@ def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
             yield b""
 
         open_calls = [
-            channel.stream_unary(method, lambda _: b"").future(never(), metadata=metadata, timeout=60)
+            channel.stream_unary(method, lambda _: b"", None).future(never(), metadata=metadata, timeout=60)
             for _ in range(4)
         ]
         stub = inference_pb2_grpc.InferenceStub(channel)

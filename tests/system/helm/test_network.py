@@ -203,7 +203,7 @@ def test_clients_reach_the_doors_and_nothing_else(renderer: Renderer) -> None:
 
 def test_hub_and_collector_are_no_way_out_to_every_address(renderer: Renderer) -> None:
     collector = [{"ipBlock": {"cidr": "192.0.2.9/32"}}]
-    values = {
+    values: dict[str, Any] = {
         "model": {"source": "hf://org/name@main"},
         "observability": {"otlpEndpoint": "http://collector.observability:4318"},
         "networkPolicy": {"collector": collector, "apiServer": [{"ipBlock": {"cidr": "192.0.2.1/32"}}]},
@@ -224,7 +224,7 @@ def test_hub_and_collector_are_no_way_out_to_every_address(renderer: Renderer) -
                     hidden for one in blocks for hidden in one["except"]
                 }
     assert set(to_hub) == {"router", "prefill", "decode"}
-    mirror = {"networkPolicy": {**values["networkPolicy"], "hub": collector}}
-    rendered = renderer.render(ValueSet(values={**values, **mirror}))
+    values["networkPolicy"]["hub"] = collector
+    rendered = renderer.render(ValueSet(values=values))
     rules = rendered.named("NetworkPolicy", "t-baton-router")["spec"]["egress"]
     assert [one["to"] for one in rules if {port["port"] for port in one["ports"]} == {443}] == [collector]

@@ -69,7 +69,10 @@ REFUSED = [
 ]
 TEXT: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64)
 LIMITS = FieldLimits.of(RouterConfig(model="m", secret="x" * 16), TEXT)
-BOTH = {"completions": {"prompt": "abcdef"}, "chat/completions": {"messages": MESSAGES}}
+BOTH: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "abcdef"},
+    "chat/completions": {"messages": MESSAGES},
+}
 
 
 @pytest.mark.parametrize("path", BOTH)
