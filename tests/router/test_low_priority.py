@@ -35,7 +35,7 @@ async def test_others_run_between_two_steps():
 
     async def short() -> None:
         for number in range(8):
-            said.append(str(number))
+            said.append(number)
             await asyncio.sleep(0)
 
     await asyncio.gather(long("a"), long("b"), short())
