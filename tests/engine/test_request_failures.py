@@ -327,13 +327,13 @@ def test_a_step_that_fails_leaves_what_it_was_about():
     """Its requests; none if it failed while it was scheduled."""
     runner = FakeRunner(64)
     engine = Engine(runner, runner.config, secret=SECRET)
-    engine.add(EngineRequest("one", GOOD["one"], greedy(), salt=SALT))
-    engine.step()
+    engine.add(EngineRequest("one", GOOD["one"], greedy(max_tokens=1), salt=SALT))
+    engine.step()  # it ends
     engine.add(EngineRequest("two", GOOD["two"], greedy(), salt=SALT))
     execute, runner.execute = runner.execute, None  # type: ignore[assignment, method-assign]
     with pytest.raises(TypeError):
         engine.step()
-    assert [item.request_id for item in engine.step_items] == ["two"]  # a prompt is computed by itself
+    assert [item.request_id for item in engine.step_items] == ["two"]
     runner.execute = execute  # type: ignore[method-assign]
     engine._scheduler.schedule = None  # type: ignore[assignment, method-assign]
     with pytest.raises(TypeError):
