@@ -171,7 +171,7 @@ def test_deadline(stream: Streamer, router: StubRouter) -> None:
     assert router.inference.cancelled.wait(5)
 
 
-def test_nobody_there(stream: Streamer) -> None:
+def test_no_router_answers(stream: Streamer) -> None:
     with pytest.raises(UnavailableError):
         stream(["127.0.0.1:1", "127.0.0.1:2"], "x", timeout_seconds=20)
 

@@ -215,7 +215,7 @@ def test_a_process_that_ends_at_once_is_shown_and_its_log_is_kept(monkeypatch, s
     assert any("no such device" in file.read_text() for file in cluster.logs.iterdir())
 
 
-def test_a_start_that_is_called_off_leaves_nothing(sleepers, checkpoint):
+def test_a_cancelled_start_leaves_nothing(sleepers, checkpoint):
     cluster, _ = failed_start(checkpoint("llama"))
     cluster.stop()
     assert not cluster.logs.parent.exists()
@@ -269,7 +269,7 @@ def test_a_cluster_removes_the_state_file_that_it_wrote(sleepers, checkpoint, tm
         assert file.exists() == replaced
 
 
-def test_a_start_on_a_full_disk_says_so(sleepers, checkpoint, monkeypatch):
+def test_a_start_on_a_full_disk_names_the_cause(sleepers, checkpoint, monkeypatch):
     def full(self: Path, *_: Any, **__: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
 
@@ -294,7 +294,7 @@ def test_a_folder_for_temporary_files_that_cannot_be_used_is_named(checkpoint, m
 # --- the secret ----------------------------------------------------------------------------------------------------
 
 
-def test_no_configuration_has_a_secret_that_everybody_knows(checkpoint):
+def test_no_configuration_has_a_public_secret(checkpoint):
     model = checkpoint("llama")
     assert RouterConfig(model=model).secret == ""
     assert WorkerConfig(role="decode", engine={"model": model}).secret == ""

@@ -15,7 +15,7 @@ from cluster.errors import InternalError, UnavailableError
 from tests.harness.router import run_router, stub_workers
 
 
-def test_checks_say_what_is_there_and_what_is_not(
+def test_checks_report_what_is_present_and_what_is_missing(
     redis_url: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     namespace = f"test-{secrets.token_hex(4)}"
@@ -36,6 +36,6 @@ def test_checks_say_what_is_there_and_what_is_not(
             assert shown.exit_code == 0 and "is ready" in shown.output
 
 
-def test_nobody_at_the_door_is_said_in_time() -> None:
+def test_a_router_that_does_not_answer_is_reported_in_time() -> None:
     with pytest.raises(UnavailableError, match="was not ready within 0 s"):
         check_health(RouterEndpoints("http://127.0.0.1:9", ("127.0.0.1:9",)), 0.0)

@@ -63,7 +63,7 @@ for i in range(10):
 """
 
 
-def test_a_kill_is_told_before_it_happens(tmp_path):
+def test_a_kill_is_reported_before_it_happens(tmp_path):
     give_orders(tmp_path, [Order("k", "prefill.reserved", "kill", at=4)])
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False

@@ -200,7 +200,7 @@ async def test_a_policy_that_evicts_nothing_is_warned_of_once(
     assert sum("noeviction" in one.message for one in caplog.records) == 1
 
 
-async def test_a_redis_that_does_not_say_it_is_warned_of_once(small, client, namespace, caplog) -> None:
+async def test_a_redis_that_hides_its_memory_is_warned_of_once(small, client, namespace, caplog) -> None:
     client.execute_command("ACL", "SETUSER", "blind", "on", ">word", "~*", "+@all", "-info")
     config = RouterConfig(
         model="/m", redis_url=small.url.replace("unix://", "unix://blind:word@"), namespace=namespace

@@ -19,7 +19,7 @@ from cluster.redis.connect import connect
 from tests.harness.waiting import wait_for
 
 
-def test_a_status_that_cannot_be_told_ends_nothing(redis_url, namespace, monkeypatch, caplog):
+def test_a_status_that_cannot_be_written_ends_nothing(redis_url, namespace, monkeypatch, caplog):
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     failures = [RuntimeError("changed while it was read")] * 3
     told: list[WorkerStatus] = []
@@ -42,7 +42,7 @@ def test_a_status_that_cannot_be_told_ends_nothing(redis_url, namespace, monkeyp
     assert sum("could not be renewed" in record.message for record in caplog.records) == 1, "said once"
 
 
-def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace, monkeypatch):
+def test_a_worker_that_could_not_report_its_exit_is_fenced(redis_url, namespace, monkeypatch):
     """Redis was there: the others have seen its lease run out, and have gone on without it."""
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     now, broken, rejoined = [1000.0], [False], []

@@ -33,7 +33,7 @@ def config(server: ApiServer, tmp_path: Path, **fields: object) -> TopologyConfi
     return TopologyConfig(node_name="node-7", kubeconfig=kubeconfig, **fields)
 
 
-def test_a_nodes_labels_say_where_it_is(server: ApiServer, tmp_path: Path) -> None:
+def test_a_nodes_labels_give_its_topology(server: ApiServer, tmp_path: Path) -> None:
     here = Locating(config(server, tmp_path, rack_label="example.com/rack")).location()
     assert here == Location(clique="8ec3.1", host="node-7", rack="r7", zone="zone-b")
     assert here.place == "8ec3.1"

@@ -170,7 +170,7 @@ async def test_blocks_that_come_for_an_attempt_that_has_ended_are_given_back():
 
 
 @pytest.mark.parametrize("count", [0, len(PROMPT) - 1, len(PROMPT) + 1])
-async def test_a_reserve_that_says_another_length_than_its_tokens_have_is_refused(count):
+async def test_a_reserve_whose_length_differs_from_its_tokens_is_refused(count):
     world = DecodeWorld()
     stream = world.connect("p", 1, 1)
     error = await refused(stream, count)

@@ -43,7 +43,7 @@ async def test_logits_that_are_not_finite_end_a_decoding_attempt(steps):
     await close(world)
 
 
-async def test_a_commit_that_fails_in_the_engine_says_so_to_both(monkeypatch):
+async def test_a_commit_that_fails_in_the_engine_is_reported_to_both(monkeypatch):
     world = DecodeWorld()
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)

@@ -68,7 +68,7 @@ def last_line(result: subprocess.CompletedProcess[str]) -> str:
     return result.stdout.splitlines()[-1]
 
 
-def test_all_stages_run_in_order_and_the_last_line_says_that_nothing_was_repeated(root: Path) -> None:
+def test_all_stages_run_in_order_and_the_last_line_reports_no_repetition(root: Path) -> None:
     checkout = Checkout(root, 0, [])
     result = checkout.run()
     assert result.returncode == 0, result.stdout + result.stderr

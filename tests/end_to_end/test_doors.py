@@ -43,7 +43,7 @@ def http(cluster):
         yield made
 
 
-def test_chat_whole_and_streamed_say_the_same(client):
+def test_chat_whole_and_streamed_are_equal(client):
     ask = {"model": NAME, "messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 12}
     whole = client.chat.completions.create(**ask, temperature=0)
     streamed = list(

@@ -138,7 +138,7 @@ async def test_streams_of_a_decode_worker_that_gets_sigterm_go_on_elsewhere(runn
     assert_left(running.cluster, leaving.process)
 
 
-async def test_nothing_is_placed_on_a_worker_from_the_moment_it_is_told(running: UnderOrders) -> None:
+async def test_nothing_is_placed_on_a_worker_from_its_drain_request_on(running: UnderOrders) -> None:
     """It does not even know yet: it is stopped, in the middle of its streams."""
     cluster = running.cluster
     async with stopped_midway(running) as (leaving, streams):
@@ -174,7 +174,7 @@ def test_prefill_workers_leave_under_load(running: UnderOrders) -> None:
     assert_left(cluster, leaving)
 
 
-def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
+def test_a_draining_router_finishes_its_streams_and_takes_nothing_new(
     running: UnderOrders, tmp_path: Path
 ) -> None:
     model, cluster = running.model, running.cluster

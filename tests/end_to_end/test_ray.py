@@ -39,7 +39,7 @@ def ray_cluster(checkpoint, tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_requests_go_on_while_ray_starts_anew_and_replaces_replicas_again(ray_cluster):
+def test_requests_go_on_while_ray_restarts_and_replaces_replicas_again(ray_cluster):
     model, cluster = ray_cluster
     before = live(cluster)
     streams = Streams(cluster)

@@ -182,7 +182,7 @@ def test_every_answer_is_its_own(steps, blocks, budget, chunked, limit, batch, t
     assert world.engine.stats().blocks_held == 0
 
 
-def test_who_goes_with_another_choice_of_its_request_takes_no_blocks():
+def test_a_sibling_of_an_evicted_choice_takes_no_blocks():
     """The choice that grows runs out of blocks, and the one whose turn it is to give way is its paused sibling: the whole
     request goes back to the router."""
     runner = FakeRunner(10, recompute_limit_tokens=4)
@@ -255,7 +255,7 @@ def test_the_least_important_reservation_goes_first():
     assert evicted == ["batch"]
 
 
-def test_what_an_eviction_frees_is_for_those_who_run():
+def test_blocks_of_an_eviction_are_for_running_requests():
     """Neither a new reservation nor a new request takes the blocks that a running sequence waits for."""
     runner = FakeRunner(8, max_batch_tokens=64)
     engine = Engine(runner, runner.config, secret=SECRET)

@@ -124,7 +124,7 @@ def test_what_others_computed_from_it_is_not_found():
         assert run(engine, name, PROMPT)[0] == continuation(PROMPT, NEW)
 
 
-def test_a_request_that_no_token_is_left_to_forgets_nothing():
+def test_a_request_that_forbids_every_token_keeps_cached_blocks():
     """What it asks for is to blame, not what was computed."""
     _, engine, _ = engine_of()
     run(engine, "first", PROMPT)

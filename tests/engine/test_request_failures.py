@@ -104,7 +104,7 @@ def test_logits_that_are_not_finite_end_their_request(value, n, at, sampling):
     assert done["bad"].error is not None and "finite" in done["bad"].error.message
 
 
-def test_a_request_that_forbids_every_token_is_told_so_and_is_no_defect(caplog):
+def test_a_request_that_forbids_every_token_fails_as_invalid(caplog):
     runner = FakeRunner(64)
     engine = Engine(runner, runner.config, secret=SECRET)
     everything = greedy(ignore_eos=False, min_tokens=4, stop_token_ids=tuple(range(VOCAB)))

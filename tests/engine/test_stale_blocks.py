@@ -117,7 +117,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("backend", ["sdpa", "cpu"])
 @pytest.mark.parametrize("variant", ["llama", "mistral"])
-def test_an_engine_says_the_same_over_poisoned_blocks(variant, backend, value, checkpoint):
+def test_an_engine_gives_the_same_output_over_poisoned_blocks(variant, backend, value, checkpoint):
     model = checkpoint(variant)
     engine = make_engine(model, blocks=80, attention_backend=backend, max_batch_tokens=32)
     prompts = {str(i): prompt_ids(length, seed=i) for i, length in enumerate((70, 9, 33, 16, 1))}
@@ -129,7 +129,7 @@ def test_an_engine_says_the_same_over_poisoned_blocks(variant, backend, value, c
         assert_greedy(f"poisoned blocks, {backend}", model, prompt, outputs.tokens[name, 0])
 
 
-def test_two_ranks_say_the_same_over_poisoned_blocks(checkpoint):
+def test_two_ranks_give_the_same_output_over_poisoned_blocks(checkpoint):
     model = checkpoint("llama")
     with runners(model, 2) as ranks:
         for rank in ranks:

@@ -94,7 +94,7 @@ def test_a_pair_that_parts_and_meets_again_needs_no_more_sockets(pair):
     assert sockets() <= before  # fewer: those of tests before this one go when they like
 
 
-def test_what_broke_unnoticed_is_made_anew(pair):
+def test_a_connection_that_broke_unnoticed_is_made_again(pair):
     alone = sockets()
     pair.connect()
     assert pair.arrives()

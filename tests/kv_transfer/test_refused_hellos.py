@@ -77,7 +77,7 @@ async def test_a_refused_hello_ends_the_link(decode, name):
         ({"digests": ""}, "digests"),
     ],
 )
-async def test_a_hello_that_makes_no_sense_ends_the_stream(decode, changed, field):
+async def test_an_invalid_hello_ends_the_stream(decode, changed, field):
     one = ScriptedPeer(decode.receiver)
     one.hello(**changed)
     await until(lambda: one.ended, "the stream has ended")

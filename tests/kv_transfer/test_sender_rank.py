@@ -83,7 +83,7 @@ def test_a_hand_off_begins_with_a_whole_connection_unless_a_write_is_pending(sen
     assert len(sending.endpoint.connects) == before + 1
 
 
-def test_a_hand_off_is_open_when_it_is_said_to_be(sending):
+def test_a_hand_off_is_open_once_it_is_acknowledged(sending):
     """What is computed right after the answer is sent; without being asked nobody answers."""
     noted = []
 
@@ -178,7 +178,7 @@ def test_an_ended_hand_off_that_still_writes_costs_its_own_staging_only(sending)
     wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 15, "drained")
 
 
-def test_a_hand_off_that_no_rank_knows_is_drained(sending):
+def test_a_hand_off_unknown_to_the_rank_is_drained(sending):
     sending.rank.handle(m.CloseTransfer(A))
     wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 5, "drained")
 

@@ -56,7 +56,7 @@ def test_an_exception_of_one_hand_off_ends_that_hand_off_only(sending, monkeypat
 
 
 @pytest.mark.parametrize("message", ["grant", "result", "open", "note"])
-def test_a_message_that_the_rank_cannot_digest_ends_its_hand_off_only(sending, monkeypatch, message):
+def test_a_message_that_the_rank_cannot_process_ends_its_hand_off_only(sending, monkeypatch, message):
     def fault(*arguments):
         raise RuntimeError("a fault of ours")
 

@@ -161,7 +161,7 @@ async def test_a_cancel_of_what_still_queues_is_answered_at_once(monkeypatch):
             call.cancel()
 
 
-async def test_a_cancel_says_that_blocks_are_free_when_they_are():
+async def test_a_cancel_reports_free_blocks_once_they_are_free():
     async with serving() as (world, stub):
         call = stub.Run(run())
         await until(lambda: world.engine.has_work, "the engine has it")

@@ -88,7 +88,7 @@ def test_a_file_error_shows_nothing_of_the_file(tmp_path):
         assert key not in caught.value.message
 
 
-def test_json_and_yaml_say_the_same(tmp_path):
+def test_json_and_yaml_are_equivalent(tmp_path):
     _, entry = new_key("acme", expires_at=datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC))
     rows = [entry.model_dump(mode="json")]
     (tmp_path / "a.json").write_text(json.dumps({"keys": rows}))

@@ -73,7 +73,7 @@ def all_free(crowd) -> None:
     wait_for(free, 60, "blocks are free")
 
 
-def test_a_tenant_has_a_number_of_requests_and_others_do_not_feel_it(crowd):
+def test_a_tenants_request_limit_does_not_affect_others(crowd):
     cluster, named = crowd
     url = f"{cluster.http}/v1/completions"
     with contextlib.ExitStack() as stack:
@@ -141,7 +141,7 @@ def cut_off(crowd) -> None:
     all_free(crowd)
 
 
-def test_who_does_not_read_http_is_cut_off(crowd):
+def test_a_client_that_does_not_read_http_is_disconnected(crowd):
     cluster, named = crowd
     host, port = cluster.http.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "abc", "n": 4, "logprobs": 20, "stream": True, **LONG})
@@ -163,7 +163,7 @@ def test_who_does_not_read_http_is_cut_off(crowd):
     assert b"[DONE]" not in came
 
 
-def test_who_does_not_read_grpc_is_cut_off(crowd):
+def test_a_client_that_does_not_read_grpc_is_disconnected(crowd):
     cluster, named = crowd
     with grpc.insecure_channel(cluster.grpc, options=SMALL_WINDOW) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -179,7 +179,7 @@ def test_who_does_not_read_grpc_is_cut_off(crowd):
         assert "the client read nothing" in (caught.value.details() or "")
 
 
-def test_a_decode_worker_pauses_what_nobody_reads(crowd, checkpoint):
+def test_a_decode_worker_pauses_a_stream_that_is_not_read(crowd, checkpoint):
     cluster, _ = crowd
     request = decode_pb2.DecodeRunRequest(
         wire_version=WIRE_VERSION,
@@ -215,7 +215,7 @@ def test_a_decode_worker_pauses_what_nobody_reads(crowd, checkpoint):
     all_free(crowd)
 
 
-def test_who_reads_slowly_but_reads_is_served(crowd):
+def test_a_slow_reader_is_served(crowd):
     cluster, named = crowd
     body = json.dumps({"prompt": "abc", "stream": True, **LONG, "max_tokens": 60})
     head = (

@@ -69,7 +69,7 @@ def test_a_field_beyond_its_limit_is_named_with_it(fields, name, limit, router):
 @pytest.mark.parametrize(
     "name", ["transfer_id", "decode", "worker_id", "kv_transfer_params", "slot", "salt", "tenant"]
 )
-def test_nobody_names_transfers_workers_slots_or_tenants(name, router):
+def test_no_label_names_transfers_workers_slots_or_tenants(name, router):
     answer = httpx.post(f"{router.http}/v1/completions", json={"prompt": "abc", name: "x"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 

@@ -108,7 +108,7 @@ def counted(ended: list[Ended]) -> Counter[grpc.StatusCode]:
     return Counter(one.code for one in ended)
 
 
-async def test_too_many_are_refused_at_once_and_told_when_to_come_back(busy):
+async def test_too_many_are_refused_at_once_with_a_retry_time(busy):
     """40 requests of 0.2 s: about 2 s of them are let in."""
     ended = await crowd(busy, ["one"] * 40, 400)
     codes = counted(ended)
@@ -121,7 +121,7 @@ async def test_too_many_are_refused_at_once_and_told_when_to_come_back(busy):
     assert max(served) < 2 * TARGETS["normal"] + 2, "a busy machine may be slower than its workers say"
 
 
-async def test_http_says_the_same(busy):
+async def test_http_reports_overload_in_the_same_way(busy):
     headers = {"authorization": f"Bearer {busy.keys['one']}"}
     url = f"{busy.http}/v1/completions"
 

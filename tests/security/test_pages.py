@@ -121,7 +121,7 @@ def test_every_rpc_wants_a_good_key(kind: str, named: dict[str, str], router: Ro
     assert len(said) == 1
 
 
-def test_the_public_door_has_no_service_of_the_workers(named: dict[str, str], router: Router) -> None:
+def test_the_public_endpoint_has_no_service_of_the_workers(named: dict[str, str], router: Router) -> None:
     """Also for who may come in: no hand-off can be begun, read or ended from outside."""
     services = (
         decode_pb2.DESCRIPTOR.services_by_name["Decode"],
@@ -138,6 +138,6 @@ def test_the_public_door_has_no_service_of_the_workers(named: dict[str, str], ro
                 assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_faults_are_ordered_by_a_setting_that_nobody_has_by_default() -> None:
+def test_faults_need_a_setting_that_is_off_by_default() -> None:
     for config in (RouterConfig, WorkerConfig):
         assert config.model_fields["fault_orders"].default is None

@@ -55,7 +55,7 @@ async def test_a_worker_answers_routers_and_workers_each_their_own(certs):
         }
 
 
-async def test_a_worker_refuses_everybody_else(certs):
+async def test_a_worker_refuses_any_other_certificate(certs):
     ours, theirs = certs / "ours", certs / "theirs"
     shut = {"Run": "UNAVAILABLE", "Cancel": "UNAVAILABLE", "Handoff": "UNAVAILABLE"}
     name = [("grpc.ssl_target_name_override", "worker.baton.internal")]
@@ -173,7 +173,7 @@ def client_tls(directory: Path) -> ClientTls:
     return ClientTls(directory / "ca.pem", directory / "client.pem", directory / "client.key")
 
 
-def test_the_doors_speak_tls_with_those_who_show_a_certificate(door, certs):
+def test_the_endpoints_accept_tls_clients_with_a_certificate(door, certs):
     router, live = door
     assert router.http.startswith("https://")
     answer = httpx.post(f"{router.http}/v1/completions", json=BODY, verify=client_tls(live).context())
@@ -189,7 +189,7 @@ def test_the_doors_speak_tls_with_those_who_show_a_certificate(door, certs):
 
 
 @pytest.mark.parametrize("who", ["nobody", "their client", "our router"])
-def test_the_doors_refuse_the_wrong_certificate(who, door, certs):
+def test_the_endpoints_refuse_the_wrong_certificate(who, door, certs):
     router, live = door
     own = {
         "nobody": (None, None),
@@ -212,7 +212,7 @@ def test_plain_text_gets_nowhere(door):
         assert b"200" not in sock.recv(100)
 
 
-def test_the_doors_show_a_new_certificate_without_a_restart(door):
+def test_the_endpoints_use_a_new_certificate_without_a_restart(door):
     router, live = door
     context = client_tls(live).context()
 
@@ -348,7 +348,7 @@ def door_lets_in(door: ListenerContext, directory: Path, version: ssl.TLSVersion
     return True, client
 
 
-def test_the_http_door_forgets_an_authority_that_is_taken_away(certs, tmp_path):
+def test_the_http_endpoint_drops_an_authority_that_was_removed(certs, tmp_path):
     live = tmp_path / "live"
     shutil.copytree(certs / "ours", live)
     now = 0.0
@@ -366,7 +366,7 @@ def test_the_http_door_forgets_an_authority_that_is_taken_away(certs, tmp_path):
     assert not door_lets_in(door, certs / "ours", version, before)[0], "a session of before opens nothing"
 
 
-def test_without_client_certificates_the_http_door_takes_tls_1_2(certs):
+def test_without_client_certificates_the_http_endpoint_takes_tls_1_2(certs):
     own = make_identity(certs / "ours" / "router.pem", certs / "ours" / "router.key", None)
     assert own is not None
     door = ListenerContext(own, ask_clients=False)

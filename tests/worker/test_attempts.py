@@ -38,7 +38,7 @@ async def gone(attempts):
             await asyncio.sleep(0.01)
 
 
-async def test_one_that_nobody_ever_reads_is_cancelled(attempts, cancelled):
+async def test_one_that_is_never_read_is_cancelled(attempts, cancelled):
     attempt = Attempt()
     attempts.open(attempt)
     await gone(attempts)

@@ -39,7 +39,7 @@ def make(engine: Any, step_stall_seconds: float = 5.0, **options: Any) -> Engine
     )
 
 
-async def test_an_engine_without_room_does_not_spin_and_still_hears():
+async def test_an_engine_without_room_does_not_spin_and_still_takes_calls():
     engine = FullEngine()
     host = make(engine)
     host.start()
@@ -54,7 +54,7 @@ async def test_an_engine_without_room_does_not_spin_and_still_hears():
     assert host.ended_well
 
 
-async def test_who_comes_too_late_is_told():
+async def test_a_call_after_the_end_is_refused():
     host = make(FullEngine())
     host.start()
     await host.stop()

@@ -126,7 +126,7 @@ def rank_bytes(rank: int) -> bytes:
     return rank.to_bytes(RANK_BYTES, "big")
 
 
-def test_only_who_has_the_key_comes_in() -> None:
+def test_only_a_peer_with_the_key_is_accepted() -> None:
     listening = RankListener("127.0.0.1", "w")
     try:
         with pytest.raises(AuthenticationError):

@@ -157,7 +157,7 @@ def test_a_worker_has_its_nested_settings_as_flags(role, checkpoint, monkeypatch
 
 
 @pytest.mark.parametrize("limits", [{"ttft_target_seconds_high": -1.0}, {"max_concurrent_requests": 0}])
-def test_a_limit_that_makes_no_sense_is_named_before_anything_starts(limits, checkpoint):
+def test_an_invalid_limit_is_named_before_anything_starts(limits, checkpoint):
     with pytest.raises(ConfigError) as caught:
         UpOptions(checkpoint("llama"), router=limits)
     assert caught.value.field in limits

@@ -88,7 +88,7 @@ def test_a_child_without_restart_is_only_reported(tmp_path):
 @pytest.mark.parametrize(
     "failure", [SetupError("no room"), OSError(errno.ENOSPC, "No space left on device")], ids=["ours", "disk"]
 )
-def test_a_failing_start_is_tried_again_and_said(tmp_path, failure):
+def test_a_failing_start_is_retried_and_reported(tmp_path, failure):
     """Also where the disk is full: what else runs goes on."""
     clock = Clock()
 

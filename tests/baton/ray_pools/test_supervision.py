@@ -167,7 +167,7 @@ def test_an_exit_that_was_reported_is_not_reported_by_the_next_replica(where: Pa
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_whoever_keeps_it_hears_once_that_it_is_gone(where: Path, config: dict[str, Any]) -> None:
+def test_the_exit_of_a_worker_is_reported_once(where: Path, config: dict[str, Any]) -> None:
     heard: list[Facts] = []
     supervisor = WorkerSupervisor.take_over_or_start(where, config, {}, heard.append)
     supervisor.wait_serving(START_SECONDS)

@@ -292,7 +292,7 @@ async def test_an_unread_stream_is_paused_and_not_lost(world, monkeypatch):
     ("state", "committed"),
     [(decode_pb2.ATTEMPT_STATE_COMMITTED, True), (decode_pb2.ATTEMPT_STATE_ABORTED, False)],
 )
-async def test_the_decode_worker_says_whether_it_has_committed(world, state, committed):
+async def test_the_decode_worker_reports_whether_it_has_committed(world, state, committed):
     world.decode.arbiter = state
     attempt = world.attempt()
     assert await attempt.abort_unless_committed() is committed

@@ -56,7 +56,7 @@ def test_an_answer_ends_it_and_the_next_failure_is_a_first_one() -> None:
     assert left(backoff, clock) == FIRST_SECONDS
 
 
-def test_only_who_failed_before_fails_again() -> None:
+def test_only_a_name_that_failed_before_fails_again() -> None:
     clock = Clock()
     backoff: Backoff[str] = Backoff(clock)
     backoff.failed_again("d")

@@ -287,7 +287,7 @@ async def test_redis_stopped_killed_and_back_empty_fails_no_request(tmp_path, na
     server.stop()
 
 
-async def test_a_redis_that_has_forgotten_the_script_is_told_again(router, redis_url):
+async def test_a_redis_that_lost_the_script_gets_it_again(router, redis_url):
     placement = await router()
     await placement.place(request([1] * 100))
     client = placement._client

@@ -119,7 +119,7 @@ def test_a_placement_is_charged_to_both_and_to_the_routers_table(cluster):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_worker_that_was_told_to_leave_is_not_placed_on(cluster, who):
+def test_a_worker_that_was_asked_to_drain_gets_no_requests(cluster, who):
     chosen = cluster.place(number=0)
     cluster.settle({})
     cluster.client.hset(keys.drains(cluster.namespace), chosen[who], "process:exit")

@@ -76,7 +76,7 @@ async def test_a_tenant_whose_tokens_are_used_up_may_have_a_shorter_request(rout
     routers[0].check("t", limits)
 
 
-async def test_who_was_not_served_pays_nothing(routers):
+async def test_a_request_that_was_not_served_is_not_charged(routers):
     limits = RateLimits(requests_per_minute=1, tokens_per_minute=100)
     for _ in range(3):
         (charge,) = await admitted(routers[:1], limits, 1, 100)
@@ -120,14 +120,14 @@ async def test_an_idle_bucket_is_forgotten(routers, redis_url, namespace):
     client.close()
 
 
-async def test_without_limits_nobody_is_asked(namespace):
+async def test_without_limits_redis_is_not_asked(namespace):
     quota = Quota("redis://127.0.0.1:1", namespace, CollectorRegistry())
     assert await quota.charge("t", NO_LIMITS, 5) is None
     assert unchecked(quota) == 0
     await quota.close()
 
 
-async def test_everybody_is_let_in_while_redis_is_gone(tmp_path, namespace, caplog):
+async def test_every_request_is_admitted_while_redis_is_down(tmp_path, namespace, caplog):
     server = EmbeddedRedis.start(tmp_path / "redis")
     quota = Quota(server.url, namespace, CollectorRegistry())
     limits = RateLimits(requests_per_minute=1)

@@ -32,7 +32,7 @@ async def test_a_resumed_request_is_never_refused(routers):
     assert await charged(two, ChargedRequest("r", again=True, held_tokens=5), 5000, narrow)
 
 
-async def test_who_claims_what_was_never_charged_is_charged(routers, bucket):
+async def test_a_resumed_request_that_was_never_charged_is_charged(routers, bucket):
     await charged(routers[0], ChargedRequest("r", again=True, held_tokens=50))
     assert bucket() == (1, 3)
 
@@ -56,7 +56,7 @@ async def test_the_successor_may_settle_first(routers, bucket):
     assert bucket() == (1, 6 + 2)
 
 
-async def test_a_request_that_was_let_go_is_taken_up_again(routers, bucket):
+async def test_a_request_that_its_client_left_is_resumed(routers, bucket):
     one, two = routers
     first = await charged(one, ChargedRequest("r"))
     await one.settle(first, Use(PROMPT, 4000, finished=False))
@@ -86,7 +86,7 @@ async def test_one_ticket_does_not_run_a_request_many_times_for_one_charge(route
         assert bucket() == (turn + 1, 5 * (turn + 1))
 
 
-async def test_asking_twice_at_once_is_paid_twice(routers, bucket):
+async def test_two_concurrent_requests_are_charged_twice(routers, bucket):
     """Without a token in hand, a request helps only those whose first router is dead."""
     one, two = routers
     first = await charged(one, ChargedRequest("r"))

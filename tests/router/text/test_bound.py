@@ -57,7 +57,7 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(max_size=30) | st.text("a \u0390\u1fbe\u0308\u0301\u1fef\U0001f600", max_size=30))
-def test_no_token_stands_for_more_than_the_bound_says(name, text):
+def test_no_token_stands_for_more_bytes_than_the_bound(name, text):
     tokenizer = KNOWN[name]()
     most = most_bytes(tokenizer)
     assert most is not None

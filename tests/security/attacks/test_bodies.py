@@ -118,9 +118,7 @@ def test_a_body_of_many_elements_is_refused_and_the_loop_goes_on(
 
 
 @pytest.mark.parametrize("element", ["1e-320", '"é"'])
-def test_the_costliest_body_that_is_parsed_stops_the_loop_briefly(
-    element: str, router: Router, acme: str
-) -> None:
+def test_the_costliest_body_blocks_the_loop_briefly(element: str, router: Router, acme: str) -> None:
     """As many elements as are allowed, of the kinds that the parser takes longest for."""
     body = f'{{"prompt":"a","max_tokens":1,"metadata":[{element}{f",{element}" * 1_048_000}]}}'.encode()
     assert len(body) < SIZE

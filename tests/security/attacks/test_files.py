@@ -88,7 +88,7 @@ def test_a_cache_with_links_in_it_changes_nothing_elsewhere(
 
 
 @pytest.mark.parametrize("theirs", [True, False])
-def test_a_part_of_another_user_is_not_gone_on_with(
+def test_a_part_of_another_user_is_not_continued(
     theirs: bool, hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner could change it after its hash was checked."""

@@ -74,7 +74,7 @@ def test_a_cluster_on_loopback_listens_nowhere_else(
         assert_declared(cluster, unnamed)
 
 
-def test_with_tls_no_port_takes_kv_from_whoever_connects(
+def test_with_tls_no_port_takes_kv_from_an_unauthenticated_peer(
     checkpoint: Callable[[str], Path], certs: Any, tmp_path: Path
 ) -> None:
     """`transport: auto`, the default: UCX authenticates nobody, so KV goes through gRPC's mutual TLS."""

@@ -110,7 +110,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("method", UNREAD)
-def test_an_answer_that_nobody_reads_gives_its_place_back(method: str, router: Router, keys: KeyFile) -> None:
+def test_an_answer_that_is_not_read_gives_its_place_back(method: str, router: Router, keys: KeyFile) -> None:
     key = known(router, keys.add(f"unread {method}", max_concurrent_requests=1))
     message = UNREAD[method]
     assert len(message) < 1 << 16, "within the server's first window"

@@ -103,7 +103,7 @@ def test_decode_is_held_to_the_same(renderer: Renderer) -> None:
     assert "use decode.tensorParallel" in rendered.error
 
 
-def test_addresses_on_nodes_of_somebody_else_are_not_the_charts(renderer: Renderer) -> None:
+def test_addresses_of_foreign_nodes_are_not_the_charts(renderer: Renderer) -> None:
     values = {
         "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
         "prefill": {"config": {"host": "0.0.0.0"}},

@@ -183,7 +183,7 @@ def test_rays_head_reaches_the_redis_that_keeps_its_state(
         assert password == "t-baton"
 
 
-def test_clients_reach_the_doors_and_nothing_else(renderer: Renderer) -> None:
+def test_clients_reach_the_public_endpoints_and_nothing_else(renderer: Renderer) -> None:
     """In a cluster that names its clients, nobody outside the release has another way in than doors and metrics."""
     rendered = renderer.render(VALUE_SETS["rdma-mtls"])
     open_to_all = set()

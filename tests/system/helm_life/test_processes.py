@@ -114,7 +114,7 @@ def test_install_waits_until_real_processes_serve(release: Release) -> None:
         assert client.generate("def read_lines(path):", max_tokens=8, temperature=0).text
 
 
-def test_processes_run_as_the_chart_says(release: Release) -> None:
+def test_processes_run_as_the_chart_declares(release: Release) -> None:
     """Not as root, with nothing to write to but volumes, and no way to more rights."""
     for container in ("worker", "ray"):
         pid = release.cluster.kubelet.process("one-baton-decode-0", NAMESPACE, container)

@@ -226,7 +226,7 @@ def test_a_pod_leaves_with_its_hook_then_sigterm(cluster: ProcessCluster, tmp_pa
     assert log.read_text().split() == ["up", "hook", "term"]
 
 
-def test_who_does_not_leave_in_time_is_killed(cluster: ProcessCluster) -> None:
+def test_a_child_that_does_not_end_in_time_is_killed(cluster: ProcessCluster) -> None:
     start(
         cluster,
         "deaf",
@@ -309,7 +309,7 @@ def test_the_unpacked_ip_command_works_where_none_is_installed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("policy", ["Never", "Always"])
-def test_the_end_of_a_killed_container_can_be_proven_to_whoever_asks(
+def test_the_end_of_a_killed_container_can_be_proven_to_any_caller(
     policy: str, cluster: ProcessCluster, tmp_path: Path
 ) -> None:
     """The kubelet's status is the proof, whether the container is restarted or not."""

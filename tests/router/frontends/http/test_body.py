@@ -146,7 +146,7 @@ def test_a_body_has_as_many_bytes_as_it_may_and_no_more():
     assert len(left) > 5, "nor is the rest read"
 
 
-async def test_the_refusal_of_a_router_that_leaves_comes_after_the_body():
+async def test_the_refusal_of_a_draining_router_comes_after_the_body():
     """It closes the connection, which would be reset under the answer if bytes were unread."""
     gateway = counting_gateway()
     left = [b"x" * 1000] * 5

@@ -12,7 +12,7 @@ def many(count: int, content: Any = "") -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}] * count
 
 
-def test_what_a_conversation_costs():
+def test_the_size_of_a_conversation():
     size = chat_size
     assert size(many(2, "abc")) == 2 * (MESSAGE_CHARACTERS + 3)
     assert size(many(1, [{"type": "text", "text": "abc"}] * 2)) == MESSAGE_CHARACTERS * 3 + 6
