@@ -32,7 +32,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A section's figures; `details` holds whole reports for whoever wants to look closer."""
+    """A section's figures; `details` holds whole reports."""
 
     name: str
     title: str

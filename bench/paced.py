@@ -90,7 +90,7 @@ class PacedWorkers(StubWorkers):
 
 
 async def _beats(waited_for: Awaitable[T]) -> AsyncIterator[Event]:
-    """Beats until it is there, for as long as anybody would wait."""
+    """Beats until it is there, up to a generous limit."""
     future = asyncio.ensure_future(waited_for)
     deadline = time.monotonic() + 4 * WAIT_SECONDS
     while not future.done() and time.monotonic() < deadline:

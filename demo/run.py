@@ -72,7 +72,7 @@ def stop_cluster(process: subprocess.Popen[bytes]) -> int:
 
 
 async def show_text(address: str) -> None:
-    """Text as it comes, and who worked on it."""
+    """Text as it comes, and the workers that computed it."""
     async with AsyncClient(address) as client:
         for prompt in PROMPTS:
             console.print(Rule(style="dim"))

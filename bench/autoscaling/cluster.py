@@ -109,7 +109,7 @@ class SimulatedCluster:
         self.now = until
 
     def finish(self, limit_seconds: float = 3600.0) -> Outcome:
-        """Runs until nobody waits any more."""
+        """Run until no request waits."""
         end = self.now + limit_seconds
         while np.isinf(self._work.finished).any() and self.now < end:
             self.run(self.now + 10.0)
@@ -126,7 +126,7 @@ class SimulatedCluster:
 
     @property
     def waiting(self) -> int:
-        """Requests that nobody has taken yet, or whose KV has no place."""
+        """Requests that no worker has taken yet, or whose KV has no place."""
         return int(self._work.count[0] + self._work.count[2])
 
     def late(self, ttft_seconds: float, itl_seconds: float) -> int:

@@ -85,7 +85,7 @@ def _best(pool: Pool, key: Any, limit: float) -> int:
 
 @numba.njit
 def _admit(work: Work, prefill: Pool, now: float, times: Any) -> None:
-    """Requests that have come, and those that found nobody before."""
+    """Requests that have come, and those that found no worker before."""
     count = work.count
     while count[4] < len(work.arrival) and work.arrival[count[4]] < now:
         work.waiting[count[0]] = count[4]

@@ -63,7 +63,7 @@ class Decode:
 
 
 class EngineBench:
-    """Prompts are drawn anew every time: nothing is found in the prefix cache."""
+    """Prompts are drawn every time: nothing is found in the prefix cache."""
 
     def __init__(self, engine: Engine, shape: ModelShape) -> None:
         self._engine = engine

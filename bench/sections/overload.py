@@ -1,8 +1,8 @@
 """What is left of a cluster's work when one, two and three times as much is asked as it can do.
 
 Prefill workers of a known speed stand behind a real router and a real Redis. An open loop sends requests on a
-schedule, whatever happens to them; a request is good if its first token came within the SLO. A cluster that lets
-everybody in serves everybody too late: the same load without targets is shown beside it.
+schedule, whatever happens to them; a request is good if its first token came within the SLO. A cluster that
+admits every request serves every request too late: the same load without targets is shown beside it.
 """
 
 from __future__ import annotations

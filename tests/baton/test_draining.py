@@ -16,7 +16,7 @@ from baton.cli.main import app
 from baton.draining import Process
 from cluster.errors import ConfigError, UnavailableError
 
-NOBODY = "redis://127.0.0.1:1"
+UNREACHABLE = "redis://127.0.0.1:1"
 STAYS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None); print('up', flush=True); time.sleep(60)"
 GOES = "import signal, time; print('up', flush=True); time.sleep(60)"
 Start = Callable[[str], tuple[subprocess.Popen[str], Path]]
@@ -49,10 +49,10 @@ def drain(*arguments: str) -> Result:
 
 def test_without_redis_the_process_is_signalled_directly(start: Start) -> None:
     process, file = start(GOES)
-    told = drain("--self", "--ready-file", str(file), "--redis-url", NOBODY, "--wait", "20")
+    told = drain("--self", "--ready-file", str(file), "--redis-url", UNREACHABLE, "--wait", "20")
     assert told.exit_code == 0 and "is told to leave" in told.output
     assert process.wait(10) != 0
-    again = drain("--self", "--ready-file", str(file), "--redis-url", NOBODY)
+    again = drain("--self", "--ready-file", str(file), "--redis-url", UNREACHABLE)
     assert again.exit_code == 0 and "has left already" in again.output
 
 
@@ -73,8 +73,8 @@ def test_another_process_with_the_same_pid_is_not_signalled(start: Start, tmp_pa
 
 
 def test_a_drain_without_a_reachable_worker_is_an_error() -> None:
-    assert isinstance(drain("decode-0", "--redis-url", NOBODY).exception, UnavailableError)
-    assert isinstance(drain("--self", "--redis-url", NOBODY).exception, UnavailableError)
+    assert isinstance(drain("decode-0", "--redis-url", UNREACHABLE).exception, UnavailableError)
+    assert isinstance(drain("--self", "--redis-url", UNREACHABLE).exception, UnavailableError)
     for arguments in ([], ["decode-0", "--self"], ["decode-0"]):
         failed = drain(*arguments)
         assert isinstance(failed.exception, ConfigError), failed.output

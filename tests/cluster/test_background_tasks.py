@@ -1,4 +1,4 @@
-"""Work that takes and gives back ends, whoever stops waiting for it."""
+"""Background work that allocates and frees runs to its end although its caller stops waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Redis server that comes with the package is nobody's orphan."""
+"""The embedded Redis server ends with the process that started it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Points do nothing until a test gives orders; an order is carried out once, by whoever gets there first."""
+"""Points do nothing until a test gives orders; an order is carried out once, by the first process to reach it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def machine(client: redis.Redis) -> type[RuleBasedStateMachine]:
             tag = f"test-{secrets.token_hex(4)}"
             self.keys = keys.registry(tag)
             self.lives: dict[str, list[WorkerInfo]] = {"w0": [], "w1": [], "w2": []}  # with their slots
-            # The model: who is registered, and which process is to leave.
+            # The model: which workers are registered, and which process is to drain.
             self.here: dict[str, WorkerInfo] = {}
             self.leaving: dict[str, str] = {}
 

@@ -86,10 +86,10 @@ def test_a_status_that_is_none(status):
 
 
 async def test_what_is_in_redis_beside_is_no_reason_to_stop_reading(redis_url, namespace):
-    """Somebody else's value where the last slot belongs."""
+    """A foreign value in the place of the last slot."""
     members = Members(redis_url, namespace)
     with connect(redis_url) as client:
-        client.set(keys.slots(namespace), "somebody else's")
+        client.set(keys.slots(namespace), "foreign")
         for name, registration in {"w": encode(INFO), "stray": "no worker"}.items():
             client.hset(keys.members(namespace), name, registration)
             client.zadd(keys.leases(namespace), {name: 2.0**52})

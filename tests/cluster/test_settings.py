@@ -122,7 +122,7 @@ def test_a_file_that_holds_no_settings_is_named(content: bytes, tmp_path: Path) 
         assert str(file) in caught.value.message and "s3cret" not in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["nobody.yaml", "", "n" * 5000, "a\0b"])
+@pytest.mark.parametrize("name", ["missing.yaml", "", "n" * 5000, "a\0b"])
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no configuration file at"):
         sources.load(RouterConfig, {}, tmp_path / name)

@@ -1,4 +1,4 @@
-"""Between the last part and the engine's turn to commit: what happens there ends the attempt one way, for everybody."""
+"""Events between the last part and the engine's commit end the attempt in the same way on both sides."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ async def test_blocks_that_a_step_took_back_end_the_attempt_and_nothing_else():
     world.core.before_next_call += [lambda: world.start(ask()), world.evict]
     finish(stream)
     await until(lambda: bool(world.rank.unanswered) or world.receiver.live == 0, "the hand-off has ended")
-    await until(lambda: attempt.machine.state is DecodeState.ENDED and bool(answers), "everybody knows")
+    await until(
+        lambda: attempt.machine.state is DecodeState.ENDED and bool(answers), "both sides have the result"
+    )
     assert answers == [HandoffState.ABORTED]
     assert attempt.log._end is not None and attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
     (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
@@ -187,7 +189,7 @@ async def test_an_arbiter_that_is_asked_meanwhile_waits_for_the_engine(steps):
     assert attempt is not None
     answers, ask = arbiter(world)
     world.core.before_next_call.append(lambda: world.start(ask()))
-    world.core.after_next_call += [world.step] * steps  # over before anybody has heard of the commit
+    world.core.after_next_call += [world.step] * steps  # over before the commit is reported
     finish(stream)
     await until(lambda: bool(answers), "the arbiter has answered")
     assert answers == [HandoffState.COMMITTED]
@@ -206,7 +208,7 @@ async def test_nothing_keeps_an_attempt_that_is_forgotten():
     request = decode_pb2.AttachRequest(transfer_id=TRANSFER, worker_epoch=1, admission_deadline_ms=60_000)
     log = weakref.ref(world.role.attach(request).log)
     await world.role.abort(TRANSFER)
-    await until(lambda: world.role.attempts.get(TRANSFER) is None, "forgotten: nobody reads it")
+    await until(lambda: world.role.attempts.get(TRANSFER) is None, "dropped: no stream reads it")
 
     def is_gone() -> bool:
         gc.collect()

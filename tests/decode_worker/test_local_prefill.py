@@ -155,7 +155,7 @@ async def test_classes_go_before_tenants(local):
     for index in range(3):
         local.ask(f"high{index}", "b", 0.5, priority=1)
     await local.run()
-    # Two were inside before; whoever of them has not begun lets the high ones pass as well.
+    # Two were inside before; those that have not begun let the high ones pass as well.
     assert set(local.first[:5]) == {"batch0", "batch1", "high0", "high1", "high2"}, local.first
 
 

@@ -1,4 +1,4 @@
-"""A parent's word ends the quarantine of every life of the process that exited, and of nobody else."""
+"""A parent's report ends the quarantine of every epoch of the process that exited, and of no other."""
 
 from __future__ import annotations
 

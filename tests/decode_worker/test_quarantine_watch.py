@@ -101,7 +101,7 @@ async def test_without_a_proof_slots_stay_in_doubt_and_the_question_is_repeated_
     await world.passes(GRACE_SECONDS + 4 * QUERY_SECONDS)
     assert world.quarantined == 1
     assert 4 <= len(world.asked) <= 5
-    assert world.read == 1, "whom it is about is known by now"
+    assert world.read == 1, "its subject is known by now"
     world.exited.add(POD.uid)
     await world.passes(QUERY_SECONDS)
     assert world.quarantined == 0

@@ -1,4 +1,4 @@
-"""The shipped model: loads, speaks its language, fits its budget."""
+"""The shipped model loads, predicts its language, and fits its budget."""
 
 from __future__ import annotations
 

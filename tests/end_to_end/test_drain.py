@@ -1,4 +1,4 @@
-"""Workers and routers leave while they serve: streams go on token by token, and nothing new goes to who leaves."""
+"""Workers and routers leave while they serve: streams go on token by token, and a draining one gets nothing new."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def running(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(autouse=True)
 def enough(running: UnderOrders) -> None:
-    wait_for(lambda: len(ready(running.cluster, "decode")) >= 2, 60.0, "somebody who can go on")
+    wait_for(lambda: len(ready(running.cluster, "decode")) >= 2, 60.0, "a decode worker that can take over")
 
 
 def ready(cluster: Cluster, role: str) -> list[str]:
@@ -259,7 +259,7 @@ def ask(facts: dict[str, Any], model: str) -> tuple[int, str | None]:
 async def test_without_another_one_streams_finish_where_they_are(running: UnderOrders) -> None:
     """The last one here: it leaves the cluster without a decode worker for a while."""
     cluster = running.cluster
-    os.kill(cluster.process.pid, signal.SIGSTOP)  # nobody starts new ones
+    os.kill(cluster.process.pid, signal.SIGSTOP)  # no new workers are started
     try:
         async with streaming(cluster) as streams:
             # Together: a worker that sees another one still ready returns what has not begun there, for that other one.

@@ -49,7 +49,7 @@ def test_requests_go_on_while_ray_restarts_and_replaces_replicas_again(ray_clust
     streams.wait_for_more(2)
     streams.stop(model)
     wait_whole(cluster, "gcs_server", killed)
-    assert live(cluster) == before, "the workers went on, and nobody started others"
+    assert live(cluster) == before, "the workers went on, and no others were started"
 
     os.kill(before["prefill"]["pid"], signal.SIGKILL)
     wait_for(lambda: replaced_but(cluster, before["prefill"]["id"]), 90.0, "a new prefill replica")
@@ -70,7 +70,7 @@ def test_a_killed_replica_comes_back_and_requests_go_on(ray_cluster):
 
         old = live(cluster)["prefill"]
         os.kill(old["pid"], signal.SIGKILL)
-        # Nobody prefills remotely now: the decode worker does, and no request fails.
+        # No prefill worker is left: the decode worker computes prompts, and no request fails.
         meanwhile = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
         assert_reference(model, prompt, meanwhile.token_ids)
 

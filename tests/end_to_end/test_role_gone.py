@@ -1,4 +1,4 @@
-"""Every worker of a role dies and nobody starts another one: what requests hear, and what is still computed."""
+"""Every worker of a role dies and no other is started: how requests end, and what is still computed."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class World:
                 self.engine.commit(name, [TokenOutput(name, 0, 1, 3)])
 
     def last_part(self) -> None:
-        """It lands only now; then nobody writes any more, and the reservation goes."""
+        """It lands only now; then no write is left, and the reservation is released."""
         if self.evicted:
             name, taken, prompt = self.evicted.pop(0)
             self.runner.store(taken.block_ids, taken.held_tokens, [99] * (len(prompt) - taken.held_tokens))
@@ -267,7 +267,7 @@ def test_blocks_of_an_eviction_are_for_running_requests():
         assert output.tokens
     assert output.evicted_reservations == ["reserved"] and not output.tokens
     assert engine.block_ids("reserved") == blocks
-    assert not engine.step().evicted_reservations  # nobody else is asked meanwhile
+    assert not engine.step().evicted_reservations  # no other reservation is evicted meanwhile
     engine.abort("reserved")
     with pytest.raises(BlocksExhaustedError):
         engine.reserve(reserved, [], growth_tokens=0)

@@ -31,7 +31,7 @@ def logits_of(runner: ModelRunner, items: list[PlanItem]) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_the_references_at_every_position(variant, checkpoint):
     """Of 90 prompts in one batch, each a token longer; token by token; and of a prompt cut anywhere. Compared with
-    the reference in float64: of two fp32 passes nobody could tell which one is wrong."""
+    the reference in float64: two fp32 passes that differ do not show which one is wrong."""
     model = checkpoint(variant)
     tokens = prompt_ids(90)
     expected = exact_logits(model, tokens)

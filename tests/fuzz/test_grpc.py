@@ -1,4 +1,4 @@
-"""The gRPC door: whatever comes, the answer is right or INVALID_ARGUMENT with the field's name."""
+"""The gRPC endpoint: for any request, the answer is right or INVALID_ARGUMENT with the field's name."""
 
 from __future__ import annotations
 

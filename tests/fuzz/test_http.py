@@ -1,4 +1,4 @@
-"""The HTTP door: whatever comes, the answer is right or a clean 4xx that says what is wrong."""
+"""The HTTP endpoint: for any request, the answer is right or a clean 4xx that names the mistake."""
 
 from __future__ import annotations
 

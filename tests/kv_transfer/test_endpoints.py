@@ -1,5 +1,5 @@
 """A rank's NIXL endpoint listens only on the interface of its worker and the ports that a firewall knows, and does
-without TCP where RDMA is required, or where nobody asked for what authenticates no peer."""
+without TCP where RDMA is required, or where unauthenticated transfers were not asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nobody waits for leaves with the next message that somebody does, with enough of its kind, or soon."""
+"""Delayed messages are sent with the next urgent one, with enough of their kind, or after a moment."""
 
 from __future__ import annotations
 

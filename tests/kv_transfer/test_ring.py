@@ -65,7 +65,7 @@ class RingMachine(RuleBasedStateMachine):
         slot = self.ring.slot(index, generation)
         if slot is None or slot.machine.state is not SlotState.GRANTED:
             REACHED.hit("late")
-            return  # late or repeated: dropped by whoever asks the ring
+            return  # late or repeated: dropped by the ring's caller
         assert slot.claim == claim
         # The ring grants the slot again from inside the call.
         del self.writers[index]

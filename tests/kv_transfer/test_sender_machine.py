@@ -297,7 +297,7 @@ class SenderMachine(RuleBasedStateMachine):
         if self.finishing is not None and self.finishing.done():
             self.finishing.exception()
         elif self.finishing is not None:
-            return  # whoever finishes is cancelled first
+            return  # one that finishes is cancelled first
         self.aborted = True
         REACHED.hit("given up")
         self.loop.run_until_complete(self.handoff.abort("no more"))
@@ -305,7 +305,7 @@ class SenderMachine(RuleBasedStateMachine):
     @precondition(lambda self: not (self.calm or self.fenced) and self.finishing is None)
     @rule()
     def is_fenced(self) -> None:
-        """Rejoin: hand-offs of the old epoch end, and streams are opened anew."""
+        """Rejoin: hand-offs of the old epoch end, and streams are opened again."""
         self.fenced = self.aborted = True
         self.note("failed")
         worker = common_pb2.WorkerRef(worker_id="p", epoch=self.epoch + 1, address="p:1")

@@ -69,7 +69,7 @@ def test_an_agent_that_a_later_epochs_link_uses_stays(sending):
 
 
 def test_a_hand_off_begins_with_a_whole_connection_unless_a_write_is_pending(sending):
-    """`connect` makes one anew that has broken, and that must not happen under a write."""
+    """`connect` replaces a broken connection, and that must not happen under a write."""
     sending.open(A, "peer", 8)
     wait_for(lambda: sending.written("peer") == sending.parts(A), 60, "all posted")
     before = len(sending.endpoint.connects)
@@ -84,7 +84,7 @@ def test_a_hand_off_begins_with_a_whole_connection_unless_a_write_is_pending(sen
 
 
 def test_a_hand_off_is_open_once_it_is_acknowledged(sending):
-    """What is computed right after the answer is sent; without being asked nobody answers."""
+    """What is computed right after the answer is sent; the acknowledgement is sent only if requested."""
     noted = []
 
     def opened(event: object) -> None:

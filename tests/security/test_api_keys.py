@@ -1,4 +1,4 @@
-"""Nobody gets in without a key, nothing tells them why, and a change of the file is enough."""
+"""Requests without a valid key are refused without a reason, and a change of the key file takes effect at once."""
 
 from __future__ import annotations
 
@@ -164,13 +164,13 @@ def test_health_is_open_and_the_clusters_inside_is_the_admins(router, keys):
 def test_grpc_asks_for_a_key(router, keys):
     key = keys.add("acme")
 
-    def speak() -> bool:
+    def works() -> bool:
         with Client(router.grpc, api_key=key) as client:
             return len(client.generate("abc", max_tokens=3).choices[0].token_ids) == 3 and bool(
                 client.models()
             )
 
-    wait_for(speak, 60, "key known")
+    wait_for(works, 60, "key known")
     for wrong in ("", "x", key + "x"):
         with Client(router.grpc, api_key=wrong) as client:
             for call in (lambda c=client: c.generate("abc"), client.models, lambda c=client: c.tokenize("a")):

@@ -1,4 +1,4 @@
-"""Nobody takes more than their share of requests at a time, and nobody holds a worker's memory by not reading."""
+"""No tenant runs more than its share of requests at a time, or holds a worker's memory by not reading."""
 
 from __future__ import annotations
 

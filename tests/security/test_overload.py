@@ -1,4 +1,4 @@
-"""More than the workers can do: who is refused, how soon, what they are told; who waits, and for whom."""
+"""Overload: which requests are refused, how soon and with which errors; which wait, and for which others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of the cluster, asked for with every kind of key, by every way of writing its name, at both doors."""
+"""What is shown of the cluster, asked for with every kind of key, by every way of writing its name, over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_every_rpc_wants_a_good_key(kind: str, named: dict[str, str], router: Ro
 
 
 def test_the_public_endpoint_has_no_service_of_the_workers(named: dict[str, str], router: Router) -> None:
-    """Also for who may come in: no hand-off can be begun, read or ended from outside."""
+    """Also with a valid key: no hand-off can be begun, read or ended from outside."""
     services = (
         decode_pb2.DESCRIPTOR.services_by_name["Decode"],
         prefill_pb2.DESCRIPTOR.services_by_name["Prefill"],

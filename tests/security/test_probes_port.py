@@ -1,4 +1,4 @@
-"""The port of probes and metrics wants no key: it shows nothing but figures, and nobody can hold it, or its memory."""
+"""The port of probes and metrics wants no key: it shows nothing but figures, and no client can hold it or its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Redis that asks who we are: a user with a password, who may touch our keys only; shown to nobody."""
+"""A Redis with authentication: a user with a password and access to our keys only; the password is never shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's port that speaks TLS, and what each of its methods answers."""
+"""A worker's port with TLS, and the answer of each of its methods."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ PARTITIONS = {
     "router to a decode worker": [("hub", "decode0")],
     "a decode worker to the router": [("decode0", "hub")],
     "router and prefill": [("hub", "prefill"), ("prefill", "hub")],
-    "Redis and everybody": [("redis", one) for one in ("hub", "prefill", "decode0", "decode1")],
+    "Redis and all others": [("redis", one) for one in ("hub", "prefill", "decode0", "decode1")],
 }
 
 

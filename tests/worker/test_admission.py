@@ -1,4 +1,4 @@
-"""Who enters the prefill engine: order, bound, priorities, cancellation, deadlines."""
+"""Admission to the prefill engine: order, bound, priorities, cancellation, deadlines."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Whoever opens an attempt may vanish at any point: nothing of it stays."""
+"""The opener of an attempt may vanish at any point: nothing of the attempt stays."""
 
 from __future__ import annotations
 

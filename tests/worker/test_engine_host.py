@@ -47,9 +47,7 @@ async def test_an_engine_without_room_does_not_spin_and_still_takes_calls():
         assert await asyncio.wait_for(host.call(lambda e: e.steps), 60) == 0
     before = engine.looks
     await asyncio.sleep(0.5)
-    assert engine.looks - before < 200, (
-        "a core is burnt, and the interpreter is kept from those who free blocks"
-    )
+    assert engine.looks - before < 200, "a core is burnt, and calls that free blocks wait for the interpreter"
     await host.stop()
     assert host.ended_well
 

@@ -1,4 +1,4 @@
-"""Who waits: classes before tenants, tenants by weight, and nobody for ever."""
+"""Order of waiting requests: classes before tenants, tenants by weight, and no request waits for ever."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Crowd:
         self.admission.check_integrity()
 
     async def next(self) -> tuple[str, int]:
-        """Whoever is inside leaves; who enters then?"""
+        """The order of entries as those inside leave one by one."""
         before = len(self.served)
         self.admission.leave(self.inside)
         await self.settle()

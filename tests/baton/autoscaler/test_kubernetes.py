@@ -237,7 +237,7 @@ def test_one_acts_and_the_other_takes_over(
 
     for _ in range(8):
         step_of_second()
-    assert rig.replicas("prefill") == 1, "only who leads acts"
+    assert rig.replicas("prefill") == 1, "only the leader acts"
     rig.scaler.leadership.close()
     for _ in range(4):
         step_of_second()

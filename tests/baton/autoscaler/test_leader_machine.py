@@ -1,5 +1,5 @@
 """Autoscalers that ask for the lease in any order, over a network that is slow on either way, and a Redis that goes away:
-at no time are two of them sure, and one that asks while nobody is becomes it."""
+at no time do two of them hold it, and one that asks while it is free gets it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.harness.redis_text import decoded
 from tests.harness.waiting import wait_for
 
 LEASE = 10.0
-WHO = st.integers(0, 2)
+LEADERS = st.integers(0, 2)
 SECONDS = st.sampled_from([0.0, 0.0, 1.0, LEASE - 1.0])
 
 
@@ -72,9 +72,9 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def waits(self, seconds: float) -> None:
             self.time_passes(seconds)
 
-        @rule(who=WHO, out=SECONDS, back=SECONDS)
-        def asks(self, who: int, out: float, back: float) -> None:
-            leader = self.leaders[who]
+        @rule(index=LEADERS, out=SECONDS, back=SECONDS)
+        def asks(self, index: int, out: float, back: float) -> None:
+            leader = self.leaders[index]
             slow: Any = leader._client
             slow.out, slow.back = out, back
             before = client.get(self.key)
@@ -84,15 +84,15 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 return
             if out == back == 0.0:
                 free = before is None or decoded(before) == leader._holder
-                assert ours == free, "the lease was free, or somebody else's"
+                assert ours == free, "the lease was free, or another leader's"
                 assert not ours or leader.sure(LEASE - 0.1)
             if not ours:
                 assert not leader.sure()
 
-        @rule(who=WHO)
-        def goes_and_another_comes(self, who: int) -> None:
+        @rule(index=LEADERS)
+        def goes_and_another_comes(self, index: int) -> None:
             """A good end gives the lease up, whosever it is by then only if it is still its own."""
-            leader = self.leaders[who]
+            leader = self.leaders[index]
             slow: Any = leader._client
             slow.out = slow.back = 0.0
             holder = client.get(self.key)
@@ -101,7 +101,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 assert client.get(self.key) == holder, "it gave up what was another's"
             elif self.up:
                 assert client.get(self.key) is None
-            self.leaders[who] = self.made()
+            self.leaders[index] = self.made()
 
         @rule(up=st.sampled_from([True, True, False]))
         def redis_goes_or_comes(self, up: bool) -> None:

@@ -169,12 +169,12 @@ def test_a_missing_cluster_is_reported_in_one_sentence(tmp_path: Path) -> None:
     assert missing.value.field == "kubeconfig"
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        unreachable = f"http://127.0.0.1:{sock.getsockname()[1]}"
         file = tmp_path / "kubeconfig"
         file.write_text(
             yaml.safe_dump(
                 {
-                    "clusters": [{"name": "c", "cluster": {"server": nobody}}],
+                    "clusters": [{"name": "c", "cluster": {"server": unreachable}}],
                     "users": [{"name": "u", "user": {"token": "t"}}],
                     "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
                     "current-context": "x",

@@ -58,7 +58,7 @@ def test_two_single_gpus_of_different_kinds_are_a_pool_each(server: ApiServer, t
 
 
 def test_two_gpus_that_no_node_can_use_both_of(server: ApiServer, tmp_path: Path) -> None:
-    """The second node has a GPU, and no memory to spare for who uses it."""
+    """The second node has a GPU, and no memory to spare for its processes."""
     server.add_node("large", H100, {**LARGE, "nvidia.com/gpu": "1"})
     server.add_node("starved", H100, {"cpu": "2", "memory": "3Gi", "nvidia.com/gpu": "1"})
     found, values, _ = look(server, tmp_path)

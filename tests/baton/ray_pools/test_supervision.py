@@ -1,4 +1,4 @@
-"""A worker outlives its keeper, is taken over by the next one with the same settings, and never stays for nobody."""
+"""A worker outlives its supervisor, is taken over by the next one with the same settings, and ends without one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_it_is_taken_over_and_leaves_with_the_clusters_owner(where: Path, config
         )
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait(30)
-        wait_for(lambda: gone(worker), 60.0, "nobody is left for it to wait for")
+        wait_for(lambda: gone(worker), 60.0, "no supervisor is left, so it ends")
         assert [file.name for file in where.iterdir()] == ["owner"]
     finally:
         for process in (replica, owner):
@@ -181,7 +181,7 @@ def test_the_exit_of_a_worker_is_reported_once(where: Path, config: dict[str, An
     second.wait_serving(START_SECONDS)
     worker = second.status().pid
     second.drop()
-    os.kill(worker, signal.SIGKILL)  # while nobody keeps it
+    os.kill(worker, signal.SIGKILL)  # while it has no supervisor
     wait_for(lambda: gone(worker), 30.0, "it is dead")
     third = WorkerSupervisor.take_over_or_start(where, config, {}, heard.append)
     assert [facts.pid for facts in heard] == [pid, worker]

@@ -1,4 +1,4 @@
-"""Who could not be reached is left alone, for longer and longer, and comes back at the first answer."""
+"""A name that could not be reached is excluded, for longer and longer, until its first answer."""
 
 from __future__ import annotations
 

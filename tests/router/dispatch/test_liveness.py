@@ -40,7 +40,7 @@ async def test_a_lost_worker_gets_nothing_new_until_its_time_is_up_or_it_answers
     assert liveness.suspects == frozenset(), "it is tried"
     liveness.not_reached("d@1")
     assert liveness.suspects == {"d@1"}
-    with liveness.watch("d@1", lambda: lost.append("second")) as watch:  # nobody else was there
+    with liveness.watch("d@1", lambda: lost.append("second")) as watch:  # no other watch was open
         watch.responded()
         assert liveness.suspects == frozenset()
 

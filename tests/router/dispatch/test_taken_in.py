@@ -1,4 +1,4 @@
-"""Who is refused when it is late: everybody but those whom a router has taken in already."""
+"""A late request is refused unless a router has admitted it already."""
 
 from __future__ import annotations
 

@@ -118,26 +118,26 @@ def test_a_placement_is_charged_to_both_and_to_the_routers_table(cluster):
     assert {decoded(name): int(amount) for name, amount in kept.items()} == table
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_worker_that_was_asked_to_drain_gets_no_requests(cluster, who):
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_was_asked_to_drain_gets_no_requests(cluster, index):
     chosen = cluster.place(number=0)
     cluster.settle({})
-    cluster.client.hset(keys.drains(cluster.namespace), chosen[who], "process:exit")
+    cluster.client.hset(keys.drains(cluster.namespace), chosen[index], "process:exit")
     before = cluster.load()
     calls = cluster.client.get(cluster.tag + "calls")
     assert cluster.place() == LEAVING
     assert cluster.load() == before, "nothing was charged"
     assert cluster.client.get(cluster.tag + "calls") == calls, "it is no placement"
-    cluster.client.hset(cluster.tag + "load", cluster.of(chosen[who]), 5000)  # now another one is better
-    assert chosen[who] not in cluster.place()
+    cluster.client.hset(cluster.tag + "load", cluster.of(chosen[index]), 5000)  # now another one is better
+    assert chosen[index] not in cluster.place()
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_slot_that_another_owns_now_is_not_placed_on(cluster, who):
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_slot_that_another_owns_now_is_not_placed_on(cluster, index):
     chosen = cluster.place()
-    slot = str(cluster.by_id[chosen[who]].slot)
+    slot = str(cluster.by_id[chosen[index]].slot)
     cluster.settle({})
-    for owner in (f"{chosen[who]}@{2:016x}", None):
+    for owner in (f"{chosen[index]}@{2:016x}", None):
         if owner is None:
             cluster.client.hdel(keys.slot_owners(cluster.namespace), slot)
         else:

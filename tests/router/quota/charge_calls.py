@@ -21,12 +21,12 @@ class Held:
     applied_at: int | None = None  # None: Redis has not charged it, as far as it got
     taken_with: int | None = None
     settled: bool = False
-    lost: bool = False  # its record was forgotten, or begun anew, since
+    lost: bool = False  # its record was forgotten, or replaced, since
 
 
 @dataclass
 class Record:
-    """Who pays for a request of this name, as the records in Redis should have it."""
+    """The owner of the charge for a request of this name, as the records in Redis should have it."""
 
     owner: Held | None  # None: let go
     charged: int

@@ -43,7 +43,7 @@ async def test_tokens_are_charged_by_estimate_and_settled_by_use(routers):
     assert 40 < caught.value.retry_after_seconds <= 48
     await one.settle(first, Use(60, 40))
     (second,) = await admitted([two], limits, 1, 800)
-    await two.settle(second, Use(800, 1000))  # it went on for longer than anybody expected
+    await two.settle(second, Use(800, 1000))  # it went on for longer than expected
     with pytest.raises(OverloadedError) as caught:
         await one.charge("t", limits, 1)
     assert 45 < caught.value.retry_after_seconds <= 60

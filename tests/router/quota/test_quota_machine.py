@@ -275,7 +275,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
         @rule(pick=st.integers(0, 20))
         def a_router_dies(self, pick: int) -> None:
-            """Nobody will ever settle its charge."""
+            """Its charge is never settled."""
             if self.held:
                 self.held.pop(pick % len(self.held))
 

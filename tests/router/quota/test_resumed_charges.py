@@ -41,7 +41,7 @@ async def test_a_router_that_was_only_left_pays_for_what_was_not_taken_along(rou
     one, two = routers
     first = await charged(one, ChargedRequest("r"))
     second = await charged(two, ChargedRequest("r", again=True, held_tokens=1000))
-    await one.settle(first, Use(PROMPT, 13_000, finished=False))  # 12,000 of them nobody got
+    await one.settle(first, Use(PROMPT, 13_000, finished=False))  # 12,000 of them reached no client
     assert bucket() == (1, 3 + 12)
     await two.settle(second, Use(PROMPT, 5000))
     assert bucket() == (1, 6 + 12)

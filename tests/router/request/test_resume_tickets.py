@@ -1,4 +1,4 @@
-"""Tickets: who shows one was taken in, and nobody else."""
+"""Resume tickets prove that a request was admitted."""
 
 from __future__ import annotations
 

@@ -250,11 +250,11 @@ def wait_free(router: Router, key: str) -> None:
     wait_for(lambda: ask(router, key).status_code == 200, 30, "a place is free")
 
 
-@pytest.mark.parametrize("door", [begun, silent_call])
-def test_a_place_is_taken_by_the_head(door: Any, router: Router, single: str, ops: str) -> None:
+@pytest.mark.parametrize("occupy", [begun, silent_call])
+def test_a_place_is_taken_by_the_head(occupy: Any, router: Router, single: str, ops: str) -> None:
     """The tenant may have one request: while its body is on its way, the next head is refused."""
     wait_free(router, single)
-    with door(router, single):
+    with occupy(router, single):
         wait_for(lambda: in_flight(router, ops) == 1, 30, "the place is taken")
         with begun(router, single) as second:
             answer = b""

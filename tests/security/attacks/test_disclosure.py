@@ -1,4 +1,4 @@
-"""An error that a client reads names no worker, no address and no part of the code, whoever made it."""
+"""An error that a client reads names no worker, no address and no part of the code, whatever its source."""
 
 from __future__ import annotations
 

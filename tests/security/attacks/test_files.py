@@ -24,7 +24,7 @@ STATE = ClusterState("http://h", "g", RedisState("redis://***@r", 1), [], [], []
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A file of somebody else's wishes, to which links lead."""
+    """A file of another user, to which links lead."""
     victim = tmp_path / "victim"
     victim.write_text("untouched")
     return victim

@@ -1,4 +1,4 @@
-"""A client's text and roles become no control tokens, through either door."""
+"""A client's text and roles become no control tokens, over HTTP or gRPC."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_idle_connections_have_a_number_and_end(router: Any, keys: KeyFile) -> N
                 return len(client.generate("abc", max_tokens=2).choices[0].token_ids) == 2
             return False
 
-        wait_for(served, 20, "those who were first have left")
+        wait_for(served, 20, "the first ones have left")
 
 
 def test_a_call_whose_message_does_not_come_ends(router: Any) -> None:

@@ -1,4 +1,4 @@
-"""Connections on which no request runs, held without a key, end, and keep nobody else from being served."""
+"""Connections on which no request runs, held without a key, are closed, and do not keep others from being served."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class Reader:
 
 @contextlib.asynccontextmanager
 async def large_answer(size: int, write_seconds: float) -> Any:
-    """A server that writes an answer of `size` bytes as soon as somebody connects; its address and its state."""
+    """A server that writes an answer of `size` bytes as soon as a client connects; its address and its state."""
     limits = ConnectionLimits(write_seconds=write_seconds, max_http_connections=LIMIT)
     state = ServerState()
 

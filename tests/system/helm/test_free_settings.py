@@ -18,7 +18,7 @@ from tests.system.helm.rendering import CHART, Rendered, Renderer, ValueSet, pod
 from tests.system.helm.value_sets import VALUE_SETS
 
 pytestmark = pytest.mark.system
-SETS = ("own certificates", "own secrets", "multi-node", "autoscaling", "autoscaling on somebody else's Ray")
+SETS = ("own certificates", "own secrets", "multi-node", "autoscaling", "autoscaling on an external Ray")
 CONFIGS: dict[str, type[Frozen]] = {
     "router": RouterConfig,
     "prefill": WorkerConfig,

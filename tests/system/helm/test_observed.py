@@ -28,7 +28,7 @@ def test_every_file_is_there_unchanged(renderer: Renderer) -> None:
 
 
 def test_alerts_link_to_the_runbooks_of_the_installation(renderer: Renderer) -> None:
-    """Nowhere, before somebody says where they are: no address is made up."""
+    """Nowhere, before their address is configured: no address is made up."""
     base = "https://git.example/baton/docs/runbooks"
     rules = {"enabled": True, "runbookBase": f"{base}/"}
     rendered = renderer.render(ValueSet(values={"observability": {"rules": rules}}))

@@ -111,7 +111,7 @@ def test_the_operators_nodes_have_probes_of_ours(renderer: Renderer) -> None:
 @pytest.mark.parametrize("kind", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_a_node_without_a_raylet_fails_every_probe(kind: str, renderer: Renderer, tmp_path: Path) -> None:
     command = _container(renderer, "kuberay", "decode", "worker")[kind]["exec"]["command"]
-    assert _exit_code(_script(command, raylet=str(tmp_path / "nobody"))) != 0
+    assert _exit_code(_script(command, raylet=str(tmp_path / "missing"))) != 0
 
 
 @pytest.mark.parametrize("kind", ["startupProbe", "readinessProbe", "livenessProbe"])

@@ -56,7 +56,7 @@ ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 @pytest.mark.parametrize("name", RAY_NODES)
 def test_a_ray_node_has_rays_token_and_nothing_else(name: str, renderer: Renderer) -> None:
-    """Who submits a job to Ray runs in this container: beside a worker, or below its ranks."""
+    """A job submitted to Ray runs in this container: beside a worker, or below its ranks."""
     rendered = renderer.render(VALUE_SETS[name])
     nodes = [
         (pod, one)

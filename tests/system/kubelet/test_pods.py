@@ -187,9 +187,9 @@ def test_a_service_spreads_connections_over_ready_pods_and_headless_names_are_po
     made["spec"]["podManagementPolicy"] = "Parallel"
     made["spec"]["template"]["spec"]["volumes"] = [{"name": "tmp", "emptyDir": {}}]
     server.create(samples.service("web", 8080, "http", headless=True))
-    door = samples.service("web", 80, "http")
-    door["metadata"]["name"] = "door"
-    server.create(door)
+    front = samples.service("web", 80, "http")
+    front["metadata"]["name"] = "front"
+    server.create(front)
     server.create(made)
     wait_for(
         lambda: (server.object("StatefulSet", "web").get("status") or {}).get("readyReplicas") == 2,
@@ -199,7 +199,7 @@ def test_a_service_spreads_connections_over_ready_pods_and_headless_names_are_po
     script = (
         "import urllib.request as u, socket\n"
         "get = lambda a: u.urlopen(f'http://{a}/name', timeout=5).read().decode().strip()\n"
-        "print(sorted({get('door') for _ in range(40)}))\n"
+        "print(sorted({get('front') for _ in range(40)}))\n"
         "print(get('web-1.web:8080'), get('web-0.web.default.svc.cluster.local:8080'))\n"
         "print(len({i[4][0] for i in socket.getaddrinfo('web', 8080)}))\n"
     )

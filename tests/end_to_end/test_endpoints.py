@@ -1,4 +1,4 @@
-"""Both doors as clients use them: the openai package unmodified, plain grpcio, reflection; and what they refuse."""
+"""HTTP and gRPC as clients use them: the openai package unmodified, plain grpcio, reflection; and their refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "tiny"
 @pytest.fixture(scope="module")
 def cluster(checkpoint, tmp_path_factory):
     flags = (*PROCESS, "--served-model-name", NAME)
-    with run_cluster(tmp_path_factory.mktemp("doors"), checkpoint("llama"), *flags) as running:
+    with run_cluster(tmp_path_factory.mktemp("endpoints"), checkpoint("llama"), *flags) as running:
         yield running
 
 
