@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument("--environment", type=Path, default=Path("out/peers/vllm"))
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", ""))
-    parser.add_argument("--quick", action="store_true", help="short runs: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="short runs, to check that everything works")
     given = parser.parse_args(arguments)
     context = Context(given.out, Console(), given.quick)
     context.say("installing vLLM, once")

@@ -23,7 +23,7 @@ PAGE = 16
 KEY_BYTES = 8
 STEP_SECONDS = 0.02
 HOUR_MS = 3_600_000
-BANDWIDTHS = struct.pack(">5d", *[1e12] * 5)  # the same at every distance
+BANDWIDTHS = struct.pack(">5d", *[1e12] * 5)  # the same at every topological distance
 
 
 @dataclass(frozen=True)
