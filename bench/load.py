@@ -1,4 +1,4 @@
-"""Loads that several sections share, as the load generator's configurations."""
+"""Workloads that several sections share, as configurations of the load generator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tokens_config(target: str, **settings: Any) -> LoadConfig:
 
 
 def run_now(config: LoadConfig) -> Report:
-    """Raises RuntimeError when requests failed: figures of a failing server say nothing."""
+    """Raises RuntimeError when requests failed: figures of a failing server mean nothing."""
     return checked(asyncio.run(run(config)))
 
 

@@ -42,7 +42,7 @@ console = Console()
 
 
 def start_cluster() -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-    """`baton up` as anyone would start it; returns once it says that it is ready."""
+    """Start `baton up` with its defaults; return once it reports that it is ready."""
     state_file = OUT / "state.json"
     state_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "baton", "up", "--model", str(MODEL), "--routers", "1"]
@@ -72,7 +72,7 @@ def stop_cluster(process: subprocess.Popen[bytes]) -> int:
 
 
 async def show_text(address: str) -> None:
-    """Text as it comes, and who worked on it."""
+    """Text as it comes, and the workers that computed it."""
     async with AsyncClient(address) as client:
         for prompt in PROMPTS:
             console.print(Rule(style="dim"))
@@ -109,7 +109,7 @@ async def load(state: dict[str, Any]) -> Report:
 
 
 def check(report: Report) -> list[str]:
-    """What must be true of the demo."""
+    """The demo's requirements that are not met."""
     problems = []
     if report.failed:
         problems.append(f"{report.failed} of {report.requests} requests failed: {report.errors}")

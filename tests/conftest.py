@@ -35,7 +35,7 @@ if not os.environ.get("BATON_EXPLORE"):
     # Hypothesis draws constants that it finds in the source of every module loaded so far. The examples of a test would
     # change with the tests that ran before it in the same process, and a machine might miss a state that it has to reach.
     no_constants = providers._local_constants  # empty: nothing was drawn yet
-    assert providers._get_local_constants and not len(no_constants)
+    assert callable(providers._get_local_constants) and not len(no_constants)
     providers._get_local_constants = lambda: no_constants
 
 Checkpoint = Callable[[str], Path]

@@ -1,4 +1,4 @@
-"""The engine of the tree on the path, alone: prints its seconds as JSON. Runs as a script, in either tree."""
+"""The engine of the tree on the path, by itself: prints seconds as JSON. Runs as a script, in either tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
 
 BATCH = 8
-VOCABULARY = 8000  # a little less than the checkpoint's: ids that every prompt may hold
+VOCABULARY = 8000  # a little less than the checkpoint's: ids valid in every prompt
 WARM_STEPS = 4
 
 
@@ -40,7 +40,7 @@ def main(model: Path, prompt_tokens: int, repeats: int, steps: int) -> None:
 
 
 def _prefill(engine: Engine, number: int, tokens: int) -> float:
-    """Every prompt is another one: nothing is found in the prefix cache."""
+    """Every prompt is different: nothing is found in the prefix cache."""
     prompt = [(number * 7919 + index * 31) % VOCABULARY for index in range(tokens)]
     engine.add(EngineRequest(f"prefill-{number}", prompt, _greedy(1)))
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a digest adds to each side's copy of a part: the same copies with and without it, by turns."""
+"""The time that a digest adds to each side's copy of a part: the same copies with and without it, alternating."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Side:
 
 
 def _at_prefill(repeats: int) -> Side:
-    """Out of the KV pool itself, as prefill workers write."""
+    """Copy out of the KV pool itself, as prefill workers write."""
     source = kv_cache(BLOCKS).view(-1).view(torch.uint8)
     with peer_memory(huge=True) as (pid, address):
         return _by_turns(

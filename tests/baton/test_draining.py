@@ -16,7 +16,7 @@ from baton.cli.main import app
 from baton.draining import Process
 from cluster.errors import ConfigError, UnavailableError
 
-NOBODY = "redis://127.0.0.1:1"
+UNREACHABLE = "redis://127.0.0.1:1"
 STAYS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None); print('up', flush=True); time.sleep(60)"
 GOES = "import signal, time; print('up', flush=True); time.sleep(60)"
 Start = Callable[[str], tuple[subprocess.Popen[str], Path]]
@@ -47,22 +47,22 @@ def drain(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["drain", *arguments])
 
 
-def test_without_redis_the_process_is_told_directly(start: Start) -> None:
+def test_without_redis_the_process_is_signalled_directly(start: Start) -> None:
     process, file = start(GOES)
-    told = drain("--self", "--ready-file", str(file), "--redis-url", NOBODY, "--wait", "20")
+    told = drain("--self", "--ready-file", str(file), "--redis-url", UNREACHABLE, "--wait", "20")
     assert told.exit_code == 0 and "is told to leave" in told.output
     assert process.wait(10) != 0
-    again = drain("--self", "--ready-file", str(file), "--redis-url", NOBODY)
+    again = drain("--self", "--ready-file", str(file), "--redis-url", UNREACHABLE)
     assert again.exit_code == 0 and "has left already" in again.output
 
 
-def test_who_takes_longer_than_the_wait_is_exit_code_3(start: Start) -> None:
+def test_a_drain_longer_than_the_wait_is_exit_code_3(start: Start) -> None:
     _, file = start(STAYS)
     told = drain("--self", "--ready-file", str(file), "--wait", "0.3")
     assert told.exit_code == 3 and "still runs after 0.3 s" in told.output
 
 
-def test_another_process_with_the_same_number_is_left_alone(start: Start, tmp_path: Path) -> None:
+def test_another_process_with_the_same_pid_is_not_signalled(start: Start, tmp_path: Path) -> None:
     process, file = start(GOES)
     found = Process.read(file)
     earlier = Process(found.id, found.pid, found.role, written=time.time() - 3600)
@@ -72,9 +72,9 @@ def test_another_process_with_the_same_number_is_left_alone(start: Start, tmp_pa
         process.wait(0.2)
 
 
-def test_nobody_to_tell_is_an_error() -> None:
-    assert isinstance(drain("decode-0", "--redis-url", NOBODY).exception, UnavailableError)
-    assert isinstance(drain("--self", "--redis-url", NOBODY).exception, UnavailableError)
+def test_a_drain_without_a_reachable_worker_is_an_error() -> None:
+    assert isinstance(drain("decode-0", "--redis-url", UNREACHABLE).exception, UnavailableError)
+    assert isinstance(drain("--self", "--redis-url", UNREACHABLE).exception, UnavailableError)
     for arguments in ([], ["decode-0", "--self"], ["decode-0"]):
         failed = drain(*arguments)
         assert isinstance(failed.exception, ConfigError), failed.output

@@ -1,4 +1,4 @@
-"""Striking: what is done to whom, and what it met."""
+"""Fault injection: what is done to which process, and what ran there."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Striker:
     # --- at a point --------------------------------------------------------------------------------------
 
     async def _order(self, fault: Fault, deadline: float) -> InjectedFault | None:
-        """Whoever passes the point first, the `at`-th time, breaks."""
+        """The first process that passes the point for the `at`-th time fails."""
         name = f"{fault.number}-{fault.rng.getrandbits(32):08x}"
         order = orders.Order(name, fault.point, fault.row.act, fault.at, fault.hold_seconds)
         # Now: one that is killed there may have a successor when we hear of it.
@@ -85,7 +85,7 @@ class Striker:
         held = fault.hold_seconds if fault.row.act in ("stop", "delay") else 0.0
         hit = sum(done.process in stream.workers for stream in self._workload.live)
         return InjectedFault(
-            done.monotonic, (done.pid,), _doors(before, [done.pid]), in_flight, hit or 1, held
+            done.monotonic, (done.pid,), _endpoints(before, [done.pid]), in_flight, hit or 1, held
         )
 
     async def _carried_out(self, name: str, deadline: float) -> orders.InjectedFault | None:
@@ -109,7 +109,7 @@ class Striker:
         live = self._workload.live
         workers = {*victims, *map(leader_of, victims)} if fault.row.rank else set(victims)
         hit = sum(any(self._target.pid_of(worker) in workers for worker in stream.workers) for stream in live)
-        routers = _doors(self._target.state()["router"], victims)
+        routers = _endpoints(self._target.state()["router"], victims)
         began, in_flight, held = loop.time(), len(live), 0.0
         _send(victims, signal.SIGKILL if fault.row.act == "kill" else signal.SIGSTOP)
         if fault.row.act == "stop":
@@ -188,7 +188,7 @@ class Striker:
         return InjectedFault(asyncio.get_running_loop().time(), (), (), live, 0, 0.0)
 
 
-def _doors(routers: Iterable[dict[str, Any]], pids: Sequence[int]) -> tuple[str, ...]:
+def _endpoints(routers: Iterable[dict[str, Any]], pids: Sequence[int]) -> tuple[str, ...]:
     return tuple(one["http"] for one in routers if one["pid"] in pids)
 
 

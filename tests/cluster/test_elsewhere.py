@@ -281,7 +281,7 @@ async def test_another_error_keeps_the_connection(tmp_path: Path, answer: str) -
         await script.close()
 
 
-async def test_who_waits_on_a_connection_that_is_left_gets_an_answer_there(tmp_path: Path) -> None:
+async def test_a_request_waiting_on_a_closing_connection_gets_an_answer_there(tmp_path: Path) -> None:
     """It is left because of one call that was given up; others may have more time."""
     answer, connections = asyncio.Event(), 0
     serving: list[asyncio.Task[None] | None] = []

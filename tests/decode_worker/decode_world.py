@@ -75,7 +75,9 @@ class HandMovedRank:
     def handle(self, message: m.ToReceiver) -> None:
         match message:
             case m.Expect():
-                assert message.slot not in self.writers, "a slot was granted while somebody may write into it"
+                assert message.slot not in self.writers, (
+                    "a slot was granted while another peer may write into it"
+                )
                 self.writers[message.slot] = message.transfer_id
                 self.scatters[message.slot] = message
                 self.expected.append(message)

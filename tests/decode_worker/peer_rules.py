@@ -184,8 +184,8 @@ class PeerRules(RuleBasedStateMachine):
         self.settle()
 
     def claims(self, transfer: bytes | None = None) -> list[Any]:
-        slots = [slot for ring in self.world.receiver.rings for slot in ring.slots if slot.claim is not None]
-        return [slot.claim for slot in slots if transfer in (None, slot.claim.transfer_id)]
+        claims = [slot.claim for ring in self.world.receiver.rings for slot in ring.slots]
+        return [one for one in claims if one is not None and transfer in (None, one.transfer_id)]
 
     def no_more_writes(self, of: Any) -> None:
         writers = self.world.rank.writers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -29,11 +30,12 @@ T = b"t" * 16
 @asynccontextmanager
 async def serving():
     world = DecodeWorld()
-    me = SimpleNamespace(worker_id="d", epoch=EPOCH)
+    me: Any = SimpleNamespace(worker_id="d", epoch=EPOCH)
     world.core.check_epoch = lambda epoch: WorkerIdentity.check_epoch(me, epoch)
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    service = DecodeService(world.core, world.role)
+    parts: Any = world.core
+    service = DecodeService(parts, world.role)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     await server.start()
     try:
@@ -45,14 +47,24 @@ async def serving():
 
 
 def attach(**more: object) -> decode_pb2.AttachRequest:
-    fields = {"wire_version": WIRE_VERSION, "transfer_id": T, "request_id": "r", "worker_epoch": EPOCH}
+    fields: dict[str, Any] = {
+        "wire_version": WIRE_VERSION,
+        "transfer_id": T,
+        "request_id": "r",
+        "worker_epoch": EPOCH,
+    }
     return decode_pb2.AttachRequest(**{**fields, **more})
 
 
 def run(**more: object) -> decode_pb2.DecodeRunRequest:
     sampling = common_pb2.SamplingParams(max_tokens=4)
     spec = common_pb2.GenerateSpec(model_id="m", prompt_tokens=bytes(16), sampling=sampling, salt=bytes(16))
-    fields = {"wire_version": WIRE_VERSION, "transfer_id": T, "request_id": "r", "worker_epoch": EPOCH}
+    fields: dict[str, Any] = {
+        "wire_version": WIRE_VERSION,
+        "transfer_id": T,
+        "request_id": "r",
+        "worker_epoch": EPOCH,
+    }
     return decode_pb2.DecodeRunRequest(**{**fields, "spec": spec, **more})
 
 

@@ -155,11 +155,11 @@ async def test_classes_go_before_tenants(local):
     for index in range(3):
         local.ask(f"high{index}", "b", 0.5, priority=1)
     await local.run()
-    # Two were inside before; whoever of them has not begun lets the high ones pass as well.
+    # Two were inside before; those that have not begun let the high ones pass as well.
     assert set(local.first[:5]) == {"batch0", "batch1", "high0", "high1", "high2"}, local.first
 
 
-async def test_who_waits_is_told_when_its_time_is_up(local):
+async def test_a_waiting_request_fails_at_its_deadline(local):
     for index in range(4):
         local.ask(f"r{index}", deadline_ms=60_000)
     local.ask("late", deadline_ms=20)
@@ -170,7 +170,7 @@ async def test_who_waits_is_told_when_its_time_is_up(local):
     assert local.outcomes["r3"].report.prefill_queue_seconds >= 0.1
 
 
-async def test_who_is_cancelled_while_it_waits_takes_nothing(local):
+async def test_a_request_cancelled_while_it_waits_takes_nothing(local):
     ids = [local.ask(f"r{index}") for index in range(6)]
     await local.settle()
     for transfer_id in (ids[5], ids[3], ids[0]):  # two that wait, one inside
@@ -197,9 +197,7 @@ async def test_what_the_engine_refuses_gives_its_place_back(local):
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("priority", [0, -1])
-async def test_one_that_has_waited_long_is_computed_before_those_who_come_later(
-    inside, priority, local, monkeypatch
-):
+async def test_one_that_has_waited_long_is_computed_before_later_ones(inside, priority, local, monkeypatch):
     """In the engine too it counts as of the higher class: there all of a class go by their arrival."""
     monkeypatch.setattr(scheduler, "AGING_SECONDS", 0.05 if inside else 1e6)
     local.role.attempts.admission._aging_seconds = 1e6 if inside else 0.05

@@ -1,4 +1,4 @@
-"""A parent's word ends the quarantine of every life of the process that exited, and of nobody else."""
+"""A parent's report ends the quarantine of every epoch of the process that exited, and of no other."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ async def test_no_slot_is_free_before_its_rank_has_looked():
         await gone.granted(transfer_id, 0)
         await gone.close()
         await until(lambda: decode.count(SlotState.QUARANTINED) == 1, "its slot is in doubt")
-        handle, settles = decode.ranks[0].handle, []
+        handle = decode.ranks[0].handle
+        settles: list[Any] = []
 
         def kept(message: Any) -> None:
             (settles.append if type(message).__name__ == "Settle" else handle)(message)

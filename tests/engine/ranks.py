@@ -73,7 +73,7 @@ class ThreadGroup:
         self._box[self.rank] = mine
         self._barrier.wait()
         everyone = list(self._box)
-        self._barrier.wait()  # nobody writes before all have read
+        self._barrier.wait()  # no rank writes before all have read
         return everyone
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def runners(model: Path, tensor_parallel: int) -> Iterator[list[ModelRunner]]:
         yield ranks
         ranks[0].stop_ranks()
     except BaseException:
-        barrier.abort()  # nobody waits for a leader that failed
+        barrier.abort()  # no rank waits for a leader that failed
         raise
     finally:
         for thread in followers:

@@ -18,7 +18,7 @@ from engine.plan import BlockCopy, PlanItem, StepPlan
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_comes_alone_says_so(rank):
+def test_a_rank_whose_peers_do_not_join_reports_it(rank):
     """Of two: the leader whose rank died on the way, and the rank whose leader did."""
     address, listener = listen_at("127.0.0.1")
     if rank:
@@ -74,7 +74,7 @@ def hold_group(rank: int, address: str, listener: socket.socket | None, ports: A
     group.close()
 
 
-def test_nobody_else_gets_into_a_group_that_is_complete():
+def test_no_other_rank_joins_a_complete_group():
     """gloo keeps descriptors of strangers that hang up, and aborts when there are no more."""
     address, listener = listen_at("127.0.0.1")
     context = multiprocessing.get_context("spawn")

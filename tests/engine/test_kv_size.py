@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import ConfigError
-from engine import kv_cache
+from engine import build, kv_cache
 from engine.build import load_runner
 from engine.model.weights import Checkpoint
 from engine.parallel.group import NullGroup
@@ -106,7 +106,7 @@ def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch
         seen.append(beside_bytes)
         raise ConfigError("far enough", field="model")
 
-    monkeypatch.setattr(local.build, "load_model", load)
+    monkeypatch.setattr(build, "load_model", load)
     monkeypatch.setattr(local, "check", lambda config: None)
     transfer = TransferConfig(staging_bytes=3 << 20, ring_bytes=5 << 20, ring_max_bytes=7 << 20)
     config = WorkerConfig(role=role, engine=EngineConfig(model="/m"), transfer=transfer)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def test_no_weights_at_all(model):
         load(model)
 
 
-def test_a_pool_smaller_than_a_context_says_by_how_much(model):
+def test_a_pool_smaller_than_a_context_is_refused_with_the_difference(model):
     with pytest.raises(ConfigError, match="more") as caught:
         load_runner(EngineConfig(model=model, kv_memory_bytes=1 << 16, max_model_len=256))
     assert caught.value.field == "kv_memory"

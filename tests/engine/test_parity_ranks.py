@@ -25,7 +25,7 @@ DEGREES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_ranks_say_what_one_says(variant, checkpoint):
+def test_two_ranks_give_the_output_of_one(variant, checkpoint):
     model = checkpoint(variant)
     with runners(model, 2) as ranks:
         heads = ranks[0].model_config.num_kv_heads

@@ -1,4 +1,4 @@
-"""Who gives its blocks back: class, then what a tenant holds for its weight, then age."""
+"""The order of eviction: class, then what a tenant holds for its weight, then age."""
 
 from __future__ import annotations
 

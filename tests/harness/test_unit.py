@@ -13,7 +13,7 @@ from tests.harness.unit import HEAVY, ROOT, light_modules, needed
 @pytest.mark.parametrize(
     ("module", "light"),
     [
-        ("tests/router/test_low_priority.py", True),
+        ("tests/router/admission/test_low_priority.py", True),
         ("tests/cluster/test_registration.py", True),
         ("tests/kv_transfer/test_geometry.py", False),  # through numpy rows of torch tensors
         ("tests/engine/test_sampling.py", False),

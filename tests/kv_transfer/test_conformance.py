@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ async def test_whole_blocks_are_written_as_they_lie(monkeypatch, tensor_parallel
 
 def header(expected: m.Expect, **wrong: object) -> handoff_pb2.PartHeader:
     """Of a part that would be taken, but for what is wrong."""
-    fields = {
+    fields: dict[str, Any] = {
         "transfer_id": expected.transfer_id,
         "prefill_epoch": PREFILL_EPOCH,
         "decode_epoch": DECODE_EPOCH,
@@ -152,7 +153,7 @@ async def test_what_is_stale_is_dropped_and_counted(transport):
     """Each field alone; and a good part twice."""
     async with decode_side(config(transport)) as decode:
         rank = decode.ranks[0]
-        landed: list[object] = []
+        landed: list[Any] = []
         rank._on_event = landed.append
         slot = rank._memory.slots[1]
         expected = m.Expect(1, 4, b"t" * 16, 0, 0)

@@ -31,7 +31,7 @@ def transport(request):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("act", ["twice", "delay"])
-async def test_a_message_said_twice_or_late_changes_nothing(kind, act, transport, tmp_path):
+async def test_a_repeated_or_late_message_changes_nothing(kind, act, transport, tmp_path):
     if kind == "part" and transport == "nixl":
         transport = "grpc"  # the bytes go by no message there
     async with (

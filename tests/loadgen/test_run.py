@@ -89,7 +89,7 @@ async def test_a_server_that_closes_after_each_answer() -> None:
     assert server.connections >= 4
 
 
-async def test_another_openai_server_says_less() -> None:
+async def test_another_openai_server_reports_less() -> None:
     async with StubHttp(baton=False) as server:
         report = await run(config(server.url, requests=2))
     found = report.to_json()

@@ -1,4 +1,4 @@
-"""A key with quotas, at both doors of a real router."""
+"""A key with quotas, over HTTP and gRPC of a real router."""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ def asking(router: Router, key: str, new: int, **fields: Any) -> Iterator[Iterat
         setattr(request, name, value)
     with grpc.insecure_channel(router.grpc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        yield stub.Generate(request, timeout=30, metadata=(("authorization", f"Bearer {key}"),))
+        stream: Any = stub.Generate(request, timeout=30, metadata=(("authorization", f"Bearer {key}"),))
+        yield stream
 
 
 def refusal(router: Router, key: str, **fields: Any) -> str:

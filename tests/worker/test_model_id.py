@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_a_large_tensor_is_looked_at_from_end_to_end(model: Path, share: float) 
         {"a_key_of_next_year": {"attends": "backwards"}},
     ],
 )
-def test_a_key_that_changes_output_changes_the_id(model: Path, changes: dict[str, object]) -> None:
+def test_a_key_that_changes_output_changes_the_id(model: Path, changes: dict[str, Any]) -> None:
     (model / "generation_config.json").unlink()  # its end tokens would go before
     before = make_model_id(model)
     edit(model, **changes)

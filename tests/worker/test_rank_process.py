@@ -334,7 +334,7 @@ def test_a_message_that_the_leader_cannot_handle_ends_the_rank():
         assert reports.said == ["a message of rank 1 could not be handled: Confirmed"]
 
 
-def test_a_rank_that_was_told_to_close_has_not_failed():
+def test_a_rank_that_was_asked_to_close_has_not_failed():
     with spawned() as (remote, _, reports):
         remote.start_closing()
         remote.end(30.0)

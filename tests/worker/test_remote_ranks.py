@@ -57,16 +57,16 @@ def ray_cluster(tmp_path: Path, leaving: Path) -> Iterator[ray_head.RayHead]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", ["the worker", "the place of its ranks"])
+@pytest.mark.parametrize("asked", ["the worker", "the place of its ranks"])
 def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
-    who: str,
+    asked: str,
     ray_cluster: ray_head.RayHead,
     leaving: Path,
     redis_url: str,
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    """Whoever of them is told to go."""
+    """Either of them may be told to drain."""
     model, namespace = checkpoint("llama"), f"test-{secrets.token_hex(4)}"
     config: dict[str, Any] = {
         "redis_url": redis_url,
@@ -103,7 +103,7 @@ def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
             assert_reference(model, prompt, answer.token_ids)
         hosts = [one.pid for one in _rank_hosts()]
         assert hosts
-        if who == "the worker":
+        if asked == "the worker":
             worker.terminate()
         else:
             leaving.touch()
@@ -126,7 +126,7 @@ def rank_bytes(rank: int) -> bytes:
     return rank.to_bytes(RANK_BYTES, "big")
 
 
-def test_only_who_has_the_key_comes_in() -> None:
+def test_only_a_peer_with_the_key_is_accepted() -> None:
     listening = RankListener("127.0.0.1", "w")
     try:
         with pytest.raises(AuthenticationError):
@@ -222,7 +222,7 @@ def test_one_peer_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_closed_listener_keeps_no_peer() -> None:
-    """Neither one in its handshake nor a rank that nobody waited for."""
+    """Neither one in its handshake nor a rank that was not expected."""
     listening = RankListener("127.0.0.1", "w")
     with socket.create_connection(listening.address) as silent:
         pipe = connect(listening.address, authkey=listening.key)

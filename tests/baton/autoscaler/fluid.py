@@ -30,7 +30,7 @@ class Worker:
 
 @dataclass
 class FluidCluster:
-    """`room`: replicas that ever become ready, by pool; more are asked for in vain."""
+    """`room`: replicas that ever become ready, by pool; requests for more are never met."""
 
     config: AutoscalingConfig
     room: dict[Role, int] = field(default_factory=dict)

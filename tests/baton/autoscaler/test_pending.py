@@ -60,7 +60,7 @@ def test_one_that_fits_nowhere_is_given_back_early_and_one_that_loads_beside_it_
     assert pool.see(1, starting=1, unschedulable=1) == (1, 2)
 
 
-def test_nobody_starts_forever() -> None:
+def test_a_starting_replica_counts_for_a_bounded_time() -> None:
     pool = Pool(2)
     assert pool.see_until(pending.MAX_STARTING_SECONDS, 1, starting=1) == {(0, None)}
     assert pool.see(1, starting=1) == (1, 1)

@@ -1,4 +1,4 @@
-"""What is sent to a Ray cluster of somebody else's."""
+"""What is sent to an external Ray cluster."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from baton.ray_pools.supervision.exit_report import TELL_SECONDS, ExitReport
 from baton.ray_pools.supervision.worker_sockets import Facts
 from cluster.config.worker import WorkerConfig
 from cluster.membership import reader
+from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from tests.baton.ray_pools.test_exit_report import Decode, config, served
@@ -63,7 +64,7 @@ def launched(monkeypatch) -> list[Any]:
     return asked
 
 
-def test_a_decode_worker_with_a_dead_lease_is_told_when_it_answers_again(
+def test_a_decode_worker_with_a_dead_lease_gets_the_report_when_it_answers_again(
     decode, settings, tmp_path: Path, monkeypatch
 ):
     """By a process that outlives the replica, and ends then."""
@@ -95,13 +96,13 @@ def late_words(where: Path) -> list[int]:
     return found
 
 
-def test_one_that_does_not_answer_the_replica_is_told_later(decode, settings, launched, monkeypatch):
+def test_a_worker_that_does_not_answer_gets_the_report_later(decode, settings, launched, monkeypatch):
     monkeypatch.setattr("baton.ray_pools.supervision.exit_report.TELL_SECONDS", 0.2)
     ExitReport(settings).give(GONE)
     assert launched == [{"d1": decode[1]}]
 
 
-def test_what_survives_sigkill_for_a_while_is_told_of_when_it_has_died(
+def test_a_process_that_survives_sigkill_for_a_while_is_reported_once_dead(
     decode, settings, launched, monkeypatch, tmp_path: Path
 ):
     """A process in a driver's call dies when that returns."""
@@ -124,14 +125,16 @@ def test_what_survives_sigkill_for_a_while_is_told_of_when_it_has_died(
     assert decode[0].told == ["p1"], "told without a proof"
 
 
-def test_nothing_is_left_to_tell_where_all_have_answered(decode, settings, launched):
+def test_nothing_is_left_to_report_where_all_have_answered(decode, settings, launched):
     decode[0].failures = 1
     ExitReport(settings).give(GONE)
     assert decode[0].told == ["p1"] and launched == []
 
 
-def test_what_redis_could_not_say_is_asked_later(decode, settings, launched, monkeypatch, tmp_path: Path):
-    read, answers = late_exit_report.read_workers, [redis.ConnectionError("away")] * 3
+def test_workers_that_redis_could_not_list_are_read_later(
+    decode, settings, launched, monkeypatch, tmp_path: Path
+):
+    read, answers = read_workers, [redis.ConnectionError("away")] * 3
 
     def reads(*where: str) -> Any:
         if answers:
@@ -146,7 +149,7 @@ def test_what_redis_could_not_say_is_asked_later(decode, settings, launched, mon
     assert decode[0].told == ["p1"] and not answers
 
 
-def test_who_leaves_the_registry_is_told_no_more(decode, settings, registration, tmp_path: Path):
+def test_a_worker_that_left_the_registry_gets_no_more_reports(decode, settings, registration, tmp_path: Path):
     thread = threading.Thread(
         target=late_exit_report.deliver, args=(settings, GONE, {"d1": decode[1]}, tmp_path, 10 * LONG)
     )

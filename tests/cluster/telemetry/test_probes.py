@@ -50,7 +50,7 @@ def ask(exporter: MetricsServer, path: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def test_a_probe_says_why_not(exporter: MetricsServer, worker: Worker) -> None:
+def test_a_failed_probe_gives_its_reason(exporter: MetricsServer, worker: Worker) -> None:
     status, body = ask(exporter, "/ready")
     assert status == 503
     assert json.loads(body) == {

@@ -262,7 +262,8 @@ async def test_a_silent_worker_is_lost(world, monkeypatch):
     attempt = world.attempt()
     attempt.start()
     found = ends(await events(attempt, both))
-    assert isinstance(found[P].error, PeerLostError) and "nothing heard" in found[P].error.message
+    error = found[P].error
+    assert isinstance(error, PeerLostError) and "nothing heard" in error.message
     assert found[D].end is not None
     assert "p@3" in world.liveness.suspects
 
@@ -291,7 +292,7 @@ async def test_an_unread_stream_is_paused_and_not_lost(world, monkeypatch):
     ("state", "committed"),
     [(decode_pb2.ATTEMPT_STATE_COMMITTED, True), (decode_pb2.ATTEMPT_STATE_ABORTED, False)],
 )
-async def test_the_decode_worker_says_whether_it_has_committed(world, state, committed):
+async def test_the_decode_worker_reports_whether_it_has_committed(world, state, committed):
     world.decode.arbiter = state
     attempt = world.attempt()
     assert await attempt.abort_unless_committed() is committed

@@ -69,7 +69,7 @@ def end(outcome: str, error: BatonError | None = None) -> common_pb2.AttemptEnd:
 
 @dataclass(eq=False)
 class Scripted:
-    """Stands in for an Attempt: says what its script says, then, if nobody is lost, what is left."""
+    """Stands in for an Attempt: sends what its script says, then, if no worker is lost, the rest."""
 
     placed: Placed
     transfer_id: bytes
@@ -110,8 +110,8 @@ class Scripted:
                 self.ends(source, end("DONE"))
 
     def play(self, step: str, position: int) -> int:
-        who, _, what = step.partition(" ")
-        source = P if who in ("first", "prefill") else D
+        actor, _, what = step.partition(" ")
+        source = P if actor in ("first", "prefill") else D
         if source in self.finished | self.failed:
             return position
         match step:

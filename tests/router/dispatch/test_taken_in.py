@@ -1,4 +1,4 @@
-"""Who is refused when it is late: everybody but those whom a router has taken in already."""
+"""A late request is refused unless a router has admitted it already."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_half_an_answer_is_not_refused_for_being_late(services):
     assert asked.target_seconds == asked.deadline_seconds == 0.0
 
 
-async def test_an_attempt_that_failed_makes_it_taken_in(services):
+async def test_an_attempt_that_failed_counts_as_admitted(services):
     dispatcher = RequestDispatcher(completion(), services)
     generation = services.placement.generation(None)
 

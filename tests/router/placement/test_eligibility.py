@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.router import RouterConfig
+from cluster.config.worker import Role
 from cluster.errors import UnavailableError
 from cluster.membership.types import WorkerInfo
 from router.placement.eligibility import Eligibility
@@ -26,6 +27,7 @@ from router.placement.types import Mode, Placed, PlacementRequest, Reason
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 100)
 STANDING = {Reason.ROLE, Reason.DRAINING, Reason.SUSPECT, Reason.DEAD, Reason.GENERATION}
 EXCLUSIONS = sorted(set(Reason) - STANDING)
+ROLES: tuple[Role, Role] = ("prefill", "decode")
 MODES = st.sampled_from(["never", "fallback", "auto", "always"])
 REACHED: Counter[str] = Counter()
 
@@ -43,7 +45,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerInfo]:
             lease=draw(st.sampled_from(["live", "live", "suspect", "dead"])),
         )
         for slot, (role, number) in enumerate(
-            [(role, number) for role in ("prefill", "decode") for number in range(draw(st.integers(0, 4)))], 1
+            [(role, number) for role in ROLES for number in range(draw(st.integers(0, 4)))], 1
         )
     ]
 
@@ -51,7 +53,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerInfo]:
 @st.composite
 def exclusions(draw: st.DrawFn) -> dict[str, Reason]:
     """By id or by life; of workers that are not there, too."""
-    names = [f"{role}-{number}" for role in ("prefill", "decode") for number in range(4)]
+    names = [f"{role}-{number}" for role in ROLES for number in range(4)]
     lives = [f"{name}@{epoch:016x}" for name in names for epoch in (1, 2)]
     return draw(st.dictionaries(st.sampled_from([*names, *lives]), st.sampled_from(EXCLUSIONS)))
 

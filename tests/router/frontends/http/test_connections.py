@@ -145,7 +145,7 @@ async def test_an_http_1_0_stream_has_no_chunks_and_ends_with_the_connection(ser
         assert b"transfer-encoding" not in head and b"connection: close" in head
 
 
-async def test_an_http_1_0_answer_of_known_length_says_it(server: Server) -> None:
+async def test_an_http_1_0_answer_of_known_length_has_content_length(server: Server) -> None:
     connection = await server.connect()
     connection.send(b"GET /at-once HTTP/1.0\r\n\r\n")
     head, _, came = (await connection.rest()).partition(b"\r\n\r\n")

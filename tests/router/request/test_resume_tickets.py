@@ -1,4 +1,4 @@
-"""Tickets: who shows one was taken in, and nobody else."""
+"""Resume tickets prove that a request was admitted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tickets(secret: str = "s", now: float = NOW) -> Tickets:
     return Tickets(secret, 600.0, lambda: now)
 
 
-def test_any_router_of_the_deployment_knows_it():
+def test_any_router_of_the_deployment_accepts_it():
     ticket = tickets().issue(completion(b""), NAME)
     assert tickets(now=NOW + 300).check(completion(ticket), NAME)
     assert tickets(now=NOW - 30).check(completion(ticket), NAME), "clocks differ a little"

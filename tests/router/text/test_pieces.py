@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from router.text.pieces import TextOffsets, TokenPieces
 
-DEMO = Path(__file__).resolve().parents[2] / "demo" / "model" / "tokenizer.json"
+DEMO = Path(__file__).resolve().parents[3] / "demo" / "model" / "tokenizer.json"
 SMILE = "\U0001f642"
 FALLBACK = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
 WORDS = ["\u2581", "a", "b", "c", "\u2581a", "bc", "\u2581\u2581", "\u00e9", "\u2581\u00e9"]

@@ -26,7 +26,8 @@ async def turns(count: int) -> None:
 
 
 async def test_others_run_between_two_steps():
-    order, said = LowPriority(lambda: 0.0), []
+    order = LowPriority(lambda: 0.0)
+    said: list[str | int] = []
 
     async def long(name: str) -> None:
         for number in range(3):

@@ -1,4 +1,4 @@
-"""Connections of the HTTP door: small writes leave at once."""
+"""Connections of the HTTP endpoint: small writes are sent at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both doors as clients use them: the openai package unmodified, plain grpcio, reflection; and what they refuse."""
+"""HTTP and gRPC as clients use them: the openai package unmodified, plain grpcio, reflection; and their refusals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import socket
+from typing import Any
 
 import grpc
 import httpx
@@ -26,7 +27,7 @@ NAME = "tiny"
 @pytest.fixture(scope="module")
 def cluster(checkpoint, tmp_path_factory):
     flags = (*PROCESS, "--served-model-name", NAME)
-    with run_cluster(tmp_path_factory.mktemp("doors"), checkpoint("llama"), *flags) as running:
+    with run_cluster(tmp_path_factory.mktemp("endpoints"), checkpoint("llama"), *flags) as running:
         yield running
 
 
@@ -42,7 +43,7 @@ def http(cluster):
         yield made
 
 
-def test_chat_whole_and_streamed_say_the_same(client):
+def test_chat_whole_and_streamed_are_equal(client):
     ask = {"model": NAME, "messages": [{"role": "user", "content": "hello"}], "max_completion_tokens": 12}
     whole = client.chat.completions.create(**ask, temperature=0)
     streamed = list(
@@ -164,7 +165,7 @@ def test_streamed_choices_with_logprobs_and_a_stop_are_the_whole_answers(client)
 
 
 def test_the_async_client_chats_in_several_choices(cluster):
-    ask = {**SAMPLED, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
+    ask: dict[str, Any] = {**SAMPLED, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
     ask |= {"logprobs": True, "top_logprobs": 2, "extra_body": {"ignore_eos": True}}
 
     async def talk():
@@ -328,8 +329,9 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penal
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("field", [*FLOATS, "logit_bias"])
 def test_numbers_that_are_none_are_refused_over_grpc(field, value, cluster):
+    options: dict[str, Any] = {field: {3: value} if field == "logit_bias" else value}
     with Client(cluster.grpc) as client, pytest.raises(InvalidRequestError) as caught:
-        client.generate("abc", **{field: {3: value} if field == "logit_bias" else value})
+        client.generate("abc", **options)
     assert caught.value.field == field
 
 
@@ -358,7 +360,7 @@ def test_bad_grpc_input_has_a_typed_error(options, error, cluster):
 @pytest.mark.usefixtures("untouched")
 def test_malformed_protobuf_is_an_invalid_argument(cluster):
     with grpc.insecure_channel(cluster.grpc) as channel:
-        call = channel.unary_stream("/baton.v1.Inference/Generate")
+        call = channel.unary_stream("/baton.v1.Inference/Generate", None, None)
         with pytest.raises(grpc.RpcError) as caught:
             list(call(b"\xff\xff\xff", timeout=60))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -367,7 +369,7 @@ def test_malformed_protobuf_is_an_invalid_argument(cluster):
 @pytest.mark.usefixtures("untouched")
 def test_an_oversized_grpc_message_is_resource_exhausted(cluster):
     with grpc.insecure_channel(cluster.grpc) as channel:
-        call = channel.unary_stream("/baton.v1.Inference/Generate")
+        call = channel.unary_stream("/baton.v1.Inference/Generate", None, None)
         with pytest.raises(grpc.RpcError) as caught:
             list(call(bytes(9 << 20), timeout=60))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

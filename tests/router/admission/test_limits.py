@@ -38,7 +38,7 @@ def held_by(bodies: ByteBudget) -> tuple[int, int]:
     return bodies.held, len(bodies._tenants)
 
 
-def test_as_many_places_as_the_limit_and_holders_without_any_are_forgotten() -> None:
+def test_as_many_places_as_the_limit_and_holders_without_any_are_dropped() -> None:
     places = ConcurrencyLimiter("tenant")
     for name in ("a", "b"):
         places.acquire(name, 2)

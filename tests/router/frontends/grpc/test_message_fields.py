@@ -42,7 +42,7 @@ REQUESTS = st.builds(
         chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=one) for one in texts])
         if chat
         else None,
-        options=pb.GenerateRequest.DESCRIPTOR.fields_by_name["options"].message_type._concrete_class(
+        options=pb.GenerateOptions(
             stop=texts, stop_token_ids=ids, logit_bias=bias, seed=seed, temperature=0.5, top_k=3
         ),
     ),
