@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
+from tests.harness.comparisons import COMPARED, Compared
 from tests.harness.unit import light_modules
 
 # Nothing heavy is imported here: one test of a light module starts within two seconds.
@@ -96,8 +97,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process that runs a share of the tests hands its comparisons to the one that prints them."""
-    from tests.harness.exactness import COMPARED
-
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["compared"] = {way: asdict(sums) for way, sums in COMPARED.items()}
@@ -105,8 +104,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    from tests.harness.exactness import COMPARED, Compared
-
     for way, counts in getattr(node, "workeroutput", {}).get("compared", {}).items():
         sums = COMPARED.setdefault(way, Compared())
         for name, count in counts.items():
@@ -115,8 +112,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Greedy tokens compared with the reference's, by way; near-ties are its own doubts, and have their column."""
-    from tests.harness.exactness import COMPARED
-
     if not COMPARED:
         return
     terminalreporter.section("greedy tokens compared with the reference")
