@@ -43,7 +43,20 @@ Checkpoint = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def made_with_torch() -> None:
+    """Requested by fixtures that import torch: `make unit` leaves out the tests that need one."""
+
+
+@pytest.fixture(scope="session")
+def router_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a router reads of a small model."""
+    from tests.harness.model_text import make_model_text
+
+    return make_model_text(tmp_path_factory.mktemp("router-model"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, made_with_torch: None) -> Checkpoint:
     """A small random model by variant, made once per session."""
     from tests.harness.checkpoints import make_checkpoint
 
@@ -88,9 +101,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A checkpoint is made with torch, and a model's tests need one."""
+    """Of a light module, `make unit` leaves out the tests whose fixtures import torch."""
     if config.getoption("--unit"):
-        heavy = [one for one in items if "checkpoint" in getattr(one, "fixturenames", ())]
+        heavy = [one for one in items if "made_with_torch" in getattr(one, "fixturenames", ())]
         config.hook.pytest_deselected(items=heavy)
         items[:] = [one for one in items if one not in heavy]
 
