@@ -17,12 +17,10 @@ from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.cli.output import say
 from baton.cli.serve import ReadyFile, write_ready
 from cluster.config import sources
-from cluster.config.worker import Role, WorkerConfig
 from cluster.errors import ConfigError, SetupError
 
 RAY_SECONDS = 60.0
 RETRY_SECONDS = 0.5
-ROLES: tuple[Role, ...] = ("decode", "prefill")
 
 
 def pools(
@@ -35,31 +33,30 @@ def pools(
     ready_file: ReadyFile = None,
 ) -> None:
     """Deploy both pools on a Ray cluster as one Serve application, and stay until told to stop."""
-    run_pools(config, address, ready_file, deployed)
-
-
-def run_pools(config: Path, address: str, ready_file: Path | None, deployed: bool = False) -> None:
-    """`config` is JSON: {"environment": {…}, "prefill": [worker, …], "decode": [worker, …]}, and
-    "autoscaling": {…} (baton/autoscaler/config.py) where the pools are to be sized by load."""
+    # `config`: {"environment": {…}, "prefill": [worker, …], "decode": [worker, …]}, and "autoscaling": {…}
+    # (baton/autoscaler/config.py) where the pools are to be sized by load.
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     import ray
 
-    from baton.ray_pools.application import Pool
     from baton.ray_pools.deploy import deploy, shutdown
+    from baton.ray_pools.serve_app import ROLES, PoolDescription
 
     described = _read(config)
-    given = {role: described.get(role, []) for role in ROLES}
-    workers = {
-        role: Pool(sources.load(WorkerConfig, {}, values=alike[0]), alike[0], len(alike))
-        for role, alike in given.items()
-        if alike
+    found = {
+        role: PoolDescription(replicas=len(alike), config=alike[0])
+        for role in ROLES
+        if (alike := described.get(role))
     }
+    for pool in found.values():
+        pool.worker()  # an error in a configuration is reported before Ray is waited for
     _connect(address, stop)
     try:
         if not deployed:
-            deploy(workers, described.get("environment", {}), _autoscaling(described))
+            policy = described.get("autoscaling")
+            scaled = None if policy is None else sources.load(ServeAutoscalingConfig, policy)
+            deploy(found, described.get("environment", {}), scaled)
             say("pools are deployed")
         write_ready(ready_file, {"pid": os.getpid()})
         stop.wait()
@@ -82,12 +79,6 @@ def _connect(address: str, stop: threading.Event) -> None:
         except (ConnectionError, RuntimeError, ValueError) as error:
             if stop.wait(RETRY_SECONDS) or time.monotonic() > deadline:
                 raise SetupError(f"no Ray at {address}: {error}", field="address") from error
-
-
-def _autoscaling(described: dict[str, Any]) -> ServeAutoscalingConfig | None:
-    """Raises ConfigError."""
-    given = described.get("autoscaling")
-    return None if given is None else sources.load(ServeAutoscalingConfig, given)
 
 
 def _read(config: Path) -> dict[str, Any]:
