@@ -1,4 +1,7 @@
-"""`baton pools`: deploys the Serve application and keeps it until SIGTERM or Ctrl-C."""
+"""`baton pools`: deploys the Serve application and keeps it until SIGTERM or Ctrl-C.
+
+`baton serve-app` deploys it on a Ray cluster that exists, through its dashboard.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,17 @@ from baton.autoscaler.config import ServeAutoscalingConfig
 from baton.cli.output import say
 from baton.cli.serve import ReadyFile, write_ready
 from cluster.config import sources
-from cluster.errors import ConfigError, SetupError
+from cluster.config.yaml_file import read_yaml
+from cluster.errors import ConfigError, DeadlineError, SetupError, UnavailableError
 
 RAY_SECONDS = 60.0
 RETRY_SECONDS = 0.5
+LOOK_SECONDS = 1.0
+FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+SECRETS = (
+    "BATON_SECRET",
+    "BATON_REDIS_URL",
+)  # set in the chart's pods, unknown to the nodes of another cluster
 
 
 def pools(
@@ -87,3 +97,94 @@ def _read(config: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{config}: {error}", field="config") from error
     return described
+
+
+serve_app = typer.Typer(help="Deploy the pools on a Ray cluster that exists.", no_args_is_help=True)
+Dashboard = Annotated[str, typer.Option(help="Its dashboard, e.g. http://ray-head:8265.")]
+
+
+@serve_app.command()
+def apply(
+    dashboard: Dashboard,
+    config: Annotated[Path, typer.Option(help="Serve's configuration (YAML).")],
+    seconds: Annotated[float, typer.Option(min=0, help="How long to wait until it runs.")] = 540.0,
+) -> None:
+    """Deploy both pools, with this process's BATON_SECRET and BATON_REDIS_URL, and wait until they run."""
+    ours = with_secrets(_read_applications(config), os.environ)
+    names = [one["name"] for one in ours["applications"]]
+    client = _client(dashboard)
+    wanted = beside(_ask(dashboard, client.get_serve_details), ours)
+    _ask(dashboard, lambda: client.deploy_applications(wanted))
+    _wait_running(dashboard, client, names, seconds)
+    say(f"{', '.join(names)} runs at {dashboard}")
+
+
+@serve_app.command()
+def remove(
+    dashboard: Dashboard,
+    name: Annotated[str, typer.Option(help="The application's name.")] = "baton",
+) -> None:
+    """Take the pools away again; their workers drain."""
+    client = _client(dashboard)
+    left = beside(_ask(dashboard, client.get_serve_details), {"applications": []}, without=name)
+    _ask(dashboard, lambda: client.deploy_applications(left))
+    say(f"{name} at {dashboard} is told to leave")
+
+
+def beside(details: dict[str, Any], ours: dict[str, Any], without: str = "") -> dict[str, Any]:
+    """A configuration replaces all applications that one has made: those of others must be in ours too."""
+    named = {one["name"] for one in ours["applications"]} | {without}
+    found = details.get("applications", {})
+    others = [one["deployed_app_config"] for name, one in found.items() if name not in named]
+    applications = [*(one for one in others if one is not None), *ours["applications"]]
+    # How a Serve that runs already listens is not ours to change.
+    rest = {} if found else {key: value for key, value in ours.items() if key != "applications"}
+    return {**rest, "applications": applications}
+
+
+def with_secrets(config: dict[str, Any], environment: Any) -> dict[str, Any]:
+    """The configuration, with the secrets for its workers. Raises ConfigError where one is missing."""
+    missing = [name for name in SECRETS if not environment.get(name)]
+    if missing:
+        raise ConfigError(f"{missing[0]} is not set: workers need it", field=missing[0])
+    found = {name: environment[name] for name in SECRETS}
+    applications = [
+        {**one, "runtime_env": {"env_vars": {**one.get("runtime_env", {}).get("env_vars", {}), **found}}}
+        for one in config["applications"]
+    ]
+    return {**config, "applications": applications}
+
+
+def _read_applications(config: Path) -> dict[str, Any]:
+    read = read_yaml(config, "config")
+    if not isinstance(read, dict) or "applications" not in read:
+        raise ConfigError(f"--config {config} holds no applications", field="config")
+    return read
+
+
+def _client(dashboard: str) -> Any:
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+
+    return _ask(dashboard, lambda: ServeSubmissionClient(dashboard))
+
+
+def _ask(dashboard: str, call: Any) -> Any:
+    try:
+        return call()
+    except (ConnectionError, RuntimeError, OSError) as error:
+        raise UnavailableError(f"Ray at {dashboard}: {error}", field="dashboard") from error
+
+
+def _wait_running(dashboard: str, client: Any, names: list[str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        seen = _ask(dashboard, client.get_serve_details)["applications"]
+        states = {name: seen.get(name, {}) for name in names}
+        if all(state.get("status") == "RUNNING" for state in states.values()):
+            return
+        for name, state in states.items():
+            if state.get("status") in FAILED:
+                raise SetupError(f"{name} does not start: {state.get('message', '')}")
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"{names} did not run within {seconds:.0f} s: {states}", field="seconds")
+        time.sleep(LOOK_SECONDS)

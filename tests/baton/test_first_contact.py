@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli import serve, worker
+from baton.cli import serve
 from baton.local import children
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
@@ -300,7 +300,7 @@ def test_no_configuration_has_a_secret_that_everybody_knows(checkpoint):
     assert WorkerConfig(role="decode", engine={"model": model}).secret == ""
 
 
-@pytest.mark.parametrize("command", [serve.router, worker.prefill, worker.decode])
+@pytest.mark.parametrize("command", [serve.router, serve.prefill, serve.decode])
 def test_no_process_starts_without_a_secret(command, checkpoint, monkeypatch):
     monkeypatch.delenv("BATON_SECRET", raising=False)
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from baton.selftest import RouterEndpoints, check_generation, check_handoff, check_health, check_load
+from baton.cli.selftest import RouterEndpoints, check_generation, check_handoff, check_health, check_load
 from cluster.errors import InternalError, UnavailableError
 from tests.harness.router import run_router, stub_workers
 
@@ -21,15 +21,15 @@ def test_checks_say_what_is_there_and_what_is_not(
     namespace = f"test-{secrets.token_hex(4)}"
     config = {"model": str(checkpoint("llama")), "redis_url": redis_url, "namespace": namespace}
     with run_router(tmp_path, config) as router:
-        doors = RouterEndpoints(router.http, (router.grpc,))
+        endpoints = RouterEndpoints(router.http, (router.grpc,))
         with pytest.raises(UnavailableError, match="no decode worker is there"):
-            check_health(doors, 0.5)
+            check_health(endpoints, 0.5)
         with stub_workers(redis_url, namespace):
-            assert "is ready and serves" in check_health(doors, 30.0)
-            assert check_generation(doors).startswith("8 tokens in")
-            assert check_load(doors, 1.0, 5.0).endswith("none failed")
+            assert "is ready and serves" in check_health(endpoints, 30.0)
+            assert check_generation(endpoints).startswith("8 tokens in")
+            assert check_load(endpoints, 1.0, 5.0).endswith("none failed")
             with pytest.raises(InternalError, match="no hand-off over carrier-pigeon within"):
-                check_handoff(doors, 0.5, "carrier-pigeon")
+                check_handoff(endpoints, 0.5, "carrier-pigeon")
             shown = CliRunner().invoke(
                 app, ["selftest", "--url", router.http, "--target", router.grpc, "health"]
             )
