@@ -15,7 +15,7 @@ from baton.local.local_tls import LocalTls
 from cluster.config import sources
 from cluster.config.fields import flag_text, flags
 from cluster.config.router import RouterConfig
-from cluster.config.worker import Role, WorkerConfig
+from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.process.memory import available_bytes
 from cluster.redis.first_contact import check_url
@@ -29,7 +29,6 @@ KV_POOL_MAX_BYTES = 2 << 30
 RECOMPUTE_LIMIT_TOKENS = 256
 # Prefill steps may be long; a decode worker that prefills delays its running batch by one chunk at most.
 BATCH_TOKENS: Mapping[Role, int] = {"prefill": 2048, "decode": 512}
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 _FLAGS: Mapping[tuple[Any, ...], str] = {**flags(RouterConfig), **flags(WorkerConfig)}
 SECTIONS = ("router", "worker", *ROLES)
 ROUTER_DRAIN_SECONDS = 5.0  # a stop by Ctrl-C does not wait for every stream
