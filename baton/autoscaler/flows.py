@@ -70,10 +70,6 @@ class Flows:
     _times: list[float] = field(default_factory=list)
     _sums: list[Vector] = field(default_factory=list)  # cumulative, at each of _times
 
-    @property
-    def known_seconds(self) -> float:
-        return self._times[-1] - self._times[0] if self._times else 0.0
-
     def update(self, now: float, workers: Sequence[WorkerSample]) -> dict[str, Flow]:
         """Add samples taken at `now` (monotonic seconds). Returns the activity of each known worker."""
         seconds = now - self._times[-1] if self._times else 0.0

@@ -16,7 +16,7 @@ from cryptography import x509
 
 from baton.client import AsyncClient, Client, ClientTls
 from baton.local.certs import make_certs
-from baton.local.local_tls import LocalTls
+from baton.local.options import LocalTls
 from cluster.errors import ConfigError, UnavailableError
 from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers

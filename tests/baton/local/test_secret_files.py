@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
-from baton.local.secret_files import without_secrets
+from baton.local.options import without_secrets
 from baton.ray_pools import deploy, serve_app
 from cluster.config import sources
 from cluster.config.worker import EngineConfig, WorkerConfig
