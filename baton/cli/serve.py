@@ -19,7 +19,7 @@ from baton.processes.force_exit import end_surely
 from cluster.config import sources
 from cluster.config.router import RouterConfig
 from cluster.config.worker import Role, WorkerConfig
-from cluster.redis.first_contact import why_silent
+from cluster.redis.connect import why_silent
 from cluster.telemetry import logs
 
 ConfigFile = Annotated[

@@ -36,8 +36,8 @@ from cluster.config.worker import Role
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
+from cluster.redis.connect import why_silent
 from cluster.redis.embedded import EmbeddedRedis
-from cluster.redis.first_contact import why_silent
 from cluster.redis.urls import without_password
 
 START_SECONDS = 300.0

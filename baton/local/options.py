@@ -18,7 +18,7 @@ from cluster.config.router import RouterConfig
 from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.process.memory import available_bytes
-from cluster.redis.first_contact import check_url
+from cluster.redis.connect import check_url
 from cluster.redis.urls import split_password
 from cluster.security.tls import ClientTls, Peers, make_identity
 

@@ -25,7 +25,7 @@ from cluster.config.base import Frozen
 from cluster.config.shared import ClusterFields, SecretFields
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError
-from cluster.redis.first_contact import check_url
+from cluster.redis.connect import check_url
 from cluster.redis.urls import with_password
 
 C = TypeVar("C", bound=Frozen)

@@ -17,8 +17,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from cluster.errors import ConfigError
-from cluster.telemetry.exposition import MetricsApp
-from cluster.telemetry.probes import Probe, ProbeApp
+from cluster.telemetry.exposition import MetricsApp, Probe, ProbeApp
 
 log = logging.getLogger(__name__)
 CONNECTION_SECONDS = 10.0  # Prometheus's default scrape timeout

@@ -24,7 +24,7 @@ from cluster.config.shared import ClusterFields
 from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError, SetupError
 from cluster.process.memory import available_bytes
-from cluster.redis.first_contact import why_silent
+from cluster.redis.connect import why_silent
 from engine import kv_cache
 
 NOBODY = "redis://user:p4ssw0rd@127.0.0.1:1"  # nothing listens on port 1: refused at once

@@ -20,7 +20,7 @@ import pytest
 
 from baton.client import AsyncClient, AsyncStream, Client, Timings
 from cluster.faults.orders import InjectedFault, Order
-from cluster.membership.leaving import request_drain
+from cluster.membership.registry import request_drain
 from tests.end_to_end.conftest import UnderOrders, run_under_orders
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster
