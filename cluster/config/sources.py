@@ -55,8 +55,8 @@ def load(
             settings_cls: type[BaseSettings],
             init_settings: PydanticBaseSettingsSource,
             env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
+            *_: Any,
+            **__: Any,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             given = InitSettingsSource(settings_cls, dict(values or {}))
             return init_settings, env_settings, given, InitSettingsSource(settings_cls, written)
