@@ -104,7 +104,7 @@ class Fleet:
         number = self.sequence.get(worker.slot, 1)
         self.sequence[worker.slot] = number + 1
         self._report(
-            keys=[keys.slot_owners(NAMESPACE), scripts.sequences(NAMESPACE)],
+            keys=[keys.slot_owners(NAMESPACE), keys.sequences(NAMESPACE)],
             args=[self.prefix, worker.slot, worker.name, number, TTL_MS, len(chain) // KEY_BYTES, chain],
         )
 

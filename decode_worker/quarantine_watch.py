@@ -122,7 +122,7 @@ def open_quarantine_watch(config: WorkerConfig, receiver: HandoffReceiver) -> Qu
     from kubernetes import config as kubernetes_config
 
     from cluster.kubernetes.api import open_api
-    from cluster.kubernetes.pod_exits import PodExits
+    from cluster.kubernetes.pod import PodExits
 
     try:
         api = open_api(config.topology.kubeconfig)

@@ -12,7 +12,7 @@ from cluster.periodic import Periodic
 from cluster.protocol.times import LOOP_STALL_SECONDS
 from cluster.security.key_file import ApiKeys
 from cluster.security.tls import Peers, make_identity
-from cluster.telemetry.exporter import MetricsServer
+from cluster.telemetry.exposition import MetricsServer
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing

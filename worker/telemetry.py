@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from cluster.addresses import join
 from cluster.config.worker import WorkerConfig
-from cluster.telemetry.exporter import MetricsServer
+from cluster.telemetry.exposition import MetricsServer
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing

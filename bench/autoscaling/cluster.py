@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.autoscaler.observation import PoolObservation, WorkerSample
+from baton.autoscaler.decision import PoolObservation, WorkerSample
 from bench.autoscaling import kernel
 from bench.autoscaling.day import Requests
 from bench.autoscaling.kernel import ABSENT, DRAINING, READY, SLOTS, STARTING

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.autoscaler.config import ROLES, AutoscalingConfig, PoolLimits
-from baton.autoscaler.decision import PoolDecision
-from baton.autoscaler.observation import Observation, WorkerSample
+from baton.autoscaler.config import AutoscalingConfig, PoolLimits
+from baton.autoscaler.decision import Observation, PoolDecision, WorkerSample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from bench.autoscaling.cluster import Outcome, SimulatedCluster
 from bench.autoscaling.day import HOUR, Requests
 from bench.autoscaling.service_times import ServiceTimes
+from cluster.config.worker import ROLES
 
 # The slowest prompts of the trace (1 in 500) take longer than this even on an idle worker.
 TTFT_SECONDS, ITL_SECONDS, ATTAINMENT = 10.0, 0.060, 0.99

@@ -17,7 +17,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from cluster.redis.elsewhere import ElsewhereError, says_elsewhere
+from cluster.redis.failover import FailoverError, says_failover
 
 Argument = bytes | str | int | float
 _MORE = object()
@@ -100,7 +100,7 @@ class _Line(asyncio.Protocol):
         deadline = self._loop.call_later(seconds, self._late, answer)
         try:
             return await answer
-        except (redis.ResponseError, ElsewhereError):
+        except (redis.ResponseError, FailoverError):
             raise
         except BaseException:
             self._on_unheard()
@@ -113,7 +113,7 @@ class _Line(asyncio.Protocol):
         while (reply := self._reader.gets()) is not _MORE:
             if isinstance(reply, hiredis.PushNotification):
                 continue
-            if isinstance(reply, ElsewhereError):
+            if isinstance(reply, FailoverError):
                 self.open = False
             answer = self._asked.popleft()
             if answer.done():  # given up: too late, or cancelled
@@ -151,6 +151,6 @@ class _Line(asyncio.Protocol):
 
 def _error(text: str) -> redis.RedisError:
     code, _, rest = text.partition(" ")
-    if says_elsewhere(text):
-        return ElsewhereError(text)
+    if says_failover(text):
+        return FailoverError(text)
     return NoScriptError(rest) if code == "NOSCRIPT" else redis.ResponseError(text)

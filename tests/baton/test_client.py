@@ -363,7 +363,7 @@ def test_a_stream_that_is_closed_while_it_moves_on_stays_closed(
             stream.close()
             return 0.0
 
-        monkeypatch.setattr("baton.client.blocking.pause_seconds", close_instead)
+        monkeypatch.setattr("baton.client.base.pause_seconds", close_instead)
         assert len(list(stream)) == 1
     assert not other.inference.requests
 
@@ -384,7 +384,7 @@ async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
     router.inference.end_early_at = 1
     async with baton.AsyncClient([router.address, other.address], **AS_GIVEN) as client:
         stream = client.stream("x", max_tokens=5)
-        monkeypatch.setattr("baton.client.asynchronous.pause_seconds", lambda *_: 1.0)
+        monkeypatch.setattr("baton.client.base.pause_seconds", lambda *_: 1.0)
 
         async def close() -> None:
             await asyncio.to_thread(router.inference.cancelled.wait, 5)  # its context has ended

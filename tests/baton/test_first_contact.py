@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli import serve, worker
+from baton.cli import serve
 from baton.local import children
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
@@ -24,7 +24,7 @@ from cluster.config.shared import ClusterFields
 from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError, SetupError
 from cluster.process.memory import available_bytes
-from cluster.redis.first_contact import why_silent
+from cluster.redis.connect import why_silent
 from engine import kv_cache
 
 UNREACHABLE = "redis://user:p4ssw0rd@127.0.0.1:1"  # nothing listens on port 1: refused at once
@@ -300,7 +300,7 @@ def test_no_configuration_has_a_public_secret(checkpoint):
     assert WorkerConfig(role="decode", engine={"model": model}).secret == ""
 
 
-@pytest.mark.parametrize("command", [serve.router, worker.prefill, worker.decode])
+@pytest.mark.parametrize("command", [serve.router, serve.prefill, serve.decode])
 def test_no_process_starts_without_a_secret(command, checkpoint, monkeypatch):
     monkeypatch.delenv("BATON_SECRET", raising=False)
 

@@ -15,6 +15,7 @@ from cluster.faults import orders
 from tests.chaos.rows import ANY_MOMENT, Fault
 from tests.chaos.target import Target
 from tests.chaos.workload import Workload
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.rank_processes import leader_of, rank_pids
 from tests.harness.run_proxy import RunningProxy
 
@@ -66,11 +67,11 @@ class Striker:
         # Now: one that is killed there may have a successor when we hear of it.
         before = self._target.state()["router"]
         (self._orders / "struck.jsonl").unlink(missing_ok=True)
-        orders.give_orders(self._orders, [order])
+        give_orders(self._orders, [order])
         try:
             done = await self._carried_out(name, deadline)
         finally:
-            orders.give_orders(self._orders, [])
+            give_orders(self._orders, [])
         if done is None:  # it may have been carried out while it was withdrawn
             await asyncio.sleep(WITHDRAWN_SECONDS)
             done = self._struck(name)
@@ -96,7 +97,7 @@ class Striker:
         return None
 
     def _struck(self, name: str) -> orders.InjectedFault | None:
-        return next((one for one in orders.read_injected(self._orders) if one.id == name), None)
+        return next((one for one in read_injected(self._orders) if one.id == name), None)
 
     # --- by signal ---------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from cluster.faults.orders import Order, OrderedFaults, give_orders, open_faults, read_injected
+from cluster.faults.orders import Order, OrderedFaults, open_faults
 from cluster.faults.points import NO_FAULTS, Act, FaultAction, Point, inject, nothing, nothing_said
+from tests.harness.fault_orders import give_orders, read_injected
 
 
 def test_without_a_directory_every_point_is_nothing():

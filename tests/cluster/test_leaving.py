@@ -10,9 +10,9 @@ import pytest
 import redis
 
 from cluster.errors import ConfigError
-from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
+from cluster.membership.registry import request_drain
 from cluster.membership.types import Then, WorkerInfo
 from tests.harness.waiting import wait_for
 

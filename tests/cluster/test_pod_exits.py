@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import UnavailableError
-from cluster.kubernetes.pod import Pod, own_pod
-from cluster.kubernetes.pod_exits import OUT_OF_SERVICE, PodExits
+from cluster.kubernetes.pod import OUT_OF_SERVICE, Pod, PodExits, own_pod
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.server import ApiServer
 

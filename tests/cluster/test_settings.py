@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import drain, serve_app
+from baton.cli import drain, pools
 from cluster.addresses import advertised, join
 from cluster.config import sources
 from cluster.config.router import RouterConfig
@@ -115,7 +115,7 @@ NO_SETTINGS: dict[str, bytes] = {
 def test_a_file_that_holds_no_settings_is_named(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(content)
-    for read in (partial(sources.load, RouterConfig, {}), drain._of_registry, serve_app._read):
+    for read in (partial(sources.load, RouterConfig, {}), drain._of_registry, pools._read_applications):
         with pytest.raises(ConfigError) as caught:
             read(file)
         assert caught.value.field == "config"

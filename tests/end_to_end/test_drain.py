@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from baton.client import AsyncClient, AsyncStream, Client, Timings
-from cluster.faults.orders import InjectedFault, Order, give_orders, read_injected
-from cluster.membership.leaving import request_drain
+from cluster.faults.orders import InjectedFault, Order
+from cluster.membership.registry import request_drain
 from tests.end_to_end.conftest import UnderOrders, run_under_orders
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster
 from tests.harness.exactness import judge
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import wait_for
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")

@@ -15,12 +15,13 @@ import pytest
 import redis
 
 from baton.client import AsyncClient, Client
-from cluster.faults.orders import Order, give_orders, read_injected
+from cluster.faults.orders import Order
 from cluster.faults.points import Point
 from engine.request import SamplingParams
 from tests.end_to_end.conftest import Cluster, run_cluster, run_under_orders
 from tests.harness.checkpoints import VARIANTS, prompt_ids
 from tests.harness.exactness import assert_greedy, judge
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import wait_for
 from tests.observability.scraped import differences, scrape
 

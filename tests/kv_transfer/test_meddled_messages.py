@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import PeerLostError
-from cluster.faults.orders import Order, OrderedFaults, give_orders, read_injected
+from cluster.faults.orders import Order, OrderedFaults
 from kv_transfer.prefill_side import link, sender
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import TRANSPORTS, assert_same, config, decode_side, prefill_side
 

@@ -10,15 +10,15 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.telemetry import exporter
-from cluster.telemetry.exporter import MetricsServer
+from cluster.telemetry import exposition
+from cluster.telemetry.exposition import MetricsServer
 from tests.harness.waiting import wait_for
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsServer]:
-    monkeypatch.setattr(exporter, "CONNECTION_SECONDS", 1.0)
-    monkeypatch.setattr(exporter, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(exposition, "CONNECTION_SECONDS", 1.0)
+    monkeypatch.setattr(exposition, "MAX_CONNECTIONS", 8)
     made = MetricsServer("127.0.0.1", 0, CollectorRegistry(), {"ready": list, "live": list}, {"worker": "w"})
     yield made
     made.close()

@@ -89,9 +89,9 @@ def machine(sets: list[Path]) -> type[RuleBasedStateMachine]:
         @rule(seconds=st.sampled_from([CHECK_SECONDS / 8, CHECK_SECONDS]))  # sums of these are exact
         def time_passes(self, seconds: float) -> None:
             self.now += seconds
-            generation = self.identity.generation
+            version = self.identity.version
             before, self.shown = self.shown, self.identity.current()
-            assert (self.identity.generation > generation) == (before is not self.shown)
+            assert (self.identity.version > version) == (before is not self.shown)
             if seconds >= CHECK_SECONDS and self.fits():
                 assert self.shown == self.as_pem(self.disk), "what is on disk fits, and is not taken up"
                 self.listener.refresh()

@@ -16,10 +16,10 @@ from cryptography import x509
 
 from baton.client import AsyncClient, Client, ClientTls
 from baton.local.certs import make_certs
-from baton.local.local_tls import LocalTls
+from baton.local.options import LocalTls
 from cluster.errors import ConfigError, UnavailableError
-from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers
+from cluster.membership.registry import request_drain
 from cluster.security.tls import ClientTls as Files
 from cluster.security.tls import Identity, ListenerContext, Peers, make_identity
 from tests.end_to_end.conftest import run_cluster
@@ -84,11 +84,11 @@ async def test_a_whole_new_authority_is_taken_up_while_serving(certs, tmp_path):
     serving, asking = Peers(identity(live, "worker")), Peers(identity(live, "router"))
     async with Worker(serving) as worker:
         assert (await calls(asking.channel(worker.address)))["Run"] == b"token"
-        before = asking.generation
+        before = asking.version
         shutil.rmtree(live)
         shutil.copytree(certs / "theirs", live)
         async with asyncio.timeout(60):
-            while asking.generation == before:
+            while asking.version == before:
                 await asyncio.sleep(0.05)
             while (await calls(asking.channel(worker.address)))["Run"] != b"token":
                 await asyncio.sleep(0.05)
@@ -111,10 +111,10 @@ def test_half_a_rotation_changes_nothing(certs, tmp_path):
         else:
             (live / name).write_text("not a certificate")
         now += 10
-        assert one.current() == first and one.generation == 1
+        assert one.current() == first and one.version == 1
         (live / name).write_bytes(original)
     now += 10
-    assert one.current() != first and one.generation == 2
+    assert one.current() != first and one.version == 2
 
 
 def test_a_pair_that_does_not_match_is_logged_once(certs, tmp_path, caplog):

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from baton.client import Client
-from baton.local import ray_head
+from baton.local.ray_pools import RayHead, launch, wait_until_started
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
@@ -47,11 +47,10 @@ def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ray_cluster(tmp_path: Path, leaving: Path) -> Iterator[ray_head.RayHead]:
+def ray_cluster(tmp_path: Path, leaving: Path) -> Iterator[RayHead]:
     (tmp_path / "logs").mkdir()
-    head = ray_head.start(
-        4, tmp_path / "logs", Path(f"/tmp/baton-{secrets.token_hex(4)}"), {"decode-ranks": 1}
-    )
+    head = launch(4, tmp_path / "logs", Path(f"/tmp/baton-{secrets.token_hex(4)}"), {"decode-ranks": 1})
+    wait_until_started(head)
     yield head
     head.stop()
 
@@ -60,7 +59,7 @@ def ray_cluster(tmp_path: Path, leaving: Path) -> Iterator[ray_head.RayHead]:
 @pytest.mark.parametrize("asked", ["the worker", "the place of its ranks"])
 def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
     asked: str,
-    ray_cluster: ray_head.RayHead,
+    ray_cluster: RayHead,
     leaving: Path,
     redis_url: str,
     checkpoint: Callable[[str], Path],

@@ -6,12 +6,11 @@ import pytest
 from pydantic import ValidationError
 
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
-from baton.autoscaler.decision import PoolDecision, Reason
+from baton.autoscaler.decision import Observation, PoolDecision, PoolObservation, Reason, WorkerSample
+from baton.autoscaler.decode_demand import StepModel
 from baton.autoscaler.flows import Flows
-from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
-from baton.autoscaler.step_model import StepModel
 from cluster.membership.status import WorkerStatus
 from worker.arrivals import Arrivals
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.autoscaler import pending
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
-from baton.autoscaler.explained import Explained
-from baton.autoscaler.observation import PoolObservation
+from baton.autoscaler.decision import PoolObservation
+from baton.autoscaler.report import Explained
 from baton.autoscaler.state import PolicyState, PoolState
 
 LIMITS = PoolLimits(max_replicas=8, startup_seconds=60.0)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from baton.cli import serve, up, worker
+from baton.cli import serve, up
 from baton.cli.main import app
 from baton.local.options import UpOptions
 from cluster.config import sources
@@ -128,7 +128,7 @@ def test_a_worker_has_its_nested_settings_as_flags(role, checkpoint, monkeypatch
     async def run(config: WorkerConfig, ready_file: Any) -> None:
         started.append(config)
 
-    monkeypatch.setattr(worker, "_run", run)
+    monkeypatch.setattr(serve, "_run_worker", run)
     monkeypatch.setenv("BATON_SECRET", "s")
     monkeypatch.setenv("NODE_NAME", "node-7")
     named = ["--model", str(checkpoint("llama")), "--redis-url", "unix:///nowhere"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from baton.cli.serve_app import beside, with_secrets
+from baton.cli.pools import beside, with_secrets
 from baton.ray_pools.serve_app import AppArguments, build
 from cluster.errors import ConfigError
 

@@ -225,6 +225,6 @@ def test_an_old_version_and_an_old_operator_are_named() -> None:
 
 def test_without_cluster_roles_topology_is_off() -> None:
     node = gpu_node("a", {}, labels=H100)
-    denied = [Permission("create", "clusterroles", "rbac.authorization.k8s.io", False)]
+    denied = [Permission("rbac.authorization.k8s.io", "clusterroles", allowed=False)]
     assert values_for(Facts("v1.34.0", "n", [node], permissions=denied))["topology"] == {"enabled": False}
     assert "topology" not in values_for(Facts("v1.34.0", "n", [node]))

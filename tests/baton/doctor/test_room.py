@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.doctor.checks import Check, judge
 from baton.doctor.facts import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES, Facts
-from baton.doctor.pods import Values, pods_of
+from baton.doctor.pods import Values, pods_of, without_room
 from baton.doctor.reading import Reader, connect
-from baton.doctor.room import without_room
 from baton.doctor.values import values_for
 from tests.baton.doctor.test_doctor import H100, L4, LARGE, equip
 from tests.kubernetes.api.server import ApiServer

@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from baton.processes import sessions
-from baton.ray_pools.supervision import late_exit_report, worker_sockets
+from baton.ray_pools.supervision import exit_report, worker_sockets
 from baton.ray_pools.supervision.exit_report import TELL_SECONDS, ExitReport
 from baton.ray_pools.supervision.worker_sockets import Facts
 from cluster.config.worker import WorkerConfig
@@ -35,7 +35,7 @@ LONG = 30.0
 @pytest.fixture
 def decode(redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Decode, str]]:
     """It answers nothing, and is registered; with its address."""
-    monkeypatch.setattr(late_exit_report, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(exit_report, "LATE_POLL_SECONDS", 0.01)
     with served() as (servicer, port):
         servicer.failures = NEVER
         yield servicer, f"127.0.0.1:{port}"
@@ -60,7 +60,7 @@ def settings(registration, redis_url: str, namespace: str) -> WorkerConfig:
 def launched(monkeypatch) -> list[Any]:
     """What would be told later."""
     asked: list[Any] = []
-    monkeypatch.setattr(late_exit_report, "launch", lambda config, exited, targets: asked.append(targets))
+    monkeypatch.setattr(exit_report, "launch", lambda config, exited, targets: asked.append(targets))
     return asked
 
 
@@ -91,7 +91,7 @@ def late_words(where: Path) -> list[int]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             ours = process.environ().get(worker_sockets.DIRECTORY_VARIABLE) == str(where)
-            if ours and "baton.ray_pools.supervision.late_exit_report" in process.cmdline():
+            if ours and "baton.ray_pools.supervision.exit_report" in process.cmdline():
                 found.append(process.pid)
     return found
 
@@ -117,11 +117,11 @@ def test_a_process_that_survives_sigkill_for_a_while_is_reported_once_dead(
         return left.pop(0)
 
     monkeypatch.setattr(sessions, "members", members)
-    late_exit_report.deliver(settings, GONE, None, tmp_path, LONG)
+    exit_report.deliver(settings, GONE, None, tmp_path, LONG)
     assert decode[0].told == ["p1"] and left == []
     monkeypatch.setattr(sessions, "members", lambda *_: [1])
-    late_exit_report.deliver(settings, GONE, None, tmp_path, 0.05)
-    late_exit_report.deliver(settings, GONE, None, tmp_path / "removed", LONG)
+    exit_report.deliver(settings, GONE, None, tmp_path, 0.05)
+    exit_report.deliver(settings, GONE, None, tmp_path / "removed", LONG)
     assert decode[0].told == ["p1"], "told without a proof"
 
 
@@ -134,24 +134,24 @@ def test_nothing_is_left_to_report_where_all_have_answered(decode, settings, lau
 def test_workers_that_redis_could_not_list_are_read_later(
     decode, settings, launched, monkeypatch, tmp_path: Path
 ):
-    read, answers = read_workers, [redis.ConnectionError("away")] * 3
+    read, answers = exit_report.read_workers, [redis.ConnectionError("away")] * 3
 
     def reads(*where: str) -> Any:
         if answers:
             raise answers.pop()
         return read(*where)
 
-    monkeypatch.setattr(late_exit_report, "read_workers", reads)
+    monkeypatch.setattr(exit_report, "read_workers", reads)
     ExitReport(settings).give(GONE)
     assert launched == [None]
     decode[0].failures = 0
-    late_exit_report.deliver(settings, GONE, None, tmp_path, LONG)
+    exit_report.deliver(settings, GONE, None, tmp_path, LONG)
     assert decode[0].told == ["p1"] and not answers
 
 
 def test_a_worker_that_left_the_registry_gets_no_more_reports(decode, settings, registration, tmp_path: Path):
     thread = threading.Thread(
-        target=late_exit_report.deliver, args=(settings, GONE, {"d1": decode[1]}, tmp_path, 10 * LONG)
+        target=exit_report.deliver, args=(settings, GONE, {"d1": decode[1]}, tmp_path, 10 * LONG)
     )
     thread.start()
     wait_for(lambda: decode[0].failures < NEVER, LONG, "it is told again and again")
@@ -166,7 +166,7 @@ def test_late_notices_end(end, decode, settings, tmp_path: Path):
     where, seconds = (tmp_path, 0.1) if end == "time" else (tmp_path / "removed", 10 * LONG)
     targets = {"d1": decode[1]}
     thread = threading.Thread(
-        target=late_exit_report.deliver, args=(settings, GONE, targets, where, seconds), daemon=True
+        target=exit_report.deliver, args=(settings, GONE, targets, where, seconds), daemon=True
     )
     thread.start()
     thread.join(LONG)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.errors import ConfigError
-from cluster.telemetry.exporter import MetricsServer
+from cluster.telemetry.exposition import MetricsServer
 from cluster.telemetry.metrics.worker import REQUESTS_RUNNING
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.scrape import ScrapeCollector

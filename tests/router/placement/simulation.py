@@ -180,7 +180,7 @@ class Simulation:
     def _say(self, worker: WorkerInfo, chain: bytes) -> None:
         self._sequence[worker.slot] += 1
         self._report(
-            keys=[keys.slot_owners(self._namespace), scripts.sequences(self._namespace)],
+            keys=[keys.slot_owners(self._namespace), keys.sequences(self._namespace)],
             args=[
                 *(scripts.prefix(self._namespace, "m"), worker.slot, worker.name),
                 *(self._sequence[worker.slot], HOUR_MS, len(chain) // KEY_BYTES, chain),

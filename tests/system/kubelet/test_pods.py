@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.kubernetes.pod import Pod
-from cluster.kubernetes.pod_exits import PodExits
+from cluster.kubernetes.pod import Pod, PodExits
 from tests.harness.waiting import wait_for
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.kinds import Object

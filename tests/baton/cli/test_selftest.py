@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from baton.selftest import RouterEndpoints, check_generation, check_handoff, check_health, check_load
+from baton.cli.selftest import RouterEndpoints, check_generation, check_handoff, check_health, check_load
 from cluster.errors import InternalError, UnavailableError
 from tests.harness.router import run_router, stub_workers
 

@@ -18,28 +18,26 @@ _SAID = re.compile(rf"^(?:{_CODES}) |: -(?:{_CODES}) ")
 _TYPES = (redis.ReadOnlyError, redis.BusyLoadingError, AskError, ClusterDownError, TryAgainError)
 
 
-class ElsewhereError(redis.ConnectionError):
+class FailoverError(redis.ConnectionError):
     """The call was not executed: retry at another server, or at this one later."""
 
 
-def says_elsewhere(answer: str) -> bool:
+def says_failover(answer: str) -> bool:
     """Whether an error, as text from the wire, has one of these codes."""
     return bool(_SAID.search(answer))
 
 
-def _is_elsewhere(error: redis.RedisError) -> bool:
-    return isinstance(error, _TYPES) or (
-        isinstance(error, redis.ResponseError) and says_elsewhere(str(error))
-    )
+def _is_failover(error: redis.RedisError) -> bool:
+    return isinstance(error, _TYPES) or (isinstance(error, redis.ResponseError) and says_failover(str(error)))
 
 
-def leave(client: redis.Redis, error: redis.RedisError) -> None:
-    """Close the idle connections of `client` if `error` says that another server must be asked."""
-    if _is_elsewhere(error):
+def disconnect_after_failover(client: redis.Redis, error: redis.RedisError) -> None:
+    """Close the idle connections of `client` if `error` means that another server must be asked."""
+    if _is_failover(error):
         client.connection_pool.disconnect(inuse_connections=False)
 
 
-async def leave_async(client: redis.asyncio.Redis, error: BaseException) -> None:
-    """`leave` for an asyncio client."""
-    if isinstance(error, redis.RedisError) and _is_elsewhere(error):
+async def disconnect_after_failover_async(client: redis.asyncio.Redis, error: BaseException) -> None:
+    """`disconnect_after_failover` for an asyncio client."""
+    if isinstance(error, redis.RedisError) and _is_failover(error):
         await client.connection_pool.disconnect(inuse_connections=False)

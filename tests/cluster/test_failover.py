@@ -18,8 +18,8 @@ from cluster.membership.reader import Members, read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import hash_blocks, make_salt, pack_tokens
-from cluster.redis.elsewhere import ElsewhereError, leave
 from cluster.redis.embedded import EmbeddedRedis
+from cluster.redis.failover import FailoverError, disconnect_after_failover
 from router.placement.script_call import ScriptCall
 from tests.harness.waiting import until, wait_for
 
@@ -88,13 +88,13 @@ async def test_a_replica_alone_is_an_error_until_it_is_promoted(pair: Pair, name
     members = Members(pair.servers[1].url, namespace)
     try:
         for _ in range(3):
-            with pytest.raises(ElsewhereError):
+            with pytest.raises(FailoverError):
                 await script([f"{{{namespace}}}:count"], [], 5.0)
         await members.refresh()
         assert not members.redis_ok, "a replica's word is an old one"
         with redis.Redis.from_url(pair.servers[1].url) as client:
             client.config_set("replica-serve-stale-data", "no")
-        with pytest.raises(ElsewhereError, match="MASTERDOWN"):
+        with pytest.raises(FailoverError, match="MASTERDOWN"):
             await script([f"{{{namespace}}}:count"], [], 5.0)
         pair.lead_to(1)
         assert await script([f"{{{namespace}}}:count"], [], 5.0) == 1
@@ -183,7 +183,7 @@ def test_a_report_is_not_lost_to_a_replica(pair: Pair, namespace: str) -> None:
     assert reporter._resync_if_new_slot() and registration.slot == 1, "the slot that it had at the other one"
     with pytest.raises(redis.ResponseError, match="READONLY"):
         reporter._send_batch()
-    leave(reporter._client, ReadOnlyError())
+    disconnect_after_failover(reporter._client, ReadOnlyError())
     reporter._send_batch()
     assert in_index(pair, 1, namespace) and reporter.waiting == 0
     reporter.stop()
@@ -262,7 +262,7 @@ async def test_such_an_answer_closes_the_connection_and_the_call_is_made_again(
 ) -> None:
     async with server(tmp_path / "s.sock", answer) as asked:
         script = ScriptCall(f"unix://{tmp_path}/s.sock?protocol=2", "return 1")
-        with pytest.raises(ElsewhereError):
+        with pytest.raises(FailoverError):
             await script([], [], 5.0)  # on a fresh connection: no third one is tried
         assert [await script([], [], 5.0) for _ in range(2)] == [1, 1]
         assert asked == [1, 2]

@@ -1,13 +1,15 @@
-"""`baton keys`: makes API keys."""
+"""`baton keys` makes API keys, `baton certs` certificates for a cluster of one's own."""
 
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
 import yaml
 
+from baton.cli.output import say
 from cluster.errors import ConfigError
 from cluster.security.keys import PriorityClass, new_key
 
@@ -63,3 +65,17 @@ def new(
     typer.echo(f"# The key of {tenant}. It is shown once: give it to its owner, and keep no copy.\n# {key}")
     typer.echo("# The entry for the keys file:")
     typer.echo(yaml.safe_dump([shown], sort_keys=False), nl=False)
+
+
+def certs(
+    out: Annotated[Path, typer.Option(help="Directory for certificates and keys.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address under which clients reach a router; repeatable.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="How long certificates are valid.")] = 365,
+) -> None:
+    """Make a development authority and certificates; again in the same directory: renew them."""
+    from baton.local.certs import make_certs
+
+    for file in make_certs(out, host or [], days):
+        say(f"{file}")

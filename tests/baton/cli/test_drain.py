@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from baton.cli.drain import Process
 from baton.cli.main import app
-from baton.draining import Process
 from cluster.errors import ConfigError, UnavailableError
 
 UNREACHABLE = "redis://127.0.0.1:1"
