@@ -11,8 +11,7 @@ from cluster.errors import BatonError, DrainingError, EngineRequestError, Intern
 from cluster.faults.points import Point
 from cluster.protocol.first_token import ends_with_first_token
 from engine.request import EngineRequest, StepOutput
-from kv_transfer.prefill_side.handoff import OutgoingHandoff
-from kv_transfer.prefill_side.part_times import PartTimes
+from kv_transfer.prefill_side.handoff import OutgoingHandoff, PartTimes
 from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
 from wire import handoff_pb2

@@ -15,8 +15,7 @@ from dataclasses import replace
 from cluster import errors
 from cluster.config.worker import TransferConfig
 from kv_transfer import messages as m
-from kv_transfer.decode_side.ring import Ring, Slot, SlotState, worker_of
-from kv_transfer.decode_side.turns import Claim
+from kv_transfer.decode_side.ring import Claim, Ring, Slot, SlotState, worker_of
 from kv_transfer.ranks import ReceivingRank
 from wire import handoff_pb2
 

@@ -17,14 +17,11 @@ from kv_transfer import messages as m
 from kv_transfer.contract import DecodeEngine, HandoffState
 from kv_transfer.decode_side import replies
 from kv_transfer.decode_side.handshake import Handshake
-from kv_transfer.decode_side.incoming import IncomingHandoff, as_baton_error, error_of
+from kv_transfer.decode_side.incoming import IncomingHandoff, ReceiverStats, as_baton_error, error_of, take_on
 from kv_transfer.decode_side.landing import Landing
 from kv_transfer.decode_side.part_ledger import untrue
 from kv_transfer.decode_side.peer import PeerLink
-from kv_transfer.decode_side.reserve import take_on
-from kv_transfer.decode_side.ring import Ring, Slot
-from kv_transfer.decode_side.stats import ReceiverStats
-from kv_transfer.decode_side.turns import Claim
+from kv_transfer.decode_side.ring import Claim, Ring, Slot
 from kv_transfer.ranks import ReceivingRank, on_event_loop
 from wire import common_pb2, handoff_pb2
 

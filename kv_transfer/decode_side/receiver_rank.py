@@ -17,12 +17,9 @@ from torch import Tensor
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
-from kv_transfer.decode_side.expectations import Expectations
-from kv_transfer.decode_side.fitting import CacheShape
-from kv_transfer.decode_side.part_landing import PartLanding
-from kv_transfer.decode_side.slot_memory import SlotMemory
-from kv_transfer.poll_pace import pause_between
-from kv_transfer.rank_thread import RankThread
+from kv_transfer.decode_side.part_landing import CacheShape, Expectations, PartLanding
+from kv_transfer.memory import SlotMemory
+from kv_transfer.rank_thread import RankThread, pause_between
 from kv_transfer.transports.base import Arrival
 from kv_transfer.transports.registry import Endpoints
 from wire import handoff_pb2

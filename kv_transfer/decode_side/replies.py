@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cluster.errors import BatonError
-from kv_transfer.decode_side.ring import Slot
-from kv_transfer.decode_side.turns import Claim
+from kv_transfer.decode_side.ring import Claim, Slot
 from kv_transfer.messages import PartLanded
 from wire.handoff_pb2 import Aborted, Committed, DecodeToPrefill, DrainedAck, PartResult, SlotGrant
 

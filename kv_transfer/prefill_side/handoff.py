@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cluster import errors
@@ -14,12 +15,54 @@ from kv_transfer.contract import HandoffReport
 from kv_transfer.layout.geometry import plan_flows
 from kv_transfer.prefill_side.check_replies import check_ranks
 from kv_transfer.prefill_side.link import LinkToDecode
-from kv_transfer.prefill_side.part_times import PartTimes
 from kv_transfer.prefill_side.stats import SenderStats
 from kv_transfer.ranks import SendingRank
 from wire import common_pb2, handoff_pb2
 
 R = TypeVar("R")
+MAX_PARTS = 256  # of one hand-off: a trace does not need thousands
+
+
+@dataclass
+class PartTime:
+    """Monotonic seconds; 0 = not yet."""
+
+    target_rank: int
+    part: int
+    bytes: int
+    asked: float
+    granted: float = 0.0
+    verified: float = 0.0
+
+
+class PartTimes:
+    """Times at which the parts of a traced hand-off were requested, granted and verified."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int, int], PartTime] = {}
+        self.unnamed = 0  # beyond MAX_PARTS
+
+    def asked(self, source_rank: int, target_rank: int, part: int, size: int) -> None:
+        key = (source_rank, target_rank, part)
+        if key in self._parts:  # sent again
+            return
+        if len(self._parts) >= MAX_PARTS:
+            self.unnamed += 1
+            return
+        self._parts[key] = PartTime(target_rank, part, size, time.monotonic())
+
+    def granted(self, source_rank: int, target_rank: int, part: int) -> None:
+        known = self._parts.get((source_rank, target_rank, part))
+        if known is not None:
+            known.granted = time.monotonic()
+
+    def verified(self, source_rank: int, target_rank: int, part: int) -> None:
+        known = self._parts.get((source_rank, target_rank, part))
+        if known is not None:
+            known.verified = time.monotonic()
+
+    def __iter__(self) -> Iterator[PartTime]:
+        return iter(self._parts.values())
 
 
 class RankReports(Generic[R]):

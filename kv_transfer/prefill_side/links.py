@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import Faults
 from cluster.security.tls import Peers
-from kv_transfer.prefill_side.known_workers import KnownWorkers
 from kv_transfer.prefill_side.link import LinkToDecode
 from kv_transfer.prefill_side.pending_drain_notices import PendingDrainNotices
+from kv_transfer.prefill_side.rank_connections import KnownWorkers
 from kv_transfer.prefill_side.stats import by_transport
 from kv_transfer.ranks import SendingRank
 from kv_transfer.transports.registry import usable

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kv_transfer import messages as m
 from kv_transfer.layout.geometry import Flow
-from kv_transfer.poll_pace import MAX_SECONDS
 from kv_transfer.prefill_side.sender_rank import SenderRank
+from kv_transfer.rank_thread import MAX_SECONDS
 from kv_transfer.transports.base import Arrival
 from kv_transfer.transports.registry import Endpoints
 from tests.harness.waiting import wait_for

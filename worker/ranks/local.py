@@ -14,7 +14,7 @@ from engine import build
 from engine.model.config import ModelConfig
 from engine.parallel.group import DistributedGroup, NullGroup, TpGroup, kv_head_range
 from engine.runner import LoadedModel, ModelRunner
-from kv_transfer.decode_side.fitting import check_slot_bytes
+from kv_transfer.decode_side.part_landing import check_slot_bytes
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.ranks import Rank
