@@ -1,26 +1,23 @@
-"""The Decode service."""
+"""The Decode service. A BatonError ends a call (worker.server.TypedErrors)."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 import grpc
 
-from cluster.errors import BatonError
-from cluster.protocol.wire_version import check_wire_version
-from cluster.rpc import errors
 from decode_worker.attempt import DecodeAttempt
-from decode_worker.peer_exits import ReportedPeerExits
+from decode_worker.quarantine_watch import ReportedPeerExits
 from decode_worker.role import DecodeRole
 from kv_transfer.contract import HandoffState
+from kv_transfer.decode_side.validate import check_transfer_id
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, handoff_pb2
 from worker.role import RoleParts
-from worker.validate import check_name, check_transfer_id
+from worker.validate import check_call
 
 Context = grpc.aio.ServicerContext[Any, Any]
-R = TypeVar("R", decode_pb2.AttachRequest, decode_pb2.DecodeRunRequest)
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
@@ -32,7 +29,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Attach(
         self, request: decode_pb2.AttachRequest, context: Context
     ) -> AsyncIterator[common_pb2.AttemptEvent]:
-        attempt = await self._open(request, self._role.attach, context)
+        check_call(request, self._parts.identity.worker_id)
+        attempt = self._role.attach(request)
         async with contextlib.aclosing(self._read(attempt, request.from_position)) as events:
             async for event in events:
                 yield event
@@ -40,19 +38,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Run(
         self, request: decode_pb2.DecodeRunRequest, context: Context
     ) -> AsyncIterator[common_pb2.AttemptEvent]:
-        attempt = await self._open(request, self._role.run, context)
-        async with contextlib.aclosing(self._read(attempt)) as events:
+        check_call(request, self._parts.identity.worker_id)
+        async with contextlib.aclosing(self._read(self._role.run(request))) as events:
             async for event in events:
                 yield event
-
-    async def _open(self, request: R, open: Callable[[R], DecodeAttempt], context: Context) -> DecodeAttempt:
-        try:
-            check_wire_version(request.wire_version, self._parts.identity.worker_id)
-            check_transfer_id(request.transfer_id)
-            check_name("request_id", request.request_id)
-            return open(request)
-        except BatonError as error:
-            await errors.abort(context, error)
 
     def _read(
         self, attempt: DecodeAttempt, position: int = 0
@@ -61,11 +50,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         return attempts.read(attempt, position, lambda: attempts.resume(attempt))
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:
-        await _check(request.transfer_id, context)
-        try:
-            self._role.check_abort(request)
-        except BatonError as error:
-            await errors.abort(context, error)
+        check_transfer_id(request.transfer_id)
+        self._role.check_abort(request)
         # Completed also if the router hangs up while it waits.
         state = await self._parts.background_tasks.complete(self._role.abort(request.transfer_id))
         committed = state is HandoffState.COMMITTED
@@ -76,7 +62,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Cancel(
         self, request: decode_pb2.DecodeCancelRequest, context: Context
     ) -> decode_pb2.DecodeCancelResponse:
-        await _check(request.transfer_id, context)
+        check_transfer_id(request.transfer_id)
         known = await self._role.cancel_by_router(request.transfer_id)
         return decode_pb2.DecodeCancelResponse(known=known)
 
@@ -89,15 +75,5 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Handoff(
         self, request_iterator: AsyncIterator[handoff_pb2.PrefillToDecode], context: Context
     ) -> AsyncIterator[handoff_pb2.DecodeToPrefill]:
-        try:
-            async for reply in self._role.receiver.serve(request_iterator):
-                yield reply
-        except BatonError as error:
-            await errors.abort(context, error)
-
-
-async def _check(transfer_id: bytes, context: Context) -> None:
-    try:
-        check_transfer_id(transfer_id)
-    except BatonError as error:
-        await errors.abort(context, error)
+        async for reply in self._role.receiver.serve(request_iterator):
+            yield reply

@@ -14,9 +14,8 @@ from engine import kv_cache
 from engine.attention import registry
 from engine.attention.base import AttentionShape
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
-from engine.model.config import ModelConfig, inverse_frequencies
+from engine.model.config import ModelConfig, check_shares, inverse_frequencies
 from engine.model.decoder import Decoder
-from engine.model.shares import check_shares
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.rotary import tables

@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import BlocksExhaustedError, ContextLengthError, InvalidRequestError, engine_request_error
+from cluster.telemetry.metrics import worker as metrics
 from engine.cache.block_pool import BlockPool
 from engine.model.config import ModelConfig
 from engine.next_tokens import StopLimits
@@ -25,8 +26,25 @@ from engine.plan import PlanItem, StepPlan
 from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.states import SequenceState as S
-from engine.step_times import StepTimes
+from engine.scheduler.sequence import SequenceState as S
+
+
+class StepTimes:
+    """Histograms of steps: duration, tokens, sequences. Written by one thread, read by any."""
+
+    def __init__(self) -> None:
+        self.total_seconds = {"prefill": 0.0, "decode": 0.0}
+        self.seconds = {kind: metrics.ENGINE_STEP_SECONDS.create() for kind in self.total_seconds}
+        self.tokens = metrics.ENGINE_STEP_TOKENS.create()
+        self.requests = metrics.ENGINE_STEP_REQUESTS.create()
+
+    def add(self, tokens: int, sequences: int, seconds: float) -> None:
+        """Record a step. One with more tokens than sequences contains a prompt."""
+        kind: Literal["prefill", "decode"] = "prefill" if tokens > sequences else "decode"
+        self.total_seconds[kind] += seconds
+        self.seconds[kind].observe(seconds)
+        self.tokens.observe(tokens)
+        self.requests.observe(sequences)
 
 
 class Runner(Protocol):

@@ -16,7 +16,7 @@ from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.states import SequenceState as S
+from engine.scheduler.sequence import SequenceState as S
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The Prefill service."""
+"""The Prefill service. A BatonError ends a call (worker.server.TypedErrors)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 import grpc
 
-from cluster.errors import BatonError
-from cluster.protocol.wire_version import check_wire_version
-from cluster.rpc import errors
+from kv_transfer.decode_side.validate import check_transfer_id
 from prefill_worker.role import PrefillRole
 from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
-from worker.validate import check_name, check_transfer_id
+from worker.validate import check_call
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -26,24 +24,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Run(
         self, request: prefill_pb2.PrefillRunRequest, context: Context
     ) -> AsyncIterator[common_pb2.AttemptEvent]:
-        try:
-            check_wire_version(request.wire_version, self._worker_id)
-            check_transfer_id(request.transfer_id)
-            check_name("request_id", request.request_id)
-            attempt = self._role.open(request)
-        except BatonError as error:
-            await errors.abort(context, error)
-        async with contextlib.aclosing(self._role.attempts.read(attempt)) as events:
+        check_call(request, self._worker_id)
+        async with contextlib.aclosing(self._role.attempts.read(self._role.open(request))) as events:
             async for event in events:
                 yield event
 
     async def Cancel(
         self, request: prefill_pb2.PrefillCancelRequest, context: Context
     ) -> prefill_pb2.PrefillCancelResponse:
-        try:
-            check_transfer_id(request.transfer_id)
-        except BatonError as error:
-            await errors.abort(context, error)
+        check_transfer_id(request.transfer_id)
         attempt = self._role.attempts.get(request.transfer_id)
         if attempt is None:
             self._role.attempts.remember_ended(request.transfer_id)

@@ -21,6 +21,7 @@ from router.placement.types import Placed
 from tests.decode_worker.decode_world import DecodeWorld
 from wire import common_pb2, decode_pb2, decode_pb2_grpc
 from worker.identity import WorkerIdentity
+from worker.server import TypedErrors
 
 EPOCH = 0x5EED
 T = b"t" * 16
@@ -31,7 +32,7 @@ async def serving():
     world = DecodeWorld()
     me = SimpleNamespace(worker_id="d", epoch=EPOCH)
     world.core.check_epoch = lambda epoch: WorkerIdentity.check_epoch(me, epoch)
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[TypedErrors()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     service = DecodeService(world.core, world.role)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
