@@ -35,7 +35,7 @@ class Expectations:
         self._sample_share = sample_share
         self._epoch = decode_epoch
         self._transfers: dict[bytes, ExpectedTransfer] = {}
-        self._expected: dict[int, m.Expect] = {}  # by slot
+        self._expected: dict[int, handoff_pb2.SlotGrant] = {}  # by slot
 
     def __bool__(self) -> bool:
         """Whether any part is expected."""
@@ -51,8 +51,8 @@ class Expectations:
         digests = Digests(self._device, message.digests, self._sample_share, message.digest_kind)
         self._transfers[message.transfer_id] = ExpectedTransfer(message, digests)
 
-    def expect(self, message: m.Expect) -> None:
-        self._expected[message.slot] = message
+    def expect(self, grant: handoff_pb2.SlotGrant) -> None:
+        self._expected[grant.slot] = grant
 
     def forget(self, transfer_id: bytes) -> None:
         self._transfers.pop(transfer_id, None)

@@ -169,11 +169,11 @@ class HandoffReceiver:
             self._loop.call_soon(self.rings[rank].landed_wrong, slot)
             return
         seconds = claim.bytes / self.stats.rate_bytes_per_second * 4 + 1.0
-        self._landing.expect(claim, slot, rank, seconds + 1.0, self._too_late)
         grant = replies.slot_grant(claim, slot, rank, self._landing.device(rank), seconds)
+        self._landing.expect(grant, seconds + 1.0, self._too_late)
         # With enough slots the peer has parts to write meanwhile.
         patient = handoff.under_way >= ENOUGH_UNDER_WAY
-        handoff.link.send(grant, patient=patient)
+        handoff.link.send(handoff_pb2.DecodeToPrefill(slot_grant=grant), patient=patient)
         handoff.granted()
 
     def _too_late(self, slot: Slot) -> None:

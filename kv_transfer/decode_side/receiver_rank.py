@@ -37,6 +37,7 @@ SETTLE_SECONDS = 0.02
 SETTLE_POLLS = 20
 PARTS_TOGETHER = 4  # in one report to the leader
 REPORT_SECONDS = 0.0005  # longest wait of a report for further parts
+EXPECTED = (m.ExpectTransfer, handoff_pb2.SlotGrant, m.ForgetTransfer)
 
 
 def pause_of(quiet_seconds: float) -> float:
@@ -164,7 +165,7 @@ class ReceiverRank:
 
     def _handle_one(self, message: m.ToReceiver) -> None:
         match message:
-            case m.Expect():
+            case handoff_pb2.SlotGrant():
                 self._expectations.expect(message)
             case m.ExpectTransfer():
                 self._expectations.expect_transfer(message)
@@ -203,7 +204,7 @@ class ReceiverRank:
             self.dropped["malformed"] += 1
             return
         # The grant may still be in the inbox: the peer can be faster than this thread's wake-up.
-        while (message := self._thread.next(m.ExpectTransfer, m.Expect, m.ForgetTransfer)) is not None:
+        while (message := self._thread.next(*EXPECTED)) is not None:
             self._handle_one(message)
         transfer = self._expectations.take(header)
         if transfer is None:

@@ -155,7 +155,7 @@ async def test_what_is_stale_is_dropped_and_counted(transport):
         landed: list[object] = []
         rank._on_event = landed.append
         slot = rank._memory.slots[1]
-        expected = m.Expect(1, 4, b"t" * 16, 0, 0)
+        expected = handoff_pb2.SlotGrant(slot=1, generation=4, transfer_id=b"t" * 16)
         flows = [Flow(0, 0, 0, HEADS)]
         rank.handle(
             m.ExpectTransfer(expected.transfer_id, PREFILL_EPOCH, [5], 0, PAGE, flows, "off", XXH3_128)
