@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from cluster.telemetry.metrics import worker as metrics
 from engine.cache.block_pool import BlockPool
 from engine.model.config import ModelConfig
 from engine.next_tokens import StopLimits
-from engine.output import Counters, OutputProcessor, StepSpan, request_done
+from engine.output import OutputProcessor, StepSpan, request_done
 from engine.plan import PlanItem, StepPlan
 from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
 from engine.scheduler.prefix_cache import PrefixCache
@@ -72,7 +73,7 @@ class Engine:
             self._pool, runner.page_size, on_chain, secret=secret, enabled=config.prefix_caching
         )
         limits = StopLimits(runner.model_config.eos_token_ids, self._max_len)
-        self._counters = Counters()
+        self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes)
         self._outputs = OutputProcessor(self._scheduler, prefixes, limits, self._counters)
         self.steps = 0
@@ -183,7 +184,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Any thread."""
         running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
-        return EngineStats(
+        return replace(
+            self._counters,
             steps=self.steps,
             running=len(running),
             waiting=len(waiting),
@@ -196,7 +198,6 @@ class Engine:
             blocks_held=self._pool.total - self._pool.num_free,
             prefill_seconds=self.step_times.total_seconds["prefill"],
             decode_seconds=self.step_times.total_seconds["decode"],
-            **vars(self._counters),
         )
 
     def check_integrity(self) -> None:

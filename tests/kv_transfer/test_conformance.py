@@ -119,7 +119,7 @@ async def test_whole_blocks_are_written_as_they_lie(monkeypatch, tensor_parallel
         assert copied and all(tokens.start % PAGE or tokens.stop % PAGE for tokens in copied)
 
 
-def header(expected: m.Expect, **wrong: object) -> handoff_pb2.PartHeader:
+def header(expected: handoff_pb2.SlotGrant, **wrong: object) -> handoff_pb2.PartHeader:
     """Of a part that would be taken, but for what is wrong."""
     fields = {
         "transfer_id": expected.transfer_id,
