@@ -54,6 +54,7 @@ class DecodeAttempt:
     reserve_timer: asyncio.TimerHandle | None = None  # aborts it unless it is reserved by then
     entering: asyncio.Task[None] | None = None  # waits for its turn at the engine, if it is local
     inside_tokens: int = 0  # its share of the admission's bound, until its first token
+    tenant: str = ""  # to which that share is counted
     machine: StateMachine[DecodeState] = field(init=False)
     report: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
     received: float = field(default_factory=time.monotonic)

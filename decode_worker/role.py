@@ -106,7 +106,7 @@ class DecodeRole:
             )
             request = replace(request, priority=priority)
             attempt.inside_tokens, attempt.entered, attempt.is_entered = tokens, time.monotonic(), True
-            attempt.choices = request.n
+            attempt.choices, attempt.tenant = request.n, request.tenant
             self.attempts.enter(attempt)
             attempt.machine.to(DecodeState.DECODING)
             await self._parts.host.call(lambda engine: engine.add(request))

@@ -155,6 +155,11 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
+    @property
+    def batch_full(self) -> bool:
+        """Whether a waiting sequence needs an extra seat. Any thread."""
+        return len(self._scheduler.running) >= self._runner.config.max_batch_requests
+
     def step(self) -> StepOutput:
         began, self.step_items = time.monotonic(), []
         decision = self._scheduler.schedule()

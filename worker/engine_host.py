@@ -91,6 +91,9 @@ class EngineHost:
         since = self._busy_since
         return since is None or self._clock() - since < self._step_stall_seconds
 
+    def batch_full(self) -> bool:
+        return self._engine.batch_full
+
     def busy_seconds(self) -> float:
         """Duration of the step in progress; 0 between steps."""
         since = self._busy_since

@@ -142,6 +142,9 @@ class Core:
             for happens in after:
                 happens()
 
+    def batch_full(self) -> bool:
+        return self.engine.batch_full
+
     def beat_step(self) -> int:
         return 1
 
