@@ -38,7 +38,7 @@ def record(
         tracing.record(parent, "baton.handoff.land", attempt.reserved, landed, {**facts, **kept})
     if not attempt.is_entered:
         return
-    if attempt.local:
+    if attempt.local_prefill:
         began = record_prefill(tracing, parent, attempt.received, report, attempt.chunks, facts)
     else:
         began = attempt.entered + report.decode_queue_seconds
@@ -47,5 +47,5 @@ def record(
         return
     decoded = {"baton.tokens": len(attempt.log.tokens), "baton.choices": attempt.choices}
     decode = tracing.record(parent, "baton.decode", began, now, {**facts, **decoded})
-    if not attempt.local:
+    if not attempt.local_prefill:
         tracing.record(decode, "baton.decode.first_step", began, attempt.first_token)

@@ -122,7 +122,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         self.admission.look()
 
     def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
-        if attempt.record_token(step_began) and attempt.local:
+        if attempt.record_token(step_began) and attempt.local_prefill:
             self.arrivals.first_token(attempt.first_token_seconds)
         self._leave(attempt)
         attempt.log.add(token_to_wire(token))
@@ -142,7 +142,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
 
     def _done(self, attempt: DecodeAttempt, done: RequestDone) -> None:
         self._at_done(done.request_id)
-        if attempt.local:
+        if attempt.local_prefill:
             attempt.report.cached_tokens = done.cached_tokens
             attempt.report.computed_prompt_tokens = done.computed_prompt_tokens
             attempt.report.prompt_compute_seconds = done.prompt_compute_seconds

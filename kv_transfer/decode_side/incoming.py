@@ -123,8 +123,8 @@ def error_of(part: PartLanded, agreement: handoff_pb2.Welcome) -> BatonError:
         return DigestMismatchError(f"part {part.part} arrived corrupted twice")
     if part.error == "digest_missing":
         return TransportError(
-            f"part {part.part} has no {agreement.digest_kind} digest, as was agreed ({agreement.digests}): give prefill "
-            "and decode workers the same digests and digest_sample_share",
+            f"part {part.part} lacks the {agreement.digest_kind} digest that the pair agreed on (digests: "
+            f"{agreement.digests}): give prefill and decode workers the same digests and digest_sample_share",
             field="digests",
         )
     return TransportError(f"part {part.part} could not be taken ({part.error})")

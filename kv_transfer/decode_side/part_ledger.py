@@ -84,7 +84,9 @@ class PartLedger:
             limit = str(slot_bytes)
             return TransportError(f"a part of {request.bytes} bytes", field="slot_bytes", limit=limit)
         if self.announced is not None and request.part >= self.announced[key]:
-            return untrue(f"{self.announced[key]} parts, and a slot is requested for part {request.part}")
+            return contradiction(
+                f"{self.announced[key]} parts, and a slot is requested for part {request.part}"
+            )
         return None
 
     def first_asked(self, request: handoff_pb2.SlotRequest) -> bool:
@@ -121,12 +123,14 @@ class PartLedger:
         for flow in flows:
             key = (flow.source_rank, flow.target_rank)
             if key in named or key not in announced:
-                raise untrue(f"parts from rank {key[0]} to {key[1]}, which is no flow, or was named before")
+                raise contradiction(
+                    f"parts from rank {key[0]} to {key[1]}, which is no flow, or was named before"
+                )
             named.add(key)
             announced[key] = flow.parts
         for source, target, part in self._asked:
             if part >= announced[source, target]:
-                raise untrue(f"{announced[source, target]} parts, and part {part} has a slot")
+                raise contradiction(f"{announced[source, target]} parts, and part {part} has a slot")
 
     @property
     def complete(self) -> bool:
@@ -136,5 +140,5 @@ class PartLedger:
         )
 
 
-def untrue(claim: str) -> TransportError:
-    return TransportError(f"Finish is not true: it names {claim}", field="finish")
+def contradiction(claim: str) -> TransportError:
+    return TransportError(f"Finish contradicts the hand-off: it names {claim}", field="finish")

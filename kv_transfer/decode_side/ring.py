@@ -1,6 +1,7 @@
 """The landing ring: which peer may write into which slot, and when a slot may be granted again.
 
     FREE ──grant──► GRANTED ──► LANDED ──► VERIFIED ──► FREE
+                       │           ├─wrong, or never sent─► FREE
                        └───────────┴──────────┴──► QUARANTINED ──fence proven──► FREE
 
 A late write may still land in a slot in doubt. Only two proofs end its quarantine: the sender reports that every write of
@@ -103,7 +104,7 @@ K = TypeVar("K", bound=Hashable)
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
     S.FREE: frozenset({S.GRANTED}),
     S.GRANTED: frozenset({S.LANDED, S.QUARANTINED}),
-    S.LANDED: frozenset({S.VERIFIED, S.QUARANTINED}),
+    S.LANDED: frozenset({S.VERIFIED, S.FREE, S.QUARANTINED}),
     S.VERIFIED: frozenset({S.FREE, S.QUARANTINED}),
     S.QUARANTINED: frozenset({S.FREE}),
 }
@@ -202,7 +203,6 @@ class Ring:
     def landed_wrong(self, slot: Slot) -> None:
         """Free a slot whose part failed its check (its write is terminal: the notification came) or was never sent."""
         slot.machine.to(S.LANDED)
-        slot.machine.to(S.VERIFIED)
         self._release(slot)
 
     def quarantine(self, transfer_id: bytes) -> list[Slot]:
