@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.config.worker import WorkerConfig
@@ -36,6 +37,7 @@ class PeerExitSource(Protocol):
         """True if there is a proof, False if there is none yet. May block. Raises UnavailableError for no answer."""
 
 
+@dataclass(eq=False)
 class QuarantineWatch:
     """Polls for slots in quarantine and frees those of peers that have provably exited.
 
@@ -44,17 +46,12 @@ class QuarantineWatch:
     leaves the registry before its process exits.
     """
 
-    def __init__(
-        self,
-        receiver: HandoffReceiver,
-        exits: PeerExitSource,
-        registered: Callable[[], Sequence[WorkerInfo]],
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._receiver = receiver
-        self._exits = exits
-        self._registered = registered
-        self._clock = clock
+    receiver: HandoffReceiver
+    exits: PeerExitSource
+    registered: Callable[[], Sequence[WorkerInfo]]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._due: dict[str, float] = {}  # peer with slots in quarantine → time of the next query
         self._pods: dict[str, Pod] = {}
         self._pod_due: dict[str, float] = {}  # connected peer without a known pod → time of the next look-up
@@ -67,19 +64,19 @@ class QuarantineWatch:
             await self.look()
 
     async def look(self) -> None:
-        quarantined, now = self._quarantined(), self._clock()
+        quarantined, now = self._quarantined(), self.clock()
         self._due = {peer: self._due.get(peer, now + GRACE_SECONDS) for peer in quarantined}
-        known = quarantined | {link.name for link in self._receiver.links}
+        known = quarantined | {link.name for link in self.receiver.links}
         self._pods = {peer: pod for peer, pod in self._pods.items() if peer in known}
         await self._look_up_pods(known - quarantined, now)
         for peer in [peer for peer, due in self._due.items() if due <= now]:
             self._due[peer] = now + QUERY_SECONDS
             if await self._proven(peer):
                 log.warning("%s has exited: the quarantine of its slots ends", peer)
-                await self._receiver.process_exited(peer)
+                await self.receiver.process_exited(peer)
 
     def _quarantined(self) -> set[str]:
-        slots = (slot for ring in self._receiver.rings for slot in ring.slots)
+        slots = (slot for ring in self.receiver.rings for slot in ring.slots)
         return {
             slot.claim.peer
             for slot in slots
@@ -99,7 +96,7 @@ class QuarantineWatch:
             if peer not in self._pods:
                 await self._read_pods()
             pod = self._pods.get(peer)
-            proven = pod is not None and await asyncio.to_thread(self._exits.has_exited, pod)
+            proven = pod is not None and await asyncio.to_thread(self.exits.has_exited, pod)
         except Exception as error:  # it is tried again, and other peers are checked
             if not self._failing:
                 log.warning(
@@ -111,7 +108,7 @@ class QuarantineWatch:
         return proven
 
     async def _read_pods(self) -> None:
-        for worker in await asyncio.to_thread(self._registered):
+        for worker in await asyncio.to_thread(self.registered):
             if worker.pod.uid:
                 self._pods.setdefault(f"{worker.worker_id}@{worker.epoch:x}", worker.pod)
 

@@ -14,11 +14,10 @@ from engine import kv_cache
 from engine.attention import registry
 from engine.attention.base import AttentionShape
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
-from engine.model.config import ModelConfig, check_shares, inverse_frequencies
+from engine.model.config import ModelConfig, check_shares, inverse_frequencies, tables
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
-from engine.ops.rotary import tables
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup, kv_head_range

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cluster.errors import ConfigError, ModelError
 
@@ -269,3 +270,10 @@ def _indivisible(model: ModelConfig, size: int) -> str:
     if model.num_kv_heads % size and size % model.num_kv_heads:
         return f"num_key_value_heads = {model.num_kv_heads}"
     return ""
+
+
+def tables(inverse_frequencies: Tensor, max_len: int) -> tuple[Tensor, Tensor]:
+    """The rotary position embedding (Su et al., RoFormer), halves form as in Llama: cos and sin, float32
+    [max_len, head_dim / 2], computed once."""
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies)
+    return angles.cos(), angles.sin()

@@ -15,7 +15,8 @@ from cluster.faults.points import Act, FaultPoint
 from kv_transfer import messages as m
 from kv_transfer.layout.digest import NONE, Digests, digest, kinds_on
 from kv_transfer.layout.geometry import scatter, wait_copied
-from kv_transfer.memory import SlotMemory
+from kv_transfer.memory import aligned_bytes
+from kv_transfer.transports.registry import Endpoints
 from wire import handoff_pb2
 
 log = logging.getLogger(__name__)
@@ -155,24 +156,32 @@ class CacheShape:
         return ends[1] - ends[0]
 
 
+class SlotMemory:
+    """Slots of equal size, in segments: addresses never change, and more segments may be added."""
+
+    def __init__(self, slot_bytes: int, device: torch.device, endpoints: Endpoints):
+        self.slots: list[Tensor] = []  # uint8 [slot_bytes] each
+        self._slot_bytes = slot_bytes
+        self._device = device
+        self._endpoints = endpoints
+
+    def add_segment(self, slots: int) -> list[int]:
+        """Addresses of the new slots."""
+        memory = aligned_bytes(slots * self._slot_bytes, self._device)
+        self._endpoints.register(memory)
+        added = list(memory.view(slots, self._slot_bytes))
+        self.slots += added
+        return [slot.data_ptr() for slot in added]
+
+
+@dataclass(eq=False, kw_only=True)
 class PartLanding:
-    def __init__(
-        self,
-        *,
-        rank: int,
-        kv_cache: Tensor,
-        shape: CacheShape,
-        memory: SlotMemory,
-        poll: Callable[[], None],
-        at_landed: FaultPoint,
-    ):
-        """`poll` drives the transports' progress."""
-        self._rank = rank
-        self._cache = kv_cache
-        self._shape = shape
-        self._memory = memory
-        self._poll = poll
-        self._at_landed = at_landed
+    rank: int
+    kv_cache: Tensor
+    shape: CacheShape
+    memory: SlotMemory
+    poll: Callable[[], None]  # drives the transports' progress
+    at_landed: FaultPoint
 
     def take(self, header: handoff_pb2.PartHeader, transfer: ExpectedTransfer, payload: bytes | None) -> str:
         """Verify and scatter a part; return "" or why that failed. `payload`: its bytes, if they are not in the slot yet.
@@ -180,11 +189,11 @@ class PartLanding:
         Raises nothing: the thread serves all hand-offs.
         """
         try:
-            place = self._shape.place(header, transfer.message, header.source_rank)
+            place = self.shape.place(header, transfer.message, header.source_rank)
             if place is None or (payload is not None and not self._fill(header, payload)):
                 return "geometry"
-            slot = self._memory.slots[header.slot]
-            fault = self._at_landed(header.transfer_id)
+            slot = self.memory.slots[header.slot]
+            fault = self.at_landed(header.transfer_id)
             if fault is not None and fault.act is Act.CORRUPT:
                 slot[0] ^= 0xFF
             data = slot[: header.bytes]
@@ -200,22 +209,22 @@ class PartLanding:
 
     def _fill(self, header: handoff_pb2.PartHeader, payload: bytes) -> bool:
         """Copy the bytes into the slot. Refuses any other length: the rest would be an earlier part's bytes."""
-        if not 0 < len(payload) == header.bytes <= self._shape.slot_bytes:
+        if not 0 < len(payload) == header.bytes <= self.shape.slot_bytes:
             return False
         here = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        self._memory.slots[header.slot][: len(payload)].copy_(here)
+        self.memory.slots[header.slot][: len(payload)].copy_(here)
         return True
 
     def _unverified(self, header: handoff_pb2.PartHeader, digests: Digests, data: Tensor) -> str:
         """Check the digest; return "" or why it fails. A digest that the pair did not agree on is checked too."""
-        agreed = digests.kind_of(header.transfer_id, header.source_rank, self._rank, header.part)
+        agreed = digests.kind_of(header.transfer_id, header.source_rank, self.rank, header.part)
         if header.digest_kind not in ((NONE, *kinds_on(data.device)) if agreed == NONE else (agreed,)):
             return "digest_missing"
         return "" if digest([data], header.digest_kind) == header.digest else "digest"
 
     def _scatter(self, data: Tensor, place: Place) -> None:
         # The peer's next write completes, and its notification is sent, only when this side polls.
-        self._poll()
-        cache = self._cache
+        self.poll()
+        cache = self.kv_cache
         scatter(cache, data.view(cache.dtype), place.block_ids, place.layers, place.heads, place.tokens)
         wait_copied(cache)  # before the slot has another owner

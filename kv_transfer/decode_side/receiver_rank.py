@@ -17,8 +17,7 @@ from torch import Tensor
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
-from kv_transfer.decode_side.part_landing import CacheShape, Expectations, PartLanding
-from kv_transfer.memory import SlotMemory
+from kv_transfer.decode_side.part_landing import CacheShape, Expectations, PartLanding, SlotMemory
 from kv_transfer.rank_thread import RankThread, pause_between
 from kv_transfer.transports.base import Arrival
 from kv_transfer.transports.registry import Endpoints

@@ -54,21 +54,15 @@ class KnownWorkers:
         return known
 
 
+@dataclass(eq=False)
 class RankConnections:
-    def __init__(
-        self,
-        name: str,
-        prefill_id: str,
-        decode_id: str,
-        ranks: Sequence[SendingRank],
-        known: KnownWorkers,
-    ):
-        """`name`: the peer's, worker_id@epoch."""
-        self._name = name
-        self._prefill_id = prefill_id
-        self._decode_id = decode_id
-        self._ranks = ranks
-        self._known = known
+    name: str  # the peer's, worker_id@epoch
+    prefill_id: str
+    decode_id: str
+    ranks: Sequence[SendingRank]
+    known: KnownWorkers
+
+    def __post_init__(self) -> None:
         self._welcome: handoff_pb2.Welcome | None = None  # the newest
         self._answer: asyncio.Future[bool] | None = None  # to the probe that waits
         self._closed = False
@@ -89,22 +83,22 @@ class RankConnections:
         ranks = [
             m.PeerRank(r.rank, r.agent_name, r.agent_metadata, r.memory or m.DRAM) for r in welcome.ranks
         ]
-        for rank in self._ranks:
-            rank.handle(m.Connect(self._name, ranks, nonce, welcome.transport, reconnect))
+        for rank in self.ranks:
+            rank.handle(m.Connect(self.name, ranks, nonce, welcome.transport, reconnect))
 
     async def probe(self, welcome: handoff_pb2.Welcome) -> bool:
         """Whether a notification from every rank arrives. Connections from an earlier link may have broken unnoticed:
         then a second one is sent, over new connections."""
-        for reconnect in (False, True) if self._known.was_reached(self._decode_id) else (False,):
+        for reconnect in (False, True) if self.known.was_reached(self.decode_id) else (False,):
             if self._closed:
                 return False
             self._answer = asyncio.get_running_loop().create_future()
-            nonce = f"{self._prefill_id}:{secrets.token_hex(8)}"
+            nonce = f"{self.prefill_id}:{secrets.token_hex(8)}"
             self.connect(self._welcome or welcome, nonce, reconnect)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     if await self._answer:
-                        self._known.is_reached(self._decode_id)
+                        self.known.is_reached(self.decode_id)
                         return True
         return False
 
@@ -115,5 +109,5 @@ class RankConnections:
     def close(self) -> None:
         self._closed = True
         self.probed(False)
-        for rank in self._ranks:
-            rank.handle(m.Disconnect(self._name))
+        for rank in self.ranks:
+            rank.handle(m.Disconnect(self.name))

@@ -13,7 +13,7 @@ from cluster.errors import StaleEpochError, StaleTransferError, WireVersionError
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors
-from decode_worker.service import DecodeService
+from decode_worker.worker import DecodeService
 from router.dispatch.attempt import Attempt
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness

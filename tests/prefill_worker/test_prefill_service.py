@@ -17,7 +17,7 @@ from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors
 from engine.request import FinishReason
 from prefill_worker import role as role_module
-from prefill_worker.service import PrefillService
+from prefill_worker.worker import PrefillService
 from tests.harness.waiting import until as until_true
 from tests.prefill_worker.late_reads import DECODE, World
 from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
