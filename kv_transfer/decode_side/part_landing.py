@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,6 +15,7 @@ from cluster.faults.points import Act, FaultPoint
 from kv_transfer import messages as m
 from kv_transfer.layout.digest import NONE, Digests, digest, kinds_on
 from kv_transfer.layout.geometry import scatter, wait_copied
+from kv_transfer.layout.rows import Place
 from kv_transfer.memory import aligned_bytes
 from kv_transfer.transports.registry import Endpoints
 from wire import handoff_pb2
@@ -93,16 +94,6 @@ def check_slot_bytes(slot_bytes: int, least: int) -> None:
             "at least that, rounded up to a multiple of 256",
             field="transfer.slot_bytes",
         )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a part goes in this rank's cache. `heads` are indices of the rank, `block_ids` those of `tokens`."""
-
-    layers: range
-    heads: range
-    tokens: range
-    block_ids: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -226,5 +217,5 @@ class PartLanding:
         # The peer's next write completes, and its notification is sent, only when this side polls.
         self.poll()
         cache = self.kv_cache
-        scatter(cache, data.view(cache.dtype), place.block_ids, place.layers, place.heads, place.tokens)
+        scatter(cache, data.view(cache.dtype), place)
         wait_copied(cache)  # before the slot has another owner

@@ -15,6 +15,7 @@ from kv_transfer.decode_side import landing
 from kv_transfer.layout import geometry
 from kv_transfer.layout.digest import XXH3_128
 from kv_transfer.layout.geometry import Flow
+from kv_transfer.layout.rows import Place
 from kv_transfer.prefill_side import part_source
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import (
@@ -101,7 +102,7 @@ async def test_whole_blocks_are_written_as_they_lie(monkeypatch, tensor_parallel
 
     def gather(cache, data, block_ids, layers, heads, tokens) -> None:
         copied.append(tokens)
-        geometry.gather(cache, data, block_ids, layers, heads, tokens)
+        geometry.gather(cache, data, Place(layers, heads, tokens, block_ids))
 
     monkeypatch.setattr(part_source, "MIN_PIECE_BYTES", 1)
     monkeypatch.setattr(part_source, "gather", gather)
