@@ -100,9 +100,9 @@ async def test_whole_blocks_are_written_as_they_lie(monkeypatch, tensor_parallel
     """And a cut one from a copy; a part that arrived corrupted is read once more from where it lies."""
     copied: list[range] = []
 
-    def gather(cache, data, block_ids, layers, heads, tokens) -> None:
-        copied.append(tokens)
-        geometry.gather(cache, data, Place(layers, heads, tokens, block_ids))
+    def gather(cache, data, place: Place) -> None:
+        copied.append(place.tokens)
+        geometry.gather(cache, data, place)
 
     monkeypatch.setattr(part_source, "MIN_PIECE_BYTES", 1)
     monkeypatch.setattr(part_source, "gather", gather)
