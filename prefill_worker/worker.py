@@ -1,14 +1,49 @@
-"""Starts a prefill worker."""
+"""Starts a prefill worker and its service. A BatonError ends a call (worker.server.TypedErrors)."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
 from cluster.config.worker import WorkerConfig
+from kv_transfer.decode_side.validate import check_transfer_id
 from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker.role import PrefillRole
-from prefill_worker.service import PrefillService
-from wire import prefill_pb2_grpc
+from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
 from worker.role import RoleParts
+from worker.validate import check_call
 from worker.worker import Worker, start_worker
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, role: PrefillRole, worker_id: str):
+        self._role = role
+        self._worker_id = worker_id
+
+    async def Run(
+        self, request: prefill_pb2.PrefillRunRequest, context: Context
+    ) -> AsyncIterator[common_pb2.AttemptEvent]:
+        check_call(request, self._worker_id)
+        async with contextlib.aclosing(self._role.attempts.read(self._role.open(request))) as events:
+            async for event in events:
+                yield event
+
+    async def Cancel(
+        self, request: prefill_pb2.PrefillCancelRequest, context: Context
+    ) -> prefill_pb2.PrefillCancelResponse:
+        check_transfer_id(request.transfer_id)
+        attempt = self._role.attempts.get(request.transfer_id)
+        if attempt is None:
+            self._role.attempts.remember_ended(request.transfer_id)
+            return prefill_pb2.PrefillCancelResponse(known=False)
+        await self._role.attempts.cancel(attempt)
+        await self._role.freed(attempt)
+        return prefill_pb2.PrefillCancelResponse(known=True)
 
 
 def make_role(parts: RoleParts) -> PrefillRole:

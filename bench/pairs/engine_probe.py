@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 from cluster.config.worker import EngineConfig
-from engine.build import load_runner
+from engine.build import load_model
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
+from engine.runner import ModelRunner
 
 BATCH = 8
 VOCABULARY = 8000  # a little less than the checkpoint's: ids valid in every prompt
@@ -27,7 +28,7 @@ def main(model: Path, prompt_tokens: int, repeats: int, steps: int) -> None:
         max_batch_tokens=2048,
         threads=1,
     )
-    runner = load_runner(config)
+    runner = ModelRunner(load_model(config))
     runner.warm_up()
     engine = Engine(runner, runner.config, secret=b"pairs")
     prefill = [_prefill(engine, number, prompt_tokens) for number in range(repeats + 1)][1:]

@@ -33,8 +33,9 @@ def run(context: Context) -> Section:
 
 def load(model: Path, device: str, page_size: int = 16) -> Engine:
     from cluster.config.worker import EngineConfig
-    from engine.build import load_runner
+    from engine.build import load_model
     from engine.engine import Engine
+    from engine.runner import ModelRunner
 
     config = EngineConfig(
         model=model,
@@ -45,7 +46,7 @@ def load(model: Path, device: str, page_size: int = 16) -> Engine:
         threads=1,
         page_size=page_size,
     )
-    runner = load_runner(config)
+    runner = ModelRunner(load_model(config))
     runner.warm_up()
     # A pool that has served before: at first use the kernel allocates its pages (180 ms per prompt here, where the
     # machine's host had to allocate the memory as well).

@@ -203,7 +203,7 @@ class PeerRules(RuleBasedStateMachine):
         newest = data.draw(st.integers(0, min(len(expected) - 1, 6)))
         self.part_lands(expected[-1 - newest], error, short)
 
-    def part_lands(self, grant: m.Expect, error: str, short: bool = False) -> None:
+    def part_lands(self, grant: handoff_pb2.SlotGrant, error: str, short: bool = False) -> None:
         ring = self.world.receiver.rings[0]
         slot = ring.slot(grant.slot, grant.generation)
         begin, end = self.landed.held(grant.transfer_id), len(prompt_of(grant.transfer_id))

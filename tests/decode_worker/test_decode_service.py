@@ -14,7 +14,7 @@ from cluster.errors import StaleEpochError, StaleTransferError, WireVersionError
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors
-from decode_worker.service import DecodeService
+from decode_worker.worker import DecodeService
 from router.dispatch.attempt import Attempt
 from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
@@ -22,6 +22,7 @@ from router.placement.types import Placed
 from tests.decode_worker.decode_world import DecodeWorld
 from wire import common_pb2, decode_pb2, decode_pb2_grpc
 from worker.identity import WorkerIdentity
+from worker.server import TypedErrors
 
 EPOCH = 0x5EED
 T = b"t" * 16
@@ -32,7 +33,7 @@ async def serving():
     world = DecodeWorld()
     me: Any = SimpleNamespace(worker_id="d", epoch=EPOCH)
     world.core.check_epoch = lambda epoch: WorkerIdentity.check_epoch(me, epoch)
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[TypedErrors()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     parts: Any = world.core
     service = DecodeService(parts, world.role)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from decode_worker.peer_exits import ReportedPeerExits
-from kv_transfer.decode_side.ring import Ring, SlotState
-from kv_transfer.decode_side.turns import Claim
+from decode_worker.quarantine_watch import ReportedPeerExits
+from kv_transfer.decode_side.ring import Claim, Ring, SlotState
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import PAGE, config, decode_side
 from tests.kv_transfer.scripted_peer import ScriptedPeer

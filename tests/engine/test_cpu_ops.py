@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from engine.layers.linear import PanelLinear
+from engine.model.config import tables
 from engine.ops import cpu_products
 from engine.ops.base import LayerOps, OpsShape
 from engine.ops.cpu_ops import CpuOps
-from engine.ops.rotary import tables
 from engine.ops.team import KernelTeam
 from engine.ops.torch_ops import TorchOps
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from cluster.errors import SetupError
-from engine.parallel import listeners
-from engine.parallel.group import DistributedGroup, listen_at
+from engine.parallel.group import DistributedGroup, _listening, listen_at, listening_meanwhile
 from engine.plan import BlockCopy, PlanItem, StepPlan
 
 
@@ -100,7 +99,7 @@ def test_no_other_rank_joins_a_complete_group():
 def test_looking_for_listening_sockets_keeps_no_descriptor(tmp_path):
     with (tmp_path / "file").open("w"), socket.create_server(("127.0.0.1", 0)) as listener:
         before = set(os.listdir("/proc/self/fd"))
-        with listeners.listening_meanwhile(), socket.create_server(("127.0.0.1", 0)) as other:
-            assert listener.fileno() in listeners._listening()
-            assert other.fileno() in listeners._listening()
+        with listening_meanwhile(), socket.create_server(("127.0.0.1", 0)) as other:
+            assert listener.fileno() in _listening()
+            assert other.fileno() in _listening()
         assert set(os.listdir("/proc/self/fd")) == before

@@ -9,9 +9,10 @@ from torch import Tensor
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import ConfigError
 from engine import build, kv_cache
-from engine.build import load_runner
+from engine.build import load_model
 from engine.model.weights import Checkpoint
 from engine.parallel.group import NullGroup
+from engine.runner import ModelRunner
 from tests.worker.fake_rank import Reports
 from worker.ranks import local, ranks
 
@@ -67,7 +68,7 @@ class Loading:
 def test_the_size_is_taken_when_the_weights_are_loaded(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     loading = Loading(monkeypatch, 64 << 20)
     config = EngineConfig(model=checkpoint("llama"), device="cpu", max_model_len=256)
-    runner = load_runner(config, beside_bytes=8 << 20)
+    runner = ModelRunner(load_model(config, beside_bytes=8 << 20))
     assert loading.loaded > 500_000
     assert loading.seen == [loading.loaded]  # measured once, after the last tensor
     expected = ((64 << 20) - (8 << 20) - loading.loaded) // 4

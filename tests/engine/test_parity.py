@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
-from engine.build import load_runner
+from engine.build import load_model
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, FinishReason, SamplingParams
 from engine.runner import ModelRunner
@@ -37,7 +37,7 @@ def test_logits_are_the_references_at_every_position(variant, checkpoint):
     expected = exact_logits(model, tokens)
     own = float((reference_logits(model, tokens) - expected).abs().max())
     within = max(LOGITS_WITHIN, OF_REFERENCES_OWN * own)
-    runner = load_runner(EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES))
+    runner = ModelRunner(load_model(EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES)))
     lengths = range(1, 91)
     wholes = [PlanItem(str(n), tokens[:n], 0, list(range(6 * n, 6 * n + 6)), True) for n in lengths]
     assert_close(logits_of(runner, wholes), expected, within)

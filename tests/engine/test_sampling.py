@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import EngineRequestError
+from engine.next_tokens import finish_reason, forbidden
 from engine.request import FinishReason, SamplingParams
 from engine.sampling.philox import philox4x32, uniform
 from engine.sampling.sampler import Row, Sampled, candidates, sample
-from engine.stop import finish_reason, forbidden
 
 VOCAB = 400
 

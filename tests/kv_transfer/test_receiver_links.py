@@ -14,8 +14,7 @@ from cluster.errors import (
     TransportError,
 )
 from kv_transfer.contract import Reservation
-from kv_transfer.decode_side import landing, peer, ring
-from kv_transfer.decode_side import reserve as reserving
+from kv_transfer.decode_side import incoming, landing, peer, ring
 from kv_transfer.decode_side.ring import SlotState
 from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import LAYERS, PAGE, Decode, config, decode_side
@@ -64,7 +63,7 @@ async def test_a_failure_after_a_reservation_releases_its_blocks(decode, where, 
         raise ZeroDivisionError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(reserving, where, fails)
+        patch.setattr(incoming, where, fails)
         transfer_id = one.ask_to_reserve(TOKENS)
         reply = await one.heard("reserve_reply", transfer_id)
     assert reply.refused.code == "InternalError"

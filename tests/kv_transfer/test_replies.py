@@ -12,7 +12,7 @@ from cluster.errors import HandoffError, LayoutMismatchError, StaleEpochError, T
 from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.layout.digest import stricter
 from kv_transfer.prefill_side import links
-from kv_transfer.prefill_side.known_workers import KnownWorkers
+from kv_transfer.prefill_side.rank_connections import KnownWorkers
 from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import DECODE_EPOCH, config, layout, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from cluster.errors import IllegalTransition
-from kv_transfer.decode_side.ring import Ring, Slot, SlotState, _Shares
-from kv_transfer.decode_side.turns import Claim
+from kv_transfer.decode_side.ring import Claim, Ring, Slot, SlotState, _Shares
 from tests.harness.reached import Reached
 
 TRANSFERS = [bytes([i]) * 16 for i in range(4)]

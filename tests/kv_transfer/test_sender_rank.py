@@ -9,7 +9,7 @@ import pytest
 
 from kv_transfer import messages as m
 from kv_transfer.layout.geometry import Flow
-from kv_transfer.poll_pace import MAX_SECONDS
+from kv_transfer.rank_thread import MAX_SECONDS
 from tests.harness.waiting import wait_for
 from tests.kv_transfer.held_endpoint import A, B, SendingRank, grant, result, sending_rank
 from tests.kv_transfer.pair import BLOCKS, HEADS, LAYERS, PAGE, SLOT_BYTES, config

@@ -18,11 +18,12 @@ from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors
 from engine.request import EngineRequest, FinishReason
 from prefill_worker import role as role_module
-from prefill_worker.service import PrefillService
+from prefill_worker.worker import PrefillService
 from tests.harness.waiting import until as until_true
 from tests.prefill_worker.late_reads import DECODE, World
 from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
 from worker.identity import WorkerIdentity
+from worker.server import TypedErrors
 
 until = partial(until_true, seconds=15.0)
 
@@ -36,7 +37,7 @@ async def serving():
     world = World()
     me: Any = SimpleNamespace(worker_id="p", epoch=EPOCH)
     world.role._parts.identity.check_epoch = lambda epoch: WorkerIdentity.check_epoch(me, epoch)
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[TypedErrors()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(world.role, "p"), server)
     await server.start()

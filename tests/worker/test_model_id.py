@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.errors import ModelError
-from worker import weights_digest
-from worker.model_id import make_model_id
+from worker.model_id import WHOLE_BYTES, make_model_id, samples
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_a_late_tensor_a_middle_one_and_one_number_of_a_norm_part_two_checkpoint
     tensors = load_file(model / "model.safetensors")
     assert len(tensors) > 20
     for name, tensor in tensors.items():
-        if tensor.numel() * 4 > weights_digest.WHOLE_BYTES:
+        if tensor.numel() * 4 > WHOLE_BYTES:
             change(model, name)  # all of it, as another training would
         elif tensor.ndim == 1:
             change(model, name, tensor.numel() - 1)
@@ -228,5 +227,5 @@ def sparse(path: Path, tensors: dict[str, list[int]]) -> int:
 def test_a_large_checkpoint_costs_a_bounded_number_of_bytes(tmp_path, tensors, least_gb, most_mib) -> None:
     file = tmp_path / "model.safetensors"
     assert sparse(file, tensors) > least_gb * 10**9
-    read = sum(len(piece) for piece in weights_digest.samples(dict.fromkeys(tensors, file)))
+    read = sum(len(piece) for piece in samples(dict.fromkeys(tensors, file)))
     assert read <= most_mib << 20

@@ -24,9 +24,8 @@ from tests.harness.waiting import wait_for
 from tests.worker.fake_rank import FakeRank, Reports
 from wire.handoff_pb2 import PartData
 from worker.ranks import ranks, watch
-from worker.ranks.outbox import RankOutbox
 from worker.ranks.pipe import KINDS_DIGEST, RankHello, RankPipe, Ready
-from worker.ranks.process import START_SECONDS, RemoteRank, StartingRank, spawn_rank
+from worker.ranks.process import START_SECONDS, RankOutbox, RemoteRank, StartingRank, spawn_rank
 from worker.ranks.rank_main import serve_pipe
 from worker.ranks.ranks import Ranks
 from worker.ranks.watch import RankWatch

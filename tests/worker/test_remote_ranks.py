@@ -29,11 +29,10 @@ from tests.end_to_end.test_handover import NEW, assert_reference
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.router import run_router
 from tests.harness.waiting import wait_for
-from worker.ranks import listener
-from worker.ranks.listener import RANK_BYTES, RankListener, connect_to_leader
+from worker.ranks import remote
 from worker.ranks.pipe import RankPipe
 from worker.ranks.rank_main import LEAVING_FILE
-from worker.ranks.remote import SECRETS, without_secrets
+from worker.ranks.remote import RANK_BYTES, SECRETS, RankListener, connect_to_leader, without_secrets
 
 START_SECONDS = 120.0
 
@@ -157,7 +156,7 @@ def test_a_rank_reaches_its_leader_over_both_families(host: str) -> None:
 
 def test_a_silent_connection_keeps_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port scan, for example."""
-    monkeypatch.setattr("worker.ranks.listener.START_SECONDS", 10.0)
+    monkeypatch.setattr("worker.ranks.remote.START_SECONDS", 10.0)
     listening = RankListener("127.0.0.1", "w")
     try:
         with socket.create_connection(listening.address):
@@ -185,7 +184,7 @@ def ended(peer: socket.socket) -> bool:
 
 
 def test_a_peer_that_does_not_answer_its_challenge_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(remote, "HANDSHAKE_SECONDS", 0.1)
     listening = RankListener("127.0.0.1", "w")
     try:
         with (
@@ -200,7 +199,7 @@ def test_a_peer_that_does_not_answer_its_challenge_in_time_is_ended(monkeypatch:
 
 
 def test_one_peer_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "MAX_HANDSHAKES", 3)
+    monkeypatch.setattr(remote, "MAX_HANDSHAKES", 3)
     listening = RankListener("127.0.0.1", "w")
     peers = []
     try:
@@ -283,7 +282,7 @@ def test_no_secret_travels_with_a_rank() -> None:
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.ranks.listener.START_SECONDS", 0.1)
+    monkeypatch.setattr("worker.ranks.remote.START_SECONDS", 0.1)
     listening = RankListener("127.0.0.1", "w")
     with pytest.raises(SetupError, match=r"ranks \[2, 3\] did not connect within"):
         listening.wait([2, 3])
