@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from loadgen.config import LoadConfig
-from loadgen.record import QUEUES, STAGES, RequestRecord, ServerTimings
+from loadgen.record import QUEUES, STAGES, RequestRecord
 from loadgen.target import Clock, RequestFailed
 from loadgen.workload import ChatPrompt, Prompt, TextPrompt
 from wire import common_pb2, inference_pb2_grpc
@@ -76,19 +76,9 @@ def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
     record.prompt_tokens = completed.usage.prompt_tokens
     record.usage_tokens = completed.usage.completion_tokens
     record.cached_tokens = completed.usage.cached_tokens
-    timings = completed.timings
-    told = bool(timings.decode_worker)  # else the router has omitted workers and queueing times
-    record.timings = ServerTimings(
-        stages={stage: getattr(timings, stage) for stage in STAGES if told or stage not in QUEUES},
-        total_seconds=timings.total_seconds,
-        kv_bytes_shipped=timings.kv_bytes_shipped,
-        not_shipped_tokens=timings.not_shipped_tokens,
-        transport=timings.transport,
-        prefill_worker=timings.prefill_worker,
-        decode_worker=timings.decode_worker,
-        attempts=timings.attempts,
-        placement_calls=timings.placement_calls,
-    )
+    record.timings = timings = completed.timings
+    shows_all = bool(timings.decode_worker)  # else the router has omitted workers and queueing times
+    record.stages = {stage: getattr(timings, stage) for stage in STAGES if shows_all or stage not in QUEUES}
 
 
 def _channel(config: LoadConfig, address: str) -> grpc.aio.Channel:

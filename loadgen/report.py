@@ -98,8 +98,8 @@ class Report:
     @cached_property
     def stages(self) -> dict[str, Summary]:
         """The server's seconds by stage; stages that it did not report are left out."""
-        said = [record.timings.stages for record in self.answered if record.timings is not None]
-        by_stage = {stage: [one[stage] for one in said if stage in one] for stage in STAGES}
+        reported = [record.stages for record in self.answered]
+        by_stage = {stage: [one[stage] for one in reported if stage in one] for stage in STAGES}
         return {stage: summarise(seconds) for stage, seconds in by_stage.items() if seconds}
 
     @property
