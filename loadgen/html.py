@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
+import numpy as np
 import orjson
 
 from loadgen.config import LoadConfig
 from loadgen.record import RequestRecord
-from loadgen.report import Report
-from loadgen.stats import Summary, rate_over_time
+from loadgen.report import Report, Summary
 from loadgen.svg import Series, cdf_plot, line_plot, scatter_plot, stacked_bar
 from loadgen.table import STAGE_NAMES, milliseconds, size, totals
 
@@ -126,6 +126,19 @@ def _cloud(name: str, css: str, records: Sequence[RequestRecord]) -> Series:
 def _token_rate(records: Sequence[RequestRecord]) -> list[tuple[float, float]]:
     events = [(at, float(tokens)) for record in records for at, tokens in record.arrivals]
     return rate_over_time(events, TIME_BINS)
+
+
+def rate_over_time(events: Sequence[tuple[float, float]], bins: int) -> list[tuple[float, float]]:
+    """(middle of the bin, amount per second) over the time that (time, amount) events span."""
+    if not events:
+        return []
+    times, amounts = np.array(events).T
+    end = max(float(times.max()), 1e-9)
+    totals, edges = np.histogram(times, bins, (0.0, end), weights=amounts)
+    width = end / bins
+    return [
+        (float(edge) + width / 2, float(total) / width) for edge, total in zip(edges, totals, strict=False)
+    ]
 
 
 def _stage_card(report: Report) -> str:

@@ -1,6 +1,6 @@
 """Drives sessions against targets: an open loop on a schedule, or a closed loop of users.
 
-open:    pacer thread ──due──► session ─► session ─► …      however slow the server is
+open:    pacer thread ──due──► session, session, …          however slow the server is
 closed:  user 1: session ─► session ─► …                    the next begins when the last has ended
          user 2: session ─► …
 """
@@ -14,9 +14,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from loadgen.config import LoadConfig
-from loadgen.pacer import Pacer
 from loadgen.record import Failure, RequestRecord
-from loadgen.schedule import session_schedule
+from loadgen.schedule import Pacer, session_schedule
 from loadgen.target import Clock, RequestFailed, Target
 from loadgen.workload import ChatPrompt, Prompt, TextPrompt, Workload
 
@@ -25,7 +24,7 @@ _SAMPLE_CHARACTERS = 2000
 
 @dataclass
 class Progress:
-    """How far a run is, for whoever shows it."""
+    """How far a run is."""
 
     started: int = 0
     finished: int = 0

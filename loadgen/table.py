@@ -9,8 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.report import Report
-from loadgen.stats import Summary
+from loadgen.report import Report, Summary
 
 STAGE_NAMES = {
     "router_queue_seconds": "router queue",

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from loadgen import LoadConfig, Report, Slo, merge
-from loadgen.html import page
+from loadgen.html import page, rate_over_time
 from loadgen.record import Failure, RequestRecord
-from loadgen.stats import rate_over_time, summarise
+from loadgen.report import summarise
 from loadgen.svg import value_axis
 from loadgen.table import print_report
 from wire.inference_pb2 import Timings
