@@ -104,7 +104,7 @@ class LoadConfig(_Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.requests is None) == (self.seconds is None):
-            raise ValueError("say how long: either `requests` or `seconds`")
+            raise ValueError("exactly one of `requests` and `seconds` is needed")
         if self.workload == "conversation" and self.prompt_kind not in (None, "chat"):
             raise ValueError("conversations are chat: leave `prompt_kind` out")
         for target in self.targets if self.protocol == "http" else ():

@@ -1,4 +1,4 @@
-"""Baton's own gRPC service."""
+"""Sends requests to Baton's own gRPC service."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GrpcTarget:
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from error
         finally:
-            call.cancel()  # nothing to a call that has ended
+            call.cancel()  # no effect on a call that has ended
 
     async def _read(self, call: Any, record: RequestRecord) -> str:
         text: list[str] = []
@@ -92,7 +92,7 @@ def _channel(config: LoadConfig, address: str) -> grpc.aio.Channel:
 
 
 def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:
-    """By the server's own name for the error where it gave one, else by the status."""
+    """The failure, named by the server's error if the answer has one, else by the status."""
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key == _ERROR_KEY:

@@ -31,10 +31,7 @@ class Failure:
 
 @dataclass
 class RequestRecord:
-    """Filled in while the request runs.
-
-    Every arrival is (time, tokens that came with it); where a server does not say how many, one.
-    """
+    """Filled in while the request runs. An arrival is (time, number of tokens, 1 if the server does not report it)."""
 
     protocol: Protocol
     session: int
@@ -82,7 +79,7 @@ class RequestRecord:
 
     @property
     def gaps(self) -> list[float]:
-        """Between arrivals: what a reader waits for. Tokens that came together share one gap."""
+        """Seconds between arrivals. Tokens that arrived together share one gap."""
         times = [at for at, _ in self.arrivals]
         return [later - earlier for earlier, later in pairwise(times)]
 

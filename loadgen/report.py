@@ -67,7 +67,7 @@ class Report:
 
     @cached_property
     def seconds(self) -> float:
-        """From when the first request was due to the last token."""
+        """From the time at which the first request was due to the last token."""
         if not self.answered:
             return 0.0
         first = min(record.intended for record in self.records)
@@ -91,7 +91,7 @@ class Report:
 
     @cached_property
     def send_lag(self) -> Summary:
-        """How late requests left: the load generator's own fault, or a full `max_in_flight`."""
+        """How late requests were sent: the load generator was slow, or `max_in_flight` was reached."""
         return summarise([record.sent - record.intended for record in self.answered])
 
     @property
@@ -139,7 +139,7 @@ class Report:
 
     @property
     def transport(self) -> str:
-        """What carried the KV; with a comma where it was not always the same."""
+        """The transports of the KV, separated by commas."""
         used = Counter(record.timings.transport for record in self.answered if record.timings)
         return ",".join(name for name, _ in used.most_common() if name)
 
@@ -162,7 +162,7 @@ class Report:
         return [record for record in self.answered if record.sample_answer]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; docs/results.md and scripts read these names."""
+        """Plain data; docs/results.md and scripts use these names."""
         found = self._figures()
         if len(self.protocols) > 1:
             found["by_protocol"] = {name: self.of_protocol(name)._figures() for name in self.protocols}
@@ -214,7 +214,7 @@ class Report:
 
 
 def merge(reports: Sequence[Report]) -> Report:
-    """One report over several runs. Each had a clock of its own: wall time lays them side by side."""
+    """One report over several runs. Each has its own clock; wall time aligns them."""
     start = min(report.started_unix for report in reports)
     records: list[RequestRecord] = []
     for report in reports:

@@ -17,8 +17,8 @@ import numpy as np
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import checked, run_now, tokens_config
-from loadgen import Report
-from loadgen import run as run_load
+from loadgen.load import run as run_load
+from loadgen.report import Report
 from tests.harness import cluster
 from tests.harness.cluster import Cluster
 

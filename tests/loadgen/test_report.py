@@ -7,10 +7,10 @@ import orjson
 import pytest
 from rich.console import Console
 
-from loadgen import LoadConfig, Report, Slo, merge
+from loadgen.config import LoadConfig, Slo
 from loadgen.html import page, rate_over_time
 from loadgen.record import Failure, RequestRecord
-from loadgen.report import summarise
+from loadgen.report import Report, merge, summarise
 from loadgen.svg import value_axis
 from loadgen.table import print_report
 from wire.inference_pb2 import Timings
