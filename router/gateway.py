@@ -13,7 +13,7 @@ from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.admission.admission import Admission
-from router.admission.limits import HeldBytes, check_priority
+from router.admission.limits import check_priority
 from router.admission.low_priority import LowPriority
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
@@ -101,16 +101,6 @@ class RequestGateway:
                     pass
             raise
 
-    @property
-    def in_flight(self) -> int:
-        return self.admission.in_flight
-
-    def place(
-        self, caller: Caller = ANYONE, connection: str = ""
-    ) -> contextlib.AbstractContextManager[HeldBytes]:
-        """Admit a request (router/admission/admission.py)."""
-        return self.admission.admit(caller, connection)
-
     def check_allowed(self, completion: Completion, caller: Caller) -> None:
         """Raises ForbiddenError for what the caller's key does not allow."""
         check_explain(completion, caller)
@@ -167,7 +157,7 @@ class RequestGateway:
 
     def _own_state(self) -> OwnState:
         state: RouterState = "draining" if self.leaving else "ready" if self.ready() else "not ready"
-        return OwnState(state, time.monotonic() - self.started, self.in_flight)
+        return OwnState(state, time.monotonic() - self.started, self.admission.in_flight)
 
     def _rate_limits(self, caller: Caller) -> RateLimits:
         """The key's own limits, else the router's."""
@@ -185,4 +175,4 @@ class RequestGateway:
         if self.leaving:
             return ["draining: this router leaves"]
         missing = self.services.placement.eligibility.missing_role()
-        return [f"no {missing} worker is there"] if missing else []
+        return [f"no {missing} worker is available"] if missing else []

@@ -127,8 +127,10 @@ class Router:
         deadline = time.monotonic() + self._config.drain_seconds
         stopping = asyncio.create_task(self._grpc.stop(self._config.drain_seconds))
         quiet = 0.0
-        while (self.gateway.in_flight or quiet < self._quiet_seconds()) and time.monotonic() < deadline:
-            quiet = 0.0 if self.gateway.in_flight else quiet + LOOK_SECONDS
+        while (
+            self.gateway.admission.in_flight or quiet < self._quiet_seconds()
+        ) and time.monotonic() < deadline:
+            quiet = 0.0 if self.gateway.admission.in_flight else quiet + LOOK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
         stopping.cancel()
         await asyncio.gather(stopping, return_exceptions=True)

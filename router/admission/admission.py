@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from cluster.config.router import RouterConfig
 from cluster.errors import DrainingError, OverloadedError
-from cluster.security.keys import Caller
+from cluster.security.keys import ANYONE, Caller
 from router.admission.limits import ByteBudget, ConcurrencyLimiter, HeldBytes
 
 
@@ -27,7 +27,7 @@ class Admission:
         self.in_flight = 0
 
     @contextlib.contextmanager
-    def admit(self, caller: Caller, connection: str) -> Iterator[HeldBytes]:
+    def admit(self, caller: Caller = ANYONE, connection: str = "") -> Iterator[HeldBytes]:
         """Count a request as in flight, from its head on. Yields its share of the budget for bodies.
 
         Raises OverloadedError when a limit is reached, DrainingError when this router leaves.

@@ -87,7 +87,7 @@ class Services:
     def check_any_worker(self) -> None:
         """Raises UnavailableError before the first worker has registered."""
         if not self.members.all:
-            raise UnavailableError("no worker is there", retry_after_seconds=1.0)
+            raise UnavailableError("no worker is available", retry_after_seconds=1.0)
 
     def without_unreachable_pairs(self, request: PlacementRequest) -> PlacementRequest:
         """The request, excluding one of every two workers that do not reach each other."""

@@ -46,7 +46,7 @@ class Generations:
         """
         if not self._serving:
             missing = "prefill worker that fits a decode worker" if self._weights else "decode worker"
-            raise UnavailableError(f"no {missing} is there", retry_after_seconds=1.0)
+            raise UnavailableError(f"no {missing} is available", retry_after_seconds=1.0)
         if before is not None and before in self._serving:
             return before
         same_model = [one for one in self._serving if before is not None and one.model_id == before.model_id]

@@ -118,7 +118,7 @@ class Placement:
             missing = missing or "prefill"
         if missing:
             self.refused[f"no_{missing}_worker"] += 1
-            raise UnavailableError(f"no {missing} worker is there", retry_after_seconds=1.0)
+            raise UnavailableError(f"no {missing} worker is available", retry_after_seconds=1.0)
         return candidates
 
     async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:

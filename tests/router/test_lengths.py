@@ -604,11 +604,11 @@ async def test_the_refusal_of_a_router_that_leaves_comes_after_the_body(gateway)
         return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
 
     @contextlib.contextmanager
-    def place(caller: Any, connection: str) -> Any:
+    def admit(caller: Any, connection: str) -> Any:
         raise DrainingError("this router is leaving")
         yield
 
-    gateway.place = place
+    gateway.admission = SimpleNamespace(admit=admit)
     gateway.low_priority = LowPriority()
     with pytest.raises(DrainingError):
         await generate.Generate(gateway).completion(Request({"type": "http", "headers": []}, receive))

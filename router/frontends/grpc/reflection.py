@@ -36,7 +36,7 @@ class ReflectionService:
         return grpc.method_handlers_generic_handler(SERVICE, {"ServerReflectionInfo": call})
 
     async def ServerReflectionInfo(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        with self._gateway.place(caller_of(self._gateway, context), context.peer()) as held:
+        with self._gateway.admission.admit(caller_of(self._gateway, context), context.peer()) as held:
             answers = self._library.ServerReflectionInfo(self._questions(context, held), context)
             await write_all(answers, context, self._gateway.config)
 

@@ -50,7 +50,7 @@ class InferenceService:
 
     async def Generate(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = caller_of(self._gateway, context)
-        with self._gateway.place(caller, context.peer()) as held:
+        with self._gateway.admission.admit(caller, context.peer()) as held:
             raw = await read_message(context, self._gateway.config, held)
             self._gateway.validator.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
@@ -86,7 +86,7 @@ class InferenceService:
         """Tokenise a text or a conversation. That costs as much as the preparation of a generation, so it takes a place
         and counts as a request."""
         caller = caller_of(self._gateway, context)
-        with self._gateway.place(caller, context.peer()) as held:
+        with self._gateway.admission.admit(caller, context.peer()) as held:
             raw = await read_message(context, self._gateway.config, held)
             self._gateway.validator.check_message(len(raw))
             async with self._gateway.counted(caller):
@@ -98,7 +98,7 @@ class InferenceService:
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
         validator = self._gateway.validator
-        with self._gateway.place(caller_of(self._gateway, context), context.peer()) as held:
+        with self._gateway.admission.admit(caller_of(self._gateway, context), context.peer()) as held:
             await read_message(context, self._gateway.config, held)
             model = pb.Model(
                 id=validator.served_name,

@@ -66,14 +66,14 @@ class Generate:
         caller, connection = caller_of(request), connection_of(request)
         with contextlib.ExitStack() as held:
             try:
-                body_bytes = held.enter_context(self._gateway.place(caller, connection))
+                body_bytes = held.enter_context(self._gateway.admission.admit(caller, connection))
             except DrainingError:
                 await discard_body(request, self._gateway.low_priority)
                 raise
             parsed = await self._read(request, read, body_bytes)
             body_bytes.release()
             for _ in parsed.completions[1:]:
-                held.enter_context(self._gateway.place(caller, connection))
+                held.enter_context(self._gateway.admission.admit(caller, connection))
             return await self._answer(request, parsed, kind, prefix, held)
 
     async def _read(self, request: Request, read: Reader, held: HeldBytes) -> ParsedRequest:
