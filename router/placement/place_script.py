@@ -124,7 +124,7 @@ class PlaceScript:
             config.router_id,
             request.chain,
             request.token_count,
-            request.generation.page_size if request.generation is not None else config.page_size,
+            request.kv_group.page_size if request.kv_group is not None else config.page_size,
             request.output_tokens,
             config.local_prefill,
             self._rng.random(),
