@@ -13,7 +13,6 @@ from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.admission.admission import Admission
-from router.admission.limits import check_priority
 from router.admission.low_priority import LowPriority
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
@@ -22,9 +21,7 @@ from router.observe.live.report import RouterState
 from router.observe.requests import RouterMetrics
 from router.observe.traces.arrival import Arrival
 from router.quota.quota import Use
-from router.request.completion import Completion
-from router.request.disclosure import check_explain
-from router.request.prefix_scope import prefix_scope
+from router.request.completion import Completion, prefix_scope
 from router.request.validator import Validator
 from router.text.contents import Rendered
 
@@ -100,11 +97,6 @@ class RequestGateway:
                 async with self.counted(caller):
                     pass
             raise
-
-    def check_allowed(self, completion: Completion, caller: Caller) -> None:
-        """Raises ForbiddenError for what the caller's key does not allow."""
-        check_explain(completion, caller)
-        check_priority(completion, caller)
 
     @contextlib.contextmanager
     def request(

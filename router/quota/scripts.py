@@ -9,8 +9,7 @@ from importlib import resources
 import redis
 
 from cluster.telemetry.metrics import router as metrics
-from router.placement.redis_backoff import RedisBackoff
-from router.placement.script_call import Argument, ScriptCall
+from router.placement.script_call import Argument, RedisBackoff, ScriptCall
 
 log = logging.getLogger(__name__)
 CALL_SECONDS = 0.1

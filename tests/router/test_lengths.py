@@ -30,7 +30,7 @@ from cluster.errors import (
     RequestTooLargeError,
 )
 from cluster.security.keys import ANYONE, Caller, RateLimits
-from router.admission.limits import ByteBudget
+from router.admission.admission import ByteBudget
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc.service import InferenceService
 from router.frontends.http import generate
@@ -158,7 +158,7 @@ def test_others_have_no_bound(name):
 
 class Front_(SimpleNamespace):
     encode, render, preparing = RequestGateway.encode, RequestGateway.render, RequestGateway.preparing
-    check_allowed, _in_time = RequestGateway.check_allowed, RequestGateway._in_time
+    _in_time = RequestGateway._in_time
     _rate_limits = RequestGateway._rate_limits
 
 

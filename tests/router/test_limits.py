@@ -15,8 +15,7 @@ from starlette.requests import Request
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
 from cluster.security.keys import Caller, RateLimits
-from router.admission.admission import Admission
-from router.admission.limits import FREE_BYTES, ByteBudget, ConcurrencyLimiter
+from router.admission.admission import FREE_BYTES, Admission, ByteBudget, ConcurrencyLimiter
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc import message
 from router.frontends.grpc.service import InferenceService

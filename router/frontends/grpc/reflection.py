@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from cluster.errors import DeadlineError, InvalidRequestError
-from router.admission.limits import HeldBytes
+from router.admission.admission import HeldBytes
 from router.frontends.grpc.gate import caller_of
 from router.frontends.grpc.message import read_message
 from router.frontends.grpc.refusal import refusing

@@ -19,10 +19,10 @@ from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
 from router.observe.traces.arrival import Arrival
 from router.request.completion import Completion, Delta
-from router.request.disclosure import timings_for, workers_for
 from router.request.fields import read
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions
+from router.request.permissions import check_allowed, timings_for, workers_for
 from router.request.validator import Envelope
 from router.text.contents import Rendered, role_of
 from router.text.tokenizer import MESSAGE_CHARACTERS
@@ -79,7 +79,7 @@ class InferenceService:
         async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket)):
             prompt = request.token_ids.ids if kind == "token_ids" else await self._encode(request, caller)
             made = self._gateway.validator.completion(prompt, options, _envelope(request, context))
-            self._gateway.check_allowed(made, caller)
+            check_allowed(made, caller)
         return made
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
@@ -97,12 +97,12 @@ class InferenceService:
             await self._answer(pb.TokenizeResponse(token_ids=ids), context)
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        validator = self._gateway.validator
+        limits = self._gateway.validator.limits
         with self._gateway.admission.admit(caller_of(self._gateway, context), context.peer()) as held:
             await read_message(context, self._gateway.config, held)
             model = pb.Model(
-                id=validator.served_name,
-                max_model_len=validator.max_model_len,
+                id=limits.served_model,
+                max_model_len=limits.max_model_len,
                 created_unix_seconds=self._gateway.created_unix_seconds,
             )
             await self._answer(pb.ListModelsResponse(models=[model]), context)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from cluster.errors import BatonError, CancelledError, DrainingError, InvalidRequestError
 from cluster.security.keys import Caller
-from router.admission.limits import HeldBytes
+from router.admission.admission import HeldBytes
 from router.dispatch.dispatcher import RequestDispatcher
 from router.frontends.http.body import discard_body, read_json
 from router.frontends.http.errors import error_body
@@ -35,6 +35,7 @@ from router.frontends.http.shapes import Answer, ChatShape, CompletionShape, Sha
 from router.gateway import RequestGateway
 from router.observe.traces.arrival import Arrival
 from router.request.completion import Completion, Delta, Outcome
+from router.request.permissions import check_allowed
 from router.request.validator import MAX_REQUEST_ID, Envelope
 
 
@@ -117,9 +118,9 @@ class Generate:
         arrival: Arrival,
     ) -> ParsedRequest:
         validator = self._gateway.validator
-        kept = (options.kept(prompt, validator.max_model_len) for prompt in prompts)
+        kept = (options.kept(prompt, validator.limits.max_model_len) for prompt in prompts)
         completions = [validator.completion(prompt, options, envelope) for prompt in kept]
-        self._gateway.check_allowed(completions[0], caller)
+        check_allowed(completions[0], caller)
         return ParsedRequest(
             completions,
             bool(options.stream),

@@ -10,7 +10,7 @@ import orjson
 
 from router.frontends.http.usage import usage
 from router.request.completion import Completion, Delta, Outcome
-from router.request.disclosure import ADMIN_TIMINGS
+from router.request.permissions import ADMIN_TIMINGS
 from router.text.pieces import TextOffsets
 from router.text.tokenizer import ModelText
 from wire import common_pb2, inference_pb2

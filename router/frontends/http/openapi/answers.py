@@ -18,7 +18,7 @@ from router.frontends.http.openapi.schema import (
     text,
 )
 from router.gateway import RequestGateway
-from router.request.disclosure import ADMIN_TIMINGS
+from router.request.permissions import ADMIN_TIMINGS
 from wire import inference_pb2
 
 COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -39,7 +39,7 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         "CompletionChunk": _chunk("text_completion", _completion_choice(one_of(["stop", "length", None]))),
         "Model": record(
             {
-                "id": one_of([gateway.validator.served_name]),
+                "id": one_of([gateway.validator.limits.served_model]),
                 "object": one_of(["model"]),
                 "created": COUNT,
                 "owned_by": one_of(["baton"]),
