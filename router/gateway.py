@@ -16,10 +16,10 @@ from router.admission.admission import Admission
 from router.admission.low_priority import LowPriority
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
-from router.observe.live.live import Live, OwnState
-from router.observe.live.report import RouterState
+from router.observe.live.live import Live
+from router.observe.live.report import Counts, RouterReport, RouterState
 from router.observe.requests import RouterMetrics
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 from router.quota.quota import Use
 from router.request.completion import Completion, prefix_scope
 from router.request.validator import Validator
@@ -43,7 +43,7 @@ class RequestGateway:
         metrics.in_flight.set_function(lambda: self.admission.in_flight)
         self.leaving = False  # not ready: load balancers should send no new requests
         self.requests = 0
-        self.live = Live(services, metrics, self._own_state)
+        self.live = Live(services, metrics, self._report)
 
     async def encode(
         self, given: str | Rendered, *, special: bool = True, truncated: bool = False, tenant: str = ""
@@ -147,9 +147,9 @@ class RequestGateway:
             prefix_scope=scope,
         )
 
-    def _own_state(self) -> OwnState:
+    def _report(self, counts: Counts) -> RouterReport:
         state: RouterState = "draining" if self.leaving else "ready" if self.ready() else "not ready"
-        return OwnState(state, time.monotonic() - self.started, self.admission.in_flight)
+        return RouterReport(state, time.monotonic() - self.started, self.admission.in_flight, counts)
 
     def _rate_limits(self, caller: Caller) -> RateLimits:
         """The key's own limits, else the router's."""

@@ -26,8 +26,8 @@ from router.dispatch.quota_lease import quota_lease
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.retry_policy import RetryPolicy
 from router.dispatch.services import Services
-from router.observe.traces import request_trace
-from router.observe.traces.arrival import Arrival
+from router.observe import traces
+from router.observe.traces import Arrival
 from router.placement.candidates import level_of
 from router.placement.types import KvGroup, Placed, PlacementRequest, Reason
 from router.quota.quota import Use
@@ -286,7 +286,7 @@ class RequestDispatcher:
                 if self._deltas.full:
                     await self._deltas.room()
         except _Retry as retry:
-            request_trace.failed(attempt.span, retry.reason)
+            traces.failed(attempt.span, retry.reason)
             raise
         finally:
             self.stats.trip_seconds = attempt.trip_seconds or self.stats.trip_seconds

@@ -20,8 +20,7 @@ from router.dispatch.channels import Channels
 from router.dispatch.liveness import Liveness
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.observe.live.recorder import Recorder
-from router.observe.traces.arrival import Arrival
-from router.observe.traces.request_trace import RequestTrace
+from router.observe.traces import Arrival, RequestTrace
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest, Reason
 from router.quota.quota import Quota

@@ -39,7 +39,7 @@ from router.frontends.http.json_scan import JsonScan
 from router.frontends.http.messages import chat_size
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
 from router.gateway import RequestGateway
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 from router.request.completion import Completion
 from router.request.fields import read
 from router.request.options import GenerationOptions

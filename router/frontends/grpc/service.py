@@ -17,7 +17,7 @@ from router.frontends.grpc.message import parse, read_message
 from router.frontends.grpc.refusal import refusing
 from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta
 from router.request.fields import read
 from router.request.limits import FieldLimits

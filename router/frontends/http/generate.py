@@ -33,7 +33,7 @@ from router.frontends.http.requests import (
 )
 from router.frontends.http.shapes import Answer, ChatShape, CompletionShape, Shape
 from router.gateway import RequestGateway
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta, Outcome
 from router.request.permissions import check_allowed
 from router.request.validator import MAX_REQUEST_ID, Envelope

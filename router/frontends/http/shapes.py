@@ -8,7 +8,6 @@ from typing import Any
 
 import orjson
 
-from router.frontends.http.usage import usage
 from router.request.completion import Completion, Delta, Outcome
 from router.request.permissions import ADMIN_TIMINGS
 from router.text.pieces import TextOffsets
@@ -16,6 +15,37 @@ from router.text.tokenizer import ModelText
 from wire import common_pb2, inference_pb2
 
 _TIMINGS = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
+
+
+def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    prompt = sum(outcome.usage.prompt_tokens for outcome in outcomes)
+    completion = sum(outcome.usage.completion_tokens for outcome in outcomes)
+    cached = sum(outcome.usage.cached_tokens for outcome in outcomes)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class UsageSoFar:
+    """Running usage of one stream over all its choices. The number of cached prompt tokens is known only at the end."""
+
+    def __init__(self, prompt_tokens: int):
+        self._prompt = prompt_tokens
+        self._completion = 0
+
+    def with_delta(self, delta: Delta) -> bytes:
+        self._completion += len(delta.tokens)
+        total = self._prompt + self._completion
+        return orjson.dumps(
+            {
+                "prompt_tokens": self._prompt,
+                "completion_tokens": self._completion,
+                "total_tokens": total,
+            }
+        )
 
 
 def baton(outcome: Outcome, *, admin: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from router.admission.admission import Admission
 from router.admission.low_priority import LowPriority
 from router.dispatch.bounded_queue import BoundedQueue
 from router.gateway import RequestGateway
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta, Outcome
 from router.request.validator import Validator
 from router.text.tokenizer import ModelText
