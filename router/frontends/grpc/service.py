@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.dispatcher import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestDispatcher
 from router.frontends.grpc.gate import caller_of
 from router.frontends.grpc.message import parse, read_message
-from router.frontends.grpc.refusal import refusing
+from router.frontends.grpc.refusal import generic_handler
 from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
 from router.observe.traces import Arrival
@@ -38,15 +38,7 @@ class InferenceService:
         self._gateway = gateway
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
-        methods = {
-            # Declared as streams of messages, so that the one message is read only once the request holds a place.
-            # Clients see no difference.
-            "Generate": grpc.stream_stream_rpc_method_handler(refusing(self.Generate), None, serialize),
-            "Tokenize": grpc.stream_stream_rpc_method_handler(refusing(self.Tokenize), None, serialize),
-            "ListModels": grpc.stream_stream_rpc_method_handler(refusing(self.ListModels), None, serialize),
-        }
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        return generic_handler(SERVICE, self.Generate, self.Tokenize, self.ListModels)
 
     async def Generate(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = caller_of(self._gateway, context)

@@ -58,12 +58,12 @@ class Generate:
         self._gateway = gateway
 
     async def chat(self, request: Request) -> Response:
-        return await self._serve(request, self._read_chat, ChatShape, "chatcmpl-")
+        return await self._serve(request, self._read_chat, ChatShape)
 
     async def completion(self, request: Request) -> Response:
-        return await self._serve(request, self._read_completion, CompletionShape, "cmpl-")
+        return await self._serve(request, self._read_completion, CompletionShape)
 
-    async def _serve(self, request: Request, read: Reader, kind: type[Shape], prefix: str) -> Response:
+    async def _serve(self, request: Request, read: Reader, kind: type[Shape]) -> Response:
         caller, connection = caller_of(request), connection_of(request)
         with contextlib.ExitStack() as held:
             try:
@@ -75,7 +75,7 @@ class Generate:
             body_bytes.release()
             for _ in parsed.completions[1:]:
                 held.enter_context(self._gateway.admission.admit(caller, connection))
-            return await self._answer(request, parsed, kind, prefix, held)
+            return await self._answer(request, parsed, kind, held)
 
     async def _read(self, request: Request, read: Reader, held: HeldBytes) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
@@ -134,7 +134,6 @@ class Generate:
         request: Request,
         parsed: ParsedRequest,
         kind: type[Shape],
-        prefix: str,
         held: contextlib.ExitStack,
     ) -> Response:
         """`held`: the request's places, released at the end of the answer."""
@@ -143,7 +142,7 @@ class Generate:
             completions[0],
             self._gateway.text,
             int(time.time()),
-            prefix + secrets.token_hex(12),
+            kind.id_prefix + secrets.token_hex(12),
             parsed.token_ids,
             caller.admin,
         )
