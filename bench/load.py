@@ -6,7 +6,9 @@ import asyncio
 from typing import Any
 
 from bench.checkpoint import SHAPE
-from loadgen import LoadConfig, Report, run
+from loadgen.config import LoadConfig
+from loadgen.load import run
+from loadgen.report import Report
 
 
 def tokens_config(target: str, **settings: Any) -> LoadConfig:

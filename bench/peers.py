@@ -24,7 +24,7 @@ from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
 from bench.sections.concurrent8 import ARRANGEMENTS, COMMON, EVERYWHERE, REQUESTS, WORKLOADS
-from loadgen import Report
+from loadgen.report import Report
 from tests.harness import cluster
 
 SINGLE: dict[str, dict[str, Any]] = {

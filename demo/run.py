@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.rule import Rule
 
 from baton.client import AsyncClient
-from loadgen import LoadConfig, Report, run_all
+from loadgen.config import LoadConfig
 from loadgen.html import page
+from loadgen.load import run_all
+from loadgen.report import Report
 from loadgen.table import print_report
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.load import run_now, tokens_config
 from bench.pairs.ratios import Sample
-from loadgen import Report
+from loadgen.report import Report
 from tests.harness import cluster
 
 PROBE = Path(__file__).with_name("engine_probe.py").absolute()

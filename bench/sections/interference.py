@@ -17,8 +17,8 @@ import numpy as np
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import checked, run_now, tokens_config
-from loadgen import Report
-from loadgen import run as run_load
+from loadgen.load import run as run_load
+from loadgen.report import Report
 from tests.harness import cluster
 from tests.harness.cluster import Cluster
 
@@ -73,9 +73,7 @@ def _capacity(running: Cluster) -> float:
     config = tokens_config(
         running.grpc, concurrency=1, requests=7, warmup_requests=2, prompt_tokens=PROMPT_TOKENS, max_tokens=2
     )
-    prefill = [
-        record.timings.stages["prefill_seconds"] for record in run_now(config).records if record.timings
-    ]
+    prefill = [record.stages["prefill_seconds"] for record in run_now(config).records if record.timings]
     return 1.0 / statistics.median(prefill)
 
 

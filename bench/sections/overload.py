@@ -18,8 +18,9 @@ import psutil
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
-from loadgen import LoadConfig, Report, Slo
-from loadgen import run as run_load
+from loadgen.config import LoadConfig, Slo
+from loadgen.load import run as run_load
+from loadgen.report import Report
 from tests.harness import router_process as router_setup
 from tests.harness.router_process import RouterBench
 

@@ -7,7 +7,7 @@ import statistics
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
-from loadgen import Report
+from loadgen.report import Report
 from tests.harness import cluster
 
 PREFIX_TOKENS = 2000

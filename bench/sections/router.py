@@ -23,11 +23,11 @@ from bench import placement
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import tokens_config
-from loadgen.open_target import open_target
-from loadgen.pacer import Pacer
+from loadgen.load import open_target
 from loadgen.record import RequestRecord
+from loadgen.report import summarise
 from loadgen.runner import run_clock
-from loadgen.stats import summarise
+from loadgen.schedule import Pacer
 from loadgen.target import Target
 from loadgen.words import words
 from loadgen.workload import TextPrompt

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from cluster.errors import OverloadedError
-from loadgen import LoadConfig, Slo, run, run_all
+from loadgen.config import LoadConfig, Slo
 from loadgen.html import page
+from loadgen.load import run, run_all
 from tests.harness.stub_inference import StubRouter
 from tests.loadgen.stub_http import StubHttp
 

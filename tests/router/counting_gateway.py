@@ -16,7 +16,7 @@ CONTEXT = 64
 
 class Gateway(SimpleNamespace):
     encode, render, preparing = RequestGateway.encode, RequestGateway.render, RequestGateway.preparing
-    check_allowed, _in_time = RequestGateway.check_allowed, RequestGateway._in_time
+    _in_time = RequestGateway._in_time
     _rate_limits = RequestGateway._rate_limits
 
 

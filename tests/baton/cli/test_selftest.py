@@ -22,7 +22,7 @@ def test_checks_report_what_is_present_and_what_is_missing(
     config = {"model": str(checkpoint("llama")), "redis_url": redis_url, "namespace": namespace}
     with run_router(tmp_path, config) as router:
         endpoints = RouterEndpoints(router.http, (router.grpc,))
-        with pytest.raises(UnavailableError, match="no decode worker is there"):
+        with pytest.raises(UnavailableError, match="no decode worker is available"):
             check_health(endpoints, 0.5)
         with stub_workers(redis_url, namespace):
             assert "is ready and serves" in check_health(endpoints, 30.0)

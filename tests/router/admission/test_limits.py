@@ -15,8 +15,7 @@ from starlette.requests import Request
 from cluster.config.router import RouterConfig
 from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
 from cluster.security.keys import Caller, RateLimits
-from router.admission.admission import Admission
-from router.admission.limits import FREE_BYTES, ByteBudget, ConcurrencyLimiter
+from router.admission.admission import FREE_BYTES, Admission, ByteBudget, ConcurrencyLimiter
 from router.admission.low_priority import LowPriority
 from router.frontends.grpc import message
 from router.frontends.grpc.service import InferenceService
@@ -110,11 +109,11 @@ def gateway() -> RequestGateway:
 
 def test_what_a_request_holds_is_free_after_it_also_when_it_fails(gateway: RequestGateway) -> None:
     for _ in range(10):
-        with contextlib.suppress(KeyError), gateway.place(Caller(tenant="a"), "here") as held:
+        with contextlib.suppress(KeyError), gateway.admission.admit(Caller(tenant="a"), "here") as held:
             held.grow_to(MIB)
             raise KeyError
     admission = gateway.admission
-    assert (gateway.in_flight, len(admission._tenants), len(admission._connections)) == (0, 0, 0)
+    assert (admission.in_flight, len(admission._tenants), len(admission._connections)) == (0, 0, 0)
     assert held_by(admission._bodies) == (0, 0)
 
 
@@ -122,36 +121,44 @@ def test_what_a_request_holds_is_free_after_it_also_when_it_fails(gateway: Reque
 def test_a_tenant_without_a_limit_has_half_of_the_places(
     places: int, own: int, share: int, gateway: RequestGateway
 ) -> None:
-    gateway.config = RouterConfig(model=Path("/models/m"), max_concurrent_requests=places)
+    config = RouterConfig(model=Path("/models/m"), max_concurrent_requests=places)
+    gateway.admission = Admission(config, lambda tenant: None)
     caller = Caller(tenant="a", max_concurrent_requests=own)
     with contextlib.ExitStack() as held:
         for _ in range(share):
-            held.enter_context(gateway.place(caller))
+            held.enter_context(gateway.admission.admit(caller))
         if share < places:
-            with pytest.raises(OverloadedError, match="tenant"), gateway.place(caller):
+            with pytest.raises(OverloadedError, match="tenant"), gateway.admission.admit(caller):
                 pass
-            held.enter_context(gateway.place(Caller(tenant="b")))
+            held.enter_context(gateway.admission.admit(Caller(tenant="b")))
 
 
 def test_without_keys_all_clients_share_all_places(gateway: RequestGateway) -> None:
     gateway.config = RouterConfig(model=Path("/models/m"), max_concurrent_requests=4)
     with contextlib.ExitStack() as held:
         for _ in range(4):
-            held.enter_context(gateway.place())
+            held.enter_context(gateway.admission.admit())
 
 
 def test_a_refusal_by_a_later_limit_gives_back_what_the_earlier_ones_gave(gateway: RequestGateway) -> None:
-    with gateway.place(Caller(), "here"), gateway.place(Caller(), "here"), gateway.place(Caller(), "here"):
-        with pytest.raises(OverloadedError, match="connection"), gateway.place(Caller(tenant="a"), "here"):
-            pass
-        assert (gateway.in_flight, len(gateway.admission._tenants)) == (3, 0)
+    with (
+        gateway.admission.admit(Caller(), "here"),
+        gateway.admission.admit(Caller(), "here"),
+        gateway.admission.admit(Caller(), "here"),
+    ):
         with (
-            gateway.place(Caller(), "elsewhere"),
-            pytest.raises(OverloadedError, match="router"),
-            gateway.place(Caller(), "third"),
+            pytest.raises(OverloadedError, match="connection"),
+            gateway.admission.admit(Caller(tenant="a"), "here"),
         ):
             pass
-    assert (gateway.in_flight, len(gateway.admission._connections)) == (0, 0)
+        assert (gateway.admission.in_flight, len(gateway.admission._tenants)) == (3, 0)
+        with (
+            gateway.admission.admit(Caller(), "elsewhere"),
+            pytest.raises(OverloadedError, match="router"),
+            gateway.admission.admit(Caller(), "third"),
+        ):
+            pass
+    assert (gateway.admission.in_flight, len(gateway.admission._connections)) == (0, 0)
 
 
 @pytest.mark.parametrize(("of_the_key", "limit"), [(0, 2), (1, 1), (3, 3)])
@@ -159,10 +166,10 @@ def test_a_keys_own_number_of_requests_goes_before_the_routers(
     of_the_key: int, limit: int, gateway: RequestGateway
 ) -> None:
     caller = Caller(tenant="a", max_concurrent_requests=of_the_key)
-    places = [gateway.place(caller) for _ in range(limit)]
+    places = [gateway.admission.admit(caller) for _ in range(limit)]
     for place in places:
         place.__enter__()
-    with pytest.raises(OverloadedError, match="tenant"), gateway.place(caller):
+    with pytest.raises(OverloadedError, match="tenant"), gateway.admission.admit(caller):
         pass
     for place in places:
         place.__exit__(None, None, None)
@@ -182,7 +189,7 @@ def dispatching(gateway: RequestGateway) -> RequestGateway:
     )
 
     def request(*_: Any, **__: Any) -> Any:
-        raise DispatchedError(gateway.admission._bodies.held, gateway.in_flight)
+        raise DispatchedError(gateway.admission._bodies.held, gateway.admission.in_flight)
 
     gateway.text, gateway.validator = text, Validator(gateway.config, text)
     gateway.request = request  # type: ignore[method-assign]
@@ -203,7 +210,7 @@ async def test_a_body_is_free_and_each_prompt_has_a_place_when_it_is_dispatched(
     with pytest.raises(DispatchedError) as caught:
         await Generate(dispatching).completion(Request({"type": "http", "headers": []}, receive))
     assert caught.value.args == (0, prompts)
-    assert (dispatching.in_flight, dispatching.admission._bodies.held) == (0, 0)
+    assert (dispatching.admission.in_flight, dispatching.admission._bodies.held) == (0, 0)
 
 
 class Call:
@@ -237,7 +244,7 @@ async def test_a_message_is_free_when_it_is_dispatched(dispatching: RequestGatew
     with pytest.raises(DispatchedError) as caught:
         await InferenceService(dispatching).Generate(context, context)
     assert caught.value.args == (0, 1)
-    assert (dispatching.in_flight, dispatching.admission._bodies.held) == (0, 0)
+    assert (dispatching.admission.in_flight, dispatching.admission._bodies.held) == (0, 0)
 
 
 @pytest.mark.parametrize("method", ["Generate", "Tokenize"])
@@ -258,7 +265,7 @@ async def test_the_list_of_models_takes_a_place_and_counts_its_message(dispatchi
         await service.ListModels(call, call)
     with contextlib.ExitStack() as places:
         for _ in range(4):
-            places.enter_context(dispatching.place())
+            places.enter_context(dispatching.admission.admit())
         with pytest.raises(OverloadedError, match="requests in flight"):
             await service.ListModels(call, call)
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from cluster.config.router import RequestLimits
 from cluster.errors import UnauthenticatedError
 from cluster.security.keys import Caller
-from router.admission.limits import ByteBudget
+from router.admission.admission import ByteBudget
 from router.admission.low_priority import LowPriority
 from router.frontends.http.body import SCAN_BYTES, read_json
 from router.frontends.http.gate import Gate

@@ -24,7 +24,7 @@ from router.dispatch.services import Services
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.placement.calibration import Calibration
 from router.placement.eligibility import Eligibility
-from router.placement.types import Generation, Placed, PlacementRequest
+from router.placement.types import KvGroup, Placed, PlacementRequest
 from router.request.completion import Completion
 from router.text.tokenizer import ModelText
 from wire import common_pb2
@@ -179,8 +179,8 @@ class World:
         self.services = Services(config, text, members, stand_in, stand_in, stand_in)
         self.services.new_transfer_id = lambda: len(self.attempts).to_bytes(16)  # type: ignore[method-assign]
 
-    def generation(self, before: Generation | None) -> Generation:
-        return Generation("m", 16, b"")
+    def kv_group(self, before: KvGroup | None) -> KvGroup:
+        return KvGroup("m", 16, b"")
 
     async def charge(self, *_: Any) -> None:
         """No quota."""

@@ -48,7 +48,7 @@ def test_one_of_two_is_left_out_and_either_goes_on_with_others(pairs):
 
 
 def test_an_absent_worker_is_not_excluded(pairs):
-    """Other generations, and what the request leaves out by itself."""
+    """Other KV groups, and what the request leaves out by itself."""
     pairs.failed(placed(PS[0], DS[0]), LOST)
     assert not pairs.left_out(PS[:2], DS[1:])
     assert not pairs.left_out(PS[1:], DS)

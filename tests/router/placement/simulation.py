@@ -14,10 +14,9 @@ from cluster.index import scripts
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
-from router.placement.calls import Calls
 from router.placement.candidates import Candidates
 from router.placement.place_script import script_source
-from router.placement.settlement import SETTLE_SECONDS, settle_source
+from router.placement.settlement import SETTLE_SECONDS, Calls, settle_source
 
 PAGE = 16
 KEY_BYTES = 8

@@ -19,7 +19,7 @@ from router.placement import eligibility, place_script
 from router.placement.candidates import Candidates
 from router.placement.eligibility import MAX_CANDIDATES_KEPT
 from router.placement.placement import Placement
-from router.placement.redis_backoff import RedisBackoff
+from router.placement.script_call import RedisBackoff
 from router.placement.types import PlacementRequest, Reason
 from tests.harness.waiting import until
 

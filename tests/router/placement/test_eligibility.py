@@ -20,12 +20,12 @@ from cluster.config.worker import Role
 from cluster.errors import UnavailableError
 from cluster.membership.types import WorkerInfo
 from router.placement.eligibility import Eligibility
-from router.placement.generations import generation_of
+from router.placement.kv_groups import kv_group_of
 from router.placement.placement import Placement
 from router.placement.types import Mode, Placed, PlacementRequest, Reason
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 100)
-STANDING = {Reason.ROLE, Reason.DRAINING, Reason.SUSPECT, Reason.DEAD, Reason.GENERATION}
+STANDING = {Reason.ROLE, Reason.DRAINING, Reason.SUSPECT, Reason.DEAD, Reason.KV_GROUP}
 EXCLUSIONS = sorted(set(Reason) - STANDING)
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 MODES = st.sampled_from(["never", "fallback", "auto", "always"])
@@ -59,7 +59,7 @@ def exclusions(draw: st.DrawFn) -> dict[str, Reason]:
 
 
 def standing(worker: WorkerInfo, workers: list[WorkerInfo], mode: Mode, page_size: int) -> bool:
-    """Whether it may get any request of this generation."""
+    """Whether it may get any request of this KV group."""
     ready = [one for one in workers if one.role == worker.role and one.state == "ready"]
     leases = [one.lease for one in ready]
     best = "live" if "live" in leases else "suspect" if "suspect" in leases else "dead"
@@ -85,7 +85,7 @@ def place(workers: list[WorkerInfo], mode: Mode, request: PlacementRequest) -> P
 @given(workers=fleets(), mode=MODES, excluded=exclusions())
 def test_no_worker_is_taken_against_a_reason_unless_all_have_one(workers, mode, excluded):
     eligibility = Eligibility(workers, mode)
-    request = PlacementRequest(b"t", b"", 100, 10, excluded, generation_of(INFO), explain=True)
+    request = PlacementRequest(b"t", b"", 100, 10, excluded, kv_group_of(INFO), explain=True)
     reasons = {one.worker_id: eligibility.why_not(one, request) for one in workers}
     for worker in workers:
         reason = reasons[worker.worker_id]

@@ -16,7 +16,7 @@ from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from router.placement.calibration import Calibration
 from router.placement.placement import Placement
-from router.placement.redis_backoff import RedisBackoff
+from router.placement.script_call import RedisBackoff
 from router.placement.types import PlacementRequest, priority_class_of
 from tests.harness.redis_text import decoded
 

@@ -22,7 +22,7 @@ from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.frontends.grpc.service import InferenceService
 from router.frontends.http import generate
 from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest, read_request
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 from router.request.completion import Completion
 from router.request.fields import read
 from router.request.options import GenerationOptions

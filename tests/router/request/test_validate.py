@@ -167,7 +167,9 @@ def test_what_is_above_0_is_not_0_on_the_wire(name, value):
 def test_without_max_tokens_the_rest_of_the_context_is_there():
     assert completed(PROMPT).sampling.max_tokens == CONTEXT - 4
     assert completed(PROMPT, validator(max_model_len=10)).sampling.max_tokens == 6
-    assert validator(max_model_len=CONTEXT + 1).max_model_len == CONTEXT, "no longer than the model's own"
+    assert validator(max_model_len=CONTEXT + 1).limits.max_model_len == CONTEXT, (
+        "no longer than the model's own"
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, True, "1"])

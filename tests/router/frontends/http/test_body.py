@@ -19,7 +19,7 @@ from cluster.errors import (
     InvalidRequestError,
     RequestTooLargeError,
 )
-from router.admission.limits import ByteBudget
+from router.admission.admission import ByteBudget
 from router.admission.low_priority import LowPriority
 from router.frontends.http import generate
 from router.frontends.http.body import read_json
@@ -155,11 +155,11 @@ async def test_the_refusal_of_a_draining_router_comes_after_the_body():
         return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
 
     @contextlib.contextmanager
-    def place(caller: Any, connection: str) -> Any:
+    def admit(caller: Any, connection: str) -> Any:
         raise DrainingError("this router is leaving")
         yield
 
-    gateway.place = place
+    gateway.admission = SimpleNamespace(admit=admit)
     gateway.low_priority = LowPriority()
     with pytest.raises(DrainingError):
         await generate.Generate(gateway).completion(Request({"type": "http", "headers": []}, receive))

@@ -20,9 +20,8 @@ from router.frontends.http.requests import (
     read_request,
 )
 from router.gateway import RequestGateway
-from router.request.completion import Completion
+from router.request.completion import Completion, prefix_scope
 from router.request.limits import FieldLimits
-from router.request.prefix_scope import prefix_scope
 from tests.router.frontends.http.conftest import MESSAGES, NAME, PAGE
 from wire import common_pb2
 

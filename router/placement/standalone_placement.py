@@ -17,7 +17,7 @@ from router.placement.types import Placed, PlacementRequest
 MAX_REMEMBERED = 50_000
 
 
-class LocalPlacement:
+class StandalonePlacement:
     """Needs no other process; it sees only what this router has placed."""
 
     def __init__(self, calibration: Calibration, charges: Charges, rng: random.Random):

@@ -1,4 +1,4 @@
-"""Two generations of workers during a roll: pairs are made inside one of them only."""
+"""Two KV groups of workers during a roll: pairs are made inside one of them only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cluster.config.worker import Role
 from cluster.errors import UnavailableError
 from cluster.membership.types import WorkerInfo
-from router.placement.generations import Generations, generation_of
+from router.placement.kv_groups import KvGroups, kv_group_of
 from router.placement.types import Mode
 from wire import common_pb2
 
@@ -23,15 +23,15 @@ def worker(role: Role, index: int, *, dtype: str = "bfloat16", model: str = "m",
 
 
 def chosen(prefill: list[WorkerInfo], decode: list[WorkerInfo], mode: Mode = "fallback") -> set[str]:
-    generations, rng = Generations(prefill, decode, mode), random.Random(3)
-    return {common_pb2.KvLayout.FromString(generations.choose(None, rng).layout).dtype for _ in range(200)}
+    kv_groups, rng = KvGroups(prefill, decode, mode), random.Random(3)
+    return {common_pb2.KvLayout.FromString(kv_groups.choose(None, rng).layout).dtype for _ in range(200)}
 
 
 def test_the_degree_of_tensor_parallelism_does_not_part_workers() -> None:
-    assert generation_of(worker("prefill", 0, tp=4)) == generation_of(worker("decode", 1, tp=2))
-    assert generation_of(worker("prefill", 0)) != generation_of(worker("decode", 1, dtype="float32"))
-    assert generation_of(worker("prefill", 0)) != generation_of(worker("prefill", 0, model="other"))
-    assert generation_of(worker("prefill", 0)) != generation_of(replace(worker("prefill", 0), page_size=32))
+    assert kv_group_of(worker("prefill", 0, tp=4)) == kv_group_of(worker("decode", 1, tp=2))
+    assert kv_group_of(worker("prefill", 0)) != kv_group_of(worker("decode", 1, dtype="float32"))
+    assert kv_group_of(worker("prefill", 0)) != kv_group_of(worker("prefill", 0, model="other"))
+    assert kv_group_of(worker("prefill", 0)) != kv_group_of(replace(worker("prefill", 0), page_size=32))
 
 
 def test_only_complete_generations_serve() -> None:
@@ -56,10 +56,10 @@ def test_a_request_stays_with_its_kind_then_with_its_model() -> None:
     rng = random.Random(1)
     old, same_model = worker("decode", 0), worker("decode", 1, dtype="float32")
     other_model = [worker("decode", index, model="n") for index in range(2, 40)]
-    before = generation_of(old)
-    every = Generations([], [old, same_model, *other_model], "fallback")
+    before = kv_group_of(old)
+    every = KvGroups([], [old, same_model, *other_model], "fallback")
     assert {every.choose(before, rng) for _ in range(50)} == {before}
-    rest = Generations([], [same_model, *other_model], "fallback")
-    assert {rest.choose(before, rng) for _ in range(50)} == {generation_of(same_model)}
-    gone = Generations([], other_model, "fallback")
-    assert gone.choose(before, rng) == generation_of(other_model[0])
+    rest = KvGroups([], [same_model, *other_model], "fallback")
+    assert {rest.choose(before, rng) for _ in range(50)} == {kv_group_of(same_model)}
+    gone = KvGroups([], other_model, "fallback")
+    assert gone.choose(before, rng) == kv_group_of(other_model[0])
