@@ -20,6 +20,7 @@ def named(keys: Any) -> dict[str, str]:
         "few": keys.add("few", requests_per_minute=2),
         "short": keys.add("short", tokens_per_minute=300),
         "free": keys.add("free"),
+        "both": keys.add("both", requests_per_minute=60, tokens_per_minute=300),
         "one": keys.add("one", requests_per_minute=1),
         "low": keys.add("low", requests_per_minute=1),
         "ops": keys.add("ops", admin=True),
@@ -58,6 +59,22 @@ def test_tokens_a_minute_are_settled(named, router):
         return 45 < int(refused.headers["retry-after"]) <= 73
 
     wait_for(settled, 60, "what was used is charged")
+
+
+def test_requests_without_tokens_do_not_clear_those_that_are_used_up(named, router):
+    """Tokenize, and a request that is refused once its prompt is tokenised, are charged as requests only."""
+
+    def used_up() -> bool:
+        answer = ask(router, named["both"], max_tokens=400)
+        return answer.status_code == 429 and answer.json()["error"]["param"] == "tokens_per_minute"
+
+    assert ask(router, named["both"], max_tokens=400).status_code == 200
+    wait_for(used_up, 60, "what was used is charged")
+    with Client(router.grpc, api_key=named["both"]) as client:
+        assert client.tokenize("abc")
+    assert used_up()
+    assert ask(router, named["both"], max_tokens=1 << 20).status_code == 400
+    assert used_up()
 
 
 @pytest.mark.parametrize(
