@@ -115,9 +115,10 @@ class RequestGateway:
     @contextlib.asynccontextmanager
     async def counted(self, caller: Caller) -> AsyncIterator[None]:
         """Charge the tenant's quota one request that no worker sees. Raises OverloadedError."""
-        quota = self.services.quota
-        limits = replace(self._rate_limits(caller), tokens_per_minute=None)
-        charge = await quota.charge(caller.tenant, limits, 0) if caller.tenant else None
+        quota, limits = self.services.quota, self._rate_limits(caller)
+        # With all limits: the script forgets what was used of a limit that it is not given.
+        counts = caller.tenant and limits.requests_per_minute
+        charge = await quota.charge(caller.tenant, limits, 0) if counts else None
         try:
             yield
         finally:

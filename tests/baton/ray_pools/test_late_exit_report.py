@@ -21,7 +21,6 @@ from baton.ray_pools.supervision.exit_report import TELL_SECONDS, ExitReport
 from baton.ray_pools.supervision.worker_sockets import Facts
 from cluster.config.worker import WorkerConfig
 from cluster.membership import reader
-from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from tests.baton.ray_pools.test_exit_report import Decode, config, served

@@ -76,6 +76,18 @@ async def test_a_tenant_whose_tokens_are_used_up_may_have_a_shorter_request(rout
     routers[0].check("t", limits)
 
 
+async def test_a_charge_without_tokens_neither_clears_the_used_ones_nor_is_refused_for_them(routers):
+    limits = RateLimits(requests_per_minute=10, tokens_per_minute=1000)
+    (first,) = await admitted(routers, limits, 1, 1000)
+    await routers[0].settle(first, Use(500, 1500))
+    (free,) = await admitted(routers, limits, 1, 0)
+    await routers[0].settle(free, Use(0, 0))
+    with pytest.raises(OverloadedError) as caught:
+        await routers[1].charge("t", limits, 1)
+    assert caught.value.field == "tokens_per_minute"
+    assert 45 < caught.value.retry_after_seconds <= 61
+
+
 async def test_a_request_that_was_not_served_is_not_charged(routers):
     limits = RateLimits(requests_per_minute=1, tokens_per_minute=100)
     for _ in range(3):
