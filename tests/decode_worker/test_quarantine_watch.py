@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import redis
-from kv_transfer.decode_side.turns import Claim
 
 from cluster.errors import UnavailableError
 from cluster.kubernetes.pod import Pod
 from decode_worker.quarantine_watch import GRACE_SECONDS, QUERY_SECONDS, QuarantineWatch
-from kv_transfer.decode_side.ring import Ring, SlotState
+from kv_transfer.decode_side.ring import Claim, Ring, SlotState
 
 POD = Pod("default", "prefill-0", "uid-1", "worker", "node-1", 100.0)
 

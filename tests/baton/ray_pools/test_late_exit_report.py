@@ -21,6 +21,7 @@ from baton.ray_pools.supervision.exit_report import TELL_SECONDS, ExitReport
 from baton.ray_pools.supervision.worker_sockets import Facts
 from cluster.config.worker import WorkerConfig
 from cluster.membership import reader
+from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from tests.baton.ray_pools.test_exit_report import Decode, config, served
@@ -133,7 +134,7 @@ def test_nothing_is_left_to_report_where_all_have_answered(decode, settings, lau
 def test_workers_that_redis_could_not_list_are_read_later(
     decode, settings, launched, monkeypatch, tmp_path: Path
 ):
-    read, answers = exit_report.read_workers, [redis.ConnectionError("away")] * 3
+    read, answers = read_workers, [redis.ConnectionError("away")] * 3
 
     def reads(*where: str) -> Any:
         if answers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
