@@ -1,9 +1,12 @@
-"""Formats of numbers for people; a dash stands for a missing value."""
+"""Tables and formats of numbers for people; a dash stands for a missing value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 MISSING = "–"
 STATE_STYLES = {
@@ -14,6 +17,25 @@ STATE_STYLES = {
     "dead": "red",
     "gone": "red",
 }
+
+
+def table(left: Iterable[str], right: Iterable[str] = (), *, head: str = "bold", gap: int = 2) -> Table:
+    """Make a table without lines; columns in `right` hold numbers."""
+    made = Table(box=None, header_style=head, padding=(0, gap, 0, 0), pad_edge=False)
+    for name in left:
+        made.add_column(name, no_wrap=True)
+    for name in right:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made
+
+
+def text(of: Mapping[str, Any], name: str) -> str:
+    value = of.get(name)
+    return MISSING if value in (None, "") else str(value)
+
+
+def state_text(state: str) -> Text:
+    return Text(state, style=STATE_STYLES.get(state, ""))
 
 
 def shown(of: Mapping[str, Any], name: str, write: Callable[[float], str]) -> str:

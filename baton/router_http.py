@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Mapping
+from typing import Any
 
 import httpx
+import orjson
 
-from cluster.errors import UnauthenticatedError, UnavailableError
+from cluster.errors import InternalError, UnauthenticatedError, UnavailableError
 from cluster.security.tls import ClientTls
 
 TIMEOUT_SECONDS = 5.0
@@ -24,9 +26,7 @@ class RouterHttp:
     def __enter__(self) -> RouterHttp:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
     def get(self, path: str) -> bytes:
@@ -42,3 +42,13 @@ class RouterHttp:
         if answer.status_code != 200:
             raise UnavailableError(f"{self.address} answers with status {answer.status_code}", field="url")
         return answer.content
+
+    def parsed(self, body: bytes) -> Mapping[str, Any]:
+        """Return a view of the cluster. Raises InternalError if it is none: something else answers at this address."""
+        try:
+            view = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise InternalError(f"{self.address} is no router of a Baton cluster: {error}") from error
+        if not isinstance(view, dict):
+            raise InternalError(f"{self.address} is no router of a Baton cluster")
+        return view

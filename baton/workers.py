@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from cluster.config.worker import WorkerConfig
-from cluster.membership.status import WorkerStatus
-from cluster.membership.types import Then
+
+if TYPE_CHECKING:
+    from worker.worker import Worker
 
 
-class RunningWorker(Protocol):
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def address(self) -> str: ...
-    @property
-    def metrics_address(self) -> str: ...
-    def healthy(self) -> bool: ...
-    def status(self) -> WorkerStatus: ...
-    async def wait_drain_wanted(self) -> Then: ...
-    async def wait_failed(self) -> BaseException: ...
-    async def stop(self) -> None: ...
-
-
-async def start_worker(config: WorkerConfig) -> RunningWorker:
+async def start_worker(config: WorkerConfig) -> Worker:
     """Load the model and serve. Raises ModelError or ConfigError before any port listens."""
     if config.role == "prefill":
         from prefill_worker import worker as prefill

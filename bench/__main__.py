@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-# Before torch is loaded anywhere: two processes that wait busily on two cores measure each other.
+# Before torch is imported: processes that busy-wait on two cores would disturb each other's measurements.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -28,9 +28,9 @@ DESCRIPTION = "Measures Baton beside the limits of this machine."
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=DESCRIPTION)
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    parser.add_argument("--quick", action="store_true", help="short runs: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="short runs, to check that everything works")
     given = parser.parse_args(arguments)
     names = [name for name in given.only.split(",") if name]
     if unknown := [name for name in names if name not in SECTIONS]:
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(names: list[str], out: Path, *, quick: bool) -> int:
-    """One section after the other; each is written as soon as it is done. 1 if any failed to run."""
+    """Run the sections one after the other and write each as soon as it is done. Return 1 if any failed to run."""
     from rich.console import Console
     from rich.markdown import Markdown
 

@@ -1,4 +1,4 @@
-"""A random checkpoint of a usual shape, so that the bench downloads nothing.
+"""A random checkpoint of a common shape, so that the benchmark downloads nothing.
 
 Its tokenizer is made up: bytes, and pairs and triples of letters, so that random token ids are readable text and
 any text can be encoded.
@@ -55,12 +55,12 @@ class ModelShape:
 
     @property
     def linear_weights(self) -> int:
-        """Numbers in all layers' matrices."""
+        """Parameters in all layers' matrices."""
         return self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
 
     @property
     def decode_weight_bytes(self) -> int:
-        """What one decode step reads: all matrices and the output head, bf16. Of the embedding only a row."""
+        """Bytes that one decode step reads: all matrices and the output head, bf16. Of the embedding only a row."""
         return 2 * (self.linear_weights + self.vocab * self.hidden)
 
     @property
@@ -72,7 +72,7 @@ SHAPE = ModelShape()
 
 
 def write(directory: Path, shape: ModelShape = SHAPE, seed: int = 0) -> Path:
-    """Writes it once; a directory that is complete is left as it is."""
+    """Write it once; a complete directory is left as it is."""
     done = directory / ".complete"
     if done.exists():
         return directory
@@ -84,7 +84,7 @@ def write(directory: Path, shape: ModelShape = SHAPE, seed: int = 0) -> Path:
 
 
 def write_model(directory: Path, shape: ModelShape, seed: int = 0) -> Path:
-    """What an engine alone needs: no tokenizer."""
+    """Write what an engine needs: no tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", _config(shape))
     _write_json(directory / "generation_config.json", {"eos_token_id": shape.vocab - 1})

@@ -1,4 +1,4 @@
-"""What every section is given."""
+"""The input of every section."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.limits import Limits
 
 @dataclass(frozen=True)
 class Context:
-    """`quick` shortens everything: to see that it runs, not to quote it."""
+    """`quick` shortens every run: its figures are no results."""
 
     out: Path
     console: Console

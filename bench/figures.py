@@ -1,4 +1,4 @@
-"""What a section of the bench hands over."""
+"""The output of a section."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. `bound` is what it is held against, if anything: "≥ 0.6", "≤ 0.002"."""
+    """One measured number. `bound` is its target, if it has one: "≥ 0.6", "≤ 0.002"."""
 
     name: str
     value: float
@@ -20,7 +20,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """None where nothing is asked."""
+        """Whether the bound is met; None without a bound."""
         if not self.bound:
             return None
         sign, limit = self.bound.split(" ", 1)
@@ -32,7 +32,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A section's figures; `details` holds whole reports for whoever wants to look closer."""
+    """A section's figures; `details` holds whole reports."""
 
     name: str
     title: str
@@ -50,7 +50,7 @@ class Section:
 
 
 def repeat(measure: Callable[[], float], times: int) -> list[float]:
-    """Sorted results of `times` runs, after one that does not count."""
+    """Sorted results of `times` runs, after one warm-up run."""
     measure()
     return sorted(measure() for _ in range(times))
 

@@ -1,4 +1,4 @@
-"""What both sides of the hand-off bench agree on."""
+"""Constants and layout shared by both sides of the hand-off benchmark."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The decode side of the hand-off bench, a process of its own: the product's receiver, without an engine.
+"""The decode side of the hand-off benchmark, a process of its own: the product's receiver, without an engine.
 
-Says on stdout, one JSON object a line: first where it can be reached, then, for each hand-off that committed, the
-bytes and the seconds from the first slot granted to the last part verified. Ends when its stdin closes.
+Writes to stdout, one JSON object per line: first its address, then, for each committed hand-off, the bytes and the
+seconds from the first slot granted to the last part verified. Ends when its stdin closes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def handoff_service(receiver: HandoffReceiver) -> grpc.GenericRpcHandler[Any, An
 
 
 class RawTarget:
-    """Memory that raw NIXL writes go to, and the polling without which they do not complete."""
+    """Memory that raw NIXL writes go to, and the polling that they need to complete."""
 
     def __init__(self) -> None:
         self.endpoint = NixlEndpoint(f"raw-target-{os.getpid()}")
@@ -82,7 +82,7 @@ class RawTarget:
         self._thread.start()
 
     def _poll(self) -> None:
-        # Only while asked for: it must not take the core from the measurement of the product's path.
+        # Only on request: it must not take the core from the measurement of the product's path.
         while not self._stop.wait(RAW_POLL_SECONDS):
             self.endpoint.arrivals()
 

@@ -1,6 +1,6 @@
-"""The machine's own limits, measured honestly: what a perfect engine and a perfect hand-off could reach.
+"""The machine's limits: what a perfect engine and a perfect hand-off could reach.
 
-- memory bandwidth: one thread reads 512 MiB, far more than any cache holds, by the fastest of two ways;
+- memory bandwidth: one thread reads 512 MiB, far more than any cache holds, by the faster of two methods;
 - GEMM: every linear layer of the model at a whole prompt's length, by the fastest of torch, oneDNN with prepacked
   weights, and the engine's own product where the engine would use it;
 - copy between processes: the kernel's own (process_vm_writev), which is what NIXL uses between processes of one
@@ -37,7 +37,7 @@ GEMM_NOTE = "one thread, bf16, best of torch, prepacked and ours at the model's 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes and floating point operations a second, of one thread."""
+    """Bytes and floating point operations per second, of one thread."""
 
     read_bytes: float
     gemm_flops: float
@@ -71,7 +71,7 @@ def read_rate(repeats: int, device: str = "cpu") -> float:
         libc: Any = ctypes.CDLL(None)
         libc.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
         libc.memchr.restype = ctypes.c_void_p
-        absent = 0x17  # a byte that 1.0 does not contain: memchr reads everything
+        absent = 0x17  # a byte that 1.0 does not contain, so memchr reads everything
         ways.append(lambda: libc.memchr(data.data_ptr(), absent, READ_BYTES))
     return READ_BYTES / min(median_of(timed(way, device), repeats) for way in ways)
 
@@ -79,7 +79,7 @@ def read_rate(repeats: int, device: str = "cpu") -> float:
 def gemm_rate(
     repeats: int, tokens: int = PROMPT_TOKENS, device: str = "cpu", shape: ModelShape = SHAPE
 ) -> float:
-    """All linears of one layer, each by its fastest way, over a prompt of `tokens`."""
+    """FLOP per second of one block's linear layers, each by its fastest method, over a prompt of `tokens`."""
     seconds = flops = 0.0
     for inputs, outputs in shape.linears:
         weight = torch.randn(outputs, inputs, device=device).to(torch.bfloat16)
@@ -104,7 +104,7 @@ def _linear_ways(x: Tensor, weight: Tensor) -> list[Callable[[], Any]]:
 
 
 def _our_product(weight: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """The engine's own, on one thread; None where the engine would not use it."""
+    """The engine's own product, on one thread; None where the engine would not use it."""
     if importlib.util.find_spec("numba") is None:
         return None
     from engine.layers.linear import PanelLinear
@@ -126,7 +126,7 @@ def prepack(weight: Tensor, tokens: int) -> Tensor | None:
 
 
 def copy_rates(repeats: int) -> tuple[float, float]:
-    """(kernel copy into another process, copy into shared memory), bytes a second."""
+    """(kernel copy into another process, copy into shared memory), in bytes per second."""
     with peer_memory() as (pid, address):
         source = torch.ones(COPY_BYTES, dtype=torch.uint8)
         kernel = COPY_BYTES / median_of(timed(lambda: write_to(pid, source, address)), repeats)
@@ -136,7 +136,7 @@ def copy_rates(repeats: int) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def peer_memory(*, huge: bool = False) -> Iterator[tuple[int, int]]:
-    """COPY_BYTES in another process: its pid and their address. `huge`: in huge pages, as a landing ring is."""
+    """Allocate COPY_BYTES in another process; its pid and their address. `huge`: in huge pages, as a landing ring is."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_hold_memory, args=(theirs, huge), daemon=True)
@@ -163,7 +163,7 @@ class _Span(ctypes.Structure):
 def write_to(
     pid: int, source: Tensor, address: int, before_part: Callable[[Tensor], object] = lambda part: None
 ) -> None:
-    """COPY_BYTES into another process, by the kernel, 4 MiB at a time."""
+    """Copy COPY_BYTES into another process by the kernel, 4 MiB at a time."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     libc.process_vm_writev.restype = ctypes.c_ssize_t
     for offset in range(0, COPY_BYTES, COPY_PART_BYTES):

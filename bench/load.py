@@ -1,4 +1,4 @@
-"""Loads that several sections share, as the load generator's configurations."""
+"""Workloads that several sections share, as configurations of the load generator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 from typing import Any
 
 from bench.checkpoint import SHAPE
-from loadgen import LoadConfig, Report, run
+from loadgen.config import LoadConfig
+from loadgen.load import run
+from loadgen.report import Report
 
 
 def tokens_config(target: str, **settings: Any) -> LoadConfig:
@@ -26,7 +28,7 @@ def tokens_config(target: str, **settings: Any) -> LoadConfig:
 
 
 def run_now(config: LoadConfig) -> Report:
-    """Raises RuntimeError when requests failed: figures of a failing server say nothing."""
+    """Raises RuntimeError when requests failed: figures of a failing server mean nothing."""
     return checked(asyncio.run(run(config)))
 
 

@@ -1,4 +1,4 @@
-"""What machine this is, so that figures can be read later."""
+"""Facts of this machine, stored beside the figures."""
 
 from __future__ import annotations
 

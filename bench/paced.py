@@ -1,5 +1,5 @@
-"""Stub workers with a speed: each prefill worker computes so many prompt tokens a second, one prompt at a time,
-behind the real admission queue. What a cluster does when too much is asked can be seen without computing anything.
+"""Stub workers with a given speed: each prefill worker takes so many prompt tokens per second, one prompt at a time,
+behind the real admission queue. They show the behaviour of a cluster under overload without computing anything.
 
 `python -m bench.paced --redis-url … --namespace … --rate 20000`
 """
@@ -27,7 +27,7 @@ class Lane:
 
 
 class PacedWorkers(StubWorkers):
-    """`rate`: prompt tokens a second of one worker. Decoding costs nothing."""
+    """`rate`: prompt tokens per second of one worker. Decoding takes no time."""
 
     def __init__(self, rate: float):
         super().__init__()
@@ -40,7 +40,7 @@ class PacedWorkers(StubWorkers):
         return report
 
     async def _compute(self, request: prefill_pb2.PrefillRunRequest, report: common_pb2.WorkReport) -> None:
-        """Its turn, then its time. Raises DeadlineError."""
+        """Wait for its turn, then for its service time. Raises DeadlineError."""
         lane, spec = self._lanes[request.worker_epoch], request.spec
         tokens = len(spec.prompt_tokens) // 4
         received = time.monotonic()
@@ -64,6 +64,6 @@ if __name__ == "__main__":
     parser.add_argument("--redis-url", required=True)
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--pairs", type=int, default=2, help="workers of each role")
-    parser.add_argument("--rate", type=float, default=20_000.0, help="prompt tokens a second of one worker")
+    parser.add_argument("--rate", type=float, default=20_000.0, help="prompt tokens per second of one worker")
     given = parser.parse_args()
     asyncio.run(serve(given.redis_url, given.namespace, given.pairs, lambda: PacedWorkers(given.rate)))

@@ -1,7 +1,7 @@
 """`python -m bench.peers`: the same workloads against vLLM's CPU build and against us, in turns, in one run.
 
-Everybody is asked over OpenAI's HTTP by our load generator with the same prompts. The order is A B C D, A B C D:
-what the machine does meanwhile happens to everybody. Quoted are medians over the rounds.
+Our load generator sends the same prompts to every server over OpenAI's HTTP API. The order is A B C D, A B C D: noise of
+the machine affects all of them. Reported are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
 from bench.sections.concurrent8 import ARRANGEMENTS, COMMON, EVERYWHERE, REQUESTS, WORKLOADS
-from loadgen import Report
+from loadgen.report import Report
 from tests.harness import cluster
 
 SINGLE: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     parser.add_argument("--environment", type=Path, default=Path("out/peers/vllm"))
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", ""))
-    parser.add_argument("--quick", action="store_true", help="short runs: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="short runs, to check that everything works")
     given = parser.parse_args(arguments)
     context = Context(given.out, Console(), given.quick)
     context.say("installing vLLM, once")
@@ -106,7 +106,7 @@ def _one_round(context: Context, url: str, number: int) -> Iterator[tuple[str, f
 
 
 def _load(url: str, number: int, settings: dict[str, Any]) -> Report:
-    # Each round has prompts of its own, the same for everybody: no server finds its last round's in its cache.
+    # Each round has prompts of its own, the same for every server: none is in a cache from the round before.
     return run_now(tokens_config(url, seed=1000 * (number + 1), **settings))
 
 

@@ -1,4 +1,4 @@
-"""The placement script by itself: its time inside Redis, and the memory its index takes."""
+"""The placement script by itself: its time inside Redis and the memory of its index."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PLACES = 8
 SYSTEM_PROMPTS, SYSTEM_BLOCKS = 20, 16
 SLOWER_THAN_MICROSECONDS = 15  # the log holds scripts, not the commands inside them
 TTL_MS, PREDICT_MS = 3_600_000, 10_000
-BANDWIDTHS = struct.pack(">5d", *[1e10] * 5)  # the same at every distance
+BANDWIDTHS = struct.pack(">5d", *[1e10] * 5)  # the same at every topological distance
 
 
 @dataclass
 class Fleet:
-    """Workers of both roles that only the index knows; every prefill worker before every decode worker."""
+    """Workers of both roles that exist only in the index; every prefill worker before every decode worker."""
 
     client: redis.Redis
     pairs: int
@@ -61,7 +61,7 @@ class Fleet:
         )
 
     def load_everybody(self) -> None:
-        """As in a busy cluster: every worker has something to do."""
+        """Load every worker, as in a busy cluster."""
         self.client.hset(self.tag + "load", "", "0" * 65)
         for index, worker in enumerate(self.candidates.workers):
             kind = "p:" if index < self.pairs else "d:"
@@ -100,17 +100,17 @@ class Fleet:
         return workers[int(answer[0]) - 1], workers[int(answer[1]) - 1]
 
     def report(self, worker: WorkerInfo, chain: bytes) -> None:
-        """The worker holds the whole chain."""
+        """Report that the worker holds the whole chain."""
         number = self.sequence.get(worker.slot, 1)
         self.sequence[worker.slot] = number + 1
         self._report(
-            keys=[keys.slot_owners(NAMESPACE), scripts.sequences(NAMESPACE)],
+            keys=[keys.slot_owners(NAMESPACE), keys.sequences(NAMESPACE)],
             args=[self.prefix, worker.slot, worker.name, number, TTL_MS, len(chain) // KEY_BYTES, chain],
         )
 
 
 def script_seconds(directory: Path, pairs: int, blocks: int, calls: int) -> list[float]:
-    """Of each call, inside Redis: chains of about `blocks` blocks, most of them known, all workers loaded."""
+    """Seconds of each call inside Redis: chains of about `blocks` blocks, most of them indexed, all workers loaded."""
     server = EmbeddedRedis.start(directory)
     client = redis.Redis.from_url(server.url)
     try:
@@ -140,7 +140,7 @@ def script_seconds(directory: Path, pairs: int, blocks: int, calls: int) -> list
 
 
 def bytes_per_block(directory: Path, requests: int) -> float:
-    """What Redis's memory has grown by for each distinct block, after conversations of many turns."""
+    """Growth of Redis's memory per distinct block, after conversations of many turns."""
     server = EmbeddedRedis.start(directory)
     client = redis.Redis.from_url(server.url)
     try:
@@ -152,7 +152,7 @@ def bytes_per_block(directory: Path, requests: int) -> float:
         before, blocks = int(client.info("memory")["used_memory"]), len(systems) * SYSTEM_BLOCKS
         for _ in range(requests):
             number = rng.randrange(len(talks))
-            # A question, then an answer that the workers report when it has been said.
+            # A question, then an answer that the workers report once it is complete.
             question, answer = rng.randrange(4, 40), rng.randrange(4, 28)
             chain = talks[number] + rng.randbytes(question * KEY_BYTES)
             prefill, decode = fleet.place(chain)

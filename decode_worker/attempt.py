@@ -50,10 +50,11 @@ class DecodeAttempt:
     first_choice: int = 0
     first_position: int = 0  # of the tokens that a hand-off brings
     paused: bool = False
-    local: bool = False  # local prefill
+    local_prefill: bool = False
     whole_tokens: bool = False  # its tokens have log probabilities
     entering: asyncio.Task[None] | None = None  # waits for its turn at the engine, if it is local
     inside_tokens: int = 0  # its share of the admission's bound, until its first token
+    tenant: str = ""  # to which that share is counted
     machine: StateMachine[DecodeState] = field(init=False)
     report: common_pb2.WorkReport = field(default_factory=common_pb2.WorkReport)
     received: float = field(default_factory=time.monotonic)
@@ -95,9 +96,9 @@ class DecodeAttempt:
         """Fill in the seconds in queue and in the engine; of a local prefill, those to the first token are prefill."""
         report, now = self.report, time.monotonic()
         if self.first_token is None:
-            report.decode_queue_seconds = 0.0 if self.local else now - self.entered
-            report.prefill_queue_seconds = now - self.received if self.local else 0.0
-        elif self.local:
+            report.decode_queue_seconds = 0.0 if self.local_prefill else now - self.entered
+            report.prefill_queue_seconds = now - self.received if self.local_prefill else 0.0
+        elif self.local_prefill:
             began = max(self.entered, self.chunks[0].began) if self.chunks else self.entered
             report.prefill_queue_seconds = began - self.received
             report.prefill_seconds = self.first_token - began

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from decode_worker.attempt import DecodeAttempt
 from worker.convert import outcome_name
+from worker.telemetry import record_prefill
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -37,8 +38,8 @@ def record(
         tracing.record(parent, "baton.handoff.land", attempt.reserved, landed, {**facts, **kept})
     if not attempt.is_entered:
         return
-    if attempt.local:
-        began = _local_prefill(tracing, parent, attempt, facts)
+    if attempt.local_prefill:
+        began = record_prefill(tracing, parent, attempt.received, report, attempt.chunks, facts)
     else:
         began = attempt.entered + report.decode_queue_seconds
         tracing.record(parent, "baton.decode.queue", attempt.entered, began, facts)
@@ -46,25 +47,5 @@ def record(
         return
     decoded = {"baton.tokens": attempt.log.count, "baton.choices": attempt.choices}
     decode = tracing.record(parent, "baton.decode", began, now, {**facts, **decoded})
-    if not attempt.local:
+    if not attempt.local_prefill:
         tracing.record(decode, "baton.decode.first_step", began, attempt.first_token)
-
-
-def _local_prefill(
-    tracing: Tracing, parent: Context, attempt: DecodeAttempt, facts: dict[str, str | int]
-) -> float:
-    """Record a local prefill; returns the time of its end."""
-    report = attempt.report
-    began = attempt.received + report.prefill_queue_seconds
-    ended = began + report.prefill_seconds
-    tracing.record(parent, "baton.prefill.queue", attempt.received, began, facts)
-    tokens = {
-        "baton.computed_tokens": report.computed_prompt_tokens,
-        "baton.cached_tokens": report.cached_tokens,
-    }
-    prefill = tracing.record(parent, "baton.prefill", began, ended, {**facts, **tokens})
-    for chunk in attempt.chunks:
-        tracing.record(
-            prefill, "baton.prefill.chunk", chunk.began, chunk.ended, {"baton.tokens": chunk.tokens}
-        )
-    return ended

@@ -45,7 +45,11 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         self._evicted = evicted
         self.by_engine_id: dict[str, DecodeAttempt] = {}
         self.ended = outcome_counts()
-        self.admission = Admission(2 * parts.config.engine.max_batch_tokens, parts.config.batch_aging_seconds)
+        self.admission = Admission(
+            2 * parts.config.engine.max_batch_tokens,
+            parts.config.batch_aging_seconds,
+            batch_full=parts.host.batch_full,
+        )
         self.arrivals = Arrivals()  # of requests that are prefilled here
         self._at_tokens = parts.faults.point(Point.DECODE_TOKENS)
         self._at_done = parts.faults.point(Point.DECODE_DONE)
@@ -119,9 +123,10 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
                 self._attempt_failed(attempt, error)
         for engine_id in output.evicted_reservations:
             self._parts.background_tasks.spawn(self._evicted(bytes.fromhex(engine_id)))
+        self.admission.look()
 
     def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
-        if attempt.record_token(step_began) and attempt.local:
+        if attempt.record_token(step_began) and attempt.local_prefill:
             self.arrivals.first_token(attempt.first_token_seconds)
         self._leave(attempt)
         add_to_log(attempt.log, token, whole=attempt.whole_tokens)
@@ -141,7 +146,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
 
     def _done(self, attempt: DecodeAttempt, done: RequestDone) -> None:
         self._at_done(done.request_id)
-        if attempt.local:
+        if attempt.local_prefill:
             attempt.report.cached_tokens = done.cached_tokens
             attempt.report.computed_prompt_tokens = done.computed_prompt_tokens
             attempt.report.prompt_compute_seconds = done.prompt_compute_seconds
@@ -155,7 +160,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
         """With its first token or its end, a local prefill leaves the admission's bound."""
         if attempt.inside_tokens:
             tokens, attempt.inside_tokens = attempt.inside_tokens, 0
-            self.admission.leave(tokens)
+            self.admission.leave(tokens, attempt.tenant)
 
     def _pause_if_full(self, attempt: DecodeAttempt) -> None:
         if not attempt.paused and attempt.log.full:

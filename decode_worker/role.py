@@ -35,7 +35,8 @@ def open_receiver(
 ) -> HandoffReceiver:
     def exhausted(reason: str) -> None:
         """The end of this process is the fence that its landing ring needs."""
-        log.error("%s drains and ends: %s", parts.identity.worker_id, reason)
+        worker_id = parts.identity.worker_id
+        log.error("%s accepts no new hand-offs, drains and ends: %s", worker_id, reason)
         parts.drain_and_fail(reason)
 
     return HandoffReceiver(
@@ -80,7 +81,7 @@ class DecodeRole:
         check_spec(request.spec, self._parts.identity.spec_limits)
         engine_request = request_from_wire(request.transfer_id.hex(), request.spec)
         attempt = self.attempts.open_new(request)
-        attempt.local, attempt.whole_tokens = True, request.spec.sampling.logprobs
+        attempt.local_prefill, attempt.whole_tokens = True, request.spec.sampling.logprobs
         self.attempts.arrivals.arrived(_tokens(engine_request))
         attempt.trace = self._parts.trace_of(request.spec)
         deadline_seconds = (request.admission_deadline_ms or 30_000) / 1000
@@ -99,7 +100,7 @@ class DecodeRole:
             )
             request = replace(request, priority=priority)
             attempt.inside_tokens, attempt.entered, attempt.is_entered = tokens, time.monotonic(), True
-            attempt.choices = request.n
+            attempt.choices, attempt.tenant = request.n, request.tenant
             self.attempts.enter(attempt)
             attempt.machine.to(DecodeState.DECODING)
             await self._parts.host.call(lambda engine: engine.add(request))

@@ -1,4 +1,4 @@
-"""The demo model's reading: Python's standard library, as source and as conversations about it.
+"""The demo model's training texts: Python's standard library, as source and as conversations about it.
 
 The library's licence (PSF) allows it; tests, generated tables and installed packages are left out. One file in
 forty is held out and never seen in training.
@@ -29,7 +29,7 @@ _MIN_FILE, _MAX_SOURCE, _MAX_DOC = 200, 1500, 600
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts to learn from, and texts to be judged by."""
+    """Texts for training, and texts for evaluation."""
 
     train: list[str]
     held_out: list[str]
@@ -67,7 +67,7 @@ def _read(path: Path) -> str | None:
 
 
 def _pairs(text: str, module: str, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Questions and answers made of every documented function and class."""
+    """Questions and answers about every documented function and class."""
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef):
             continue

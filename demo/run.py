@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.rule import Rule
 
 from baton.client import AsyncClient
-from loadgen import LoadConfig, Report, run_all
+from loadgen.config import LoadConfig
 from loadgen.html import page
+from loadgen.load import run_all
+from loadgen.report import Report
 from loadgen.table import print_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +44,7 @@ console = Console()
 
 
 def start_cluster() -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
-    """`baton up` as anyone would start it; returns once it says that it is ready."""
+    """Start `baton up` with its defaults; return once it reports that it is ready."""
     state_file = OUT / "state.json"
     state_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "baton", "up", "--model", str(MODEL), "--routers", "1"]
@@ -72,7 +74,7 @@ def stop_cluster(process: subprocess.Popen[bytes]) -> int:
 
 
 async def show_text(address: str) -> None:
-    """Text as it comes, and who worked on it."""
+    """Text as it comes, and the workers that computed it."""
     async with AsyncClient(address) as client:
         for prompt in PROMPTS:
             console.print(Rule(style="dim"))
@@ -109,7 +111,7 @@ async def load(state: dict[str, Any]) -> Report:
 
 
 def check(report: Report) -> list[str]:
-    """What must be true of the demo."""
+    """The demo's requirements that are not met."""
     problems = []
     if report.failed:
         problems.append(f"{report.failed} of {report.requests} requests failed: {report.errors}")

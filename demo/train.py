@@ -71,7 +71,7 @@ def make_model() -> Any:
 
 
 def loss_of(model: Any, rows: torch.Tensor) -> torch.Tensor:
-    """Mean nats a token; rows int64 [batch, length + 1]. Products run in bf16, the loss in fp32."""
+    """Mean nats per token; rows int64 [batch, length + 1]. Products run in bf16, the loss in fp32."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(rows[:, :-1]).logits
     return F.cross_entropy(logits.float().view(-1, VOCAB), rows[:, 1:].reshape(-1))
@@ -144,7 +144,9 @@ def main(
     tokenizer.save(str(out / "tokenizer.json"))
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
     per_token = sum(len(text.encode()) for text in corpus.held_out) / len(held_out)
-    console.print(f"held-out loss {loss:.3f} nats a token, {loss / math.log(2) / per_token:.3f} bits a byte")
+    console.print(
+        f"held-out loss {loss:.3f} nats per token, {loss / math.log(2) / per_token:.3f} bits per byte"
+    )
 
 
 if __name__ == "__main__":

@@ -14,16 +14,14 @@ from engine import kv_cache
 from engine.attention import registry
 from engine.attention.base import AttentionShape
 from engine.layers.linear import Linear, MakeLinear, PanelLinear, TorchLinear
-from engine.model.config import ModelConfig, inverse_frequencies
+from engine.model.config import ModelConfig, check_shares, inverse_frequencies, tables
 from engine.model.decoder import Decoder
-from engine.model.shares import check_shares
 from engine.model.weights import Checkpoint
 from engine.ops.base import LayerOps, OpsShape
-from engine.ops.rotary import tables
 from engine.ops.team import KernelTeam, Team
 from engine.ops.torch_ops import TorchOps
 from engine.parallel.group import NullGroup, TpGroup, kv_head_range
-from engine.runner import LoadedModel, ModelRunner
+from engine.runner import LoadedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -56,11 +54,11 @@ def check(config: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
     check_shares(model, config.tensor_parallel)
     resolved = resolve(config, model)
     if resolved.kv_memory_bytes:
-        kv_cache.check_fits(resolved.kv_memory_bytes, _block_bytes(model, resolved), resolved)
+        kv_cache.check_fits(resolved.kv_memory_bytes, block_bytes(model, resolved), resolved)
     return model, resolved
 
 
-def _block_bytes(model: ModelConfig, config: EngineConfig) -> int:
+def block_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes of one KV block on one rank."""
     first, end = kv_head_range(0, config.tensor_parallel, model.num_kv_heads)
     shape = (model.num_layers, 2, end - first, config.page_size, model.head_dim)
@@ -108,11 +106,6 @@ def _check_card(device: torch.device) -> None:
         )
 
 
-def load_runner(config: EngineConfig, group: TpGroup | None = None, *, beside_bytes: int = 0) -> ModelRunner:
-    """Load the model for a runner that exports nothing; arguments and errors as of `load_model`."""
-    return ModelRunner(load_model(config, group, beside_bytes=beside_bytes))
-
-
 def load_model(config: EngineConfig, group: TpGroup | None = None, *, beside_bytes: int = 0) -> LoadedModel:
     """Load the model. `beside_bytes`: device memory that this rank will allocate later, beside its KV pool.
 
@@ -127,7 +120,7 @@ def load_model(config: EngineConfig, group: TpGroup | None = None, *, beside_byt
     if resolved.attention_backend == "cpu":
         team = KernelTeam(resolved.threads, dtype, model.head_dim)
     decoder = Decoder(model, Checkpoint(config.model, dtype, device), group, _linear_of(dtype, team))
-    resolved = kv_cache.sized(resolved, _block_bytes(model, resolved), device, group, beside_bytes)
+    resolved = kv_cache.sized(resolved, block_bytes(model, resolved), device, group, beside_bytes)
     block = (model.num_layers, 2, decoder.num_kv_heads, resolved.page_size, model.head_dim)
     cache = kv_cache.allocate(resolved.kv_memory_bytes, block, dtype, device)
     shape = AttentionShape(

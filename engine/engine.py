@@ -11,22 +11,41 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from dataclasses import replace
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import BlocksExhaustedError, ContextLengthError, InvalidRequestError, engine_request_error
+from cluster.telemetry.metrics import worker as metrics
 from engine.cache.block_pool import BlockPool
 from engine.model.config import ModelConfig
 from engine.next_tokens import StopLimits
-from engine.output import Counters, OutputProcessor, StepSpan, request_done
+from engine.output import OutputProcessor, StepSpan, request_done
 from engine.plan import PlanItem, StepPlan
 from engine.request import ChainReport, EngineRequest, EngineReservation, EngineStats, StepOutput, TokenOutput
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.states import SequenceState as S
-from engine.step_times import StepTimes
+from engine.scheduler.sequence import SequenceState as S
+
+
+class StepTimes:
+    """Histograms of steps: duration, tokens, sequences. Written by one thread, read by any."""
+
+    def __init__(self) -> None:
+        self.total_seconds = {"prefill": 0.0, "decode": 0.0}
+        self.seconds = {kind: metrics.ENGINE_STEP_SECONDS.create() for kind in self.total_seconds}
+        self.tokens = metrics.ENGINE_STEP_TOKENS.create()
+        self.requests = metrics.ENGINE_STEP_REQUESTS.create()
+
+    def add(self, tokens: int, sequences: int, seconds: float) -> None:
+        """Record a step. One with more tokens than sequences contains a prompt."""
+        kind: Literal["prefill", "decode"] = "prefill" if tokens > sequences else "decode"
+        self.total_seconds[kind] += seconds
+        self.seconds[kind].observe(seconds)
+        self.tokens.observe(tokens)
+        self.requests.observe(sequences)
 
 
 class Runner(Protocol):
@@ -54,7 +73,7 @@ class Engine:
             self._pool, runner.page_size, on_chain, secret=secret, enabled=config.prefix_caching
         )
         limits = StopLimits(runner.model_config.eos_token_ids, self._max_len)
-        self._counters = Counters()
+        self._counters = EngineStats()  # its gauges are set by `stats` only
         self._scheduler = Scheduler(config, self._pool, prefixes)
         self._outputs = OutputProcessor(self._scheduler, prefixes, limits, self._counters)
         self.steps = 0
@@ -136,6 +155,11 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
+    @property
+    def batch_full(self) -> bool:
+        """Whether a waiting sequence needs an extra seat. Any thread."""
+        return len(self._scheduler.running) >= self._runner.config.max_batch_requests
+
     def step(self) -> StepOutput:
         began, self.step_items = time.monotonic(), []
         decision = self._scheduler.schedule()
@@ -165,7 +189,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Any thread."""
         running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
-        return EngineStats(
+        return replace(
+            self._counters,
             steps=self.steps,
             running=len(running),
             waiting=len(waiting),
@@ -178,7 +203,6 @@ class Engine:
             blocks_held=self._pool.total - self._pool.num_free,
             prefill_seconds=self.step_times.total_seconds["prefill"],
             decode_seconds=self.step_times.total_seconds["decode"],
-            **vars(self._counters),
         )
 
     def check_integrity(self) -> None:

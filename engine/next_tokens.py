@@ -9,10 +9,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cluster.errors import EngineRequestError, engine_request_error
-from engine.request import TokenOutput
+from engine.request import FinishReason, SamplingParams, TokenOutput
 from engine.sampling.sampler import Row, Sampled, sample
 from engine.scheduler.sequence import Sequence
-from engine.stop import finish_reason, forbidden
 
 
 class Draws(NamedTuple):
@@ -90,3 +89,24 @@ def _output(
     return TokenOutput(
         sequence.request.request_id, row.choice, position, token.token_id, token.logprob, token.top, reason
     )
+
+
+def finish_reason(
+    token: int, output_count: int, total: int, params: SamplingParams, eos: tuple[int, ...], max_len: int
+) -> FinishReason | None:
+    """The end of a choice that its token ids decide; the router applies stop strings. `output_count` and `total` include
+    `token`."""
+    ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+    if ends and output_count >= params.min_tokens:
+        return FinishReason.STOP
+    if output_count >= params.max_tokens or total >= max_len:
+        return FinishReason.LENGTH
+    return None
+
+
+def forbidden(output_count: int, params: SamplingParams, eos: tuple[int, ...]) -> tuple[int, ...]:
+    """Ids that would end the choice before min_tokens, for the next token."""
+    if output_count + 1 >= params.min_tokens:
+        return ()
+    ends = () if params.ignore_eos else eos
+    return tuple({*ends, *params.stop_token_ids})

@@ -11,26 +11,14 @@ from torch import Tensor
 from cluster.errors import EngineRequestError, engine_request_error
 from engine.next_tokens import Draws, StopLimits, is_sound, next_tokens
 from engine.plan import StepPlan
-from engine.request import PromptChunk, RequestDone, StepOutput, TokenOutput
+from engine.request import EngineStats, PromptChunk, RequestDone, StepOutput, TokenOutput
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.states import SequenceState as S
+from engine.scheduler.sequence import SequenceState as S
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Counters:
-    """Since the start; the fields of EngineStats that have these names."""
-
-    prompt_tokens_computed: int = 0
-    prompt_tokens_cached: int = 0
-    output_tokens: int = 0
-    prefill_chunks: int = 0
-    preemptions: int = 0
-    reservations_evicted: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,9 @@ class StepSpan:
 
 
 class OutputProcessor:
-    def __init__(self, scheduler: Scheduler, prefixes: PrefixCache, limits: StopLimits, counters: Counters):
+    def __init__(
+        self, scheduler: Scheduler, prefixes: PrefixCache, limits: StopLimits, counters: EngineStats
+    ):
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._limits = limits

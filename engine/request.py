@@ -126,7 +126,7 @@ class ChainReport:
     held: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineStats:
     """Counters since the start, and present gauges."""
 

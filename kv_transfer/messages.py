@@ -114,6 +114,7 @@ class ProbeFailed:
 
 
 # --- leader → receiving rank -------------------------------------------------------------------------------
+# A rank also gets each SlotGrant to a part that goes to it; ExpectTransfer of its transfer comes before.
 
 
 @dataclass(frozen=True)
@@ -131,17 +132,6 @@ class ExpectTransfer:
     flows: Sequence[Flow]  # to this rank
     digests: str  # "off" | "sample" | "all": which parts carry a digest
     digest_kind: str
-
-
-@dataclass(frozen=True)
-class Expect:
-    """A slot is granted to this part; ExpectTransfer of its transfer came before."""
-
-    slot: int
-    generation: int
-    transfer_id: bytes
-    part: int
-    source_rank: int
 
 
 @dataclass(frozen=True)
@@ -243,5 +233,5 @@ FromSender = (
     | ProbeFailed
     | RankFailed
 )
-ToReceiver = ExpectTransfer | Expect | ForgetTransfer | Settle | PartData | NewEpoch | Wake | AddSegment
+ToReceiver = ExpectTransfer | SlotGrant | ForgetTransfer | Settle | PartData | NewEpoch | Wake | AddSegment
 FromReceiver = PartsLanded | RankFailed | ProbeArrived | SegmentAdded | Confirmed

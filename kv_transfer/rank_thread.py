@@ -1,4 +1,4 @@
-"""The thread of a rank's hand-off endpoint, and the messages that wait for it."""
+"""The thread of a rank's hand-off endpoint, the messages that wait for it, and how often it polls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,32 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 M = TypeVar("M")
+MIN_SECONDS = 30e-6
+MAX_SECONDS = 0.02
+PATIENCE = 64
+
+
+def pause_between(quiet_seconds: float, shortest: float, longest: float, patience: float) -> float:
+    """Pause between two polls, `quiet_seconds` after the last progress."""
+    return min(longest, max(shortest, quiet_seconds / patience))
+
+
+class PollPace:
+    """How often pending writes are polled: at once after progress, then at growing intervals.
+
+    Over TCP a poll also moves the bytes, so the pause grows only in proportion to the time without progress: the end of
+    a write that takes T is noticed after at most T / PATIENCE more. A write to a stopped peer, which may stay pending for
+    ever, costs one poll every MAX_SECONDS.
+    """
+
+    def __init__(self, now: float):
+        self._since = now  # time of the last progress
+
+    def progressed(self, now: float) -> None:
+        self._since = now
+
+    def pause(self, now: float) -> float:
+        return pause_between(now - self._since, MIN_SECONDS, MAX_SECONDS, PATIENCE)
 
 
 class RankThread(Generic[M]):

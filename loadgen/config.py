@@ -21,70 +21,90 @@ class _Frozen(BaseModel):
 
 
 class Slo(_Frozen):
-    """What a request must keep to count as good; a bound left out is not asked for."""
+    """Limits within which a request counts as good; None = no limit."""
 
-    ttft_seconds: float | None = Field(None, gt=0)
-    tpot_seconds: float | None = Field(None, gt=0)
-    e2e_seconds: float | None = Field(None, gt=0)
+    ttft_seconds: float | None = Field(None, gt=0, description="Limit of the time to the first token.")
+    tpot_seconds: float | None = Field(None, gt=0, description="Limit of the mean seconds per later token.")
+    e2e_seconds: float | None = Field(None, gt=0, description="Limit of the time to the last token.")
 
 
 class LoadConfig(_Frozen):
-    """One protocol, one workload, one way of arriving.
+    """One protocol, one workload, one way of arriving. Descriptions are the help of the flags of `baton load`.
 
-    With `rate` the loop is open: requests are due on a schedule made beforehand, whatever the server does,
-    and every latency counts from the moment a request was due. Without it the loop is closed: `concurrency`
-    users each wait for their answer before they ask again.
+    With `rate` the loop is open: requests are due on a schedule that is made before the run, whatever the server does, and
+    every latency counts from the time at which the request was due. Without it the loop is closed: each of `concurrency`
+    users waits for an answer and then sends the next request.
     """
 
     protocol: Protocol = "grpc"
-    targets: tuple[str, ...] = Field((), description="servers; sessions take them in turn")
-    model: str = Field("", description="empty = the first one the server names")
+    targets: tuple[str, ...] = Field((), description="servers; sessions use them in turn")
+    model: str = Field("", description="Default: the first model that the server lists.")
 
-    # More than one process can send; the schedule is a list, made before the run.
-    rate: float | None = Field(None, gt=0, le=100_000, description="requests a second, all sessions together")
-    arrival: Arrival = "poisson"
-    concurrency: int = Field(8, ge=1)
-    requests: int | None = Field(None, ge=1)
-    seconds: float | None = Field(None, gt=0, description="no request starts later than this")
-    warmup_requests: int = Field(0, ge=0, description="sent one by one before, and not counted")
-    timeout_seconds: float = Field(120.0, gt=0, description="deadline of one request")
-    max_in_flight: int = Field(2048, ge=1, description="requests due beyond this wait, and their clock runs")
+    # Above the limit, one process cannot send on time; the schedule is a list, made before the run.
+    rate: float | None = Field(
+        None,
+        gt=0,
+        le=100_000,
+        description="Open loop: requests per second, due on a schedule made before the run. A slow server does not delay "
+        "them, and waiting counts as latency. Default: a closed loop.",
+    )
+    arrival: Arrival = Field("poisson", description="Open loop: poisson models independent users.")
+    concurrency: int = Field(
+        8,
+        ge=1,
+        description="Closed loop: users who each wait for their answer and then ask again at once. Measures the highest "
+        "throughput of a server, not the latency of independent users.",
+    )
+    requests: int | None = Field(None, ge=1, description="Stop after this many requests.")
+    seconds: float | None = Field(
+        None, gt=0, description="Start no request later than this. Default: 30, if --requests is not given."
+    )
+    warmup_requests: int = Field(0, ge=0, description="Requests sent one by one before the run; not counted.")
+    timeout_seconds: float = Field(120.0, gt=0, description="Deadline of a request, in seconds.")
+    max_in_flight: int = Field(2048, ge=1, description="further requests wait, which counts as latency")
 
-    workload: WorkloadName = "plain"
-    prompt_kind: PromptKind | None = Field(None, description="default: chat for conversations, else text")
-    prompt_tokens: int = Field(256, ge=1, description="length of the part of a prompt that is its own")
-    prompt_spread: float = Field(0.0, ge=0, lt=1, description="lengths vary evenly by this share")
-    prefix_tokens: int = Field(256, ge=0, description="shared workload: length of the system prompt")
-    prefixes: int = Field(1, ge=1, description="shared workload: how many different system prompts")
-    turns: int = Field(4, ge=1, description="conversation workload: questions of one conversation")
+    workload: WorkloadName = Field(
+        "plain",
+        description="plain: prompts without a common prefix. shared: a system prompt that requests share, then a part of "
+        "its own. conversation: each question follows all messages before it.",
+    )
+    prompt_kind: PromptKind | None = Field(
+        None,
+        description="text and chat are about as long as asked for, tokens exactly. Default: text; conversations are chat.",
+    )
+    prompt_tokens: int = Field(256, ge=1, description="Length of a prompt's own part.")
+    prompt_spread: float = Field(0.0, ge=0, lt=1, description="Vary this length evenly by this share.")
+    prefix_tokens: int = Field(256, ge=0, description="shared: length of the system prompt.")
+    prefixes: int = Field(1, ge=1, description="shared: number of different system prompts.")
+    turns: int = Field(4, ge=1, description="conversation: questions of each.")
     think_seconds: float = Field(
-        0.0, ge=0, description="conversation workload: pause before the next question"
+        0.0, ge=0, description="conversation: pause before the next question, in seconds."
     )
-    system: str = Field("", description="conversation workload: system prompt")
-    questions: tuple[str, ...] = Field(
-        (), description="conversation workload: what users ask, drawn at random"
+    system: str = Field("", description="conversation: system prompt")
+    questions: tuple[str, ...] = Field((), description="conversation: file with one question per line.")
+    vocab_size: int = Field(4096, gt=512, description="tokens: ids are drawn from 256 to this.")
+
+    max_tokens: int = Field(64, ge=1, description="Length of the longest answer.")
+    temperature: float = Field(0.0, ge=0, description="0 = greedy.")
+    ignore_eos: bool = Field(False, description="Every answer has --max-tokens tokens (Baton, vLLM).")
+    extra_body: dict[str, Any] = Field(
+        default_factory=dict, description="http: further fields of the body, as JSON."
     )
-    vocab_size: int = Field(4096, gt=512, description="token prompts: ids are drawn from 256 to this")
 
-    max_tokens: int = Field(64, ge=1)
-    temperature: float = Field(0.0, ge=0)
-    ignore_eos: bool = Field(False, description="always generate max_tokens (Baton and vLLM)")
-    extra_body: dict[str, Any] = Field(default_factory=dict, description="HTTP: further fields of the body")
-
-    api_key: str = Field("", description="sent with every request; in no report", repr=False, exclude=True)
-    tls_ca: Path | None = Field(None, description="authority of https:// servers and of gRPC with TLS")
-    tls_cert: Path | None = Field(None, description="gRPC: our certificate, where clients must show one")
+    api_key: str = Field("", description="Sent with every request.", repr=False, exclude=True)
+    tls_ca: Path | None = Field(None, description="Use TLS, and trust this authority.")
+    tls_cert: Path | None = Field(None, description="gRPC: client certificate")
     tls_key: Path | None = None
-    tls: bool = Field(False, description="gRPC: speak TLS; https:// says so for HTTP")
+    tls: bool = Field(False, description="gRPC: use TLS; for HTTP the target's https:// decides")
 
-    seed: int = 0
+    seed: int = Field(0, description="The same seed gives the same prompts and the same schedule.")
     slo: Slo = Slo()
     keep_samples: int = Field(3, ge=0, description="answers kept for the report")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.requests is None) == (self.seconds is None):
-            raise ValueError("say how long: either `requests` or `seconds`")
+            raise ValueError("exactly one of `requests` and `seconds` is needed")
         if self.workload == "conversation" and self.prompt_kind not in (None, "chat"):
             raise ValueError("conversations are chat: leave `prompt_kind` out")
         for target in self.targets if self.protocol == "http" else ():

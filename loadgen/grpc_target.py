@@ -1,4 +1,4 @@
-"""Baton's own gRPC service."""
+"""Sends requests to Baton's own gRPC service."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from loadgen.config import LoadConfig
-from loadgen.record import QUEUES, STAGES, RequestRecord, ServerTimings
+from loadgen.record import QUEUES, STAGES, RequestRecord
 from loadgen.target import Clock, RequestFailed
 from loadgen.workload import ChatPrompt, Prompt, TextPrompt
 from wire import common_pb2, inference_pb2_grpc
@@ -33,7 +33,7 @@ class GrpcTarget:
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from error
         finally:
-            call.cancel()  # nothing to a call that has ended
+            call.cancel()  # no effect on a call that has ended
 
     async def _read(self, call: Any, record: RequestRecord) -> str:
         text: list[str] = []
@@ -76,19 +76,9 @@ def _note_completed(completed: pb.Completed, record: RequestRecord) -> None:
     record.prompt_tokens = completed.usage.prompt_tokens
     record.usage_tokens = completed.usage.completion_tokens
     record.cached_tokens = completed.usage.cached_tokens
-    timings = completed.timings
-    told = bool(timings.decode_worker)  # else the router has omitted workers and queueing times
-    record.timings = ServerTimings(
-        stages={stage: getattr(timings, stage) for stage in STAGES if told or stage not in QUEUES},
-        total_seconds=timings.total_seconds,
-        kv_bytes_shipped=timings.kv_bytes_shipped,
-        not_shipped_tokens=timings.not_shipped_tokens,
-        transport=timings.transport,
-        prefill_worker=timings.prefill_worker,
-        decode_worker=timings.decode_worker,
-        attempts=timings.attempts,
-        placement_calls=timings.placement_calls,
-    )
+    record.timings = timings = completed.timings
+    shows_all = bool(timings.decode_worker)  # else the router has omitted workers and queueing times
+    record.stages = {stage: getattr(timings, stage) for stage in STAGES if shows_all or stage not in QUEUES}
 
 
 def _channel(config: LoadConfig, address: str) -> grpc.aio.Channel:
@@ -102,7 +92,7 @@ def _channel(config: LoadConfig, address: str) -> grpc.aio.Channel:
 
 
 def _failure(error: grpc.aio.AioRpcError) -> RequestFailed:
-    """By the server's own name for the error where it gave one, else by the status."""
+    """The failure, named by the server's error if the answer has one, else by the status."""
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
         if key == _ERROR_KEY:

@@ -1,18 +1,18 @@
-"""The report as one HTML page: nothing to load, so it can be mailed and kept."""
+"""The report as one HTML page that loads nothing else, so it can be mailed and kept."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
+import numpy as np
 import orjson
 
 from loadgen.config import LoadConfig
 from loadgen.record import RequestRecord
-from loadgen.report import Report
-from loadgen.stats import Summary, rate_over_time
+from loadgen.report import Report, Summary
 from loadgen.svg import Series, cdf_plot, line_plot, scatter_plot, stacked_bar
 from loadgen.table import STAGE_NAMES, milliseconds, size, totals
 
@@ -20,7 +20,6 @@ TIME_BINS = 60
 
 
 def page(report: Report) -> str:
-    """The whole page."""
     style = files("loadgen").joinpath("report.css").read_text()
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -41,7 +40,7 @@ def _sections(report: Report) -> Iterator[str]:
         yield _latency_card(report)
     if report.failed:
         yield _error_card(report)
-    yield from _small_print(report)
+    yield _small_print(report)
 
 
 def _described(configs: Sequence[LoadConfig]) -> str:
@@ -103,11 +102,13 @@ def _plots(report: Report) -> Iterator[str]:
     clouds = [_cloud(name, css, part.answered) for name, css, part in groups]
     over_time = scatter_plot(clouds, _seconds, _tick)
     yield _card(
-        "Time to first token over the run", "a dot is a request, at the moment it was due", legend + over_time
+        "Time to first token over the run",
+        "a dot is a request, at the time at which it was due",
+        legend + over_time,
     )
     lines = [Series(name, css, _token_rate(part.answered)) for name, css, part in groups]
     rate = line_plot(lines, _seconds, lambda value: f"{value:,.0f}")
-    yield _card("Output tokens a second over the run", "all streams together", legend + rate)
+    yield _card("Output tokens per second over the run", "all streams together", legend + rate)
 
 
 _CDF_NOTE = "share of all at or below; dots are p50, p90, p99"
@@ -128,61 +129,75 @@ def _token_rate(records: Sequence[RequestRecord]) -> list[tuple[float, float]]:
     return rate_over_time(events, TIME_BINS)
 
 
-def _stage_card(report: Report) -> str:
-    stages = list(report.stages.items())
-    bar = stacked_bar(
-        [(STAGE_NAMES[stage], f"g{index}", summary.mean) for index, (stage, summary) in enumerate(stages)],
-        milliseconds,
-    )
-    rows = [
-        f"<tr><td>{_key(f'g{index}')}{STAGE_NAMES[stage]}</td>{_cells(summary, ('mean', 'p50', 'p99'))}</tr>"
-        for index, (stage, summary) in enumerate(stages)
+def rate_over_time(events: Sequence[tuple[float, float]], bins: int) -> list[tuple[float, float]]:
+    """(middle of the bin, amount per second) over the time that (time, amount) events span."""
+    if not events:
+        return []
+    times, amounts = np.array(events).T
+    end = max(float(times.max()), 1e-9)
+    totals, edges = np.histogram(times, bins, (0.0, end), weights=amounts)
+    width = end / bins
+    return [
+        (float(edge) + width / 2, float(total) / width) for edge, total in zip(edges, totals, strict=False)
     ]
-    head = "<tr><th></th><th>mean</th><th>p50</th><th>p99</th></tr>"
+
+
+def _stage_card(report: Report) -> str:
+    stages = [
+        (f"g{index}", STAGE_NAMES[stage], one) for index, (stage, one) in enumerate(report.stages.items())
+    ]
+    bar = stacked_bar([(name, css, summary.mean) for css, name, summary in stages], milliseconds)
+    rows = {f"{_key(css)}{name}": summary for css, name, summary in stages}
     return _card(
         "Where the server spent it",
         "the bar is the mean request, by the server's own clocks",
-        f"{bar}<div class='scroll'><table>{head}{''.join(rows)}</table></div>",
+        bar + _summaries(("mean", "p50", "p99"), rows),
     )
 
 
 def _latency_card(report: Report) -> str:
-    names = ("p50", "p90", "p99", "mean", "max")
-    head = "<tr><th></th>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
-    found = {
+    rows = {
         "TTFT, time to first token": report.ttft,
         "ITL, between tokens": report.itl,
         "TPOT, per token after the first": report.tpot,
         "E2E, to the last token": report.e2e,
         "how late requests were sent": report.send_lag,
     }
-    rows = "".join(f"<tr><td>{name}</td>{_cells(summary, names)}</tr>" for name, summary in found.items())
-    table = f"<div class='scroll'><table>{head}{rows}</table></div>"
-    return _card("Latencies", "from the moment a request was due", table)
+    table = _summaries(("p50", "p90", "p99", "mean", "max"), rows)
+    return _card("Latencies", "from the time at which a request was due", table)
 
 
-def _cells(summary: Summary, names: Sequence[str]) -> str:
-    return "".join(f"<td>{milliseconds(getattr(summary, name))}</td>" for name in names)
+def _summaries(columns: Sequence[str], rows: Mapping[str, Summary]) -> str:
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    return _table(
+        f"<tr><th></th>{head}</tr>",
+        *(
+            f"<tr><td>{name}</td>{''.join(f'<td>{milliseconds(getattr(one, column))}</td>' for column in columns)}</tr>"
+            for name, one in rows.items()
+        ),
+    )
+
+
+def _table(*rows: str) -> str:
+    return f"<div class='scroll'><table>{''.join(rows)}</table></div>"
 
 
 def _error_card(report: Report) -> str:
-    said = report.to_json()["error_messages"]
-    rows = "".join(
-        f"<tr><td>{escape(kind)}</td><td>{count}</td><td>{escape(' · '.join(said.get(kind, [])))}</td></tr>"
+    messages = report.error_messages()
+    rows = (
+        f"<tr><td>{escape(kind)}</td><td>{count}</td><td>{escape(' · '.join(messages.get(kind, [])))}</td></tr>"
         for kind, count in report.errors.items()
     )
-    return _card("Failures", "", f"<div class='scroll'><table>{rows}</table></div>")
+    return _card("Failures", "", _table(*rows))
 
 
-def _small_print(report: Report) -> Iterator[str]:
-    samples = "".join(map(_sample, report.samples()))
-    facts = "".join(f"<tr><td>{name}</td><td>{escape(value)}</td></tr>" for name, value in totals(report))
-    config = orjson.dumps(report.to_json()["config"], option=orjson.OPT_INDENT_2).decode()
-    inside = f"<div class='scroll'><table>{facts}</table></div>"
-    if samples:
+def _small_print(report: Report) -> str:
+    inside = _table(*(f"<tr><td>{name}</td><td>{escape(value)}</td></tr>" for name, value in totals(report)))
+    if samples := "".join(map(_sample, report.samples())):
         inside += f"<details><summary>Sample answers</summary>{samples}</details>"
+    config = orjson.dumps(report.to_json()["config"], option=orjson.OPT_INDENT_2).decode()
     inside += f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>"
-    yield _card("In all", "", inside)
+    return _card("In all", "", inside)
 
 
 def _sample(record: RequestRecord) -> str:

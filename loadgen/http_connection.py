@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 client that notes when bytes reach the socket, not when somebody gets to read them.
+"""A small HTTP/1.1 client that notes when bytes arrive at the socket, not when its user reads them.
 
-One request at a time on a connection; finished connections are kept for the next request.
+A connection carries one request at a time, and is kept for the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_UNREAD_PIECES = 1024
 
 @dataclass
 class _Exchange:
-    """One request's answer on its way in: (arrival, bytes), then None at the end."""
+    """One answer as it arrives: pieces of (arrival, bytes), then None at the end."""
 
     pieces: asyncio.Queue[tuple[float, bytes] | None] = field(default_factory=asyncio.Queue)
     status: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -29,7 +29,7 @@ class _Exchange:
 
 
 class HttpConnection(asyncio.Protocol):
-    """Used by HttpPool; the callbacks in the middle are asyncio's and httptools'."""
+    """A connection of HttpPool, with the callbacks of asyncio and of httptools."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -41,7 +41,7 @@ class HttpConnection(asyncio.Protocol):
         self.reusable = True
 
     def begin(self, request: bytes) -> None:
-        """Raises RequestFailed if the other side has hung up meanwhile."""
+        """Send a request. Raises RequestFailed if the server has closed the connection."""
         assert self._transport is not None
         if not self.reusable:
             raise RequestFailed("connection", "the server closed the connection")
@@ -112,11 +112,11 @@ class HttpConnection(asyncio.Protocol):
         exchange.pieces.put_nowait(None)
         if not exchange.status.done():
             exchange.status.set_exception(RequestFailed("connection", error))
-            exchange.status.exception()  # read here, so that nobody has to
+            exchange.status.exception()  # read here: asyncio would log it if the request was cancelled
 
 
 class HttpPool:
-    """Connections to one `http://host:port`, or `https://…`. `ca`: a file; none = the system's authorities."""
+    """Connections to one `http://host:port` or `https://…`. `ca`: a file; None = the system's authorities."""
 
     def __init__(self, url: str, clock: Clock, api_key: str = "", ca: Path | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -131,10 +131,9 @@ class HttpPool:
         self._idle: list[HttpConnection] = []
 
     async def begin(self, request: bytes) -> tuple[HttpConnection, int]:
-        """Sends a request; the connection it went over and the answer's status. Raises RequestFailed.
+        """Send a request; returns its connection and the answer's status. Raises RequestFailed.
 
-        A server may close a kept connection just as the next request leaves: that one goes out again, on a
-        new connection.
+        A server may close a kept connection while the next request is sent: that request is sent again on a new one.
         """
         while self._idle:
             connection = self._idle.pop()
@@ -165,7 +164,7 @@ class HttpPool:
         return connection
 
     def release(self, connection: HttpConnection, *, finished: bool) -> None:
-        """A connection whose answer was not read to its end is closed: that cancels the request."""
+        """Keep the connection, or close it if its answer was not read to the end: that cancels the request."""
         if finished and connection.reusable:
             self._idle.append(connection)
         else:

@@ -1,4 +1,4 @@
-"""Any server that speaks OpenAI's HTTP API, streaming. What Baton adds to it is read where it is there."""
+"""Sends requests to a server of OpenAI's HTTP API, streaming; reads the timings that Baton adds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import orjson
 
 from loadgen.config import LoadConfig
 from loadgen.http_connection import HttpConnection, HttpPool
-from loadgen.record import STAGES, RequestRecord, ServerTimings
-from loadgen.sse import SseDecoder
+from loadgen.record import STAGES, RequestRecord
 from loadgen.target import Clock, RequestFailed
 from loadgen.workload import ChatPrompt, Prompt, TextPrompt
+from wire.inference_pb2 import Timings
 
 _MAX_MESSAGE_CHARACTERS = 300
+_TIMINGS = [field.name for field in Timings.DESCRIPTOR.fields]
 
 
 class HttpTarget:
@@ -100,6 +101,18 @@ class HttpTarget:
         await self._pool.close()
 
 
+class SseDecoder:
+    """Reads server-sent events as OpenAI's API uses them: `data:` lines, one per event, cut anywhere into pieces."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads of the `data:` lines that are now complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
 class _Events:
     """Reads a stream's events into the record."""
 
@@ -116,7 +129,7 @@ class _Events:
         if event.get("usage"):
             self._take_usage(event["usage"])
         if event.get("baton"):
-            self._record.timings = _timings(event["baton"])
+            self._take_timings(event["baton"])
 
     def _take_choice(self, arrival: float, choice: dict[str, Any]) -> None:
         delta = choice.get("delta")
@@ -132,32 +145,22 @@ class _Events:
         details = usage.get("prompt_tokens_details") or {}
         self._record.cached_tokens = details.get("cached_tokens") or 0
 
+    def _take_timings(self, reported: dict[str, Any]) -> None:
+        self._record.timings = Timings(**{name: reported[name] for name in _TIMINGS if name in reported})
+        self._record.stages = {stage: float(reported[stage]) for stage in STAGES if stage in reported}
+
 
 def _tokens_in(choice: dict[str, Any], text: str | None, *, is_role: bool) -> int:
-    """How many tokens an event brings: by the ids where the server sends them, else one if it looks like one.
+    """The number of tokens in an event: by the ids where the server sends them, else 1 if the event has a token.
 
-    A token whose text is still undecided comes with an empty text. So do the opening event of a chat, which
-    carries the role, and the closing one of some servers, which carries the finish reason: no tokens, those.
+    A token whose text is incomplete has an empty text. So have the first event of a chat, which holds the role, and the
+    last one of some servers, which holds the finish reason: these two have no token.
     """
     if choice.get("token_ids") is not None:
         return len(choice["token_ids"])
     if text:
         return 1
     return int(text is not None and not is_role and choice.get("finish_reason") is None)
-
-
-def _timings(said: dict[str, Any]) -> ServerTimings:
-    return ServerTimings(
-        stages={stage: float(said[stage]) for stage in STAGES if stage in said},
-        total_seconds=float(said.get("total_seconds", 0.0)),
-        kv_bytes_shipped=int(said.get("kv_bytes_shipped", 0)),
-        not_shipped_tokens=int(said.get("not_shipped_tokens", 0)),
-        transport=str(said.get("transport", "")),
-        prefill_worker=str(said.get("prefill_worker", "")),
-        decode_worker=str(said.get("decode_worker", "")),
-        attempts=int(said.get("attempts", 0)),
-        placement_calls=int(said.get("placement_calls", 0)),
-    )
 
 
 async def _whole_body(connection: HttpConnection) -> bytes:

@@ -1,4 +1,4 @@
-"""From configuration to report."""
+"""Runs configurations and returns their report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack
 from rich.console import Console
 
 from loadgen.config import LoadConfig
-from loadgen.open_target import open_target
+from loadgen.grpc_target import GrpcTarget
+from loadgen.http_target import HttpTarget
 from loadgen.progress import show_progress
 from loadgen.record import RequestRecord
 from loadgen.report import Report
@@ -22,12 +23,12 @@ _WARMUP_SEED = 1 << 40  # warm-up prompts share nothing with the measured ones
 
 
 async def run(config: LoadConfig, *, console: Console | None = None) -> Report:
-    """Runs one configuration; with a console, shows a progress bar on it."""
+    """Run one configuration; with a console, show a progress bar on it."""
     return await run_all([config], console=console)
 
 
 async def run_all(configs: Sequence[LoadConfig], *, console: Console | None = None) -> Report:
-    """Runs several at the same time, on one clock, into one report."""
+    """Run several at the same time, on one clock, into one report."""
     for config in configs:
         await _warm_up(config)
     started_unix = time.time()
@@ -43,6 +44,12 @@ async def run_all(configs: Sequence[LoadConfig], *, console: Console | None = No
     return Report(tuple(configs), [record for group in records for record in group], started_unix)
 
 
+def open_target(config: LoadConfig, address: str, clock: Clock) -> Target:
+    """`clock` returns the seconds since the run began."""
+    kind = GrpcTarget if config.protocol == "grpc" else HttpTarget
+    return kind(config, address, clock)
+
+
 async def _runner(config: LoadConfig, clock: Clock, stack: AsyncExitStack) -> Runner:
     targets: list[Target] = []
     for address in config.addresses:
@@ -53,7 +60,7 @@ async def _runner(config: LoadConfig, clock: Clock, stack: AsyncExitStack) -> Ru
 
 
 async def _warm_up(config: LoadConfig) -> None:
-    """One request after the other, every target in turn. Failures are left to the measured run to report."""
+    """Send requests one by one, to each target in turn. Failures are ignored: the measured run reports them."""
     if config.warmup_requests == 0:
         return
     workload = make_workload(config.model_copy(update={"seed": config.seed + _WARMUP_SEED}))

@@ -1,4 +1,4 @@
-"""The bar that a run shows."""
+"""The progress bar of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFRESH_SECONDS = 0.25
 async def show_progress(
     configs: Sequence[LoadConfig], runners: Sequence[Runner], clock: Clock, console: Console | None
 ) -> None:
-    """Until cancelled. Draws a few times a second only: drawing must not delay what is being measured."""
+    """Draw a few times per second until cancelled: more often would delay the requests that are measured."""
     if console is None:
         return
     columns = (

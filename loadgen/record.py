@@ -1,4 +1,4 @@
-"""What happened to one request, as its client saw it. All times are seconds since the run began."""
+"""One request as its client saw it. All times are seconds since the run began."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from loadgen.config import Protocol, Slo
+from wire.inference_pb2 import Timings
 
 STAGES = (
     "router_queue_seconds",
@@ -20,21 +21,6 @@ QUEUES = frozenset(stage for stage in STAGES if stage.endswith("_queue_seconds")
 
 
 @dataclass(frozen=True)
-class ServerTimings:
-    """What the server says of a request: the fields of the wire's Timings. Another server says nothing."""
-
-    stages: dict[str, float] = field(default_factory=dict)
-    total_seconds: float = 0.0
-    kv_bytes_shipped: int = 0
-    not_shipped_tokens: int = 0
-    transport: str = ""
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    attempts: int = 0
-    placement_calls: int = 0
-
-
-@dataclass(frozen=True)
 class Failure:
     """Why a request failed: `kind` groups them ("deadline", "http_429", "OverloadedError" …)."""
 
@@ -45,22 +31,20 @@ class Failure:
 
 @dataclass
 class RequestRecord:
-    """Filled in while the request runs.
-
-    Every arrival is (time, tokens that came with it); where a server does not say how many, one.
-    """
+    """Filled in while the request runs. An arrival is (time, number of tokens, 1 if the server does not report it)."""
 
     protocol: Protocol
     session: int
     turn: int
-    intended: float  # when it was due: all latencies count from here
+    intended: float  # when it was due; latencies count from here
     slo: Slo = field(default_factory=Slo)
     sent: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     prompt_tokens: int = 0
     usage_tokens: int | None = None  # output tokens by the server's own count
     cached_tokens: int = 0
-    timings: ServerTimings | None = None
+    timings: Timings | None = None  # Baton's; other servers report none
+    stages: dict[str, float] = field(default_factory=dict)  # those of STAGES that it reported, in seconds
     failure: Failure | None = None
     sample_prompt: str = ""
     sample_answer: str = ""
@@ -95,7 +79,7 @@ class RequestRecord:
 
     @property
     def gaps(self) -> list[float]:
-        """Between arrivals: what a reader waits for. Tokens that came together share one gap."""
+        """Seconds between arrivals. Tokens that arrived together share one gap."""
         times = [at for at, _ in self.arrivals]
         return [later - earlier for earlier, later in pairwise(times)]
 

@@ -1,18 +1,45 @@
-"""What a run found."""
+"""The figures of a run."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from loadgen.config import LoadConfig
 from loadgen.record import STAGES, Failure, RequestRecord
-from loadgen.stats import Summary, summarise
 
 _MAX_MESSAGES_PER_KIND = 3
+# Figures of the JSON report
+_LATENCIES = ("ttft", "itl", "tpot", "e2e", "send_lag")
+_COUNTS = (
+    *("output_tokens", "output_tokens_per_second", "prompt_tokens", "cached_tokens"),
+    *("kv_bytes_shipped", "kv_shipped_requests", "transport"),
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A distribution of `count` values, in seconds; without any, all figures are 0."""
+
+    count: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+
+
+def summarise(values: Sequence[float]) -> Summary:
+    if not values:
+        return Summary()
+    array = np.asarray(values, dtype=np.float64)
+    p50, p90, p99 = np.percentile(array, (50, 90, 99))
+    return Summary(len(values), float(array.mean()), float(p50), float(p90), float(p99), float(array.max()))
 
 
 @dataclass(frozen=True)
@@ -40,7 +67,7 @@ class Report:
 
     @cached_property
     def seconds(self) -> float:
-        """From when the first request was due to the last token."""
+        """From the time at which the first request was due to the last token."""
         if not self.answered:
             return 0.0
         first = min(record.intended for record in self.records)
@@ -64,7 +91,7 @@ class Report:
 
     @cached_property
     def send_lag(self) -> Summary:
-        """How late requests left: the load generator's own fault, or a full `max_in_flight`."""
+        """How late requests were sent: the load generator was slow, or `max_in_flight` was reached."""
         return summarise([record.sent - record.intended for record in self.answered])
 
     @property
@@ -98,8 +125,8 @@ class Report:
     @cached_property
     def stages(self) -> dict[str, Summary]:
         """The server's seconds by stage; stages that it did not report are left out."""
-        said = [record.timings.stages for record in self.answered if record.timings is not None]
-        by_stage = {stage: [one[stage] for one in said if stage in one] for stage in STAGES}
+        reported = [record.stages for record in self.answered]
+        by_stage = {stage: [one[stage] for one in reported if stage in one] for stage in STAGES}
         return {stage: summarise(seconds) for stage, seconds in by_stage.items() if seconds}
 
     @property
@@ -112,17 +139,13 @@ class Report:
 
     @property
     def transport(self) -> str:
-        """What carried the KV; with a comma where it was not always the same."""
+        """The transports of the KV, separated by commas."""
         used = Counter(record.timings.transport for record in self.answered if record.timings)
         return ",".join(name for name, _ in used.most_common() if name)
 
     @property
     def placement_calls_per_request(self) -> float:
         return self._per_request("placement_calls")
-
-    @property
-    def attempts_per_request(self) -> float:
-        return self._per_request("attempts")
 
     def of_protocol(self, protocol: str) -> Report:
         return Report(
@@ -139,7 +162,7 @@ class Report:
         return [record for record in self.answered if record.sample_answer]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; docs/results.md and scripts read these names."""
+        """Plain data; docs/results.md and scripts use these names."""
         found = self._figures()
         if len(self.protocols) > 1:
             found["by_protocol"] = {name: self.of_protocol(name)._figures() for name in self.protocols}
@@ -154,25 +177,13 @@ class Report:
 
     def _figures(self) -> dict[str, Any]:
         return {
-            "requests": self.requests,
-            "failed": self.failed,
-            "seconds": self.seconds,
-            "ttft_seconds": self.ttft.to_json(),
-            "itl_seconds": self.itl.to_json(),
-            "tpot_seconds": self.tpot.to_json(),
-            "e2e_seconds": self.e2e.to_json(),
-            "send_lag_seconds": self.send_lag.to_json(),
+            **{name: getattr(self, name) for name in ("requests", "failed", "seconds")},
+            **{f"{name}_seconds": asdict(getattr(self, name)) for name in _LATENCIES},
             "goodput": self.goodput,
             "requests_per_second": len(self.answered) / self.seconds if self.seconds else 0.0,
-            "output_tokens": self.output_tokens,
-            "output_tokens_per_second": self.output_tokens_per_second,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "kv_bytes_shipped": self.kv_bytes_shipped,
-            "kv_shipped_requests": self.kv_shipped_requests,
-            "transport": self.transport,
+            **{name: getattr(self, name) for name in _COUNTS},
             "placement_calls_per_request": self.placement_calls_per_request,
-            "attempts_per_request": self.attempts_per_request,
+            "attempts_per_request": self._per_request("attempts"),
             "stages": {stage: summary.p50 for stage, summary in self.stages.items()},
             "stages_p99": {stage: summary.p99 for stage, summary in self.stages.items()},
             "errors": self.errors,
@@ -203,7 +214,7 @@ class Report:
 
 
 def merge(reports: Sequence[Report]) -> Report:
-    """One report over several runs. Each had a clock of its own: wall time lays them side by side."""
+    """One report over several runs. Each has its own clock; wall time aligns them."""
     start = min(report.started_unix for report in reports)
     records: list[RequestRecord] = []
     for report in reports:

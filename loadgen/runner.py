@@ -1,6 +1,6 @@
 """Drives sessions against targets: an open loop on a schedule, or a closed loop of users.
 
-open:    pacer thread ──due──► session ─► session ─► …      however slow the server is
+open:    pacer thread ──due──► session, session, …          however slow the server is
 closed:  user 1: session ─► session ─► …                    the next begins when the last has ended
          user 2: session ─► …
 """
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from loadgen.config import LoadConfig
-from loadgen.pacer import Pacer
 from loadgen.record import Failure, RequestRecord
-from loadgen.schedule import session_schedule
+from loadgen.schedule import Pacer, session_schedule
 from loadgen.target import Clock, RequestFailed, Target
 from loadgen.workload import ChatPrompt, Prompt, TextPrompt, Workload
 
@@ -25,7 +24,7 @@ _SAMPLE_CHARACTERS = 2000
 
 @dataclass
 class Progress:
-    """How far a run is, for whoever shows it."""
+    """How far a run is."""
 
     started: int = 0
     finished: int = 0
@@ -35,11 +34,9 @@ class Progress:
 
 
 class Runner:
-    """One LoadConfig's requests. `records` grows while it runs; each belongs to a request that was due."""
+    """Sends one configuration's requests. `records` has one for each request that was due so far."""
 
-    def __init__(
-        self, config: LoadConfig, targets: Sequence[Target], workload: Workload, clock: Clock
-    ) -> None:
+    def __init__(self, config: LoadConfig, targets: Sequence[Target], workload: Workload, clock: Clock):
         self._config = config
         self.targets = targets
         self._workload = workload
@@ -86,14 +83,11 @@ class Runner:
         while self._may_start(intended) and (prompt := session.next(answer)) is not None:
             record = RequestRecord(self._config.protocol, index, turn, intended, self._config.slo)
             answer = await self._request(target, prompt, record)
-            if answer is None or self._last_turn(turn):
-                return
             turn += 1
+            if answer is None or turn == self._config.session_turns:
+                return
             await asyncio.sleep(self._config.think_seconds)
             intended = self._clock()
-
-    def _last_turn(self, turn: int) -> bool:
-        return turn + 1 >= self._config.session_turns
 
     async def _request(self, index: int, prompt: Prompt, record: RequestRecord) -> str | None:
         """Send one request; returns its answer, or None if it failed."""
@@ -129,10 +123,10 @@ class Runner:
             self.progress.failed += 1
 
 
-def run_clock(monotonic: Callable[[], float] = time.perf_counter) -> Clock:
-    """Seconds since now."""
-    zero = monotonic()
-    return lambda: monotonic() - zero
+def run_clock() -> Clock:
+    """A clock of the seconds since this call."""
+    zero = time.perf_counter()
+    return lambda: time.perf_counter() - zero
 
 
 def _shown(prompt: Prompt) -> str:

@@ -1,4 +1,4 @@
-"""The few kinds of plot a report needs, as SVG text. Colours are CSS classes: the page owns them."""
+"""The plots of a report as SVG text. Colours are CSS classes, which the page defines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """One line or cloud. `css` picks its colour (s0, s1 …)."""
+    """One line or cloud of points. `css` is the class of its colour (s0, s1 …)."""
 
     name: str
     css: str
     points: Sequence[Point]
-    notes: Sequence[str] = ()  # tooltips, one a point
+    notes: Sequence[str] = ()  # tooltips, one per point
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to pixels, and knows where its ticks are."""
+    """Maps values to pixels."""
 
     low: float
     high: float
@@ -77,7 +77,7 @@ def cdf_plot(groups: Sequence[Series], format_x: Format, marks: Sequence[float] 
 
 
 def scatter_plot(groups: Sequence[Series], format_x: Format, format_y: Format) -> str:
-    """A dot a request."""
+    """One dot per point."""
     points = [point for group in groups for point in group.points]
     x = value_axis([at for at, _ in points], LEFT, WIDTH - RIGHT, from_zero=True)
     y = value_axis([value for _, value in points], HEIGHT - BOTTOM, TOP)
@@ -136,7 +136,7 @@ def _frame(x: Axis, y: Axis, format_x: Format, format_y: Format) -> str:
 
 
 def _steps(ordered: Sequence[float]) -> list[Point]:
-    """At most a few hundred corners: more can't be seen."""
+    """At most a few hundred corners: more would not be visible."""
     stride = max(1, len(ordered) // 400)
     kept = [*range(0, len(ordered) - 1, stride), len(ordered) - 1]
     return [(ordered[0], 0.0), *((ordered[index], (index + 1) / len(ordered)) for index in kept)]

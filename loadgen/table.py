@@ -1,16 +1,15 @@
-"""The report in a terminal."""
+"""The report as tables in a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.report import Report
-from loadgen.stats import Summary
+from loadgen.report import Report, Summary
 
 STAGE_NAMES = {
     "router_queue_seconds": "router queue",
@@ -29,9 +28,16 @@ def print_report(report: Report, console: Console) -> None:
 
 def _parts(report: Report) -> Iterator[RenderableType]:
     yield Text()
-    yield _latencies(report)
+    latencies = {
+        "TTFT  time to first token": report.ttft,
+        "ITL   between tokens": report.itl,
+        "TPOT  per later token": report.tpot,
+        "E2E   to the last token": report.e2e,
+    }
+    yield _summaries("latency", ("p50", "p90", "p99", "mean", "max"), latencies)
     if report.stages:
-        yield _stages(report)
+        stages = {STAGE_NAMES[stage]: summary for stage, summary in report.stages.items()}
+        yield _summaries("where the server spent it", ("p50", "p99", "mean"), stages)
     yield _totals(report)
     messages, targets = report.error_messages(), report.error_targets()
     for kind, count in report.errors.items():
@@ -41,32 +47,14 @@ def _parts(report: Report) -> Iterator[RenderableType]:
             yield Text(f"      {message}", style="red")
 
 
-def _latencies(report: Report) -> Table:
-    table = _table("latency", "p50", "p90", "p99", "mean", "max")
-    rows = {
-        "TTFT  time to first token": report.ttft,
-        "ITL   between tokens": report.itl,
-        "TPOT  per later token": report.tpot,
-        "E2E   to the last token": report.e2e,
-    }
+def _summaries(first: str, columns: Sequence[str], rows: Mapping[str, Summary]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
     for name, summary in rows.items():
-        table.add_row(name, *_cells(summary))
-    return table
-
-
-def _cells(summary: Summary) -> list[str]:
-    if summary.count == 0:
-        return ["–"] * 5
-    return [
-        milliseconds(value) for value in (summary.p50, summary.p90, summary.p99, summary.mean, summary.max)
-    ]
-
-
-def _stages(report: Report) -> Table:
-    table = _table("where the server spent it", "p50", "p99", "mean")
-    for stage, summary in report.stages.items():
-        cells = (milliseconds(value) for value in (summary.p50, summary.p99, summary.mean))
-        table.add_row(STAGE_NAMES[stage], *cells)
+        cells = (milliseconds(getattr(summary, column)) if summary.count else "–" for column in columns)
+        table.add_row(name, *cells)
     return table
 
 
@@ -83,7 +71,7 @@ def totals(report: Report) -> Iterator[tuple[str, str]]:
     """Name and value of every figure that is not a latency."""
     failed = f", {report.failed} failed" if report.failed else ", none failed"
     yield "requests", f"{report.requests} in {report.seconds:.1f} s{failed}"
-    yield "output", f"{report.output_tokens:,} tokens, {report.output_tokens_per_second:.1f} a second"
+    yield "output", f"{report.output_tokens:,} tokens, {report.output_tokens_per_second:.1f} per second"
     share = report.cached_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
     yield "prompts", f"{report.prompt_tokens:,} tokens, {report.cached_tokens:,} of them cached ({share:.0%})"
     if any(bound is not None for config in report.configs for bound in config.slo.model_dump().values()):
@@ -107,11 +95,3 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
-
-
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    table.add_column(first)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table

@@ -12,7 +12,7 @@ Clock: TypeAlias = Callable[[], float]
 
 
 class RequestFailed(Exception):
-    """The server said no, or the connection broke. `kind` groups failures in the report."""
+    """The server refused the request, or the connection broke. `kind` groups failures in the report."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -24,7 +24,7 @@ class Target(Protocol):
     """One server."""
 
     async def send(self, prompt: Prompt, record: RequestRecord) -> str:
-        """Sends one request, notes every arrival in `record`, returns the answer's text.
+        """Send one request, note every arrival in `record`, and return the answer's text.
 
         Raises RequestFailed. Cancelling it cancels the request at the server.
         """

@@ -1,4 +1,4 @@
-"""Text for prompts that mean nothing in particular."""
+"""Words and questions for prompts."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""What is asked. A workload numbers its sessions; session i is the same in every run with the same seed."""
+"""Workloads: prompts by the session's number. Session i is the same in every run with the same seed."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
-from loadgen.config import LoadConfig, WorkloadName
+from loadgen.config import LoadConfig
 from loadgen.words import QUESTIONS, words
 
-FIRST_TOKEN_ID = 256  # below it, many vocabularies keep bytes and special tokens
+FIRST_TOKEN_ID = 256  # many vocabularies have bytes and special tokens below it
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,13 @@ Workload: TypeAlias = Callable[[int], Session]
 
 
 def make_workload(config: LoadConfig) -> Workload:
-    return _WORKLOADS[config.workload](config)
+    match config.workload:
+        case "plain":
+            return partial(_plain, config)
+        case "shared":
+            return Shared(config)
+        case "conversation":
+            return partial(_Conversation, config)
 
 
 @dataclass
@@ -55,20 +62,18 @@ class _Single:
         return self.prompt if answer is None else None
 
 
-class Plain:
-    """Every prompt is new from its first token: nothing to share, nothing cached."""
-
-    def __init__(self, config: LoadConfig) -> None:
-        self._config = config
-
-    def __call__(self, index: int) -> Session:
-        config = self._config
-        source = random.Random(f"plain {config.seed} {index}")
-        return _Single(_prompt(config, source, _length(config, source)))
+def _plain(config: LoadConfig, index: int) -> Session:
+    """A prompt that shares nothing with others, from its first token."""
+    source = random.Random(f"plain {config.seed} {index}")
+    length = _length(config, source)
+    if config.kind == "tokens":
+        return _Single(TokenPrompt(_token_ids(config, source, length)))
+    text = words(source, length)
+    return _Single(ChatPrompt([("user", text)]) if config.kind == "chat" else TextPrompt(text))
 
 
 class Shared:
-    """System prompts that many requests have in common, each followed by something of its own."""
+    """Prompts that begin with one of a few system prompts, each followed by a part of its own."""
 
     def __init__(self, config: LoadConfig) -> None:
         self._config = config
@@ -88,19 +93,11 @@ class Shared:
         return _Single(TextPrompt(f"{self._prefix_text[number]}\n{own}"))
 
 
-class Conversations:
-    """Users who ask, read the answer, and ask again: the prompt is everything said so far."""
-
-    def __init__(self, config: LoadConfig) -> None:
-        self._config = config
-
-    def __call__(self, index: int) -> Session:
-        return _Conversation(self._config, random.Random(f"conversation {self._config.seed} {index}"))
-
-
 class _Conversation:
-    def __init__(self, config: LoadConfig, source: random.Random) -> None:
-        self._source = source
+    """A user who asks, reads the answer, and asks again: the prompt holds all messages so far."""
+
+    def __init__(self, config: LoadConfig, index: int) -> None:
+        self._source = random.Random(f"conversation {config.seed} {index}")
         self._questions = config.questions or QUESTIONS
         self._turns_left = config.turns
         self._messages: list[tuple[str, str]] = [("system", config.system)] if config.system else []
@@ -122,17 +119,3 @@ def _length(config: LoadConfig, source: random.Random) -> int:
 
 def _token_ids(config: LoadConfig, source: random.Random, count: int) -> list[int]:
     return [source.randrange(FIRST_TOKEN_ID, config.vocab_size) for _ in range(count)]
-
-
-def _prompt(config: LoadConfig, source: random.Random, length: int) -> Prompt:
-    if config.kind == "tokens":
-        return TokenPrompt(_token_ids(config, source, length))
-    text = words(source, length)
-    return ChatPrompt([("user", text)]) if config.kind == "chat" else TextPrompt(text)
-
-
-_WORKLOADS: dict[WorkloadName, Callable[[LoadConfig], Workload]] = {
-    "plain": Plain,
-    "shared": Shared,
-    "conversation": Conversations,
-}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from cluster.state_machine import StateMachine
 from engine.request import PromptChunk, RequestDone, TokenOutput
-from kv_transfer.prefill_side.part_times import PartTimes
+from kv_transfer.prefill_side.handoff import PartTimes
 from wire import common_pb2, prefill_pb2
 from worker.attempt_log import AttemptLog
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from prefill_worker.attempt import PrefillAttempt
 from worker.convert import outcome_name
+from worker.telemetry import record_prefill
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -26,22 +27,14 @@ if TYPE_CHECKING:
 def record(tracing: Tracing, parent: Context, attempt: PrefillAttempt, end: common_pb2.AttemptEnd) -> None:
     now = time.monotonic()
     report = attempt.report
-    facts = {"baton.worker": report.worker_id, "baton.outcome": outcome_name(end.outcome)}
-    began = attempt.received + report.prefill_queue_seconds
+    facts: dict[str, str | int] = {
+        "baton.worker": report.worker_id,
+        "baton.outcome": outcome_name(end.outcome),
+    }
     if not attempt.chunks:
         tracing.record(parent, "baton.prefill.queue", attempt.received, now, facts)
         return
-    tracing.record(parent, "baton.prefill.queue", attempt.received, began, facts)
-    ended = began + report.prefill_seconds
-    tokens = {
-        "baton.computed_tokens": report.computed_prompt_tokens,
-        "baton.cached_tokens": report.cached_tokens,
-    }
-    prefill = tracing.record(parent, "baton.prefill", began, ended, {**facts, **tokens})
-    for chunk in attempt.chunks:
-        tracing.record(
-            prefill, "baton.prefill.chunk", chunk.began, chunk.ended, {"baton.tokens": chunk.tokens}
-        )
+    ended = record_prefill(tracing, parent, attempt.received, report, attempt.chunks, facts)
     if attempt.parts is not None:
         _handoff(tracing, parent, attempt, ended, now, facts)
 
@@ -52,7 +45,7 @@ def _handoff(
     attempt: PrefillAttempt,
     prefill_ended: float,
     now: float,
-    facts: dict[str, str],
+    facts: dict[str, str | int],
 ) -> None:
     from cluster.telemetry.tracing.spans import Event
 

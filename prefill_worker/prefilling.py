@@ -11,8 +11,7 @@ from cluster.errors import BatonError, DrainingError, EngineRequestError, Intern
 from cluster.faults.points import Point
 from cluster.protocol.first_token import ends_with_first_token
 from engine.request import EngineRequest, StepOutput
-from kv_transfer.prefill_side.handoff import OutgoingHandoff
-from kv_transfer.prefill_side.part_times import PartTimes
+from kv_transfer.prefill_side.handoff import OutgoingHandoff, PartTimes
 from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker.attempt import PrefillAttempt, Prefilled, PrefillState
 from wire import handoff_pb2
@@ -55,7 +54,7 @@ class Prefilling:
                 self._at_reserved(attempt.transfer_id)
             attempt.report.prefill_queue_seconds = time.monotonic() - attempt.received
             prefilled = await self._compute(attempt, handoff, priority)
-            self.admission.leave(tokens)
+            self.admission.leave(tokens, spec.tenant)
             inside = False
             if handoff is not None:
                 await self._hand_over(attempt, handoff, prefilled)
@@ -69,7 +68,7 @@ class Prefilling:
             raise
         finally:
             if inside:
-                self.admission.leave(tokens)
+                self.admission.leave(tokens, spec.tenant)
             self.by_engine_id.pop(attempt.engine_id, None)
             # In the background, so that the router gets the end now: a write to a stopped decode worker may never end.
             self._freeing.spawn(self._free(attempt, handoff))

@@ -1,14 +1,41 @@
-"""Starts a prefill worker."""
+"""Starts a prefill worker and its service. A BatonError ends a call (worker.server.TypedErrors)."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import grpc
+
 from cluster.config.worker import WorkerConfig
+from kv_transfer.decode_side.validate import check_transfer_id
 from kv_transfer.prefill_side.sender import HandoffSender
 from prefill_worker.role import PrefillRole
-from prefill_worker.service import PrefillService
-from wire import prefill_pb2_grpc
+from wire import prefill_pb2, prefill_pb2_grpc
 from worker.role import RoleParts
+from worker.validate import check_call
 from worker.worker import Worker, start_worker
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, role: PrefillRole, worker_id: str):
+        self._role = role
+        self._worker_id = worker_id
+
+    async def Run(
+        self, request: prefill_pb2.PrefillRunRequest, context: Context
+    ) -> prefill_pb2.PrefillRunResponse:
+        check_call(request, self._worker_id)
+        self._role.open(request)
+        return prefill_pb2.PrefillRunResponse()
+
+    async def Cancel(
+        self, request: prefill_pb2.PrefillCancelRequest, context: Context
+    ) -> prefill_pb2.PrefillCancelResponse:
+        check_transfer_id(request.transfer_id)
+        known = await self._role.cancel_by_router(request.transfer_id)
+        return prefill_pb2.PrefillCancelResponse(known=known)
 
 
 def make_role(parts: RoleParts) -> PrefillRole:

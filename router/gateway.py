@@ -13,18 +13,15 @@ from cluster.errors import DeadlineError, ForbiddenError, InvalidRequestError
 from cluster.security.key_file import ApiKeys
 from cluster.security.keys import ANYONE, Caller, RateLimits
 from router.admission.admission import Admission
-from router.admission.limits import HeldBytes, check_priority
 from router.admission.low_priority import LowPriority
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
-from router.observe.live.live import Live, OwnState
-from router.observe.live.report import RouterState
+from router.observe.live.live import Live
+from router.observe.live.report import Counts, RouterReport, RouterState
 from router.observe.requests import RouterMetrics
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 from router.quota.quota import Use
-from router.request.completion import Completion
-from router.request.disclosure import check_explain
-from router.request.prefix_scope import prefix_scope
+from router.request.completion import Completion, prefix_scope
 from router.request.validator import Validator
 from router.text.contents import Rendered
 
@@ -46,7 +43,7 @@ class RequestGateway:
         metrics.in_flight.set_function(lambda: self.admission.in_flight)
         self.leaving = False  # not ready: load balancers should send no new requests
         self.requests = 0
-        self.live = Live(services, metrics, self._own_state)
+        self.live = Live(services, metrics, self._report)
 
     async def encode(
         self, given: str | Rendered, *, special: bool = True, truncated: bool = False, tenant: str = ""
@@ -101,21 +98,6 @@ class RequestGateway:
                     pass
             raise
 
-    @property
-    def in_flight(self) -> int:
-        return self.admission.in_flight
-
-    def place(
-        self, caller: Caller = ANYONE, connection: str = ""
-    ) -> contextlib.AbstractContextManager[HeldBytes]:
-        """Admit a request (router/admission/admission.py)."""
-        return self.admission.admit(caller, connection)
-
-    def check_allowed(self, completion: Completion, caller: Caller) -> None:
-        """Raises ForbiddenError for what the caller's key does not allow."""
-        check_explain(completion, caller)
-        check_priority(completion, caller)
-
     @contextlib.contextmanager
     def request(
         self,
@@ -133,9 +115,10 @@ class RequestGateway:
     @contextlib.asynccontextmanager
     async def counted(self, caller: Caller) -> AsyncIterator[None]:
         """Charge the tenant's quota one request that no worker sees. Raises OverloadedError."""
-        quota = self.services.quota
-        limits = replace(self._rate_limits(caller), tokens_per_minute=None)
-        charge = await quota.charge(caller.tenant, limits, 0) if caller.tenant else None
+        quota, limits = self.services.quota, self._rate_limits(caller)
+        # With all limits: the script forgets what was used of a limit that it is not given.
+        counts = caller.tenant and limits.requests_per_minute
+        charge = await quota.charge(caller.tenant, limits, 0) if counts else None
         try:
             yield
         finally:
@@ -165,9 +148,9 @@ class RequestGateway:
             prefix_scope=scope,
         )
 
-    def _own_state(self) -> OwnState:
+    def _report(self, counts: Counts) -> RouterReport:
         state: RouterState = "draining" if self.leaving else "ready" if self.ready() else "not ready"
-        return OwnState(state, time.monotonic() - self.started, self.in_flight)
+        return RouterReport(state, time.monotonic() - self.started, self.admission.in_flight, counts)
 
     def _rate_limits(self, caller: Caller) -> RateLimits:
         """The key's own limits, else the router's."""
@@ -185,4 +168,4 @@ class RequestGateway:
         if self.leaving:
             return ["draining: this router leaves"]
         missing = self.services.placement.eligibility.missing_role()
-        return [f"no {missing} worker is there"] if missing else []
+        return [f"no {missing} worker is available"] if missing else []

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
+from tests.harness.comparisons import COMPARED, Compared
 from tests.harness.unit import light_modules
 
 # Nothing heavy is imported here: one test of a light module starts within two seconds.
@@ -35,14 +36,27 @@ if not os.environ.get("BATON_EXPLORE"):
     # Hypothesis draws constants that it finds in the source of every module loaded so far. The examples of a test would
     # change with the tests that ran before it in the same process, and a machine might miss a state that it has to reach.
     no_constants = providers._local_constants  # empty: nothing was drawn yet
-    assert providers._get_local_constants and not len(no_constants)
+    assert callable(providers._get_local_constants) and not len(no_constants)
     providers._get_local_constants = lambda: no_constants
 
 Checkpoint = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def made_with_torch() -> None:
+    """Requested by fixtures that import torch: `make unit` leaves out the tests that need one."""
+
+
+@pytest.fixture(scope="session")
+def router_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a router reads of a small model."""
+    from tests.harness.model_text import make_model_text
+
+    return make_model_text(tmp_path_factory.mktemp("router-model"))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, made_with_torch: None) -> Checkpoint:
     """A small random model by variant, made once per session."""
     from tests.harness.checkpoints import make_checkpoint
 
@@ -87,17 +101,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A checkpoint is made with torch, and a model's tests need one."""
+    """Of a light module, `make unit` leaves out the tests whose fixtures import torch."""
     if config.getoption("--unit"):
-        heavy = [one for one in items if "checkpoint" in getattr(one, "fixturenames", ())]
+        heavy = [one for one in items if "made_with_torch" in getattr(one, "fixturenames", ())]
         config.hook.pytest_deselected(items=heavy)
         items[:] = [one for one in items if one not in heavy]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process that runs a share of the tests hands its comparisons to the one that prints them."""
-    from tests.harness.exactness import COMPARED
-
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["compared"] = {way: asdict(sums) for way, sums in COMPARED.items()}
@@ -105,8 +117,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    from tests.harness.exactness import COMPARED, Compared
-
     for way, counts in getattr(node, "workeroutput", {}).get("compared", {}).items():
         sums = COMPARED.setdefault(way, Compared())
         for name, count in counts.items():
@@ -115,8 +125,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Greedy tokens compared with the reference's, by way; near-ties are its own doubts, and have their column."""
-    from tests.harness.exactness import COMPARED
-
     if not COMPARED:
         return
     terminalreporter.section("greedy tokens compared with the reference")

@@ -4,6 +4,10 @@ Requests enter by class (high, normal, batch), then in turns that share the work
 tokens inside fill less than two steps: the one in progress and the next. More would reserve KV on decode workers long
 before it is needed, and fix the order of requests too early. A request that has waited long moves to the next higher
 class, where its tenant's weight applies again: no class starves another.
+
+At a decode worker the prompts inside may belong to a tenant whose other requests fill the batch: they wait for a seat as
+long as those run, where the engine has extra seats for other tenants. So while the batch is full, a tenant with nothing
+inside enters beyond the bound.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from cluster.errors import DeadlineError
@@ -22,18 +27,24 @@ CLASSES = ("high", "normal", "batch")
 
 
 class Admission:
-    """Bounds the tokens between `enter` and `leave`. A request larger than the bound enters alone."""
+    """Bounds the tokens between `enter` and `leave`. A request larger than the bound enters alone.
+
+    `batch_full`: whether the engine gives no seats to the tenants that have some; call `look` when that may have changed.
+    """
 
     def __init__(
         self,
         max_tokens: int,
         aging_seconds: float = AGING_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        batch_full: Callable[[], bool] = lambda: False,
     ):
         self._max_tokens = max_tokens
         self._aging_seconds = aging_seconds
         self._clock = clock
+        self._batch_full = batch_full
         self._inside_tokens = 0
+        self._inside: Counter[str] = Counter()  # tokens by tenant
         self._order = itertools.count()
         self._high, self._normal, self._batch = FairQueue(), FairQueue(), FairQueue()
         self._queues = (self._high, self._normal, self._batch)
@@ -91,14 +102,21 @@ class Admission:
             self._remove(waiting)
         return waiting.priority
 
-    def leave(self, tokens: int) -> None:
+    def leave(self, tokens: int, tenant: str = "") -> None:
         self._inside_tokens -= max(1, tokens)
+        self._inside[tenant] -= max(1, tokens)
+        self._inside = +self._inside
         self._admit()
+
+    def look(self) -> None:
+        """Admit a tenant with nothing inside if the batch has become full."""
+        if any(map(len, self._queues)) and self._batch_full():
+            self._admit()
 
     def _release(self, waiting: Waiting) -> None:
         """A request may be admitted and time out, or be cancelled, in the same turn of the loop."""
         if waiting.turn.done() and not waiting.turn.cancelled():
-            self.leave(waiting.tokens)
+            self.leave(waiting.tokens, waiting.tenant)
 
     def _queue_of(self, priority: int) -> FairQueue:
         return self._high if priority > 0 else self._batch if priority < 0 else self._normal
@@ -110,14 +128,22 @@ class Admission:
 
     def _admit(self) -> None:
         self._age()
-        while (queue := next((one for one in self._queues if len(one)), None)) is not None:
-            tokens = queue.first.tokens
-            if self._inside_tokens and self._inside_tokens + tokens > self._max_tokens:
-                return
-            waiting = queue.pop()
+        while (waiting := self._next()) is not None:
             if not waiting.turn.done():
-                self._inside_tokens += tokens
+                self._inside_tokens += waiting.tokens
+                self._inside[waiting.tenant] += waiting.tokens
                 waiting.turn.set_result(None)
+
+    def _next(self) -> Waiting | None:
+        """Remove and return the next request that may enter."""
+        queue = next((one for one in self._queues if len(one)), None)
+        if queue is None:
+            return None
+        if not self._inside_tokens or self._inside_tokens + queue.first.tokens <= self._max_tokens:
+            return queue.pop()
+        if not self._batch_full():
+            return None
+        return next((found for queue in self._queues if (found := queue.pop_other(self._inside))), None)
 
     def _age(self) -> None:
         """Move requests that have waited long to the next higher class."""

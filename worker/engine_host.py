@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 from cluster.errors import DrainingError
@@ -26,6 +27,7 @@ JOIN_LOOK_SECONDS = 0.1
 LAST_SECONDS = 2.0  # join time for a thread whose engine has failed or hangs
 
 
+@dataclass(eq=False)
 class EngineHost:
     """Runs one engine on its own thread.
 
@@ -33,24 +35,16 @@ class EngineHost:
     raises: a failed engine makes no further step, and its process should end.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        worker_id: str = "",
-        *,
-        on_output: Callable[[StepOutput], None],
-        on_failure: Callable[[BaseException], None],
-        step_stall_seconds: float,
-        ranks_answer: Callable[[], bool] = lambda: True,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._engine = engine
-        self._worker_id = worker_id
-        self._on_output = on_output
-        self._on_failure = on_failure
-        self._step_stall_seconds = step_stall_seconds
-        self._ranks_answer = ranks_answer
-        self._clock = clock
+    engine: Engine
+    worker_id: str = ""
+    _: KW_ONLY
+    on_output: Callable[[StepOutput], None]
+    on_failure: Callable[[BaseException], None]
+    step_stall_seconds: float
+    ranks_answer: Callable[[], bool] = lambda: True
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         # Bounded by the requests that the worker admits: every command belongs to one.
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,8 +64,8 @@ class EngineHost:
         await asyncio.to_thread(self._join)
 
     def _join(self) -> None:
-        deadline = self._clock() + self._step_stall_seconds
-        while self._thread.is_alive() and self.healthy() and self._clock() < deadline:
+        deadline = self.clock() + self.step_stall_seconds
+        while self._thread.is_alive() and self.healthy() and self.clock() < deadline:
             self._thread.join(JOIN_LOOK_SECONDS)
         self._thread.join(LAST_SECONDS)
 
@@ -82,24 +76,27 @@ class EngineHost:
 
     @property
     def steps(self) -> int:
-        return self._engine.steps
+        return self.engine.steps
 
     def healthy(self) -> bool:
         """False if the engine failed, if a step takes longer than `step_stall_seconds`, or while a rank is silent."""
-        if self._failed is not None or not self._ranks_answer():
+        if self._failed is not None or not self.ranks_answer():
             return False
         since = self._busy_since
-        return since is None or self._clock() - since < self._step_stall_seconds
+        return since is None or self.clock() - since < self.step_stall_seconds
+
+    def batch_full(self) -> bool:
+        return self.engine.batch_full
 
     def busy_seconds(self) -> float:
         """Duration of the step in progress; 0 between steps."""
         since = self._busy_since
-        return self._clock() - since if since is not None else 0.0
+        return self.clock() - since if since is not None else 0.0
 
     def in_failed_step(self, request_id: str) -> bool:
         """After a failure: whether the step that failed computed this request. True for every request if it failed while
         it was scheduled."""
-        items = self._engine.step_items
+        items = self.engine.step_items
         return not items or any(item.request_id == request_id for item in items)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
@@ -114,7 +111,7 @@ class EngineHost:
             try:
                 if refusal is not None:
                     raise refusal
-                result = function(self._engine)
+                result = function(self.engine)
             except BaseException as error:  # raised in the caller of `call`
                 loop.call_soon_threadsafe(_set_exception, future, error)
             else:
@@ -131,23 +128,23 @@ class EngineHost:
         try:
             while not self._stopping:
                 self._run_commands()
-                if not self._stopping and self._engine.has_work:
-                    steps = self._engine.steps
+                if not self._stopping and self.engine.has_work:
+                    steps = self.engine.steps
                     self._step()
-                    if self._engine.steps == steps:
+                    if self.engine.steps == steps:
                         # No waiting request could get blocks: let the threads that free them have the interpreter.
                         self._run_command(block=True, seconds=ROOM_SECONDS)
         except BaseException as error:
-            log.exception("%s: the engine failed", self._worker_id)
+            log.exception("%s: the engine failed", self.worker_id)
             self._failed = error
-            self._notify(self._on_failure, error)
+            self._notify(self.on_failure, error)
         finally:
             self._stopping = True
             self._refuse_the_rest()
 
     def _run_commands(self) -> None:
         """Run the waiting commands; wait for the next one only while the engine has nothing to do."""
-        while self._run_command(block=not self._engine.has_work):
+        while self._run_command(block=not self.engine.has_work):
             pass
 
     def _run_command(self, *, block: bool, seconds: float | None = None) -> bool:
@@ -163,11 +160,11 @@ class EngineHost:
         return True
 
     def _step(self) -> None:
-        self._busy_since = self._clock()
-        output = self._engine.step()
+        self._busy_since = self.clock()
+        output = self.engine.step()
         self._busy_since = None
         if output.tokens or output.done or output.evicted_reservations:
-            self._notify(self._on_output, output)
+            self._notify(self.on_output, output)
 
     def _notify(self, callback: Callable[[T], None], argument: T) -> None:
         assert self._loop is not None, "start() comes first"

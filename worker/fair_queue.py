@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Container
 from dataclasses import dataclass
 
 
@@ -78,17 +79,30 @@ class FairQueue:
         self._forget(waiting)
         return waiting
 
+    def pop_other(self, tenants: Container[str]) -> Waiting | None:
+        """Remove and return the first request of a tenant that is not in `tenants`; the others keep their order."""
+        if all(tenant in tenants for tenant in self._last_tags):
+            return None
+        found = min((one for one in self._heap if one.tenant not in tenants), default=None)
+        if found is not None:
+            self._take(found)
+        return found
+
     def remove(self, waiting: Waiting) -> bool:
         """Remove a request that no longer waits; returns False if it is not here. Its tenant's tag moves back, unless
         later requests of the tenant wait."""
         if self._by_arrival.get(waiting.order) is not waiting:
             return False
-        self._heap.remove(waiting)
-        heapq.heapify(self._heap)
         if self._last_tags[waiting.tenant] == waiting.tag:
             self._last_tags[waiting.tenant] -= waiting.tokens / waiting.weight
-        self._forget(waiting)
+        self._take(waiting)
         return True
+
+    def _take(self, waiting: Waiting) -> None:
+        """Remove a request from any position."""
+        self._heap.remove(waiting)
+        heapq.heapify(self._heap)
+        self._forget(waiting)
 
     def _forget(self, waiting: Waiting) -> None:
         del self._by_arrival[waiting.order]

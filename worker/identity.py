@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from dataclasses import dataclass
 
 from cluster.config.worker import WorkerConfig
 from cluster.errors import StaleEpochError
@@ -21,30 +22,23 @@ def draw_epoch() -> int:
     return secrets.randbits(64) or 1
 
 
+@dataclass(eq=False)
 class WorkerIdentity:
     """Everything but the epoch stays the same until the process ends."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        epoch: int,
-        model_id: str,
-        runner: ModelRunner,
-        address: str,
-        metrics_address: str,
-        link_address: str,
-    ):
-        self.worker_id = config.worker_id
-        self.role = config.role
-        self.epoch = epoch
+    config: WorkerConfig
+    epoch: int
+    model_id: str
+    runner: ModelRunner
+    address: str
+    metrics_address: str
+    link_address: str
+
+    def __post_init__(self) -> None:
+        self.worker_id = self.config.worker_id
+        self.role = self.config.role
         self.fenced = 0  # how often the epoch was renewed
-        self.address = address
-        self.metrics_address = metrics_address
-        self.link_address = link_address
-        self.model_id = model_id
-        self.page_size = runner.page_size
-        self._config = config
-        self._runner = runner
+        self.page_size = self.runner.page_size
 
     @property
     def ref(self) -> common_pb2.WorkerRef:
@@ -53,7 +47,7 @@ class WorkerIdentity:
     @property
     def layout(self) -> common_pb2.KvLayout:
         """The facts that a pair compares field by field before KV moves."""
-        config, model = self._runner.config, self._runner.model_config
+        config, model = self.runner.config, self.runner.model_config
         return common_pb2.KvLayout(
             wire_version=WIRE_VERSION,
             model_id=self.model_id,
@@ -68,7 +62,7 @@ class WorkerIdentity:
     @property
     def spec_limits(self) -> SpecLimits:
         """The limits that a request's spec is checked against."""
-        runner = self._runner
+        runner = self.runner
         return SpecLimits(self.model_id, runner.model_config.vocab_size, runner.config.max_batch_requests)
 
     def check_epoch(self, epoch: int) -> None:
@@ -99,10 +93,10 @@ class WorkerIdentity:
             layout=self.layout.SerializeToString(),
             place=location.place,
             host=socket.gethostname(),
-            max_model_len=self._runner.model_config.max_model_len,
-            blocks_total=self._runner.num_blocks,
+            max_model_len=self.runner.model_config.max_model_len,
+            blocks_total=self.runner.num_blocks,
             page_size=self.page_size,
             location=location,
             # A proof that this process has exited would not cover ranks on other nodes.
-            pod=own_pod() if self._config.engine.nodes == 1 else Pod(),
+            pod=own_pod() if self.config.engine.nodes == 1 else Pod(),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from cluster.config.worker import WorkerConfig
 from cluster.errors import BatonError
@@ -21,29 +22,20 @@ CLOSE_SECONDS = 15.0
 LAST_EVENT_SECONDS = 0.25
 
 
+@dataclass(eq=False)
 class Leaving:
     """`close` ends everything that is left after the role has been closed."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        role: Role,
-        *,
-        health: Health,
-        ending: Ending,
-        server: WorkerServer,
-        membership: Membership,
-        engine: LoadedEngine,
-        close: Callable[[], Awaitable[None]],
-    ):
-        self._config = config
-        self._role = role
-        self._health = health
-        self._ending = ending
-        self._server = server
-        self._membership = membership
-        self._engine = engine
-        self._close = close
+    config: WorkerConfig
+    role: Role
+    health: Health
+    ending: Ending
+    server: WorkerServer
+    membership: Membership
+    engine: LoadedEngine
+    close: Callable[[], Awaitable[None]]
+
+    def __post_init__(self) -> None:
         self._draining: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
@@ -60,38 +52,38 @@ class Leaving:
         await asyncio.shield(self._stopping)
 
     async def _drain(self) -> None:
-        self._health.to(Phase.DRAINING)
-        await self._server.set_serving(False)
-        await self._membership.set_draining(self._ending.then)
+        self.health.to(Phase.DRAINING)
+        await self.server.set_serving(False)
+        await self.membership.set_draining(self.ending.then)
         await drain(
-            self._role,
-            self._config.worker_id,
-            healthy=self._engine.host.healthy,
-            has_successor=self._membership.has_successor,
-            migrate_seconds=self._config.drain_migrate_seconds,
-            drain_seconds=self._config.drain_seconds,
+            self.role,
+            self.config.worker_id,
+            healthy=self.engine.host.healthy,
+            has_successor=self.membership.has_successor,
+            migrate_seconds=self.config.drain_migrate_seconds,
+            drain_seconds=self.config.drain_seconds,
         )
 
     async def _stop(self) -> None:
-        if self._ending.has_failed:  # streams end now, each with its last event, which has the reason
-            await self._server.stop(LAST_EVENT_SECONDS)
+        if self.ending.has_failed:  # streams end now, each with its last event, which has the reason
+            await self.server.stop(LAST_EVENT_SECONDS)
         await self._try_to_drain()
-        await self._engine.end_silent_ranks()
+        await self.engine.end_silent_ranks()
         await self._close_role()
-        await self._close()
+        await self.close()
 
     async def _try_to_drain(self) -> None:
         try:
             await self.drain()
         except BatonError as error:  # the engine failed meanwhile: what is left is cut off below
-            log.warning("%s: the drain ended early: %s", self._config.worker_id, error)
+            log.warning("%s: the drain ended early: %s", self.config.worker_id, error)
         except Exception:  # the lease of a worker that did not deregister runs out by itself
-            log.exception("%s: the drain ended early", self._config.worker_id)
+            log.exception("%s: the drain ended early", self.config.worker_id)
 
     async def _close_role(self) -> None:
-        worker_id = self._config.worker_id
+        worker_id = self.config.worker_id
         deadline = asyncio.get_running_loop().time() + CLOSE_SECONDS
-        for close in self._role.closers():
+        for close in self.role.closers():
             try:
                 async with asyncio.timeout_at(deadline):
                     await close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis
@@ -26,50 +27,43 @@ RESYNC_SECONDS = 10.0
 REJOIN_SECONDS = 10.0
 
 
+@dataclass(eq=False)
 class Membership:
-    def __init__(
-        self,
-        config: WorkerConfig,
-        identity: WorkerIdentity,
-        locating: Locating,
-        engine: LoadedEngine,
-        ending: Ending,
-        *,
-        status: Callable[[], WorkerStatus],
-        rejoin: Callable[[], Coroutine[Any, Any, int]],
-    ):
-        """`status` runs on the registration's thread. `rejoin` ends, after the worker was fenced, what the old epoch began
-        and returns the new one."""
-        self._config = config
-        self._identity = identity
-        self._locating = locating
-        self._engine = engine
-        self._ending = ending
-        self._status = status
-        self._rejoin = rejoin
+    """`status` runs on the registration's thread. `rejoin` ends, after the worker was fenced, what the old epoch began and
+    returns the new one."""
+
+    config: WorkerConfig
+    identity: WorkerIdentity
+    locating: Locating
+    engine: LoadedEngine
+    ending: Ending
+    status: Callable[[], WorkerStatus]
+    rejoin: Callable[[], Coroutine[Any, Any, int]]
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._registration: Registration | None = None
         self._reporter: ChainReporter | None = None
 
     def start(self) -> None:
-        config = self._config
+        config = self.config
         if not config.redis_url:
             return
         self._registration = Registration(
             config.redis_url,
             config.namespace,
-            self._identity.registration(self._locating.location()),
-            healthy=self._engine.responds,
-            status=self._status,
-            rejoin=lambda: self._on_loop(self._rejoin(), REJOIN_SECONDS),
-            on_drain=self._ending.ask_drain,
+            self.identity.registration(self.locating.location()),
+            healthy=self.engine.responds,
+            status=self.status,
+            rejoin=lambda: self._on_loop(self.rejoin(), REJOIN_SECONDS),
+            on_drain=self.ending.ask_drain,
         )
         self._reporter = ChainReporter(
             config.redis_url,
             config.namespace,
-            self._identity.model_id,
+            self.identity.model_id,
             self._registration,
-            lambda: self._on_loop(self._engine.held_chains(), RESYNC_SECONDS),
+            lambda: self._on_loop(self.engine.held_chains(), RESYNC_SECONDS),
         )
         self._registration.start()
         self._reporter.start()
@@ -117,13 +111,13 @@ class Membership:
     async def has_successor(self) -> bool:
         """Whether another worker could continue this one's requests; False if Redis does not answer."""
         try:
-            workers = await asyncio.to_thread(read_workers, self._config.redis_url, self._config.namespace)
+            workers = await asyncio.to_thread(read_workers, self.config.redis_url, self.config.namespace)
         except (redis.RedisError, ValueError) as error:
-            log.debug("%s: successors are unknown: %s", self._identity.worker_id, error)
+            log.debug("%s: successors are unknown: %s", self.identity.worker_id, error)
             return False
         return any(
-            worker.worker_id != self._identity.worker_id
-            and (worker.role, worker.model_id) == (self._config.role, self._identity.model_id)
+            worker.worker_id != self.identity.worker_id
+            and (worker.role, worker.model_id) == (self.config.role, self.identity.model_id)
             and (worker.state, worker.lease) == ("ready", "live")
             for worker in workers
         )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from cluster.addresses import join
-from cluster.errors import ConfigError
+from cluster.errors import BatonError, ConfigError, InvalidRequestError
 from cluster.process.descriptors import free_for_connections, raised
+from cluster.rpc import errors
 from cluster.rpc.health import Health
 from cluster.security.tls import Peers
-from worker.parse import ParseInside
 
 # On the gRPC transport a part is one message; a prompt has 4 bytes per token.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -28,6 +31,62 @@ OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TypedErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Ends a call with the status and details of the BatonError that it raises.
+
+    Messages are parsed inside the call: grpc.aio answers malformed ones with an exception and a wrong status. Here they
+    end the call with INVALID_ARGUMENT; in a stream, after the messages before them.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        parse, write = handler.request_deserializer, handler.response_serializer
+        call: Any = handler.unary_unary or handler.unary_stream or handler.stream_stream
+
+        async def unary(raw: bytes, context: Context) -> Any:
+            try:
+                return await call(_parse(parse, raw), context)
+            except BatonError as error:
+                await errors.abort(context, error)
+
+        async def stream(raw: Any, context: Context) -> AsyncIterator[Any]:
+            try:
+                request = _parse_all(parse, raw) if handler.request_streaming else _parse(parse, raw)
+                replies = call(request, context)
+                if inspect.isawaitable(replies):  # gRPC's own health service writes to the context
+                    await replies
+                    return
+                async for reply in replies:
+                    yield reply
+            except BatonError as error:
+                await errors.abort(context, error)
+
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream, None, write)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(stream, None, write)
+        return grpc.unary_unary_rpc_method_handler(unary, None, write)
+
+
+async def _parse_all(parse: Any, messages: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for message in messages:
+        yield _parse(parse, message)
+
+
+def _parse(parse: Any, raw: bytes) -> Any:
+    try:
+        return parse(raw)
+    except DecodeError as error:
+        raise InvalidRequestError(f"the message is not valid protobuf: {error}", field="message") from None
 
 
 class WorkerServer:
@@ -41,7 +100,7 @@ class WorkerServer:
                 ("grpc.max_allowed_incoming_connections", most),
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
             ],
-            interceptors=[*peers.interceptors, ParseInside()],
+            interceptors=[*peers.interceptors, TypedErrors()],
         )
         self._peers = peers
         self._health = Health(MAX_HEALTH_WATCHERS)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
 from cluster.addresses import join
 from cluster.config.worker import WorkerConfig
-from cluster.telemetry.exporter import MetricsServer
+from cluster.telemetry.exposition import MetricsServer
 from cluster.telemetry.loop_lag import LoopLag
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.tracing.setup import open_tracing
+from engine.request import PromptChunk
 from worker.health import Health
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from cluster.telemetry.tracing.spans import Tracing
+    from wire import common_pb2
 
 
 class WorkerTelemetry:
@@ -46,3 +54,26 @@ class WorkerTelemetry:
         if self._ticking is not None:
             self._ticking.cancel()
         await asyncio.to_thread(self.close)
+
+
+def record_prefill(
+    tracing: Tracing,
+    parent: Context,
+    received: float,
+    report: common_pb2.WorkReport,
+    chunks: Sequence[PromptChunk],
+    facts: dict[str, str | int],
+) -> float:
+    """Record the spans of a prompt that this worker computed: queue, prefill, chunks. Returns the time of its end."""
+    began = received + report.prefill_queue_seconds
+    ended = began + report.prefill_seconds
+    tracing.record(parent, "baton.prefill.queue", received, began, facts)
+    tokens = {
+        "baton.computed_tokens": report.computed_prompt_tokens,
+        "baton.cached_tokens": report.cached_tokens,
+    }
+    prefill = tracing.record(parent, "baton.prefill", began, ended, {**facts, **tokens})
+    for chunk in chunks:
+        counted = {"baton.tokens": chunk.tokens}
+        tracing.record(prefill, "baton.prefill.chunk", chunk.began, chunk.ended, counted)
+    return ended

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.errors import InvalidRequestError
 from cluster.protocol.block_hash import HASH_BYTES
+from cluster.protocol.wire_version import check_wire_version
 from engine.request import SAMPLING_BOUNDS
-from wire import common_pb2
+from kv_transfer.decode_side.validate import check_name, check_transfer_id, invalid
+from wire import common_pb2, decode_pb2, prefill_pb2
 
-TRANSFER_ID_BYTES = 16
-MAX_NAME = 1024  # characters of a request id, a tenant
 MAX_LOGIT_BIAS = 1e6
 MAX_TOKENS = 2**31
 
@@ -28,32 +27,30 @@ class SpecLimits:
     max_choices: int
 
 
-def check_transfer_id(transfer_id: bytes) -> None:
-    """Raises InvalidRequestError."""
-    if len(transfer_id) != TRANSFER_ID_BYTES:
-        raise _wrong("transfer_id", f"{len(transfer_id)} bytes instead of {TRANSFER_ID_BYTES}")
+Call = prefill_pb2.PrefillRunRequest | decode_pb2.DecodeRunRequest
 
 
-def check_name(field: str, name: str) -> None:
-    """Raises InvalidRequestError."""
-    if len(name) > MAX_NAME:
-        raise _wrong(field, f"more than {MAX_NAME} characters")
+def check_call(call: Call, worker_id: str) -> None:
+    """Check a router's call that opens an attempt. Raises a BatonError naming the field."""
+    check_wire_version(call.wire_version, worker_id)
+    check_transfer_id(call.transfer_id)
+    check_name("request_id", call.request_id)
 
 
 def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     """Raises InvalidRequestError naming the field."""
     if spec.model_id and spec.model_id != limits.model_id:
-        raise _wrong("model_id", f"{spec.model_id!r} is not computed here")
+        raise invalid("model_id", f"{spec.model_id!r} is not computed here")
     if not spec.prompt_tokens:
-        raise _wrong("prompt_tokens", "are missing")
+        raise invalid("prompt_tokens", "are missing")
     _check_packed("prompt_tokens", spec.prompt_tokens, limits.vocab_size)
     _check_packed("output_tokens", spec.output_tokens, limits.vocab_size)
     if spec.n > limits.max_choices or spec.first_choice >= MAX_TOKENS:
-        raise _wrong("n", f"at most {limits.max_choices} choices")
+        raise invalid("n", f"at most {limits.max_choices} choices")
     if spec.output_tokens and spec.n > 1:
-        raise _wrong("output_tokens", "a resumed request has one choice")
+        raise invalid("output_tokens", "a resumed request has one choice")
     if len(spec.salt) != HASH_BYTES:
-        raise _wrong("salt", f"{len(spec.salt)} bytes instead of {HASH_BYTES}")
+        raise invalid("salt", f"{len(spec.salt)} bytes instead of {HASH_BYTES}")
     check_name("tenant", spec.tenant)
     _check_number("weight", spec.weight, 0.0, 1e9)
     _check_sampling(spec.sampling, limits.vocab_size)
@@ -61,9 +58,9 @@ def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
 
 def _check_packed(field: str, packed: bytes, vocab_size: int) -> None:
     if len(packed) % 4:
-        raise _wrong(field, "not a list of uint32")
+        raise invalid(field, "not a list of uint32")
     if packed and int(np.frombuffer(packed, dtype="<u4").max()) >= vocab_size:
-        raise _wrong(field, f"token ids must lie in 0 … {vocab_size - 1}")
+        raise invalid(field, f"token ids must lie in 0 … {vocab_size - 1}")
 
 
 def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> None:
@@ -71,22 +68,18 @@ def _check_sampling(sampling: common_pb2.SamplingParams, vocab_size: int) -> Non
     for name, (low, high) in SAMPLING_BOUNDS.items():
         _check_number(name, getattr(sampling, name), low, high)
     if not 1 <= sampling.max_tokens <= MAX_TOKENS:
-        raise _wrong("max_tokens", f"{sampling.max_tokens} is outside 1 … {MAX_TOKENS}")
+        raise invalid("max_tokens", f"{sampling.max_tokens} is outside 1 … {MAX_TOKENS}")
     if sampling.top_logprobs > vocab_size:
-        raise _wrong("top_logprobs", f"at most {vocab_size}")
+        raise invalid("top_logprobs", f"at most {vocab_size}")
     for token in sampling.stop_token_ids:
         if token >= vocab_size:
-            raise _wrong("stop_token_ids", f"token ids must lie in 0 … {vocab_size - 1}")
+            raise invalid("stop_token_ids", f"token ids must lie in 0 … {vocab_size - 1}")
     for token, bias in sampling.logit_bias.items():
         if token >= vocab_size:
-            raise _wrong("logit_bias", f"token ids must lie in 0 … {vocab_size - 1}")
+            raise invalid("logit_bias", f"token ids must lie in 0 … {vocab_size - 1}")
         _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
 def _check_number(field: str, value: float, low: float, high: float) -> None:
     if not math.isfinite(value) or not low <= value <= high:
-        raise _wrong(field, f"{value} is outside {low:g} … {high:g}")
-
-
-def _wrong(field: str, message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {message}", field=field)
+        raise invalid(field, f"{value} is outside {low:g} … {high:g}")

@@ -10,16 +10,14 @@ from collections.abc import Callable, Sequence
 import redis
 from prometheus_client import CollectorRegistry
 
-from baton.autoscaler.config import ROLES, AutoscalingConfig
-from baton.autoscaler.decision import Decision, PoolDecision
-from baton.autoscaler.explained import Explained
+from baton.autoscaler.config import AutoscalingConfig
+from baton.autoscaler.decision import Decision, Observation, PoolDecision, PoolObservation, WorkerSample
 from baton.autoscaler.leader import Leadership
-from baton.autoscaler.metrics import AutoscalingMetrics
-from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.platforms.base import Platform, PlatformPool
 from baton.autoscaler.policy import decide
+from baton.autoscaler.report import AutoscalingMetrics, Explained
 from baton.autoscaler.state import PolicyState
-from cluster.config.worker import Role
+from cluster.config.worker import ROLES, Role
 from cluster.errors import BatonError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo

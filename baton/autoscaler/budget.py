@@ -30,13 +30,7 @@ class Claim:
         return target / max(1, self.needed)
 
 
-@dataclass(frozen=True)
-class Share:
-    target: int
-    reason: Reason
-
-
-def share_out(budget: int, claims: tuple[Claim, Claim], may_move: bool) -> tuple[Share, Share]:
+def share_out(budget: int, claims: tuple[Claim, Claim], may_move: bool) -> tuple[Want, Want]:
     """Scale down first, then grant replicas one by one to the pool that is further from its need, or to the other if its
     next replica does not fit. If a pool stays short, one replica may move: an overdue one at once, others only if
     `may_move` and only if the giving pool stays better off than the receiving one.
@@ -59,7 +53,7 @@ def share_out(budget: int, claims: tuple[Claim, Claim], may_move: bool) -> tuple
             open_claims.discard(i)
     moved = _move(claims, targets, short, may_move)
     shares = [
-        Share(target, _reason(claim, target, is_short))
+        Want(target, _reason(claim, target, is_short))
         for claim, target, is_short in zip(claims, targets, short, strict=True)
     ]
     if moved is not None:

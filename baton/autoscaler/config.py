@@ -7,9 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from cluster.config.base import Frozen
-from cluster.config.worker import Role
-
-ROLES: tuple[Role, ...] = ("prefill", "decode")
+from cluster.config.worker import ROLES, Role
 
 
 class PoolLimits(Frozen):

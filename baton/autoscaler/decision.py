@@ -1,11 +1,14 @@
-"""Decisions of the policy with their reasons, as log lines and metrics show them."""
+"""What the policy reads and what it decides: observations of the pools, decisions with their reasons."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from cluster.config.worker import Role
+from cluster.membership.status import WorkerStatus
 
 
 class Reason(StrEnum):
@@ -58,4 +61,31 @@ class Decision:
         return (self.prefill, self.decode)
 
     def pool(self, role: Role) -> PoolDecision:
+        return self.prefill if role == "prefill" else self.decode
+
+
+class WorkerSample(NamedTuple):
+    name: str  # one worker process: counters never decrease under the same name
+    status: WorkerStatus
+
+
+@dataclass(frozen=True)
+class PoolObservation:
+    """`ready` replicas serve, `draining` ones only finish; both hold their GPUs. `target` is the platform's target, from
+    which the policy starts: it may have been changed by hand or by an earlier process."""
+
+    target: int
+    ready: int
+    draining: int = 0
+    starting: int = 0  # scheduled replicas that are not ready
+    unschedulable: int = 0  # replicas that the platform cannot schedule
+    workers: Sequence[WorkerSample] = ()
+
+
+@dataclass(frozen=True)
+class Observation:
+    prefill: PoolObservation
+    decode: PoolObservation
+
+    def pool(self, role: Role) -> PoolObservation:
         return self.prefill if role == "prefill" else self.decode

@@ -9,23 +9,22 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.autoscaler.observation import WorkerSample
+from baton.autoscaler.decision import WorkerSample
 from cluster.membership.status import BOUNDS_SECONDS, WorkerStatus
 
 KEEP_SECONDS = 3600.0
-_COUNTERS: dict[str, Callable[[WorkerStatus], float]] = {
-    "arrived_requests": lambda one: one.arrived_requests,
-    "arrived_tokens": lambda one: one.arrived_prompt_tokens,
-    "computed_tokens": lambda one: one.prompt_tokens_computed,
-    "prefill_seconds": lambda one: one.prefill_seconds,
-    "output_tokens": lambda one: one.output_tokens,
-    "steps": lambda one: one.steps,
-    "step_seconds": lambda one: one.prefill_seconds + one.decode_seconds,
-    "first_tokens": lambda one: one.first_tokens,
-}
-_PLACES = {name: place for place, name in enumerate(_COUNTERS, start=1)}
-_SIZE = 1 + len(_COUNTERS) + len(BOUNDS_SECONDS)
 Vector = NDArray[np.float64]
+
+
+class _Counter:
+    """A counter at a place of a Flow's vector; `read` takes it from a worker's status."""
+
+    def __init__(self, place: int, read: Callable[[WorkerStatus], float]):
+        self._place = place
+        self.read = read
+
+    def __get__(self, flow: Flow, owner: type[Flow]) -> float:
+        return float(flow.values[self._place])
 
 
 @dataclass(frozen=True)
@@ -34,44 +33,15 @@ class Flow:
 
     values: Vector
 
-    def _value(self, name: str) -> float:
-        return float(self.values[_PLACES[name]])
-
-    @property
-    def seconds(self) -> float:
-        return float(self.values[0])
-
-    @property
-    def arrived_requests(self) -> float:
-        return self._value("arrived_requests")
-
-    @property
-    def arrived_tokens(self) -> float:
-        return self._value("arrived_tokens")
-
-    @property
-    def computed_tokens(self) -> float:
-        return self._value("computed_tokens")
-
-    @property
-    def prefill_seconds(self) -> float:
-        return self._value("prefill_seconds")
-
-    @property
-    def output_tokens(self) -> float:
-        return self._value("output_tokens")
-
-    @property
-    def steps(self) -> float:
-        return self._value("steps")
-
-    @property
-    def step_seconds(self) -> float:
-        return self._value("step_seconds")
-
-    @property
-    def first_tokens(self) -> float:
-        return self._value("first_tokens")
+    seconds = _Counter(0, lambda one: 0.0)
+    arrived_requests = _Counter(1, lambda one: one.arrived_requests)
+    arrived_tokens = _Counter(2, lambda one: one.arrived_prompt_tokens)
+    computed_tokens = _Counter(3, lambda one: one.prompt_tokens_computed)
+    prefill_seconds = _Counter(4, lambda one: one.prefill_seconds)
+    output_tokens = _Counter(5, lambda one: one.output_tokens)
+    steps = _Counter(6, lambda one: one.steps)
+    step_seconds = _Counter(7, lambda one: one.prefill_seconds + one.decode_seconds)
+    first_tokens = _Counter(8, lambda one: one.first_tokens)
 
     def per_second(self, value: float) -> float:
         return value / self.seconds if self.seconds > 0 else 0.0
@@ -80,12 +50,16 @@ class Flow:
         """Share of first tokens within `seconds`; 1 if there were none."""
         if self.first_tokens <= 0:
             return 1.0
-        within = self.values[1 + len(_COUNTERS) :]
+        within = self.values[len(_COUNTERS) :]
         return float(np.interp(seconds, (0.0, *BOUNDS_SECONDS), (0.0, *within))) / self.first_tokens
 
 
+_COUNTERS = [one for one in vars(Flow).values() if isinstance(one, _Counter)]
+_SIZE = len(_COUNTERS) + len(BOUNDS_SECONDS)
+
+
 def _vector(one: WorkerStatus) -> Vector:
-    return np.array((0.0, *(read(one) for read in _COUNTERS.values()), *one.first_tokens_within))
+    return np.array((*(counter.read(one) for counter in _COUNTERS), *one.first_tokens_within))
 
 
 @dataclass
@@ -95,10 +69,6 @@ class Flows:
     _last: dict[str, Vector] = field(default_factory=dict)
     _times: list[float] = field(default_factory=list)
     _sums: list[Vector] = field(default_factory=list)  # cumulative, at each of _times
-
-    @property
-    def known_seconds(self) -> float:
-        return self._times[-1] - self._times[0] if self._times else 0.0
 
     def update(self, now: float, workers: Sequence[WorkerSample]) -> dict[str, Flow]:
         """Add samples taken at `now` (monotonic seconds). Returns the activity of each known worker."""
@@ -127,3 +97,29 @@ class Flows:
 
     def _up_to(self, time: float) -> Vector:
         return self._sums[max(0, bisect_right(self._times, time) - 1)]
+
+
+SHORT_SHARE = 0.2  # share of the usual window: one minute of five
+MAX_GROWTH = 0.5  # largest share that a trend may add
+
+
+@dataclass(frozen=True)
+class Forecast:
+    now: float  # per second, over the last minutes
+    high: float  # per second: the highest of now, the last minute, and the extrapolated trend
+
+
+def forecast(
+    flows: Flows, quantity: Callable[[Flow], float], ahead_seconds: float, mean_seconds: float
+) -> Forecast:
+    """Extrapolate the change between two means over `mean_seconds` by `ahead_seconds` plus half of `mean_seconds`, the age
+    of a mean. A falling trend is not extrapolated: growing late costs more than shrinking late."""
+    recent, before = flows.over(mean_seconds), flows.over(mean_seconds, skip=mean_seconds)
+    minute = flows.over(SHORT_SHARE * mean_seconds)
+    now = recent.per_second(quantity(recent))
+    high = max(now, minute.per_second(quantity(minute)))
+    if before.seconds >= mean_seconds * 0.9:
+        slope = (now - before.per_second(quantity(before))) / mean_seconds
+        grown = now + slope * (ahead_seconds + mean_seconds / 2)
+        high = max(high, min(grown, now * (1 + MAX_GROWTH)))
+    return Forecast(now, high)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import redis
 
 from cluster.redis.connect import connect
-from cluster.redis.elsewhere import leave
+from cluster.redis.failover import disconnect_after_failover
 
 log = logging.getLogger(__name__)
 # KEYS: lease holder, end of the lease (ms)   ARGV: holder, duration (ms). Returns 1 if the caller holds the lease.
@@ -54,7 +54,7 @@ class Leadership:
             ours = bool(self._client.eval(_HOLD, 2, *self._keys, self._holder, int(self._seconds * 1000)))
         except redis.RedisError as error:
             log.warning("the autoscaler's lease is unknown, Redis does not answer: %s", error)
-            leave(self._client, error)
+            disconnect_after_failover(self._client, error)
             return self.sure()
         self._until = asked + self._seconds if ours else 0.0
         return ours

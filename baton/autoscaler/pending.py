@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
-from baton.autoscaler.observation import PoolObservation
+from baton.autoscaler.decision import PoolObservation
 from baton.autoscaler.state import FOREVER_AGO, PoolState
 
 MAX_RETRY_SECONDS = 3600.0

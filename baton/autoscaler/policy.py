@@ -9,15 +9,14 @@ state object. The caller carries out the decision; if that fails, the next one s
 from __future__ import annotations
 
 from baton.autoscaler import pending
-from baton.autoscaler.budget import Claim, Share, share_out
-from baton.autoscaler.config import ROLES, AutoscalingConfig
-from baton.autoscaler.decision import Decision, PoolDecision, Reason
+from baton.autoscaler.budget import Claim, share_out
+from baton.autoscaler.config import AutoscalingConfig
+from baton.autoscaler.decision import Decision, Observation, PoolDecision, Reason
 from baton.autoscaler.decode_demand import DecodeDemand
-from baton.autoscaler.observation import Observation
 from baton.autoscaler.prefill_demand import PrefillDemand, too_many_late
 from baton.autoscaler.state import PolicyState
 from baton.autoscaler.wants import OBJECTIVE_SECONDS, Need, Want, want
-from cluster.config.worker import Role
+from cluster.config.worker import ROLES, Role
 
 MOVE_SECONDS = 180.0  # between two moves of a replica from one pool to the other
 
@@ -124,7 +123,7 @@ def _conclude(
     seen: Observation,
     needs: dict[Role, Need],
     claims: tuple[Claim, Claim],
-    shares: tuple[Share, Share],
+    shares: tuple[Want, Want],
     now: float,
 ) -> Decision:
     decisions = []

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from baton.autoscaler.config import AutoscalingConfig
-from baton.autoscaler.flows import Flows
-from baton.autoscaler.forecast import forecast
+from baton.autoscaler.flows import Flows, forecast
 
 RATE_SECONDS = 1800.0  # a replica's speed and the length of prompts change slowly
 QUEUE_SHARE = 0.5  # share of the objective for waiting; the rest is for the prompt itself

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
-from baton.autoscaler.decision import Reason
-from baton.autoscaler.observation import PoolObservation
+from baton.autoscaler.decision import PoolObservation, Reason
 from baton.autoscaler.state import PoolState
 from cluster.config.worker import Role
 

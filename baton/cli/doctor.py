@@ -31,9 +31,8 @@ def doctor(
     Exit code 0: an install can work. 2: something is missing. 1: the cluster could not be asked.
     """
     from baton.doctor import report
-    from baton.doctor.checks import judge
+    from baton.doctor.checks import check_redis, judge
     from baton.doctor.reading import Reader, connect
-    from baton.doctor.redis_check import check_redis
     from baton.doctor.values import values_for
 
     with connect(kubeconfig, context) as api:

@@ -10,16 +10,14 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from baton.cli import serve, talk, up, worker
+from baton.cli import serve, talk, up
 from baton.cli.autoscale import autoscale
-from baton.cli.certs import certs
+from baton.cli.credentials import certs, keys
 from baton.cli.doctor import doctor
 from baton.cli.drain import drain
 from baton.cli.fetch import fetch
-from baton.cli.keys import keys
-from baton.cli.pools import pools
+from baton.cli.pools import pools, serve_app
 from baton.cli.selftest import selftest
-from baton.cli.serve_app import serve_app
 from cluster.errors import BatonError
 from loadgen.cli import load
 
@@ -57,13 +55,11 @@ app.add_typer(selftest, name="selftest", rich_help_panel="Use and watch")
 app.command("drain", rich_help_panel="Use and watch")(drain)
 app.command("fetch", rich_help_panel="Single processes")(fetch)
 app.command("router", rich_help_panel="Single processes")(serve.router)
-app.command("prefill", rich_help_panel="Single processes")(worker.prefill)
-app.command("decode", rich_help_panel="Single processes")(worker.decode)
+app.command("prefill", rich_help_panel="Single processes")(serve.prefill)
+app.command("decode", rich_help_panel="Single processes")(serve.decode)
 app.command("pools", rich_help_panel="Single processes")(pools)
 app.add_typer(serve_app, name="serve-app", rich_help_panel="Single processes")
 app.command("autoscale", rich_help_panel="Single processes")(autoscale)
-
-
 app.command("doctor", rich_help_panel="Kubernetes")(doctor)
 app.command("certs", rich_help_panel="Security")(certs)
 app.add_typer(keys, name="keys", rich_help_panel="Security")

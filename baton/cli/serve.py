@@ -1,4 +1,4 @@
-"""`baton router`, `baton pools`, and what the other commands of single processes share with them."""
+"""`baton router`, `baton prefill`, `baton decode`: one process in the foreground; what commands have in common."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +15,11 @@ import typer
 from baton.cli.flags import Flags
 from baton.cli.output import say
 from baton.local.state import check_writable
+from baton.processes.force_exit import end_surely
 from cluster.config import sources
 from cluster.config.router import RouterConfig
-from cluster.config.worker import WorkerConfig
-from cluster.redis.first_contact import why_silent
+from cluster.config.worker import Role, WorkerConfig
+from cluster.redis.connect import why_silent
 from cluster.telemetry import logs
 
 ConfigFile = Annotated[
@@ -27,9 +29,8 @@ ReadyFile = Annotated[
     Path | None,
     typer.Option(envvar="BATON_READY_FILE", help="Write addresses here (JSON) once serving."),
 ]
-
-
 ROUTER = Flags(RouterConfig)
+WORKER = Flags(WorkerConfig)
 
 
 @ROUTER.add_to
@@ -89,3 +90,65 @@ def write_ready(path: Path | None, facts: dict[str, Any]) -> None:
         scratch = path.with_suffix(".part")
         scratch.write_text(json.dumps(facts))
         scratch.replace(path)
+
+
+def _command(role: Role) -> Callable[..., None]:
+    @WORKER.add_to
+    def run(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any) -> None:
+        resolved = sources.load(WorkerConfig, {**WORKER.values(WorkerConfig, flags), "role": role}, config)
+        check_start(resolved, ready_file)
+        import uvloop
+
+        uvloop.run(_run_worker(resolved, ready_file))
+
+    run.__doc__ = f"""Run one {role} worker in the foreground.
+
+    Each setting is a flag here, an environment variable (BATON_PORT, BATON_ENGINE__DTYPE) and a field of the YAML file
+    that --config names; the flag wins over the variable, the variable over the file. docs/settings.md lists them all.
+    """
+    return run
+
+
+prefill = _command("prefill")
+decode = _command("decode")
+
+
+def _end_at_once(*_: object) -> None:
+    # Not by an exception: raised inside a library's compiled code it comes out as an error of that library's. Ranks
+    # end when their leader does.
+    os._exit(0)
+
+
+async def _run_worker(config: WorkerConfig, ready_file: Path | None) -> None:
+    try:
+        await _serve_worker(config, ready_file)
+    finally:
+        end_surely()
+
+
+async def _serve_worker(config: WorkerConfig, ready_file: Path | None) -> None:
+    from baton.workers import start_worker
+
+    logs.configure(config.worker_id)
+    # The loop does not turn while a model is loaded, and nothing is lost by ending there and then.
+    signal.signal(signal.SIGTERM, _end_at_once)
+    worker = await start_worker(config)
+    stop = stop_event()
+    say(f"{worker.worker_id} serves {config.role} on {worker.address}")
+    facts: dict[str, Any] = {
+        "id": worker.worker_id,
+        "role": config.role,
+        "pid": os.getpid(),
+        "address": worker.address,
+        "metrics": worker.metrics_address,
+    }
+    write_ready(ready_file, facts)
+    failed = asyncio.create_task(worker.wait_failed())
+    reasons = [failed, asyncio.create_task(stop.wait()), asyncio.create_task(worker.wait_drain_wanted())]
+    await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
+    say(f"{worker.worker_id} is leaving")
+    await worker.stop()
+    if failed.done():
+        raise SystemExit(f"{worker.worker_id} failed: {failed.result()!r}")
+    for reason in reasons:
+        reason.cancel()

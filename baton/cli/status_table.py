@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from baton.formatting import MISSING, STATE_STYLES, count, duration, gauge, share, shown, size
+from baton.formatting import MISSING, count, duration, gauge, share, shown, size, state_text, table, text
 from baton.router_http import RouterHttp
-from cluster.errors import InternalError
 from cluster.security.tls import ClientTls
 
 _WIDE_COLUMNS = 110
@@ -31,19 +29,16 @@ def show(
     console = console or Console()
     with RouterHttp(url, api_key, tls) as router:
         raw = router.get("/v1/cluster")
-    if as_json:
-        console.file.write(raw.decode() + "\n")
-        return
-    try:
-        view = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InternalError(f"{url} does not speak for a Baton cluster: {error}") from error
+        if as_json:
+            console.file.write(raw.decode() + "\n")
+            return
+        view = router.parsed(raw)
     console.print(render(view, wide=console.width >= _WIDE_COLUMNS))
 
 
 def render(view: Mapping[str, Any], *, wide: bool = True) -> RenderableType:
     """What is missing from `view` shows as a dash: routers of other versions may say less, or more."""
-    workers = sorted(view.get("workers") or (), key=lambda item: (_text(item, "role"), _text(item, "id")))
+    workers = sorted(view.get("workers") or (), key=lambda item: (text(item, "role"), text(item, "id")))
     parts: list[RenderableType] = [_headline(view, wide), Text()]
     parts.append(_workers(workers, wide) if workers else Text("no workers", style="yellow"))
     return Group(*parts)
@@ -53,7 +48,7 @@ def _headline(view: Mapping[str, Any], wide: bool) -> Text:
     router, redis = view.get("router") or {}, view.get("redis") or {}
     placement = view.get("placement") or {}
     line = Text()
-    line.append(_text(router, "id"), style="bold")
+    line.append(text(router, "id"), style="bold")
     line.append(f"  up {shown(router, 'uptime_seconds', duration)}")
     line.append(f"  {shown(router, 'requests_in_flight', count)} in flight")
     line.append(f"  {shown(placement, 'requests', count)} requests")
@@ -65,26 +60,22 @@ def _headline(view: Mapping[str, Any], wide: bool) -> Text:
 
 
 def _workers(workers: list[Mapping[str, Any]], wide: bool) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("worker", "role", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("run/wait", "KV use", "hits", "hand-offs", "moved"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("run/wait", "KV use", "hits", "hand-offs", "moved", *(("steps",) if wide else ()))
+    made = table(("worker", "role", "state"), numbers)
     if wide:
-        table.add_column("steps", justify="right", no_wrap=True)
-        table.add_column("address", no_wrap=True)
+        made.add_column("address", no_wrap=True)
     for worker in workers:
-        table.add_row(*_row(worker, wide))
-    return table
+        made.add_row(*_row(worker, wide))
+    return made
 
 
 def _row(worker: Mapping[str, Any], wide: bool) -> list[RenderableType]:
     status = worker.get("status") or {}
-    more = (shown(status, "steps", count), _text(worker, "address")) if wide else ()
+    more = (shown(status, "steps", count), text(worker, "address")) if wide else ()
     return [
-        _text(worker, "id"),
-        _text(worker, "role"),
-        _state(_text(worker, "state"), _text(worker, "lease")),
+        text(worker, "id"),
+        text(worker, "role"),
+        _state(text(worker, "state"), text(worker, "lease")),
         f"{shown(status, 'running', count)}/{shown(status, 'waiting', count)}",
         shown(status, "kv_usage_ratio", gauge if wide else share),
         shown(status, "prefix_hit_ratio", share),
@@ -94,12 +85,6 @@ def _row(worker: Mapping[str, Any], wide: bool) -> list[RenderableType]:
     ]
 
 
-def _text(of: Mapping[str, Any], name: str) -> str:
-    value = of.get(name)
-    return MISSING if value in (None, "") else str(value)
-
-
 def _state(state: str, lease: str) -> Text:
     """The lease matters more, once it is not live."""
-    word = state if lease in ("live", MISSING) else lease
-    return Text(word, style=STATE_STYLES.get(word, ""))
+    return state_text(state if lease in ("live", MISSING) else lease)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from baton.client.types import Choice, Chunk, Completion, Timings, TokenLogprob, Usage
-from cluster.errors import BatonError, InternalError, UnavailableError
-from cluster.rpc.errors import ERROR_KEY, error_from_rpc
+from cluster.errors import InternalError, UnavailableError
+from cluster.rpc.errors import error_from_rpc, is_from_peer
 from wire import common_pb2
 from wire import inference_pb2 as pb
+
+R = TypeVar("R", Usage, Timings)
 
 
 @dataclass
@@ -51,7 +53,7 @@ class StreamProgress:
         self._wants_logprobs = request.options.HasField("logprobs")
         self._reconnects_left = max_reconnects
         self._held: dict[int, _Held] = {index: _Held() for index in range(max(1, self._choices))}
-        self._started: pb.Started | None = None
+        self.started: pb.Started | None = None
         self._completed: pb.Completed | None = None
         self.reconnects = 0
 
@@ -62,19 +64,19 @@ class StreamProgress:
         resumed = pb.GenerateRequest()
         resumed.CopyFrom(self._request)
         resumed.reconnects = self.reconnects
-        if self._started is None:
+        if self.started is None:
             return resumed
-        resumed.request_id = self._started.request_id
-        resumed.options.seed = self._started.seed
+        resumed.request_id = self.started.request_id
+        resumed.options.seed = self.started.seed
         if self._held[0].token_ids:
             resumed.resume_tokens.ids.extend(self._held[0].token_ids)
-        resumed.resume_ticket = self._started.resume_ticket
+        resumed.resume_ticket = self.started.resume_ticket
         return resumed
 
     def feed(self, event: pb.GenerateResponse) -> Chunk | None:
         """Process one event. Returns its chunk, if it has one."""
         if event.HasField("started"):
-            self._started = event.started
+            self.started = event.started
         kind = event.WhichOneof("event")
         if kind == "completed":
             self._completed = event.completed
@@ -87,38 +89,25 @@ class StreamProgress:
         return self._completed is not None
 
     @property
-    def started(self) -> pb.Started | None:
-        return self._started
-
-    @property
     def usage(self) -> Usage | None:
-        if self._completed is None:
-            return None
-        usage = self._completed.usage
-        return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        return None if self._completed is None else _read(Usage, self._completed.usage)
 
     @property
     def timings(self) -> Timings | None:
-        if self._completed is None:
-            return None
-        wire = self._completed.timings
-        return Timings(**{name: getattr(wire, name) for name in Timings.__dataclass_fields__})
+        return None if self._completed is None else _read(Timings, self._completed.timings)
 
     def completion(self) -> Completion:
         """Raises InternalError while the stream is not done."""
         if self._completed is None:
             raise InternalError("the stream has not ended")
-        started = self._started or pb.Started()
-        usage, timings = self.usage, self.timings
-        assert usage is not None
-        assert timings is not None
+        started = self.started or pb.Started()
         return Completion(
             started.request_id,
             started.model,
             started.seed,
             tuple(held.choice() for held in self._held.values()),
-            usage,
-            timings,
+            _read(Usage, self._completed.usage),
+            _read(Timings, self._completed.timings),
             self._completed.explanation,
             self.reconnects,
         )
@@ -128,13 +117,16 @@ class StreamProgress:
 
         Otherwise raises the typed error: the router refused, no reconnect is left, or several choices had begun.
         """
-        failure = _typed(error)
-        if self._all_finished():
-            self._finish_without_farewell()
+        if self.started is not None and all(held.finish_reason for held in self._held.values()):
+            # Every token has arrived and only the end is missing: another attempt would compute everything again.
+            tokens = sum(len(held.token_ids) for held in self._held.values())
+            usage = pb.Usage(prompt_tokens=self.started.prompt_tokens, completion_tokens=tokens)
+            self._completed = pb.Completed(usage=usage)
             return
         resumable = self._choices <= 1 or not any(held.token_ids for held in self._held.values())
         if self._reconnects_left <= 0 or not resumable or not _connection_lost(error):
-            raise failure from error
+            lost = UnavailableError("the router closed the stream before its end")
+            raise (lost if error is None else error_from_rpc(error)) from error
         self._reconnects_left -= 1
         self.reconnects += 1
 
@@ -153,26 +145,10 @@ class StreamProgress:
 
     def _check_position(self, chunk: pb.Chunk, held_tokens: int) -> None:
         # Every token carries its position, so that a lost or repeated one is noticed.
-        expected = (self._started.prompt_tokens if self._started else 0) + held_tokens
+        expected = (self.started.prompt_tokens if self.started else 0) + held_tokens
         for offset, token in enumerate(chunk.tokens):
             if token.position != expected + offset:
                 raise InternalError(f"token at position {token.position}, expected {expected + offset}")
-
-    def _all_finished(self) -> bool:
-        return self._started is not None and all(held.finish_reason for held in self._held.values())
-
-    def _finish_without_farewell(self) -> None:
-        # Every token has arrived and only the end is missing: another attempt would compute everything again.
-        assert self._started is not None
-        tokens = sum(len(held.token_ids) for held in self._held.values())
-        usage = pb.Usage(prompt_tokens=self._started.prompt_tokens, completion_tokens=tokens)
-        self._completed = pb.Completed(usage=usage)
-
-
-def _typed(error: grpc.RpcError | None) -> BatonError:
-    if error is None:
-        return UnavailableError("the router closed the stream before its end")
-    return error_from_rpc(error)
 
 
 def _connection_lost(error: grpc.RpcError | None) -> bool:
@@ -180,8 +156,7 @@ def _connection_lost(error: grpc.RpcError | None) -> bool:
     if error is None:
         return True
     status = error.code()
-    metadata: Any = error.trailing_metadata() or ()
-    if any(key == ERROR_KEY for key, _ in metadata):
+    if is_from_peer(error):
         return status is grpc.StatusCode.UNAVAILABLE and error_from_rpc(error).retryable
     return status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
@@ -189,3 +164,8 @@ def _connection_lost(error: grpc.RpcError | None) -> bool:
 def _logprob(token: common_pb2.Token) -> TokenLogprob:
     top = tuple((item.token_id, item.logprob) for item in token.top_logprobs)
     return TokenLogprob(token.token_id, token.logprob, top)
+
+
+def _read(kind: type[R], message: Any) -> R:
+    """Convert a message to a result whose fields have the same names."""
+    return kind(**{name: getattr(message, name) for name in kind.__dataclass_fields__})

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from baton.client.types import GenerateOptions, Message, Prompt
+from baton.client.types import Message, Prompt, RequestOptions
 from cluster.errors import InvalidRequestError
 from wire import inference_pb2 as pb
 
 _REPEATED = frozenset({"stop", "stop_token_ids"})
+_OF_REQUEST = frozenset({"model", "request_id", "explain"})
 
 
-def generate_request(
-    prompt: Prompt, options: GenerateOptions, *, model: str, request_id: str, explain: bool
-) -> pb.GenerateRequest:
+def generate_request(prompt: Prompt, options: RequestOptions) -> pb.GenerateRequest:
     """Build a request. Raises InvalidRequestError for values that protobuf cannot hold; the router checks the rest."""
-    request = pb.GenerateRequest(model=model, request_id=request_id, explain=explain)
+    request = pb.GenerateRequest()
     _set_prompt(request, prompt)
     for name, value in options.items():
-        _set_option(request.options, name, value)
+        if name != "timeout_seconds":
+            _set_option(request if name in _OF_REQUEST else request.options, name, value)
     return request
 
 
@@ -53,27 +54,22 @@ def _chat(messages: Sequence[Any]) -> pb.ChatMessages:
     return pb.ChatMessages(messages=turns)
 
 
-def _set_option(options: pb.GenerateOptions, name: str, value: Any) -> None:
-    if name not in pb.GenerateOptions.DESCRIPTOR.fields_by_name:
+def _set_option(options: pb.GenerateRequest | pb.GenerateOptions, name: str, value: Any) -> None:
+    if name not in options.DESCRIPTOR.fields_by_name:
         raise InvalidRequestError(f"unknown option {name!r}", field=name)
     with _naming(name):
         if name in _REPEATED:
             getattr(options, name).extend([value] if isinstance(value, str) else value)
         elif name == "logit_bias":
-            options.logit_bias.update(value)
+            getattr(options, name).update(value)
         elif value is not None:
             setattr(options, name, value)
 
 
-class _naming:
-    """Converts an error of protobuf about a value into InvalidRequestError with the field's name."""
-
-    def __init__(self, field: str) -> None:
-        self._field = field
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (TypeError, ValueError, KeyError, AttributeError)):
-            raise InvalidRequestError(f"{self._field}: {error}", field=self._field) from error
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Convert an error of protobuf about a value into InvalidRequestError with the field's name."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise InvalidRequestError(f"{field}: {error}", field=field) from error

@@ -41,6 +41,15 @@ class GenerateOptions(TypedDict, total=False):
     priority: int  # higher is more important
 
 
+class RequestOptions(GenerateOptions, total=False):
+    """Options of a generation and of its call."""
+
+    model: str  # default: the only one
+    request_id: str
+    explain: bool  # report how the workers were chosen
+    timeout_seconds: float | None  # default: the client's
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """The chosen token's log probability, and those of the likeliest alternatives as (token id, logprob)."""
@@ -110,7 +119,7 @@ class Completion:
 
     request_id: str
     model: str
-    seed: int | None  # None is left out
+    seed: int | None
     choices: tuple[Choice, ...]
     usage: Usage
     timings: Timings

@@ -6,17 +6,27 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import redis
 
 from baton.doctor.facts import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES, Facts
-from baton.doctor.pods import pods_of
-from baton.doctor.room import blocking, shown, without_room
+from baton.doctor.pods import blocking, pods_of, shown, without_room
 from baton.doctor.values import values_for
+from cluster.redis.connect import connect
+from cluster.redis.memory import ADVICE, RedisMemory
+from cluster.redis.urls import without_password
 
 OLDEST = (1, 29)  # oldest version for which the chart is validated
 
 # ok; info: Baton runs without it; warning: Baton works worse; missing: an install would fail.
 Grade = Literal["ok", "info", "warning", "missing"]
+
+
+class Finding(NamedTuple):
+    grade: Grade
+    found: str
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,33 +38,51 @@ class Check:
 
 
 def judge(facts: Facts) -> list[Check]:
-    return [check(facts) for check in _CHECKS]
+    return [Check(name, *check(facts)) for name, check in _CHECKS.items()]
 
 
-def _version(facts: Facts) -> Check:
+def check_redis(url: str) -> Check:
+    """Read INFO memory of an external Redis and judge it; never raises for a server that does not answer."""
+    try:
+        client = connect(url)
+        try:
+            memory = RedisMemory.of(client.info("memory"))
+        finally:
+            client.close()
+    except (redis.RedisError, ValueError) as error:
+        found = f"{without_password(url)}: {error}"
+        return Check("Redis", "missing", found, "check its address, user and network policy")
+    limit = f"{memory.max_bytes / 2**20:,.0f} MiB" if memory.max_bytes else "no maxmemory"
+    found = f"{memory.policy or 'unknown policy'}, {limit}, {memory.used_bytes / 2**20:,.0f} MiB used"
+    advice = ""
+    if not memory.evicts_index_only:
+        advice = f"{ADVICE}: otherwise a full prefix index fails every other write"
+    elif not memory.max_bytes:
+        advice = "set maxmemory: without it only the one-hour TTL bounds the prefix index"
+    elif memory.pressed:
+        advice = "raise maxmemory: above 70 % placements are not predicted"
+    return Check("Redis", "warning" if advice else "ok", found, advice)
+
+
+def _version(facts: Facts) -> Finding:
     numbers = re.match(r"v?(\d+)\.(\d+)", facts.version)
     known = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if known < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        return Check("Kubernetes", "missing", facts.version, f"the chart needs {oldest} or later")
-    return Check("Kubernetes", "ok", facts.version)
+        return Finding("missing", facts.version, f"the chart needs {'.'.join(map(str, OLDEST))} or later")
+    return Finding("ok", facts.version)
 
 
-def _nodes(facts: Facts) -> Check:
+def _nodes(facts: Facts) -> Finding:
     if "nodes" in facts.unread:
-        return _unknown(facts, "nodes", "nodes", "ask somebody who may list nodes to run this")
+        return _unknown(facts, "nodes", "ask an administrator who may list nodes to run this")
     usable = [node for node in facts.nodes if node.usable]
     found = f"{len(usable)} of {len(facts.nodes)} ready and schedulable"
-    return (
-        Check("nodes", "ok", found)
-        if usable
-        else Check("nodes", "missing", found, "no pod could run anywhere")
-    )
+    return Finding("ok", found) if usable else Finding("missing", found, "no pod could run anywhere")
 
 
-def _gpus(facts: Facts) -> Check:
+def _gpus(facts: Facts) -> Finding:
     if "nodes" in facts.unread:
-        return _unknown(facts, "GPUs", "nodes", "")
+        return _unknown(facts, "nodes")
     kinds = facts.gpu_kinds()
     if kinds:
         counted = ", ".join(
@@ -63,18 +91,18 @@ def _gpus(facts: Facts) -> Check:
         found = f"{counted} on {len(facts.gpu_nodes)} node{'s' if len(facts.gpu_nodes) != 1 else ''}"
         if kinds.total() == 1:
             advice = "one decode worker, which prefills by itself: a second GPU makes two pools"
-            return Check("GPUs", "warning", found, advice)
-        return Check("GPUs", "ok", found)
+            return Finding("warning", found, advice)
+        return Finding("ok", found)
     labelled = [node.name for node in facts.nodes if any("gpu" in label for label in node.labels)]
     advice = "workers run on CPUs: only small models; install the GPU operator or device plugin to use GPUs"
     if labelled:
         advice = f"{labelled[0]} has GPU labels and nothing allocatable: the device plugin does not run there"
-    return Check("GPUs", "warning", "none allocatable", advice)
+    return Finding("warning", "none allocatable", advice)
 
 
-def _room(facts: Facts) -> Check:
+def _room(facts: Facts) -> Finding:
     if "nodes" in facts.unread:
-        return _unknown(facts, "room", "nodes", "")
+        return _unknown(facts, "nodes")
     pods = pods_of(values_for(facts))
     if left := without_room(pods, facts.nodes):
         names = ", ".join(f"{count} × {name}" for name, count in Counter(pod.name for pod in left).items())
@@ -82,82 +110,74 @@ def _room(facts: Facts) -> Check:
         advice = "add nodes, or ask for less in resources"
         if tainted:
             advice += f"; {tainted} nodes have taints, which pod.tolerations of a component may tolerate"
-        return Check("room", "missing", f"none for {names}: {shown(left)}", advice)
-    found = f"for {shown(pods)}"
-    return Check("room", "ok", found, "of what nodes have in all: what runs there already is not counted")
-
-
-def _rdma(facts: Facts) -> Check:
-    with_gpus = facts.gpu_nodes
-    if not with_gpus:
-        return Check("RDMA", "info", "not needed without GPUs")
-    having = [node for node in with_gpus if node.rdma]
-    names = sorted({name for node in having for name in node.rdma})
-    if not having:
-        return Check(
-            "RDMA", "warning", "no resource", "KV moves over TCP between nodes; install an RDMA device plugin"
-        )
-    if len(having) < len(with_gpus):
-        found = f"{', '.join(names)} on {len(having)} of {len(with_gpus)} GPU nodes"
-        return Check("RDMA", "warning", found, "workers that ask for it fit only there")
-    return Check("RDMA", "ok", ", ".join(names))
-
-
-def _kuberay(facts: Facts) -> Check:
-    versions = facts.crds.get(KUBERAY)
-    if "custom resource definitions" in facts.unread:
-        return _unknown(facts, "KubeRay", "custom resource definitions", "ray.mode embedded needs none of it")
-    if versions is None:
-        return Check("KubeRay", "info", "not installed", "ray.mode embedded needs none of it")
-    if "v1" not in versions:
-        found = f"ray.io {', '.join(versions)}"
-        return Check(
-            "KubeRay",
-            "warning",
-            found,
-            "ray.mode kuberay needs ray.io/v1: upgrade the operator to 1.0 or later",
-        )
-    return Check("KubeRay", "ok", f"ray.io {', '.join(versions)}")
-
-
-def _prometheus(facts: Facts) -> Check:
-    have = [name for name in (*PROMETHEUS, RULES) if name in facts.crds]
-    if len(have) == 3:
-        return Check("Prometheus operator", "ok", "monitors and rules")
-    found = "not installed" if not have else f"only {', '.join(have)}"
-    advice = "have Prometheus discover the pods and scrape their port named metrics, or install it"
-    return Check("Prometheus operator", "info", found, advice)
-
-
-def _cert_manager(facts: Facts) -> Check:
-    if all(name in facts.crds for name in CERT_MANAGER):
-        return Check("cert-manager", "ok", "installed")
-    return Check(
-        "cert-manager", "info", "not installed", "for TLS bring your own Secrets (tls.source: secrets)"
+        return Finding("missing", f"none for {names}: {shown(left)}", advice)
+    return Finding(
+        "ok", f"for {shown(pods)}", "of what nodes have in all: what runs there already is not counted"
     )
 
 
-def _storage(facts: Facts) -> Check:
+def _rdma(facts: Facts) -> Finding:
+    with_gpus = facts.gpu_nodes
+    if not with_gpus:
+        return Finding("info", "not needed without GPUs")
+    having = [node for node in with_gpus if node.rdma]
+    names = ", ".join(sorted({name for node in having for name in node.rdma}))
+    if not having:
+        advice = "KV moves over TCP between nodes; install an RDMA device plugin"
+        return Finding("warning", "no resource", advice)
+    if len(having) < len(with_gpus):
+        found = f"{names} on {len(having)} of {len(with_gpus)} GPU nodes"
+        return Finding("warning", found, "workers that ask for it fit only there")
+    return Finding("ok", names)
+
+
+def _kuberay(facts: Facts) -> Finding:
+    versions = facts.crds.get(KUBERAY)
+    if "custom resource definitions" in facts.unread:
+        return _unknown(facts, "custom resource definitions", "ray.mode embedded needs none of it")
+    if versions is None:
+        return Finding("info", "not installed", "ray.mode embedded needs none of it")
+    found = f"ray.io {', '.join(versions)}"
+    if "v1" not in versions:
+        advice = "ray.mode kuberay needs ray.io/v1: upgrade the operator to 1.0 or later"
+        return Finding("warning", found, advice)
+    return Finding("ok", found)
+
+
+def _prometheus(facts: Facts) -> Finding:
+    have = [name for name in (*PROMETHEUS, RULES) if name in facts.crds]
+    if len(have) == 3:
+        return Finding("ok", "monitors and rules")
+    found = "not installed" if not have else f"only {', '.join(have)}"
+    advice = "have Prometheus discover the pods and scrape their port named metrics, or install it"
+    return Finding("info", found, advice)
+
+
+def _cert_manager(facts: Facts) -> Finding:
+    if all(name in facts.crds for name in CERT_MANAGER):
+        return Finding("ok", "installed")
+    return Finding("info", "not installed", "for TLS bring your own Secrets (tls.source: secrets)")
+
+
+def _storage(facts: Facts) -> Finding:
     default = [one.name for one in facts.storage_classes if one.is_default]
     if default:
-        return Check("storage class", "ok", f"{default[0]} (default)")
+        return Finding("ok", f"{default[0]} (default)")
     if facts.storage_classes:
         names = ", ".join(one.name for one in facts.storage_classes)
-        return Check(
-            "storage class", "warning", f"{names}; no default", "name one where the chart makes a claim"
-        )
+        return Finding("warning", f"{names}; no default", "name one where the chart makes a claim")
     advice = "models come from the image or an existing claim; Redis keeps nothing on disk, which it need not"
-    return Check("storage class", "info", "none", advice)
+    return Finding("info", "none", advice)
 
 
-def _permissions(facts: Facts) -> Check:
+def _permissions(facts: Facts) -> Finding:
     denied = [one for one in facts.permissions if one.allowed is False]
     required = [f"{one.verb} {one.full_name}" for one in denied if not one.feature]
     if required:
         found = f"may not {', '.join(required)} in {facts.namespace}"
-        return Check("permissions", "missing", found, "an administrator installs it, or grants these")
+        return Finding("missing", found, "an administrator installs it, or grants these")
     if any(one.allowed is None for one in facts.permissions):
-        return _unknown(facts, "permissions", "permissions", "")
+        return _unknown(facts, "permissions")
     operators = (KUBERAY, *PROMETHEUS, RULES, *CERT_MANAGER)
     # Rights to kinds that this cluster does not have are not needed.
     optional = [
@@ -167,23 +187,23 @@ def _permissions(facts: Facts) -> Check:
         names = ", ".join(f"{one.verb} {one.full_name}" for one in optional)
         features = ", ".join(dict.fromkeys(one.feature for one in optional))
         advice = f"the values below do without {features}; an administrator may grant these"
-        return Check("permissions", "warning", f"may not {names}", advice)
-    return Check("permissions", "ok", f"may create what the chart has, in {facts.namespace}")
+        return Finding("warning", f"may not {names}", advice)
+    return Finding("ok", f"may create what the chart has, in {facts.namespace}")
 
 
-def _unknown(facts: Facts, name: str, what: str, advice: str) -> Check:
-    return Check(name, "warning", f"unknown: {facts.unread.get(what, 'not asked')}", advice)
+def _unknown(facts: Facts, what: str, advice: str = "") -> Finding:
+    return Finding("warning", f"unknown: {facts.unread.get(what, 'not asked')}", advice)
 
 
-_CHECKS: tuple[Callable[[Facts], Check], ...] = (
-    _version,
-    _nodes,
-    _gpus,
-    _room,
-    _rdma,
-    _kuberay,
-    _prometheus,
-    _cert_manager,
-    _storage,
-    _permissions,
-)
+_CHECKS: dict[str, Callable[[Facts], Finding]] = {
+    "Kubernetes": _version,
+    "nodes": _nodes,
+    "GPUs": _gpus,
+    "room": _room,
+    "RDMA": _rdma,
+    "KubeRay": _kuberay,
+    "Prometheus operator": _prometheus,
+    "cert-manager": _cert_manager,
+    "storage class": _storage,
+    "permissions": _permissions,
+}

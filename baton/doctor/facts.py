@@ -1,12 +1,13 @@
-"""Facts about a cluster that matter for Baton."""
+"""Facts about a cluster that matter for Baton, and the rights that an install needs."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from baton.doctor.quantity import amount
+from kubernetes.utils.quantity import parse_quantity
 
 GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 MIG_PREFIX = "nvidia.com/mig-"
@@ -17,6 +18,7 @@ ZONE_LABEL = "topology.kubernetes.io/zone"
 KUBERAY = "rayservices.ray.io"
 PROMETHEUS = ("servicemonitors.monitoring.coreos.com", "podmonitors.monitoring.coreos.com")
 RULES = "prometheusrules.monitoring.coreos.com"
+_RBAC = "rbac.authorization.k8s.io"
 CERT_MANAGER = ("certificates.cert-manager.io", "issuers.cert-manager.io")
 
 
@@ -79,19 +81,26 @@ class StorageClass:
 
 
 @dataclass(frozen=True)
-class Permission:
-    """An action of an install, and whether the caller may do it; None if the API does not say. `feature`: the values that
-    need it; empty: every install."""
+class Right:
+    """An action of an install. `feature`: the values that need it; empty: every install. Rights to objects without a
+    namespace are asked for without one: an administrator of one namespace may create none of them."""
 
-    verb: str
-    resource: str
     group: str
-    allowed: bool | None
+    resource: str
+    verb: str = "create"
     feature: str = ""
+    has_namespace: bool = True
 
     @property
     def full_name(self) -> str:
         return f"{self.resource}.{self.group}" if self.group else self.resource
+
+
+@dataclass(frozen=True)
+class Permission(Right):
+    """A right, and whether the caller has it; None if the API does not say."""
+
+    allowed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -130,3 +139,41 @@ def _count(allocatable: Mapping[str, str], name: str) -> int:
 def _is_rdma(name: str) -> bool:
     domain, _, resource = name.partition("/")
     return domain == "rdma" or domain.startswith("rdma.") or "rdma" in resource or resource.startswith("efa")
+
+
+def _of(names: tuple[str, ...], feature: str) -> tuple[Right, ...]:
+    parts = (name.partition(".") for name in names)
+    return tuple(Right(group, resource, feature=feature) for resource, _, group in parts)
+
+
+RIGHTS = (
+    Right("", "secrets"),
+    Right("", "configmaps"),
+    Right("", "services"),
+    Right("", "serviceaccounts"),
+    Right("apps", "deployments"),
+    Right("apps", "statefulsets"),
+    Right("batch", "jobs"),
+    Right("networking.k8s.io", "networkpolicies"),
+    Right("policy", "poddisruptionbudgets"),
+    Right(_RBAC, "clusterroles", feature="topology.enabled", has_namespace=False),
+    Right(_RBAC, "clusterrolebindings", feature="topology.enabled", has_namespace=False),
+    # Kubernetes lets no one grant rights that they lack.
+    Right("", "nodes", "get", feature="topology.enabled", has_namespace=False),
+    Right(_RBAC, "roles", feature="autoscaling.enabled"),
+    Right(_RBAC, "rolebindings", feature="autoscaling.enabled"),
+    Right("autoscaling", "horizontalpodautoscalers", feature="router.autoscaling.enabled"),
+    *_of((KUBERAY,), "ray.mode kuberay"),
+    *_of(PROMETHEUS, "observability.monitors.enabled"),
+    *_of((RULES,), "observability.rules.enabled"),
+    *_of(CERT_MANAGER, "tls.source certManager"),
+)
+
+
+@functools.cache
+def amount(quantity: str) -> float:
+    """Parse a quantity; an unreadable one counts as 0."""
+    try:
+        return float(parse_quantity(quantity))  # type: ignore[no-untyped-call]
+    except ValueError:
+        return 0.0

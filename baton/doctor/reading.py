@@ -11,8 +11,7 @@ import urllib3
 from kubernetes import client
 from kubernetes import config as kubernetes_config
 
-from baton.doctor.facts import Facts, Node, Permission, StorageClass, Taint
-from baton.doctor.rights import RIGHTS, Right
+from baton.doctor.facts import RIGHTS, Facts, Node, Permission, Right, StorageClass, Taint
 from cluster.errors import ConfigError, UnavailableError
 from cluster.kubernetes.api import open_api
 
@@ -110,7 +109,7 @@ class Reader:
             return answer.status.allowed if answer.status is not None else None
 
         allowed = self._ask("permissions", ask, None)
-        return Permission(right.verb, right.resource, right.group, allowed, right.feature)
+        return Permission(**vars(right), allowed=allowed)
 
 
 def _node(one: Any) -> Node:

@@ -16,8 +16,7 @@ from baton.doctor.facts import (
     Facts,
     Node,
 )
-from baton.doctor.pods import Values, pods_of
-from baton.doctor.room import blocking, without_room
+from baton.doctor.pods import Values, blocking, pods_of, without_room
 
 _GIB = 2**30
 _TOPOLOGY = (

@@ -10,6 +10,7 @@ import datetime
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -32,8 +33,8 @@ def make_certs(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
         directory.mkdir(parents=True, exist_ok=True)
         cluster, clients = _authority(directory / "ca"), _authority(directory / "client-ca")
         both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        doors = [ROUTER_NAME, "localhost", "127.0.0.1", "::1", *hosts]
-        _issue(directory / "router", cluster, doors, both, days)
+        router_names = [ROUTER_NAME, "localhost", "127.0.0.1", "::1", *hosts]
+        _issue(directory / "router", cluster, router_names, both, days)
         _issue(directory / "worker", cluster, [WORKER_NAME], both, days)
         _issue(directory / "client", clients, ["client"], [ExtendedKeyUsageOID.CLIENT_AUTH], days)
     except (OSError, ValueError) as error:
@@ -41,10 +42,9 @@ def make_certs(directory: Path, hosts: Sequence[str], days: int) -> list[Path]:
     return sorted(directory.glob("*.pem"))
 
 
-class _Authority:
-    def __init__(self, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey):
-        self.cert = cert
-        self.key = key
+class _Authority(NamedTuple):
+    cert: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
 
 
 def _authority(stem: Path) -> _Authority:

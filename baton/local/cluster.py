@@ -23,11 +23,10 @@ from typing import Any, TypeVar
 
 import redis
 
-from baton.local import children, ray_head
+from baton.local import children
 from baton.local.children import Child
-from baton.local.options import UpOptions
-from baton.local.ray_pools import RayPools
-from baton.local.secret_files import without_secrets
+from baton.local.options import UpOptions, without_secrets
+from baton.local.ray_pools import RayPools, launch
 from baton.local.state import ClusterState, RedisState, RouterState, WorkerState, check_writable
 from baton.local.supervisor import Supervisor
 from baton.processes.exit_notices import ExitNotices
@@ -37,8 +36,8 @@ from cluster.config.worker import Role
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
 from cluster.membership.types import WorkerInfo
+from cluster.redis.connect import why_silent
 from cluster.redis.embedded import EmbeddedRedis
-from cluster.redis.first_contact import why_silent
 from cluster.redis.urls import without_password
 
 START_SECONDS = 300.0
@@ -253,8 +252,7 @@ class LocalCluster:
         for role, count in self._counts().items():
             for _ in range(count):
                 start = partial(self._start_worker, role)
-                on_gone = self._prefill_gone if role == "prefill" else _ignore
-                self._workers.add(start(), start, on_gone, served=self._has_served)
+                self._workers.add(start(), start, partial(self._gone, role), served=self._has_served)
 
     def _start_worker(self, role: Role) -> Child:
         """Start a worker under a new id, so that statements about a dead process never apply to its successor."""
@@ -265,8 +263,9 @@ class LocalCluster:
         command = children.baton_command(role, "--config", str(path), "--ready-file", ready)
         return children.start(name, command, self._logs, self._options.worker_environment())
 
-    def _prefill_gone(self, child: Child) -> None:
-        self._notices.add(child.name, [worker.id for worker in self._ready_workers("decode")])
+    def _gone(self, role: Role, child: Child) -> None:
+        if role == "prefill":
+            self._notices.add(child.name, [worker.id for worker in self._ready_workers("decode")])
 
     def _start_ray_pools(self) -> None:
         self._progress("starting Ray")
@@ -279,10 +278,8 @@ class LocalCluster:
         if policy is not None:
             described["autoscaling"] = policy.model_dump(mode="json")
         push = policy.interval_seconds / 2 if policy is not None else 0.0
-        launch = partial(
-            ray_head.launch, options.ray_cpus + 1, self._logs, self._dir / "ray", push_seconds=push
-        )
-        self._ray = RayPools(self._write_config("pools", described), self._logs, kept, launch)
+        start = partial(launch, options.ray_cpus + 1, self._logs, self._dir / "ray", push_seconds=push)
+        self._ray = RayPools(self._write_config("pools", described), self._logs, kept, start)
         self._ray.start()
 
     def _write_config(self, name: str, config: dict[str, Any]) -> Path:
@@ -292,7 +289,7 @@ class LocalCluster:
         return path
 
     def _wait_for_workers(self) -> list[WorkerInfo]:
-        wanted = self._options.decode + self._options.prefill_workers
+        wanted = sum(self._counts().values())
 
         def registered() -> list[WorkerInfo] | None:
             try:
@@ -316,8 +313,8 @@ class LocalCluster:
         return states
 
     def _wait_until_ready(self, http: str) -> None:
-        wanted = self._options.decode + self._options.prefill_workers
-        keys = self._options.router_config(0, "", "", "").api_keys_file is not None
+        wanted = sum(self._counts().values())
+        keys = self._options.router_config(0).api_keys_file is not None
         tls = self._options.tls.client()
         context = tls.context() if tls is not None else None
 
@@ -375,10 +372,6 @@ def _make_folder() -> Path:
             f"no folder can be made for the cluster's files: {error}; set TMPDIR to one with room"
         ) from error
     return made
-
-
-def _ignore(child: Child) -> None:
-    """Discard a message."""
 
 
 def _port(address: str) -> int:

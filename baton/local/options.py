@@ -10,15 +10,17 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from baton import safe_files
 from baton.autoscaler.config import ServeAutoscalingConfig
-from baton.local.local_tls import LocalTls
 from cluster.config import sources
 from cluster.config.fields import flag_text, flags
 from cluster.config.router import RouterConfig
-from cluster.config.worker import Role, WorkerConfig
+from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
 from cluster.process.memory import available_bytes
-from cluster.redis.first_contact import check_url
+from cluster.redis.connect import check_url
+from cluster.redis.urls import split_password
+from cluster.security.tls import ClientTls, Peers, make_identity
 
 # Default size of KV pools: share of the free memory for all of them together, and the limit for one, because a small model
 # gains nothing from more.
@@ -29,10 +31,48 @@ KV_POOL_MAX_BYTES = 2 << 30
 RECOMPUTE_LIMIT_TOKENS = 256
 # Prefill steps may be long; a decode worker that prefills delays its running batch by one chunk at most.
 BATCH_TOKENS: Mapping[Role, int] = {"prefill": 2048, "decode": 512}
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 _FLAGS: Mapping[tuple[Any, ...], str] = {**flags(RouterConfig), **flags(WorkerConfig)}
 SECTIONS = ("router", "worker", *ROLES)
 ROUTER_DRAIN_SECONDS = 5.0  # a stop by Ctrl-C does not wait for every stream
+
+
+class LocalTls:
+    """Files of `baton certs` in one directory; without a directory everything is plain text."""
+
+    def __init__(self, directory: Path | None, require_client_certs: bool):
+        self._directory = directory.absolute() if directory is not None else None
+        self._require = require_client_certs
+
+    def worker(self) -> dict[str, Path]:
+        return self._own("worker")
+
+    def router(self) -> dict[str, Path]:
+        fields = self._own("router")
+        if self._directory is not None and self._require:
+            fields["tls_client_ca"] = self._directory / "client-ca.pem"
+        return fields
+
+    def peers(self) -> Peers:
+        """Channels to workers, with a router's certificate."""
+        own = self._own("router")
+        return Peers(make_identity(own.get("tls_cert"), own.get("tls_key"), own.get("tls_ca")))
+
+    def client(self) -> ClientTls | None:
+        """TLS settings for requests of `baton up` to the routers' public ports."""
+        if self._directory is None:
+            return None
+        cert, key = self._directory / "client.pem", self._directory / "client.key"
+        own = (cert, key) if self._require else (None, None)
+        return ClientTls(self._directory / "ca.pem", *own)
+
+    def _own(self, name: str) -> dict[str, Path]:
+        if self._directory is None:
+            return {}
+        return {
+            "tls_cert": self._directory / f"{name}.pem",
+            "tls_key": self._directory / f"{name}.key",
+            "tls_ca": self._directory / "ca.pem",
+        }
 
 
 @dataclass(frozen=True)
@@ -91,9 +131,9 @@ class UpOptions:
         """Check the settings with the models of the processes, before any process starts."""
         try:
             for index in {0, self.routers - 1}:  # the last one has the highest ports
-                self.router_config(index, "", "", "")
+                self.router_config(index)
             for role in ROLES:
-                self.worker_config(role, "", "", "")
+                self.worker_config(role)
         except ValidationError as error:
             problem = error.errors(include_input=False)[0]
             name = _FLAGS.get(problem["loc"], str(problem["loc"][-1]) if problem["loc"] else "")
@@ -106,10 +146,7 @@ class UpOptions:
         killed later, under load.
         """
         ranks = self._ranks
-        asked = sum(
-            self._ranks_of(role) * self.worker_config(role, "", "", "").engine.kv_memory_bytes
-            for role in ROLES
-        )
+        asked = sum(self._ranks_of(role) * self.worker_config(role).engine.kv_memory_bytes for role in ROLES)
         if asked > (free := available_bytes()):
             raise ConfigError(
                 f"--kv-memory {_in_gib(asked // ranks)} for each of {ranks} ranks is more than the {_in_gib(free)} of "
@@ -126,7 +163,7 @@ class UpOptions:
 
     @property
     def _local_prefill(self) -> str:
-        return self.router_config(0, "", "", "").local_prefill
+        return self.router_config(0).local_prefill
 
     @property
     def tls(self) -> LocalTls:
@@ -151,7 +188,9 @@ class UpOptions:
             prefill, decode = policy.prefill.max_replicas, policy.decode.max_replicas
         return prefill * self.prefill_tp + decode * self.decode_tp
 
-    def worker_config(self, role: Role, redis_url: str, namespace: str, secret: str) -> WorkerConfig:
+    def worker_config(
+        self, role: Role, redis_url: str = "", namespace: str = "", secret: str = ""
+    ) -> WorkerConfig:
         """Raises pydantic.ValidationError."""
         engine = {
             "kv_memory_bytes": min(
@@ -176,7 +215,9 @@ class UpOptions:
         }
         return WorkerConfig.model_validate(_merged({"engine": engine}, given, fixed))
 
-    def router_config(self, index: int, redis_url: str, namespace: str, secret: str) -> RouterConfig:
+    def router_config(
+        self, index: int, redis_url: str = "", namespace: str = "", secret: str = ""
+    ) -> RouterConfig:
         """The configuration of router `index`, which listens `index` ports above the first. Raises
         pydantic.ValidationError."""
         defaults = {
@@ -198,13 +239,13 @@ class UpOptions:
 
     def worker_environment(self) -> dict[str, str]:
         """Environment of workers. Passive waiting: busy-waiting workers on shared cores ran 40 times slower (measured)."""
-        threads = max(self.worker_config(role, "", "", "").engine.threads for role in ROLES)
+        threads = max(self.worker_config(role).engine.threads for role in ROLES)
         return {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", "")])),
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         }
 
 
@@ -222,3 +263,17 @@ def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
                 _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
             )
     return merged
+
+
+def without_secrets(config: WorkerConfig, directory: Path) -> dict[str, Any]:
+    """Return the settings with each secret replaced by the name of a file that holds it, which `settings.load` reads.
+
+    Raises OSError if they cannot be written, ConfigError if redis_url holds another secret than its password.
+    """
+    given = config.model_dump(mode="json", exclude={"worker_id"})
+    given["redis_url"], password = split_password(config.redis_url)
+    for name, content in {"secret": config.secret, "redis_password": password}.items():
+        if content:
+            safe_files.replace(directory / name, content.encode())
+            given |= {name: "", f"{name}_file": str(directory / name)}
+    return given

@@ -5,21 +5,50 @@ ray exits ──► its pools process is ended ──► ray, pools again ──
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
-from baton.local import children, ray_head
+from baton.local import children
 from baton.local.children import Child
-from baton.local.ray_head import RayHead
 from baton.local.supervisor import Supervisor
+from baton.processes.ports import free_ports
 from baton.ray_pools.supervision import worker_sockets
 from cluster.errors import SetupError
 
 log = logging.getLogger(__name__)
 
 KILL_SECONDS = 0.1
+START_SECONDS = 120.0
+STOP_SECONDS = 30.0
+_PORT_FLAGS = (
+    "--port",
+    "--node-manager-port",
+    "--object-manager-port",
+    "--ray-client-server-port",
+    "--dashboard-agent-listen-port",
+    "--dashboard-agent-grpc-port",
+    "--runtime-env-agent-port",
+    "--metrics-export-port",
+)
+OBJECT_STORE_BYTES = 80_000_000  # Ray carries no tokens and no KV: the smallest store it accepts
+
+
+@dataclass(frozen=True)
+class RayHead:
+    child: Child
+    address: str
+    env: dict[str, str]
+
+    def stop(self) -> None:
+        self.child.stop(STOP_SECONDS)
 
 
 class RayPools:
@@ -50,7 +79,7 @@ class RayPools:
     def _start_head(self) -> RayHead:
         head = self._head = self._launch()
         try:
-            ray_head.wait_until_started(head)
+            wait_until_started(head)
         except SetupError:
             head.stop()
             raise
@@ -100,3 +129,47 @@ class RayPools:
         if self._deployed.exists():  # only this process died; deploying again would replace every worker
             command.append("--deployed")
         return children.start("pools", command, self._logs, head.env)
+
+
+def launch(
+    num_cpus: int,
+    logs: Path,
+    temp_dir: Path,
+    resources: Mapping[str, float] = MappingProxyType({}),
+    push_seconds: float = 0.0,
+) -> RayHead:
+    """Start a head with `num_cpus` logical CPUs, and further resources by their names. Serve's replicas send their
+    numbers every `push_seconds` (0: Serve's own 10 s). It ends as a whole when one of Ray's processes dies."""
+    ports = free_ports(len(_PORT_FLAGS))
+    env = {
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+    }
+    if push_seconds > 0:
+        env["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = str(push_seconds)
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block"]
+    command += [f"{flag}={port}" for flag, port in zip(_PORT_FLAGS, ports, strict=True)]
+    command += [
+        "--node-ip-address=127.0.0.1",
+        f"--num-cpus={num_cpus}",
+        f"--resources={json.dumps(dict(resources))}",
+        "--include-dashboard=False",
+        "--include-log-monitor=False",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--disable-usage-stats",
+        f"--temp-dir={temp_dir}",
+    ]
+    return RayHead(children.start("ray", command, logs, env), f"127.0.0.1:{ports[0]}", env)
+
+
+def wait_until_started(head: RayHead) -> None:
+    """Raises SetupError."""
+    deadline = time.monotonic() + START_SECONDS
+    while "Ray runtime started" not in head.child.tail(200):
+        children.check_alive([head.child])
+        if time.monotonic() > deadline:
+            head.stop()
+            raise SetupError(f"Ray did not start within {START_SECONDS:.0f} s:\n{head.child.tail()}")
+        time.sleep(0.1)

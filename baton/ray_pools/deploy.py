@@ -1,19 +1,31 @@
-"""Deploys the pools on the Ray cluster that this process is connected to, and ends them."""
+"""Deploys the pools on the Ray cluster that this process is connected to, and ends them.
+
+Serve takes one policy for both pools only with a declared application, which it builds in a task of its own from an
+import path. Serve writes a builder's arguments into its log, so what the builder needs travels in the environment of
+that task instead.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections.abc import Mapping
+from typing import Any
 
 from baton.autoscaler.config import ServeAutoscalingConfig
-from baton.ray_pools import scaled_application
-from baton.ray_pools.application import Pool, application
+from baton.ray_pools.serve_app import PoolDescription, application
 from cluster.config.worker import Role
+from cluster.errors import SetupError
 
 APPLICATION = "baton"
+VARIABLE = "BATON_SCALED_POOLS"
+START_SECONDS = 600.0
+POLL_SECONDS = 0.2
 
 
 def deploy(
-    pools: Mapping[Role, Pool],
+    pools: Mapping[Role, PoolDescription],
     environment: Mapping[str, str],
     autoscaling: ServeAutoscalingConfig | None = None,
 ) -> None:
@@ -28,7 +40,47 @@ def deploy(
     if autoscaling is None:
         serve.run(application(pools, environment), name=APPLICATION, route_prefix=None)
     else:
-        scaled_application.deploy(APPLICATION, pools, environment, autoscaling)
+        _deploy_scaled(pools, environment, autoscaling)
+
+
+def _deploy_scaled(
+    pools: Mapping[Role, PoolDescription], environment: Mapping[str, str], autoscaling: ServeAutoscalingConfig
+) -> None:
+    from ray.serve._private.api import _get_global_client  # type: ignore[attr-defined]
+    from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+
+    described = {
+        "pools": {role: pool.model_dump() for role, pool in pools.items()},
+        "environment": dict(environment),
+        "autoscaling": autoscaling.model_dump(mode="json"),
+    }
+    declared = ServeApplicationSchema(
+        name=APPLICATION,
+        route_prefix=None,
+        import_path=f"{__name__}:build",
+        runtime_env={"env_vars": {VARIABLE: json.dumps(described)}},
+        autoscaling_policy={
+            "policy_function": "baton.ray_pools.policy_adapter:PoolsPolicy",
+            "policy_kwargs": {"config": described["autoscaling"]},
+        },
+    )
+    client: Any = _get_global_client()
+    client.deploy_apps(ServeDeploySchema(applications=[declared]))
+    deadline = time.monotonic() + START_SECONDS
+    while (status := client.get_serve_status(APPLICATION).app_status).status != "RUNNING":
+        if status.status == "DEPLOY_FAILED" or time.monotonic() > deadline:
+            raise SetupError(f"the pools did not start: {status.status}: {status.message}")
+        time.sleep(POLL_SECONDS)
+
+
+def build(arguments: dict[str, str]) -> Any:
+    """Build the application. Called by Serve in a task of its own, without arguments."""
+    described = json.loads(os.environ[VARIABLE])
+    pools: dict[Role, PoolDescription] = {
+        role: PoolDescription.model_validate(one) for role, one in described["pools"].items()
+    }
+    policy = ServeAutoscalingConfig.model_validate(described["autoscaling"])
+    return application(pools, described["environment"], policy)
 
 
 def shutdown() -> None:

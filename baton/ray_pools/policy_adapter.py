@@ -12,13 +12,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from baton.autoscaler.config import ROLES, ServeAutoscalingConfig
-from baton.autoscaler.explained import Explained
-from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample
+from baton.autoscaler.config import ServeAutoscalingConfig
+from baton.autoscaler.decision import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.policy import decide
-from baton.autoscaler.serve_metrics import ServeMetrics
+from baton.autoscaler.report import Explained, ServeMetrics
 from baton.autoscaler.state import PolicyState
-from cluster.config.worker import Role
+from cluster.config.worker import ROLES, Role
 from cluster.membership.status import WorkerStatus
 
 Decisions = dict[Any, int]  # by Serve's deployment ids

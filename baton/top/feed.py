@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
-
 from baton.router_http import RouterHttp
 from cluster.errors import BatonError, InternalError
 
@@ -28,13 +26,9 @@ class FeedSnapshot:
 
 def ask(router: RouterHttp) -> Mapping[str, Any]:
     """Raises UnavailableError, UnauthenticatedError, or InternalError if it is no router that answers."""
-    raw = router.get(PATH)
-    try:
-        view = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InternalError(f"{router.address} does not speak for a Baton cluster: {error}") from error
-    if not isinstance(view, dict) or "workers" not in view:
-        raise InternalError(f"{router.address} does not speak for a Baton cluster")
+    view = router.parsed(router.get(PATH))
+    if "workers" not in view:
+        raise InternalError(f"{router.address} is no router of a Baton cluster")
     return view
 
 

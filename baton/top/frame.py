@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,11 @@ from rich.text import Text
 
 from baton.formatting import count, rate, seconds, share, shown, size_rate
 from baton.top.feed import FeedSnapshot
-from baton.top.sparkline import sparkline
 from baton.top.tables import Detail, routers_table, workers_table
 
 WIDE_COLUMNS = 108
 TIGHT_COLUMNS = 72  # below it, bars make room for names
+_BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_CELLS = 60
 _BESIDE_SPARK = {"latency": 50, "traffic": 38}  # columns that the other cells and the frame take
 _ROWS_BESIDE_WORKERS_WIDE = 16
@@ -128,3 +129,30 @@ def _traffic(view: Mapping[str, Any], width: int) -> Table:
 
 def _spark(history: Mapping[str, Any], key: str, cells: int) -> str:
     return sparkline(history.get(key) or (), min(_SPARK_CELLS, cells))
+
+
+def sparkline(values: Sequence[float | None], cells: int) -> str:
+    """Draw `values`, oldest first, in at most `cells` columns; None leaves a gap. Zero is the lowest block."""
+    heights = [_mean(part) for part in _columns(values, cells)]
+    top = max((value for value in heights if value is not None), default=0.0) or 1.0
+    return "".join(" " if value is None else _block(value / top) for value in heights)
+
+
+def _columns(values: Sequence[float | None], cells: int) -> list[Sequence[float | None]]:
+    """Group neighbouring values into columns."""
+    if cells < 1:
+        return []
+    if len(values) <= cells:
+        return [[value] for value in values]
+    edges = [index * len(values) // cells for index in range(cells + 1)]
+    return [values[low:high] for low, high in itertools.pairwise(edges)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _block(height: float) -> str:
+    """`height`: 0 … 1."""
+    return _BLOCKS[min(len(_BLOCKS) - 1, int(height * len(_BLOCKS)))]

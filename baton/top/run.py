@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import sys
+import termios
 import time
+import tty
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -11,7 +16,6 @@ from rich.live import Live
 from baton.router_http import RouterHttp
 from baton.top.feed import Feed, FeedSnapshot, ask
 from baton.top.frame import frame
-from baton.top.keyboard import Keyboard
 from cluster.errors import ConfigError, UnavailableError
 from cluster.security.tls import ClientTls
 
@@ -54,3 +58,29 @@ def _now(feed: Feed, console: Console) -> RenderableType:
     look = feed.look
     lost = time.monotonic() - look.lost_since if look.problem else 0.0
     return frame(look, width=console.width, height=console.height, lost_seconds=lost)
+
+
+class Keyboard:
+    """Within the context keys are not echoed and arrive one by one; without a terminal there are none."""
+
+    def __init__(self) -> None:
+        self._fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+
+    def __enter__(self) -> Keyboard:
+        if self._fd is not None:
+            self._before = termios.tcgetattr(self._fd)
+            tty.setcbreak(self._fd)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None:
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+
+    def pressed(self, wait_seconds: float) -> str:
+        """Return a key pressed within the time, or ""."""
+        if self._fd is None:
+            time.sleep(wait_seconds)
+            return ""
+        readable, _, _ = select.select([self._fd], [], [], wait_seconds)
+        # Not through sys.stdin: select does not see its buffer.
+        return os.read(self._fd, 1).decode(errors="ignore") if readable else ""

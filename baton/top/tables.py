@@ -8,7 +8,19 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from baton.formatting import MISSING, STATE_STYLES, bar, count, duration, rate, share, shown, size_rate
+from baton.formatting import (
+    MISSING,
+    bar,
+    count,
+    duration,
+    rate,
+    share,
+    shown,
+    size_rate,
+    state_text,
+    table,
+    text,
+)
 
 Detail = Literal["wide", "narrow", "tight"]
 _KV_CELLS: dict[Detail, int] = {"wide": 16, "narrow": 6, "tight": 0}
@@ -24,28 +36,24 @@ def workers_table(
 ) -> Table:
     """At most `room` rows, preferring workers in trouble and the fullest ones, in the order of their names."""
     gap = 1 if detail == "tight" else 2
-    table = Table(box=None, header_style="dim", padding=(0, gap, 0, 0), pad_edge=False)
-    for name in ("role", "worker", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("run", "wait"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("KV", no_wrap=True)
+    made = table(("role", "worker", "state"), ("run", "wait"), head="dim", gap=gap)
+    made.add_column("KV", no_wrap=True)
     for name in ("hits", "tokens/s", *(_MORE if detail == "wide" else ())):
-        table.add_column(name, justify="right", no_wrap=True)
+        made.add_column(name, justify="right", no_wrap=True)
     kept = _kept(workers, room)
     previous = ""
     for worker in sorted(kept, key=_order):
-        role = _text(worker, "role")
-        table.add_row(*_row(worker, role if role != previous else "", flows, detail))
+        role = text(worker, "role")
+        made.add_row(*_row(worker, role if role != previous else "", flows, detail))
         previous = role
     if len(kept) < len(workers):
-        table.add_row("", Text(f"and {len(workers) - len(kept)} more", style="dim"))
-    return table
+        made.add_row("", Text(f"and {len(workers) - len(kept)} more", style="dim"))
+    return made
 
 
 def _order(worker: Worker) -> tuple[int, str]:
-    role = _text(worker, "role")
-    return (_ROLES.index(role) if role in _ROLES else len(_ROLES), _text(worker, "id"))
+    role = text(worker, "role")
+    return (_ROLES.index(role) if role in _ROLES else len(_ROLES), text(worker, "id"))
 
 
 def _kept(workers: Sequence[Worker], room: int | None) -> Sequence[Worker]:
@@ -53,13 +61,12 @@ def _kept(workers: Sequence[Worker], room: int | None) -> Sequence[Worker]:
         return workers
 
     def urgency(worker: Worker) -> tuple[bool, float]:
-        return (_text(worker, "state") == "ready", -float(worker.get("kv_usage_ratio") or 0.0))
+        return (text(worker, "state") == "ready", -float(worker.get("kv_usage_ratio") or 0.0))
 
     return sorted(workers, key=urgency)[: max(1, room - 1)]
 
 
 def _row(worker: Worker, role: str, flows: Sequence[Mapping[str, Any]], detail: Detail) -> list[str | Text]:
-    state = _text(worker, "state")
     is_prefill = worker.get("role") == "prefill"
     tokens = "prompt_tokens_per_second" if is_prefill else "output_tokens_per_second"
     more = (
@@ -69,8 +76,8 @@ def _row(worker: Worker, role: str, flows: Sequence[Mapping[str, Any]], detail: 
     )
     return [
         Text(role, style="bold"),
-        _text(worker, "id"),
-        Text(state, style=STATE_STYLES.get(state, "")),
+        text(worker, "id"),
+        state_text(text(worker, "state")),
         shown(worker, "running", count),
         shown(worker, "waiting", count),
         _kv(worker, _KV_CELLS[detail]),
@@ -101,24 +108,14 @@ def _moved(worker: Worker, flows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def routers_table(routers: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("router", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("in flight", "req/s", "tok/s", "up"):
-        table.add_column(name, justify="right", no_wrap=True)
+    made = table(("router", "state"), ("in flight", "req/s", "tok/s", "up"), head="dim")
     for router in routers:
-        state = _text(router, "state")
-        table.add_row(
-            _text(router, "id"),
-            Text(state, style=STATE_STYLES.get(state, "")),
+        made.add_row(
+            text(router, "id"),
+            state_text(text(router, "state")),
             shown(router, "requests_in_flight", count),
             shown(router, "requests_per_second", rate),
             shown(router, "output_tokens_per_second", rate),
             shown(router, "uptime_seconds", duration),
         )
-    return table
-
-
-def _text(of: Mapping[str, Any], name: str) -> str:
-    value = of.get(name)
-    return MISSING if value in (None, "") else str(value)
+    return made

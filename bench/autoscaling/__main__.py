@@ -26,7 +26,7 @@ def main() -> None:
     print(f"  within the objectives       {static.outcome.attainment(TTFT_SECONDS, ITL_SECONDS):.4f}")
     print(f"  GPU hours                   {static.outcome.gpu_hours:.0f}")
     print(f"GPU hours, policy over fixed  {run.outcome.gpu_hours / static.outcome.gpu_hours:.3f}")
-    print(f"changes                       {len(run.changes)}, at most {max(calm)} in an hour that is no ramp")
+    print(f"changes                       {len(run.changes)}, at most {max(calm)} in an hour without a ramp")
     print(f"GPUs held at most             {max(run.gpus_held)}")
     given.plot.parent.mkdir(parents=True, exist_ok=True)
     given.plot.write_text(day_plot(day, run))

@@ -1,4 +1,4 @@
-"""A simulated cluster that is scaled like a real one and publishes what real workers publish."""
+"""A simulated cluster that is scaled like a real one and publishes the status of real workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.autoscaler.observation import PoolObservation, WorkerSample
+from baton.autoscaler.decision import PoolObservation, WorkerSample
 from bench.autoscaling import kernel
 from bench.autoscaling.day import Requests
 from bench.autoscaling.kernel import ABSENT, DRAINING, READY, SLOTS, STARTING
@@ -30,7 +30,7 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the requests: seconds to the first token, and mean seconds between tokens (0: only one)."""
+    """Result of each request: seconds to the first token, and mean seconds between tokens (0: only one)."""
 
     ttft: np.ndarray[Any, np.dtype[np.float64]]
     itl: np.ndarray[Any, np.dtype[np.float64]]
@@ -47,7 +47,7 @@ class SimulatedCluster:
     def __init__(
         self, requests: Requests, times: ServiceTimes, startup_seconds: float, gpus: tuple[int, int] = (1, 1)
     ):
-        """`gpus`: of a prefill and of a decode replica."""
+        """`gpus`: per prefill replica and per decode replica."""
         self.now = 0.0
         self._times = times
         self._startup = startup_seconds
@@ -62,12 +62,12 @@ class SimulatedCluster:
         self._targets: dict[Role, int] = {"prefill": 0, "decode": 0}
 
     def start(self, role: Role, replicas: int) -> None:
-        """At the beginning of the day they are simply there."""
+        """Replicas at the beginning of the day; they are ready at once."""
         self._pools[role].state[:replicas] = READY
         self._targets[role] = replicas
 
     def scale(self, role: Role, replicas: int) -> None:
-        """As a platform does: newest first when it shrinks; what has not started yet just goes."""
+        """Scale as a platform does: newest first when it shrinks; replicas that still start are removed at once."""
         pool, life = self._pools[role], self._life[role]
         active = np.flatnonzero((pool.state == STARTING) | (pool.state == READY))
         if len(active) < replicas:
@@ -109,7 +109,7 @@ class SimulatedCluster:
         self.now = until
 
     def finish(self, limit_seconds: float = 3600.0) -> Outcome:
-        """Runs until nobody waits any more."""
+        """Run until no request waits."""
         end = self.now + limit_seconds
         while np.isinf(self._work.finished).any() and self.now < end:
             self.run(self.now + 10.0)
@@ -126,11 +126,11 @@ class SimulatedCluster:
 
     @property
     def waiting(self) -> int:
-        """Requests that nobody has taken yet, or whose KV has no place."""
+        """Requests that no worker has taken yet, or whose KV has no place."""
         return int(self._work.count[0] + self._work.count[2])
 
     def late(self, ttft_seconds: float, itl_seconds: float) -> int:
-        """Of the requests that are done."""
+        """Number of requests that are done and missed an objective."""
         done = np.isfinite(self._work.finished)
         return int((done & ~self.outcome().met(ttft_seconds, itl_seconds)).sum())
 
@@ -139,18 +139,18 @@ class SimulatedCluster:
         return held[0] * self._gpus[0] + held[1] * self._gpus[1]
 
     def replicas(self, role: Role) -> int:
-        """That serve now."""
+        """Replicas that serve now."""
         return int((self._pools[role].state == READY).sum())
 
     def workers(self, role: Role) -> tuple[WorkerSample, ...]:
-        """What those publish that serve or drain."""
+        """Status of the replicas that serve or drain."""
         state = self._pools[role].state
         return tuple(
             self._sample(role, int(w)) for w in np.flatnonzero((state == READY) | (state == DRAINING))
         )
 
     def observe(self, role: Role, workers: tuple[WorkerSample, ...]) -> PoolObservation:
-        """The platform's facts of now, with `workers` of some other time."""
+        """The platform's present facts, with the `workers` of an earlier time."""
         state = self._pools[role].state
         return PoolObservation(
             target=self._targets[role],
@@ -160,7 +160,7 @@ class SimulatedCluster:
         )
 
     def _sample(self, role: Role, w: int) -> WorkerSample:
-        """Through the very fields that workers publish."""
+        """Read through the fields that workers publish."""
         pool = self._pools[role]
         status: dict[str, float] = {name: float(getattr(pool, of)[w]) for of, name in FIELDS.items()}
         if role == "prefill":

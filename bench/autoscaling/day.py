@@ -2,8 +2,8 @@
 
 `azure_conversation.csv.gz` is Azure's public conversation trace of 2023 (AzurePublicDataset, data/
 AzureLLMInferenceTrace_conv.csv, commit b469a11, CC-BY 4.0, Microsoft) in another form: milliseconds since the
-request before, prompt tokens, output tokens. The trace itself swings between 190 and 510 requests a minute; that
-swing comes back every hour of the day, beside the profile.
+request before, prompt tokens, output tokens. The trace itself swings between 190 and 510 requests per minute; that
+swing repeats every hour of the day, on top of the profile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 TRACE = Path(__file__).with_name("azure_conversation.csv.gz")
 HOUR, HOURS = 3600.0, 24
 SEED = 20231116
-# Share of the trace's rate at the full hours of a working day, by straight lines between them.
+# Share of the trace's rate at the full hours of a working day; linear in between.
 PROFILE: tuple[float, ...] = (0.45, 0.40, 0.36, 0.34, 0.34, 0.36, 0.44, 0.60, 0.80, 0.93, 0.98, 1.00)
 PROFILE += (0.97, 0.98, 1.00, 0.98, 0.94, 0.88, 0.82, 0.78, 0.73, 0.66, 0.58, 0.50)
 
@@ -45,7 +45,7 @@ def read_trace() -> Requests:
 
 
 def make_day(seed: int = SEED, hours: int = HOURS, first_hour: int = 0) -> Requests:
-    """The same for the same seed, on every machine."""
+    """Draw the day; the same for the same seed, on every machine."""
     trace = read_trace()
     period = trace.arrival[-1] + (trace.arrival[-1] / len(trace))
     copies = int(np.ceil(hours * HOUR / period))

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.autoscaler.config import ROLES, AutoscalingConfig, PoolLimits
-from baton.autoscaler.decision import PoolDecision
-from baton.autoscaler.observation import Observation, WorkerSample
+from baton.autoscaler.config import AutoscalingConfig, PoolLimits
+from baton.autoscaler.decision import Observation, PoolDecision, WorkerSample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from bench.autoscaling.cluster import Outcome, SimulatedCluster
 from bench.autoscaling.day import HOUR, Requests
 from bench.autoscaling.service_times import ServiceTimes
+from cluster.config.worker import ROLES
 
-# The slowest prompts of the trace (1 in 500) compute longer than this all alone.
+# The slowest prompts of the trace (1 in 500) take longer than this even on an idle worker.
 TTFT_SECONDS, ITL_SECONDS, ATTAINMENT = 10.0, 0.060, 0.99
-# Assumed: a pod, a model from a volume, a warm-up. Without those a worker starts in seconds
+# Assumed: start of a pod, a model from a volume, a warm-up. Without those a worker starts in seconds
 STARTUP_SECONDS = 90.0
-PUBLISH_DELAY_SECONDS = 10.0  # what the policy sees is this old: the slower of the two ways it can be told
+PUBLISH_DELAY_SECONDS = 10.0  # age of what the policy sees: the slower of its two sources
 POOL = PoolLimits(min_replicas=1, max_replicas=32, startup_seconds=STARTUP_SECONDS)
 CONFIG = AutoscalingConfig(
     prefill=POOL,
@@ -33,12 +33,12 @@ CONFIG = AutoscalingConfig(
     attainment=ATTAINMENT,
 )
 Workers = tuple[WorkerSample, ...]
-RAMP = 0.2  # an hour whose rate changes by more than this is one
+RAMP = 0.2  # an hour whose rate changes by more than this is a ramp
 
 
 @dataclass
 class Run:
-    """One day under the policy. Lists have an entry a decision."""
+    """One day under the policy. Lists have an entry per decision."""
 
     outcome: Outcome
     seconds: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Run:
         return counts
 
     def calm_changes(self, requests: Requests, hours: int) -> list[int]:
-        """Of hours that are no ramp."""
+        """Of hours without a ramp."""
         rates = requests.by_hour(hours)
         calm = [
             h for h in range(hours) if h == 0 or abs(rates[h] - rates[h - 1]) <= RAMP * max(1, rates[h - 1])
@@ -83,7 +83,7 @@ def run_policy(
         while len(told) > 1 and told[1][0] <= now - PUBLISH_DELAY_SECONDS:
             told.popleft()
         if told[0][0] <= now - PUBLISH_DELAY_SECONDS:
-            # Targets and readiness are the platform's and known at once; workers' words are old.
+            # Targets and readiness come from the platform at once; the workers' status is old.
             _, prefill, decode = told[0]
             seen = Observation(cluster.observe("prefill", prefill), cluster.observe("decode", decode))
             _act(config, state, cluster, seen, now, run)
@@ -117,7 +117,7 @@ def _act(
 def run_static(
     requests: Requests, hours: int, prefill: int, decode: int, times: ServiceTimes | None = None
 ) -> Outcome:
-    """The day with a fixed size; given up as soon as it is lost (what was not served by then counts as late)."""
+    """The day with a fixed size; ended as soon as the objectives are missed (later requests count as late)."""
     cluster = SimulatedCluster(requests, times or ServiceTimes(), STARTUP_SECONDS)
     cluster.start("prefill", prefill)
     cluster.start("decode", decode)
@@ -137,8 +137,8 @@ class Static:
 
 
 def smallest_static(requests: Requests, hours: int, most: int = 32) -> Static:
-    """The fixed size with the fewest GPUs (one a replica) that keeps the objectives, found by walking along the
-    border between sizes that do and sizes that don't: fewer of either pool never makes things better."""
+    """The fixed size with the fewest GPUs (one per replica) that meets the objectives, found by walking along the
+    border between sizes that do and sizes that don't: a smaller pool never improves the result."""
 
     def good(prefill: int, decode: int) -> Outcome | None:
         outcome = run_static(requests, hours, prefill, decode)
@@ -151,4 +151,4 @@ def smallest_static(requests: Requests, hours: int, most: int = 32) -> Static:
             outcome = good(total - decode, decode)
             if outcome is not None:
                 return Static(total - decode, decode, outcome)
-    raise RuntimeError(f"not even {most} replicas of each keep the objectives")
+    raise RuntimeError(f"not even {most} replicas of each pool meet the objectives")

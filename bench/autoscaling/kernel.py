@@ -1,4 +1,4 @@
-"""The simulated cluster's clockwork, compiled: a day of 300,000 requests takes about a second.
+"""The simulated cluster's time steps, compiled: a day of 300,000 requests takes about a second.
 
     arrival ─► the ready prefill worker that is free first, in order ─► first token ─► the decode worker with the
     fewest resident tokens and room for the request ─► in every slice, as many tokens as steps fit into it ─► done
@@ -49,7 +49,7 @@ class Work(NamedTuple):
     first_token: Floats
     finished: Floats
     worker: Ints
-    left: Floats  # output tokens to come
+    left: Floats  # output tokens left
     waiting: Ints
     prefilling: Ints
     handed: Ints
@@ -85,7 +85,7 @@ def _best(pool: Pool, key: Any, limit: float) -> int:
 
 @numba.njit
 def _admit(work: Work, prefill: Pool, now: float, times: Any) -> None:
-    """Requests that have come, and those that found nobody before."""
+    """Requests that have come, and those that found no worker before."""
     count = work.count
     while count[4] < len(work.arrival) and work.arrival[count[4]] < now:
         work.waiting[count[0]] = count[4]
@@ -139,7 +139,7 @@ def _first_tokens(work: Work, prefill: Pool, now: float, times: Any, bounds: Any
 
 @numba.njit
 def _take_over(work: Work, decode: Pool, kv_tokens: float) -> None:
-    """In order; the first that finds no room makes the others wait behind it."""
+    """Hand over in order; the first without room blocks those behind it."""
     count, taken = work.count, 0
     for i in range(count[2]):
         request = work.handed[i]
@@ -160,7 +160,7 @@ def _take_over(work: Work, decode: Pool, kv_tokens: float) -> None:
 
 @numba.njit
 def _decode(work: Work, decode: Pool, now: float, seconds: float, times: Any) -> None:
-    """One slice that ends at `now`. A sequence that came within it gets its part of it."""
+    """Decode one slice that ends at `now`. A sequence that arrived within it decodes for its remainder."""
     count, kept = work.count, 0
     step = np.zeros(SLOTS)
     resident = np.zeros(SLOTS)
@@ -191,7 +191,7 @@ def _decode(work: Work, decode: Pool, now: float, seconds: float, times: Any) ->
 
 @numba.njit
 def _replicas(pool: Pool, now: float, busy: Any) -> int:
-    """Starting ones become ready, draining ones leave when they have nothing left. Returns how many hold GPUs."""
+    """Make started workers ready and end drained ones. Return the number that hold GPUs."""
     held = 0
     for w in range(SLOTS):
         if pool.state[w] == STARTING and pool.ready_at[w] <= now:
@@ -215,11 +215,11 @@ def advance(
     kv_tokens: float,
     bounds: Any,
 ) -> None:
-    """`times`: prefill seconds a token and a token pair; step seconds: base, a sequence, a resident token."""
+    """`times`: prefill seconds per token and per pair of tokens; step seconds: base, per sequence, per resident token."""
     slices = int((until - now) / slice_seconds + 0.5)
     for _ in range(slices):
         if work.peak[0] >= CROWD - 256:
-            return  # queues without an end: what comes now is never served, and counts as late
+            return  # the queues are full: a request that arrives now is never served, and counts as late
         now += slice_seconds
         work.gpu_seconds[0] += slice_seconds * _replicas(prefill, now, prefill.load)
         work.gpu_seconds[1] += slice_seconds * _replicas(decode, now, decode.batch)

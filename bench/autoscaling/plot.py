@@ -35,7 +35,7 @@ def day_plot(requests: Requests, run: Run) -> str:
     ]
     most = max(value for pool in pools for _, value in pool)
     panels = [
-        _panel(0, "requests a minute", (0, 500), [("a", load)]),
+        _panel(0, "requests per minute", (0, 500), [("a", load)]),
         _panel(
             1,
             "replicas that serve",
@@ -56,7 +56,7 @@ def day_plot(requests: Requests, run: Run) -> str:
 
 
 def _thin(points: Points) -> Points:
-    """Only the corners of a staircase."""
+    """Keep only the corners of a step function."""
     kept = [points[0]]
     for before, after in itertools.pairwise(points):
         if after[1] != before[1]:

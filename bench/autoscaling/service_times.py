@@ -1,4 +1,4 @@
-"""How long the simulated workers take: fitted to figures that `make bench` measured (docs/results.md: engine,
+"""Service times of the simulated workers, fitted to figures that `make bench` measured (docs/results.md: engine,
 hand-off and prefix sections of 2026-11-21; a worker is one thread of an AMD EPYC, the model 16 layers in bf16).
 
     prefill of 2,048 tokens in a cluster    2,611 ms, a quarter of it attention, which grows with the square

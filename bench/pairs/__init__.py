@@ -1,1 +1,1 @@
-"""Two commits beside each other: `python -m bench.pairs --base COMMIT --pairs 20`."""
+"""Compare two commits: `python -m bench.pairs --base COMMIT --pairs 20`."""

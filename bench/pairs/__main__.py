@@ -1,10 +1,10 @@
-"""Is this tree as fast as that commit? Pairs of short measurements, one of each tree, in either order by turns.
+"""Compare the speed of this tree with a commit's: pairs of short measurements, one of each tree, in alternating order.
 
-    python -m bench.pairs --base COMMIT --pairs 20        about a minute a pair, on a machine that does nothing else
-    python -m bench.pairs --base HEAD --quick             two short pairs: to see that it works
+    python -m bench.pairs --base COMMIT --pairs 20        about a minute per pair, on an idle machine
+    python -m bench.pairs --base HEAD --quick             two short pairs, to check that it works
 
-Every figure is a time, so a ratio above 1 is a slowdown. What counts is the interval of the median ratio: a
-slowdown is shown where it lies wholly above the bound.
+Every figure is a time, so a ratio above 1 is a slowdown. The interval of the median ratio decides: a slowdown is
+reported where it lies wholly above the bound.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-# Before torch is loaded anywhere: processes that wait busily on shared cores measure each other.
+# Before torch is imported: processes that busy-wait on shared cores would disturb each other's measurements.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -32,11 +32,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.pairs", description=__doc__.partition("\n")[0])
     parser.add_argument("--base", required=True, help="the commit to compare this tree with")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--bound", type=float, default=BOUND, help="a slowdown shown beyond it fails")
+    parser.add_argument("--bound", type=float, default=BOUND, help="fail if an interval lies wholly above it")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/pairs"), help="samples are added there: a run resumes"
+        "--out",
+        type=Path,
+        default=Path("out/pairs"),
+        help="file to which samples are added, so that a run can be resumed",
     )
-    parser.add_argument("--quick", action="store_true", help="two short pairs: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="two short pairs, to check that it works")
     given = parser.parse_args(arguments)
     effort = Effort.quick() if given.quick else Effort()
     out: Path = given.out / ("quick" if given.quick else "full")
@@ -65,7 +68,7 @@ def _read(file: Path) -> list[dict[str, dict[str, float]]]:
 
 def _table(found: list[Ratio], commit: str, bound: float) -> str:
     lines = [
-        f"This tree beside {commit[:12]}; ratios of times, new / base; a slowdown is shown above {bound}.",
+        f"This tree beside {commit[:12]}; ratios of times, new / base; a slowdown is an interval wholly above {bound}.",
         "",
         "| figure | pairs | base | new | median ratio | 95 % interval | |",
         "|---|---:|---:|---:|---:|---|---|",

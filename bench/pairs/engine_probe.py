@@ -1,4 +1,4 @@
-"""The engine of the tree on the path, alone: prints its seconds as JSON. Runs as a script, in either tree."""
+"""The engine of the tree on the path, by itself: prints seconds as JSON. Runs as a script, in either tree."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 from cluster.config.worker import EngineConfig
-from engine.build import load_runner
+from engine.build import load_model
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
+from engine.runner import ModelRunner
 
 BATCH = 8
-VOCABULARY = 8000  # a little less than the checkpoint's: ids that every prompt may hold
+VOCABULARY = 8000  # a little less than the checkpoint's: ids valid in every prompt
 WARM_STEPS = 4
 
 
@@ -27,7 +28,7 @@ def main(model: Path, prompt_tokens: int, repeats: int, steps: int) -> None:
         max_batch_tokens=2048,
         threads=1,
     )
-    runner = load_runner(config)
+    runner = ModelRunner(load_model(config))
     runner.warm_up()
     engine = Engine(runner, runner.config, secret=b"pairs")
     prefill = [_prefill(engine, number, prompt_tokens) for number in range(repeats + 1)][1:]
@@ -40,7 +41,7 @@ def main(model: Path, prompt_tokens: int, repeats: int, steps: int) -> None:
 
 
 def _prefill(engine: Engine, number: int, tokens: int) -> float:
-    """Every prompt is another one: nothing is found in the prefix cache."""
+    """Every prompt is different: nothing is found in the prefix cache."""
     prompt = [(number * 7919 + index * 31) % VOCABULARY for index in range(tokens)]
     engine.add(EngineRequest(f"prefill-{number}", prompt, _greedy(1)))
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One tree's times: its engine alone, then a cluster of one worker of each role, asked over HTTP.
+"""One tree's times: its engine by itself, then a cluster of one worker of each role, over HTTP.
 
 The load generator is this tree's for both: the same client, so that only servers differ.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.load import run_now, tokens_config
 from bench.pairs.ratios import Sample
-from loadgen import Report
+from loadgen.report import Report
 from tests.harness import cluster
 
 PROBE = Path(__file__).with_name("engine_probe.py").absolute()
@@ -24,7 +24,7 @@ FLAGS = ("--pool", "process", "--local-prefill", "fallback", "--kv-memory", "512
 
 @dataclass(frozen=True)
 class Effort:
-    """How much one measurement does; both trees of a pair together take up to a minute."""
+    """The size of one measurement; both trees of a pair together take up to a minute."""
 
     prompt_tokens: int = 512
     prefills: int = 5

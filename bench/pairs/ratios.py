@@ -1,4 +1,4 @@
-"""Ratios of pairs, and how sure they are."""
+"""Ratios of pairs and their confidence intervals."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One module a section, each with `run(context) -> Section`."""
+"""One module per section, each with `run(context) -> Section`."""

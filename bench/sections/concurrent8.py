@@ -10,7 +10,7 @@ from bench.checkpoint import SHAPE
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
-from loadgen import Report
+from loadgen.report import Report
 from tests.harness import cluster
 
 WORKLOADS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""What a digest adds to each side's copy of a part: the same copies with and without it, by turns."""
+"""The time that a digest adds to each side's copy of a part: the same copies with and without it, alternating."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bench.handoff_common import BLOCKS, PAGE_SIZE, kv_cache
 from bench.limits import COPY_BYTES, COPY_PART_BYTES, peer_memory, timed, write_to
 from kv_transfer.layout.digest import XXH3_128, digest
 from kv_transfer.layout.geometry import scatter
+from kv_transfer.layout.rows import Place
 from kv_transfer.memory import aligned_bytes
 
 BOUND = "≤ 0.15"
@@ -46,7 +47,7 @@ class Side:
 
 
 def _at_prefill(repeats: int) -> Side:
-    """Out of the KV pool itself, as prefill workers write."""
+    """Copy out of the KV pool itself, as prefill workers write."""
     source = kv_cache(BLOCKS).view(-1).view(torch.uint8)
     with peer_memory(huge=True) as (pid, address):
         return _by_turns(
@@ -70,7 +71,7 @@ def _at_decode(repeats: int) -> Side:
                 digest([part], XXH3_128)
             ids = range(first, first + at_once)
             tokens = range(first * PAGE_SIZE, (first + at_once) * PAGE_SIZE)
-            scatter(cache, part.view(cache.dtype), ids, layers, heads, tokens)
+            scatter(cache, part.view(cache.dtype), Place(layers, heads, tokens, ids))
 
     return _by_turns(lambda: land(digested=False), lambda: land(digested=True), repeats)
 

@@ -1,4 +1,4 @@
-"""The engine alone, one thread, beside the GEMM rate and the memory bandwidth."""
+"""The engine by itself on one thread, beside the GEMM rate and the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def run(context: Context) -> Section:
 
 def load(model: Path, device: str, page_size: int = 16) -> Engine:
     from cluster.config.worker import EngineConfig
-    from engine.build import load_runner
+    from engine.build import load_model
     from engine.engine import Engine
+    from engine.runner import ModelRunner
 
     config = EngineConfig(
         model=model,
@@ -45,10 +46,10 @@ def load(model: Path, device: str, page_size: int = 16) -> Engine:
         threads=1,
         page_size=page_size,
     )
-    runner = load_runner(config)
+    runner = ModelRunner(load_model(config))
     runner.warm_up()
-    # A pool that has served before: the first use of its pages is the kernel's work (and took 180 ms a prompt here, where
-    # the machine's host had to find the memory as well).
+    # A pool that has served before: at first use the kernel allocates its pages (180 ms per prompt here, where the
+    # machine's host had to allocate the memory as well).
     runner.kv_cache.zero_()
     return Engine(runner, runner.config, secret=b"bench")
 
@@ -63,7 +64,7 @@ class Decode:
 
 
 class EngineBench:
-    """Prompts are drawn anew every time: nothing is found in the prefix cache."""
+    """Prompts are drawn every time: nothing is found in the prefix cache."""
 
     def __init__(self, engine: Engine, shape: ModelShape) -> None:
         self._engine = engine
@@ -80,7 +81,7 @@ class EngineBench:
         repeats: Callable[[int], int],
         bandwidth_bound: str = "≥ 0.7",
     ) -> list[Figure]:
-        """Beside what the machine can multiply and read in a second."""
+        """Compare with the machine's GEMM rate and memory bandwidth."""
         prefill = self.prefill_seconds(repeats(7))
         single, batch = (self.decode(size, repeats(5)) for size in (1, BATCH))
         shape, tokens = self._shape, f"{PROMPT_TOKENS} tokens"
@@ -149,7 +150,7 @@ class EngineBench:
         return (self._source.randrange(self._shape.vocab - 1) for _ in range(count))
 
     def _time_forward(self) -> None:
-        """Adds up the time spent in the runner; on a card, until it has computed what it was told to."""
+        """Add up the time spent in the runner; on a GPU, until it has finished."""
         import torch
 
         runner = self._engine._runner

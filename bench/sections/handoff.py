@@ -1,5 +1,5 @@
-"""The hand-off through the product's own path, beside what the kernel copies between two processes, and what is
-left of it after prefill in a whole cluster."""
+"""The hand-off through the product's own path, beside the kernel's copy rate between two processes, and the part of it
+that remains after prefill in a whole cluster."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ async def _one(sender: HandoffSender, rank: SenderRank, address: str) -> float:
 
 
 def _computed(rank: SenderRank, request_id: str) -> None:
-    """An engine that needs no time: every layer is final at once."""
+    """An engine that takes no time: every layer is final at once."""
     for layer in range(SHAPE.layers):
         rank.layer_computed(request_id, layer, 0, TOKENS, range(BLOCKS))
 

@@ -1,7 +1,7 @@
-"""The reason for disaggregation: what long prompts do to streams that are being decoded.
+"""The reason for disaggregation: the effect of long prompts on streams that are being decoded.
 
-Eight streams decode while 2,048-token prompts arrive, Poisson at 0.6 of what the prefill worker can do. Same two
-cores for every arrangement: a prefill and a decode worker with a thread each, or one worker with two threads that
+Eight streams decode while 2,048-token prompts arrive, Poisson at 0.6 of the prefill worker's capacity. Every
+arrangement has the same two cores: a prefill and a decode worker with a thread each, or one worker with two threads that
 does both, without chunked prefill and with several budgets of it.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import checked, run_now, tokens_config
-from loadgen import Report
-from loadgen import run as run_load
+from loadgen.load import run as run_load
+from loadgen.report import Report
 from tests.harness import cluster
 from tests.harness.cluster import Cluster
 
@@ -37,11 +37,11 @@ BUDGETS = (128, 256, 512)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the eight streams: ITL p99 and p99.9 in seconds, output tokens a second. Of the prompts: TTFT p50 in
+    """Of the eight streams: ITL p99 and p99.9 in seconds, output tokens per second. Of the prompts: TTFT p50 in
     seconds."""
 
     itl_p99: float
-    # Whole prompts stall a stream less often than once in a hundred tokens: only this sees it.
+    # Whole prompts stall a stream less often than once in a hundred tokens: only p99.9 shows it.
     itl_p999: float
     output_rate: float
     prompt_ttft: float
@@ -69,19 +69,17 @@ def _aggregated() -> dict[str, tuple[str, ...]]:
 
 
 def _capacity(running: Cluster) -> float:
-    """Prompts a second, one after the other."""
+    """Prompts per second, one after the other."""
     config = tokens_config(
         running.grpc, concurrency=1, requests=7, warmup_requests=2, prompt_tokens=PROMPT_TOKENS, max_tokens=2
     )
-    prefill = [
-        record.timings.stages["prefill_seconds"] for record in run_now(config).records if record.timings
-    ]
+    prefill = [record.stages["prefill_seconds"] for record in run_now(config).records if record.timings]
     return 1.0 / statistics.median(prefill)
 
 
 def _median(context: Context, running: Cluster, capacity: float) -> Outcome:
-    """Of three runs the one in the middle by ITL p99."""
-    # However slow the engine, some prompts must arrive.
+    """The median of three runs by ITL p99."""
+    # However slow the engine is, some prompts must arrive.
     seconds = SETTLE_SECONDS + max(context.seconds(SECONDS), MIN_PROMPTS / (LOAD_SHARE * capacity))
     runs = [asyncio.run(_once(running, capacity, seconds, seed)) for seed in range(1 if context.quick else 3)]
     return sorted(runs, key=lambda outcome: outcome.itl_p99)[len(runs) // 2]
@@ -103,7 +101,7 @@ async def _once(running: Cluster, capacity: float, seconds: float, seed: int) ->
 
 
 def _outcome(decoded: Report, prompts: Report, seconds: float) -> Outcome:
-    """Counts only what happened while prompts were arriving: not the start, not the end."""
+    """Count only tokens that came while prompts were arriving: not the start, not the end."""
     gaps: list[float] = []
     tokens = 0
     for record in decoded.records:

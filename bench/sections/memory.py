@@ -1,4 +1,4 @@
-"""Memory beside what a worker is asked to hold, growth over many requests, and processor time at rest."""
+"""Memory beyond a worker's configured data, growth over many requests, and processor time at rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RING_BYTES = 64 << 20
 FLAGS = ("--local-prefill", "fallback", "--kv-memory", "512MiB")
 WARM_UP_REQUESTS = 500
 REQUESTS = 2000
-BATCH = 20  # requests between two looks at the memory
+BATCH = 20  # requests between two readings of the memory
 WINDOW = 200
 IDLE_SECONDS = 60.0
 
@@ -51,7 +51,7 @@ def _idle(context: Context, running: Cluster) -> list[Figure]:
 
 
 def _ray(own: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Everything below `baton up` that is not Baton's own work."""
+    """The processes below `baton up` that are not Baton's."""
     pids = {process.pid for process in own}
     return [child for child in own[0].children(recursive=True) if child.pid not in pids]
 
@@ -73,7 +73,7 @@ def _growth(context: Context, running: Cluster) -> list[Figure]:
     looks = max(1, window // BATCH)
     first, last = statistics.median(sizes[:looks]), statistics.median(sizes[-looks:])
     beyond = last - SHAPE_BYTES - KV_BYTES - RING_BYTES
-    asked = "weights, KV pool and ring taken off"
+    asked = "without weights, KV pool and ring"
     return [
         Figure("decode worker's memory beyond its data", beyond / 1e6, "MB", "≤ 700", asked),
         Figure("growth", (last - first) / 1e6, "MB", "≤ 20", f"median of the last {window} of {requests}"),
@@ -86,7 +86,7 @@ SHAPE_BYTES = SHAPE.decode_weight_bytes + 2 * SHAPE.vocab * SHAPE.hidden
 
 
 def _requests(running: Cluster, count: int, seed: int) -> None:
-    """Of mixed lengths, so that pools and buffers see all of them."""
+    """Requests of mixed lengths, so that pools and buffers meet all of them."""
     config = tokens_config(
         running.grpc,
         requests=count,

@@ -1,8 +1,8 @@
-"""What is left of a cluster's work when one, two and three times as much is asked as it can do.
+"""Goodput of a cluster under one, two and three times its capacity.
 
 Prefill workers of a known speed stand behind a real router and a real Redis. An open loop sends requests on a
-schedule, whatever happens to them; a request is good if its first token came within the SLO. A cluster that lets
-everybody in serves everybody too late: the same load without targets is shown beside it.
+schedule, whatever happens to them; a request is good if its first token came within the SLO. A cluster that
+admits every request serves every request too late: the same load without targets is shown beside it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import psutil
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
-from loadgen import LoadConfig, Report, Slo
-from loadgen import run as run_load
+from loadgen.config import LoadConfig, Slo
+from loadgen.load import run as run_load
+from loadgen.report import Report
 from tests.harness import router_process as router_setup
 from tests.harness.router_process import RouterBench
 
 PAIRS = 2
-RATE = 4000.0  # prompt tokens a second of one worker: they must be too slow, not the machine
+RATE = 4000.0  # prompt tokens per second of one worker: the workers must be the limit, not the machine
 PROMPT_TOKENS = 500
 SLO_SECONDS = 1.5
-TARGET_SECONDS = 1.2  # the rest is for what the estimate cannot know
+TARGET_SECONDS = 1.2  # the rest is a margin for errors of the estimate
 CLIENT_SECONDS = 6.0
 SECONDS = 30.0
 TIMES = (1, 2, 3)
@@ -39,7 +40,7 @@ _SAMPLE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Measured:
-    """One load: what was offered, what became of it, and the router's largest memory meanwhile."""
+    """One load: requests offered, their results, and the router's peak memory meanwhile."""
 
     times: int
     seconds: float
@@ -48,7 +49,7 @@ class Measured:
 
     @property
     def goodput(self) -> float:
-        """Good requests a second, until the last one's end: what was queued at the end is no work of this time."""
+        """Good requests per second, until the last one's end: requests still queued at the end do not count."""
         good = sum(record.good for record in self.report.records)
         return good / max(self.seconds, self.report.seconds)
 
@@ -68,7 +69,7 @@ def run(context: Context) -> Section:
     seconds = context.seconds(SECONDS)
     with _cluster(context, TARGET_SECONDS) as bench:
         capacity = _capacity(bench, seconds)
-        context.say(f"overload: {capacity:.1f} requests/s is all they can do")
+        context.say(f"overload: {capacity:.1f} requests/s is their capacity")
         measured = [_measure(bench, times, capacity, seconds) for times in TIMES]
     with _cluster(context, 0.0) as bench:
         open_door = _measure(bench, TIMES[-1], capacity, seconds)
@@ -78,7 +79,7 @@ def run(context: Context) -> Section:
         Figure("goodput at 3×, without targets", open_door.goodput, "requests/s", note=open_door.note)
     )
     details = {f"{one.times}x": one.report.to_json() for one in measured}
-    return Section("overload", "More than the cluster can do", figures, details)
+    return Section("overload", "Overload", figures, details)
 
 
 def _cluster(context: Context, target_seconds: float) -> contextlib.AbstractContextManager[RouterBench]:
@@ -101,7 +102,7 @@ def _config(bench: RouterBench, **settings: Any) -> LoadConfig:
 
 
 def _capacity(bench: RouterBench, seconds: float) -> float:
-    """Answered a second with always a few waiting. The router learns the workers' speed meanwhile."""
+    """Requests answered per second while a few always wait. The router learns the workers' speed meanwhile."""
     report = run_now(_config(bench, concurrency=8, seconds=max(seconds, 6.0), warmup_requests=5))
     return len(report.answered) / report.seconds
 

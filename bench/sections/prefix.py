@@ -1,4 +1,4 @@
-"""What a prefix hit is worth: time to first token with 2,000 of 2,080 tokens cached, against none."""
+"""The gain of a prefix hit: time to first token with 2,000 of 2,080 tokens cached, against none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import run_now, tokens_config
-from loadgen import Report
+from loadgen.report import Report
 from tests.harness import cluster
 
 PREFIX_TOKENS = 2000
@@ -22,7 +22,7 @@ def run(context: Context) -> Section:
         whole = {"workload": "plain", "prompt_tokens": PREFIX_TOKENS + OWN_TOKENS}
         cold = run_now(tokens_config(running.grpc, seed=1, **base, **whole))
         shared = {"workload": "shared", "prefix_tokens": PREFIX_TOKENS, "prompt_tokens": OWN_TOKENS}
-        # The measured prefix must be cached by then: its first request is taken out below.
+        # The measured prefix must be cached by then: its first request is left out below.
         warm = run_now(tokens_config(running.grpc, seed=2, **{**base, "requests": requests + 1}, **shared))
     cold_ttft, warm_ttft = _ttft(cold, 0), _ttft(warm, 1)
     cached = statistics.median(record.cached_tokens for record in warm.records[1:])

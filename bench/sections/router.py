@@ -1,7 +1,7 @@
-"""What a router adds to a request: behind it workers that answer at once, before it both protocols.
+"""The latency that a router adds to a request, over both protocols, in front of workers that answer at once.
 
-Every due moment brings a pair of requests, one straight to the workers as the router would ask them, one through
-the router; what is added is the difference of each pair's times to first token.
+At each time of the schedule a pair of requests is sent, one to the workers directly as the router would send it, one
+through the router; the added latency is the difference of the pair's times to first token.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from bench import placement
 from bench.context import Context
 from bench.figures import Figure, Section
 from bench.load import tokens_config
-from loadgen.open_target import open_target
-from loadgen.pacer import Pacer
+from loadgen.load import open_target
 from loadgen.record import RequestRecord
+from loadgen.report import summarise
 from loadgen.runner import run_clock
-from loadgen.stats import summarise
+from loadgen.schedule import Pacer
 from loadgen.target import Target
 from loadgen.words import words
 from loadgen.workload import TextPrompt
@@ -38,15 +38,15 @@ from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_p
 RATE = 50.0
 SECONDS = 30.0
 PROMPT_CHARACTERS = 2000
-PROMPT_TOKENS = 900  # about what the bench's tokenizer makes of them, for the direct request
+PROMPT_TOKENS = 900  # about the tokens of these texts, for the direct request
 MAX_TOKENS = 16
 WARM_UP = 100
-STALL_SECONDS = 0.03  # a segment held back by Nagle and delayed acknowledgements waits 40 ms
+STALL_SECONDS = 0.03  # a segment delayed by Nagle and delayed acknowledgements waits 40 ms
 
 
 @dataclass(frozen=True)
 class Added:
-    """Seconds to first token, pair by pair, and the router's processor time for all of them."""
+    """Seconds to first token per pair, and the router's processor time for all of them."""
 
     through: list[float]
     added: list[float]
@@ -58,7 +58,7 @@ class Added:
 
     @property
     def held_directly(self) -> int:
-        """The same without a router: what the machine itself held up."""
+        """The same without a router: delays of the machine itself."""
         pairs = zip(self.through, self.added, strict=True)
         return sum(through - added >= STALL_SECONDS for through, added in pairs)
 
@@ -125,7 +125,7 @@ def _cpu(process: psutil.Process) -> float:
 
 
 async def _pair(target: Target, channel: grpc.aio.Channel, source: random.Random) -> tuple[float, float]:
-    """(seconds to first token directly, through the router), in either order by turns."""
+    """(seconds to first token directly, through the router), in alternating order."""
     if source.random() < 0.5:
         direct = await _direct(channel)
         return direct, await _through(target, source)
@@ -141,7 +141,7 @@ async def _through(target: Target, source: random.Random) -> float:
 
 
 async def _direct(channel: grpc.aio.Channel) -> float:
-    """What the router does for a request, without the router."""
+    """The router's calls to the workers for a request, without the router."""
     transfer_id = secrets.token_bytes(16)
     sampling = common_pb2.SamplingParams(max_tokens=MAX_TOKENS)
     spec = common_pb2.GenerateSpec(prompt_tokens=bytes(4 * PROMPT_TOKENS), sampling=sampling, n=1)
@@ -157,7 +157,7 @@ async def _direct(channel: grpc.aio.Channel) -> float:
 
 
 def _script_figures(context: Context) -> Iterator[Figure]:
-    """The placement script by itself, and what its index weighs."""
+    """The placement script by itself, and the size of its index."""
     out, calls = context.out / "router", context.repeats(3000)
     for name, pairs, blocks, bound in (
         ("placement_script_64_seconds", 64, 128, "≤ 0.0001"),
@@ -193,6 +193,6 @@ def _live_script_figures(bench: RouterBench, context: Context) -> list[Figure]:
 
 
 def _places(command: bytes | str) -> bool:
-    """The placement script is the one that is given the counter of its calls."""
+    """The placement script is the one that takes the counter of its calls."""
     text = command.decode(errors="replace") if isinstance(command, bytes) else command
     return text.startswith("EVALSHA") and ":calls " in text

@@ -25,7 +25,7 @@ from cluster.config.base import Frozen
 from cluster.config.shared import ClusterFields, SecretFields
 from cluster.config.yaml_file import read_settings
 from cluster.errors import ConfigError
-from cluster.redis.first_contact import check_url
+from cluster.redis.connect import check_url
 from cluster.redis.urls import with_password
 
 C = TypeVar("C", bound=Frozen)
@@ -55,8 +55,8 @@ def load(
             settings_cls: type[BaseSettings],
             init_settings: PydanticBaseSettingsSource,
             env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
+            *_: Any,
+            **__: Any,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             given = InitSettingsSource(settings_cls, dict(values or {}))
             return init_settings, env_settings, given, InitSettingsSource(settings_cls, written)

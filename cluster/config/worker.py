@@ -15,6 +15,7 @@ from cluster.config.base import Bytes, Count, Frozen, Seconds, no_flag
 from cluster.config.shared import ClusterFields, SecretFields, TelemetryFields, TlsFields
 
 Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 class EngineConfig(Frozen):

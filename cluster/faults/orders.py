@@ -49,20 +49,6 @@ class InjectedFault:
     monotonic: float
 
 
-def give_orders(directory: Path, orders: list[Order]) -> None:
-    """Replace the earlier orders."""
-    scratch = directory / "orders.json.part"
-    scratch.write_text(json.dumps([asdict(order) for order in orders]))
-    scratch.replace(directory / "orders.json")
-
-
-def read_injected(directory: Path) -> list[InjectedFault]:
-    path = directory / "struck.jsonl"
-    if not path.exists():
-        return []
-    return [InjectedFault(**json.loads(line)) for line in path.read_text().splitlines()]
-
-
 def open_faults(directory: Path | None, process: str) -> Faults:
     """Open the orders of a directory. Without one, as in production, every point does nothing."""
     if directory is None:

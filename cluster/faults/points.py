@@ -32,12 +32,6 @@ class Point(Enum):
     ROUTER_DONE = "router.done"  # every token is sent to the client; the end is not
 
 
-# Kinds of message between P and D (the fields of their oneofs) that may be dropped, doubled or delayed.
-# `drained` and `abort` are never dropped: the stream delivers them in order, or breaks and they are sent again.
-DROPPABLE = ("reserve", "slot_request", "finish", "reserve_reply", "slot_grant", "part_result", "committed")
-MESSAGES = (*DROPPABLE, "abort", "drained", "aborted", "part")
-
-
 class Act(Enum):
     KILL = "kill"  # this process, by SIGKILL
     STOP = "stop"  # this process, by SIGSTOP, until SIGCONT
@@ -56,9 +50,8 @@ class FaultAction:
 
 
 FaultPoint = Callable[[object], "FaultAction | None"]  # called with the request's id
-MessagePoint = Callable[
-    [str, object], "FaultAction | None"
-]  # called with the message's kind and the request's id
+# Called with the message's kind (a field of the oneofs between P and D) and the request's id
+MessagePoint = Callable[[str, object], "FaultAction | None"]
 
 
 class Faults(Protocol):

@@ -21,7 +21,7 @@ from cluster.membership import keys
 from cluster.membership.registration import Registration
 from cluster.protocol.block_hash import index_keys
 from cluster.redis.connect import connect
-from cluster.redis.elsewhere import leave
+from cluster.redis.failover import disconnect_after_failover
 from cluster.redis.memory import RedisMemory
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class ChainReporter:
     ):
         self._client = connect(redis_url)
         self._script = self._client.register_script(scripts.report())
-        self._keys = [keys.slot_owners(namespace), scripts.sequences(namespace)]
+        self._keys = [keys.slot_owners(namespace), keys.sequences(namespace)]
         self._prefix = scripts.prefix(namespace, model_id)
         self._registration = registration
         self._all_chains = all_chains
@@ -104,7 +104,7 @@ class ChainReporter:
                     self._send_batch()
             except redis.RedisError as error:
                 log.debug("reports of cached prefixes wait for Redis: %s", error)
-                leave(self._client, error)
+                disconnect_after_failover(self._client, error)
                 self._pause(RETRY_SECONDS)
             except Exception as error:  # the engine did not answer in time, or has ended
                 log.warning("reports of cached prefixes wait: %r", error)

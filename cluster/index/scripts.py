@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
-from cluster.membership import keys
-
 NODE_TTL_SECONDS = 3600.0
 
 
@@ -23,10 +21,3 @@ def report() -> str:
 def prefix(namespace: str, model_id: str) -> str:
     """Return the prefix of every node's keys; the model is part of it, as it is part of every hash's salt."""
     return f"{{{namespace}}}:{model_id}:"
-
-
-def sequences(namespace: str) -> str:
-    return keys.sequences(namespace)
-
-
-__all__ = ["NODE_TTL_SECONDS", "keys", "prefix", "report", "sequences", "tree"]

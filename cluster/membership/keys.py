@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-
-def members(namespace: str) -> str:
-    """Hash: worker_id → registration (JSON)."""
-    return f"{{{namespace}}}:members"
+from collections.abc import Callable
 
 
-def leases(namespace: str) -> str:
-    """Sorted set: worker_id → Redis time of the last renewal, in ms."""
-    return f"{{{namespace}}}:leases"
+def _key(name: str) -> Callable[[str], str]:
+    return lambda namespace: f"{{{namespace}}}:{name}"
 
 
-def status(namespace: str) -> str:
-    """Hash: worker_id → status (JSON), refreshed with renewals."""
-    return f"{{{namespace}}}:status"
-
-
-def slots(namespace: str) -> str:
-    """Counter: the last slot given out."""
-    return f"{{{namespace}}}:slots"
-
-
-def drains(namespace: str) -> str:
-    """Hash: worker_id → process:then, of workers that drain or are to drain: they get no more requests."""
-    return f"{{{namespace}}}:drains"
-
-
-def slot_owners(namespace: str) -> str:
-    """Hash: slot → worker_id@epoch. A slot that is missing is stale."""
-    return f"{{{namespace}}}:owners"
-
-
-def sequences(namespace: str) -> str:
-    """Hash: slot → sequence number of the next batch of index reports."""
-    return f"{{{namespace}}}:sequences"
-
-
-def router_reports(namespace: str) -> str:
-    """Hash: router_id → when it was written, and the router's counts for the live view."""
-    return f"{{{namespace}}}:router_reports"
+members = _key("members")  # hash: worker_id → registration (JSON)
+leases = _key("leases")  # sorted set: worker_id → Redis time of the last renewal, in ms
+status = _key("status")  # hash: worker_id → status (JSON), refreshed with renewals
+slots = _key("slots")  # counter: the last slot assigned
+drains = _key(
+    "drains"
+)  # hash: worker_id → process:then, of workers that drain or are to drain: no more requests
+slot_owners = _key("owners")  # hash: slot → worker_id@epoch; a slot that is missing is stale
+sequences = _key("sequences")  # hash: slot → sequence number of the next batch of index reports
+router_reports = _key("router_reports")  # hash: router_id → time of writing, and its counts for the live view
 
 
 def registry(namespace: str) -> list[str]:
     """KEYS of every script of the registry, in this order."""
-    return [f(namespace) for f in (members, leases, status, slots, slot_owners, drains, sequences)]
+    return [key(namespace) for key in (members, leases, status, slots, slot_owners, drains, sequences)]

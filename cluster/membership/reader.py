@@ -28,7 +28,7 @@ from cluster.protocol.times import (
     REGISTER_AGAIN_SECONDS,
 )
 from cluster.redis.connect import connect, connect_async
-from cluster.redis.elsewhere import leave_async
+from cluster.redis.failover import disconnect_after_failover_async
 from wire import common_pb2
 
 _FIELDS = frozenset(field.name for field in fields(WorkerInfo))
@@ -170,7 +170,7 @@ class Members:
             if self.redis_ok:
                 log.warning("Redis is out of reach; the last membership stays in use: %s", error)
             self.redis_ok = False
-            await leave_async(self._client, error)
+            await disconnect_after_failover_async(self._client, error)
             return
         now = time.monotonic()
         slots = int(answer[1])

@@ -1,4 +1,4 @@
-"""The registry's scripts as one worker calls them."""
+"""The registry's scripts: as a worker calls them, and to drain a worker from any process that reaches Redis."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Literal, cast
 
 import redis
 
+from cluster.errors import ConfigError
 from cluster.membership import keys, scripts
+from cluster.membership.reader import read_workers
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import Then, WorkerInfo
 from cluster.redis.connect import connect
-from cluster.redis.elsewhere import leave
+from cluster.redis.failover import disconnect_after_failover
 
 
 def encode(info: WorkerInfo) -> str:
@@ -49,12 +51,31 @@ class Registry:
     def leave(self, info: WorkerInfo) -> None:
         self._leave(keys=self._keys, args=[info.worker_id, info.name, info.slot])
 
-    def drain(self, worker_id: str, then: Then) -> None:
-        self._drain(keys=self._keys, args=[worker_id, then])
+    def drain(self, worker_id: str, then: Then) -> int:
+        """0: no such worker is registered; 1: it is marked now; 2: it was marked before."""
+        return int(self._drain(keys=self._keys, args=[worker_id, then]))
 
     def failed(self, error: redis.RedisError) -> None:
         """Drop the connection to a server that is no longer the master."""
-        leave(self._client, error)
+        disconnect_after_failover(self._client, error)
 
     def close(self) -> None:
         self._client.close()
+
+
+def request_drain(redis_url: str, namespace: str, worker_id: str, then: Then = "exit") -> bool:
+    """The worker gets no more requests from now on, and starts to drain at its next renewal.
+
+    False: it was requested before. Raises ConfigError if no such worker is registered, and redis.RedisError.
+    """
+    registry = Registry(redis_url, namespace)
+    try:
+        answer = registry.drain(worker_id, then)
+    finally:
+        registry.close()
+    if answer == 0:
+        known = ", ".join(worker.worker_id for worker in read_workers(redis_url, namespace)) or "none"
+        raise ConfigError(
+            f"no worker {worker_id} in namespace {namespace}; registered are: {known}", field="worker"
+        )
+    return answer == 1

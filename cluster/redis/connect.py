@@ -6,6 +6,10 @@ from typing import Any
 
 import redis
 import redis.asyncio
+from redis.connection import parse_url
+
+from cluster.errors import ConfigError
+from cluster.redis.urls import without_password
 
 CONNECT_SECONDS = 1.0
 COMMAND_SECONDS = 1.0
@@ -26,3 +30,28 @@ def connect(url: str, seconds: float = COMMAND_SECONDS) -> redis.Redis:
 def connect_async(url: str, seconds: float = COMMAND_SECONDS) -> redis.asyncio.Redis:
     """A client for an event loop."""
     return redis.asyncio.Redis.from_url(url, **_options(url, seconds))
+
+
+def check_url(url: str) -> None:
+    """Raise ConfigError if `url` is not a Redis URL. The message leaves the URL out, which may hold a password."""
+    try:
+        parse_url(url)  # type: ignore[no-untyped-call]
+    except ValueError:
+        raise ConfigError(
+            "redis_url is not a Redis URL; write for example redis://host:6379, rediss://host:6379 (TLS) or "
+            "unix:///path/of/its.sock",
+            field="redis_url",
+        ) from None
+
+
+def why_silent(url: str) -> str:
+    """Ping once, for a second or two. Returns "" if Redis answers, else its address and the reason."""
+    check_url(url)
+    client = connect(url)
+    try:
+        client.ping()
+    except (redis.RedisError, OSError) as error:
+        return f"no Redis answers at {without_password(url)} ({error})"
+    finally:
+        client.close()
+    return ""

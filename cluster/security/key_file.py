@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 from cluster.config.yaml_file import read_yaml
 from cluster.errors import ConfigError
 from cluster.security.keys import ANYONE, Caller, KeyEntry, KeyRing
+from cluster.security.tls import file_stamp
 
 log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 16 << 20
@@ -59,7 +59,7 @@ class ApiKeys:
         self._ring = KeyRing([])
         self._seen: tuple[int, int, int] | None = None
         if path is not None:
-            self._seen = _stamp(path)
+            self._seen = file_stamp(path)
             self._ring = read_keys(path)
             log.info("%d API keys", len(self._ring))
 
@@ -77,7 +77,7 @@ class ApiKeys:
         """Read the file if it has changed since the last read."""
         if self._path is None:
             return
-        stamp = _stamp(self._path)
+        stamp = file_stamp(self._path)
         if stamp == self._seen:
             return
         self._seen = stamp
@@ -86,12 +86,3 @@ class ApiKeys:
             log.info("API keys were read again: %d", len(self._ring))
         except ConfigError as error:
             log.error("%s; the keys read before stay valid", error.message)
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Identify the file's version; a symbolic link with a new target (a mounted Secret) is another version."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size

@@ -1,4 +1,4 @@
-"""API keys: generation, stored form, and check.
+"""API keys: creation, stored form, and check.
 
     key   = baton-<id>-<secret>       id: 8 bytes, secret: 32 random bytes; only the client keeps it
     entry = id, sha256(id ‖ secret)   the id is the salt, and finds the entry without trying all of them

@@ -70,7 +70,7 @@ class Identity:
         self._pem = self._read()
         self._checked = clock()
         self._logged: tuple[object, ...] | None = None  # stamp of the files whose failure was logged last
-        self.generation = 1
+        self.version = 1
 
     def current(self) -> Pem:
         """Return the current contents; checks the files at most once a second."""
@@ -102,7 +102,7 @@ class Identity:
             return
         if stamp == self._now_stamp():
             self._stamp, self._pem = stamp, pem
-            self.generation += 1
+            self.version += 1
             log.info("loaded the changed certificate %s", self._files[0])
 
     def _read(self) -> Pem:
@@ -117,10 +117,11 @@ class Identity:
         return pem
 
     def _now_stamp(self) -> tuple[object, ...]:
-        return tuple(_stamp(file) for file in self._files if file is not None)
+        return tuple(file_stamp(file) for file in self._files if file is not None)
 
 
-def _stamp(file: Path) -> tuple[int, int, int] | None:
+def file_stamp(file: Path) -> tuple[int, int, int] | None:
+    """Identify a file's version; a symbolic link with a new target (a mounted Secret) is another version."""
     try:
         found = os.stat(file)
     except OSError:
@@ -137,7 +138,7 @@ def make_identity(cert: Path | None, key: Path | None, ca: Path | None) -> Ident
 
 def server_credentials(identity: Identity, *, ask_clients: bool) -> grpc.ServerCredentials:
     """Credentials that use the newest files for each connection. `ask_clients`: require a certificate of the authority."""
-    shown = identity.generation
+    shown = identity.version
 
     def configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca or None)
@@ -145,9 +146,9 @@ def server_credentials(identity: Identity, *, ask_clients: bool) -> grpc.ServerC
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal shown
         pem = identity.current()
-        if identity.generation == shown:
+        if identity.version == shown:
             return None
-        shown = identity.generation
+        shown = identity.version
         return configuration(pem)
 
     first = configuration(identity.current())
@@ -162,31 +163,29 @@ class Peers:
         self._identity = identity
 
     @property
-    def generation(self) -> int:
+    def version(self) -> int:
         """A number that grows when the files change; channels should then be replaced."""
         if self._identity is None:
             return 0
         self._identity.current()
-        return self._identity.generation
+        return self._identity.version
 
     def channel(self, address: str, options: Options = ()) -> grpc.aio.Channel:
         """Open a channel to a worker."""
-        if self._identity is None:
-            return grpc.aio.insecure_channel(address, options=[*_RECONNECT, *options])
-        return grpc.aio.secure_channel(
-            address, self._credentials(self._identity), options=_to_worker(options)
-        )
+        opened: grpc.aio.Channel = _open(grpc.aio, address, *self._to_worker(options))
+        return opened
 
     def blocking_channel(self, address: str, options: Options = ()) -> grpc.Channel:
         """Open a blocking channel to a worker."""
-        if self._identity is None:
-            return grpc.insecure_channel(address, options=[*_RECONNECT, *options])
-        return grpc.secure_channel(address, self._credentials(self._identity), options=_to_worker(options))
+        opened: grpc.Channel = _open(grpc, address, *self._to_worker(options))
+        return opened
 
-    @staticmethod
-    def _credentials(identity: Identity) -> grpc.ChannelCredentials:
-        pem = identity.current()
-        return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+    def _to_worker(self, options: Options) -> tuple[grpc.ChannelCredentials | None, Options]:
+        if self._identity is None:
+            return None, options
+        pem = self._identity.current()
+        credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+        return credentials, (*options, ("grpc.ssl_target_name_override", WORKER_NAME))
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
         """Bind the server to a port and return it. Raises RuntimeError if it is taken."""
@@ -214,10 +213,6 @@ class Peers:
 def worker_peers(config: WorkerConfig) -> Peers:
     """Return the Peers of a worker's configuration. Raises ConfigError."""
     return Peers(make_identity(config.tls_cert, config.tls_key, config.tls_ca))
-
-
-def _to_worker(options: Options) -> list[tuple[str, Any]]:
-    return [*_RECONNECT, *options, ("grpc.ssl_target_name_override", WORKER_NAME)]
 
 
 def listen(server: grpc.aio.Server, address: str, identity: Identity | None, *, ask_clients: bool) -> int:
@@ -284,7 +279,7 @@ async def _check_name(context: Context, name: str) -> None:
 class ListenerContext:
     """The SSLContext of an HTTP server. `refresh` makes the next connections use changed files.
 
-    Each generation of the files gets its own context, selected when a connection begins: files that do not load change
+    Each version of the files gets its own context, selected when a connection begins: files that do not load change
     nothing, and a removed authority is no longer trusted. A resumed session would bypass that. TLS 1.3 resumes none
     without tickets; 1.2 resumes from a cache of the first context, which Python cannot turn off, so clients that must
     present a certificate need 1.3.
@@ -293,15 +288,15 @@ class ListenerContext:
     def __init__(self, identity: Identity, *, ask_clients: bool):
         self._identity = identity
         self._ask_clients = ask_clients
-        self._generation = identity.generation
+        self._version = identity.version
         self.context = self._current = self._made()
         self.context.sni_callback = self._lead
 
     def refresh(self) -> bool:
         """Whether the files have changed and the next connection uses them."""
         self._identity.current()
-        generation = self._identity.generation
-        if generation == self._generation:
+        version = self._identity.version
+        if version == self._version:
             return False
         try:
             self._current = self._made()
@@ -311,7 +306,7 @@ class ListenerContext:
         ) as error:  # perhaps half of a further change: the next check reads the files again
             log.warning("certificate of the HTTP port: %s; the previous one stays in use", error)
             return False
-        self._generation = generation
+        self._version = version
         return True
 
     def _made(self) -> ssl.SSLContext:
@@ -357,13 +352,21 @@ class ClientTls:
 
 def router_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:
     """Open a blocking client's channel to a router."""
-    if tls is None:
-        return grpc.insecure_channel(address, options=[*_RECONNECT, *options])
-    return grpc.secure_channel(address, tls.credentials(), options=[*_RECONNECT, *options])
+    opened: grpc.Channel = _open(grpc, address, tls.credentials() if tls is not None else None, options)
+    return opened
 
 
 def router_channel_async(address: str, tls: ClientTls | None, options: Options) -> grpc.aio.Channel:
     """Open an asyncio client's channel to a router."""
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=[*_RECONNECT, *options])
-    return grpc.aio.secure_channel(address, tls.credentials(), options=[*_RECONNECT, *options])
+    opened: grpc.aio.Channel = _open(
+        grpc.aio, address, tls.credentials() if tls is not None else None, options
+    )
+    return opened
+
+
+def _open(api: Any, address: str, credentials: grpc.ChannelCredentials | None, options: Options) -> Any:
+    """Open a channel by `api`, which is grpc or grpc.aio; in plain text without credentials."""
+    every = [*_RECONNECT, *options]
+    if credentials is None:
+        return api.insecure_channel(address, options=every)
+    return api.secure_channel(address, credentials, options=every)

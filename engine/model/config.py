@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from cluster.errors import ModelError
+from cluster.errors import ConfigError, ModelError
 
 _FAMILIES = {
     "LlamaForCausalLM": "llama",
@@ -241,3 +242,38 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     smooth = (old / wavelength - low) / (high - low)
     middle = ~(wavelength < old / high) & ~(wavelength > old / low)
     return torch.where(middle, (1 - smooth) / factor * freq + smooth * freq, scaled)
+
+
+MAX_SUGGESTED_RANKS = 64  # in an error message
+
+
+def check_shares(model: ModelConfig, size: int) -> None:
+    """Raise ConfigError naming the dimension that `size` ranks can't share equally, and the sizes that fit."""
+    if dimension := _indivisible(model, size):
+        fit = ", ".join(str(one) for one in range(1, MAX_SUGGESTED_RANKS + 1) if not _indivisible(model, one))
+        raise ConfigError(
+            f"tensor_parallel {size}: the model's {dimension} can't be shared equally; sizes that fit: {fit}",
+            field="tensor_parallel",
+        )
+
+
+def _indivisible(model: ModelConfig, size: int) -> str:
+    """The dimension that `size` ranks can't share equally, with its value; "" if there is none."""
+    for key, value in (
+        ("num_attention_heads", model.num_heads),
+        ("intermediate_size", model.intermediate_size),
+        ("vocab_size", model.vocab_size),
+    ):
+        if value % size:
+            return f"{key} = {value}"
+    # With more ranks than KV heads, several ranks hold the same head.
+    if model.num_kv_heads % size and size % model.num_kv_heads:
+        return f"num_key_value_heads = {model.num_kv_heads}"
+    return ""
+
+
+def tables(inverse_frequencies: Tensor, max_len: int) -> tuple[Tensor, Tensor]:
+    """The rotary position embedding (Su et al., RoFormer), halves form as in Llama: cos and sin, float32
+    [max_len, head_dim / 2], computed once."""
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies)
+    return angles.cos(), angles.sin()

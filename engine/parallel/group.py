@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
+import logging
 import os
 import socket
+import stat
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -17,7 +22,6 @@ from torch import Tensor
 
 from cluster.addresses import interface_of, source_address
 from cluster.errors import InternalError, SetupError
-from engine.parallel.listeners import listening_meanwhile
 from engine.plan import StepPlan
 
 # An idle leader sends no plan, so collectives have no time-out. A dead leader is noticed by its pipe to the rank
@@ -198,3 +202,46 @@ def kv_head_range(rank: int, size: int, num_kv_heads: int) -> tuple[int, int]:
         return rank * share, (rank + 1) * share
     head = rank * num_kv_heads // size
     return head, head + 1
+
+
+log = logging.getLogger(__name__)
+SO_ATTACH_FILTER = 26  # Linux; not among Python's constants
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0 bytes of the packet
+
+
+@contextlib.contextmanager
+def listening_meanwhile() -> Iterator[None]:
+    """After the block, sockets that began to listen inside it accept no new connection; open connections stay.
+
+    gloo listens as long as the process lives, although it needs that only until all ranks have joined. It keeps the
+    descriptor of every connection that closes without data, and aborts the process when no descriptor is free. The
+    sockets are not closed: they are in gloo's poll set, and gloo would fail.
+    """
+    before = _listening()
+    yield
+    for descriptor in _listening() - before:
+        try:
+            _drop_packets(descriptor)
+        except OSError as error:
+            log.warning("the process group's port cannot be closed to other hosts: %s", error)
+
+
+def _listening() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").is_dir() else []:
+        with contextlib.suppress(OSError):  # closed since it was listed
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(int(name))
+    return found
+
+
+def _drop_packets(descriptor: int) -> None:
+    """Raises OSError if the kernel has no socket filters."""
+    program = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        listener.setsockopt(
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program))
+        )

@@ -1,4 +1,5 @@
-"""Growth of a running sequence without a free block: which reservation it may evict, and how much it then sets aside.
+"""When blocks are short: which sequence frees its own, and growth of a running sequence without a free block: which
+reservation it may evict, and how much it then sets aside.
 
 If every block of growth evicted a reservation, the same hand-off would be evicted again and again, because it is the
 youngest each time it returns. Therefore the amount set aside doubles with each eviction: a sequence that grows by n
@@ -7,14 +8,33 @@ blocks evicts O(log n) times, and new reservations are refused before anything i
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.states import SequenceState as S
-from engine.scheduler.victim import choose_victim
+from engine.scheduler.sequence import SequenceState as S
 
 # Set aside at the first eviction: as many tokens as a decode worker reserves for a new request's growth.
 SET_ASIDE_TOKENS = 256
+
+
+def choose_victim(candidates: Seq[Sequence], holders: Iterable[Sequence]) -> Sequence:
+    """Of the lowest class, then of the tenant that holds most blocks for its weight, the youngest.
+
+    `candidates` is not empty; the shares of tenants are counted over `holders`. Tenants with equal shares count as one:
+    the youngest of them all is chosen.
+    """
+    lowest = max(one.rank for one in candidates)
+    candidates = [one for one in candidates if one.rank == lowest]
+    if len({one.request.tenant for one in candidates}) > 1:
+        blocks: Counter[str] = Counter()
+        for one in holders:
+            blocks[one.request.tenant] += len(one.blocks)
+        shares = [blocks[one.request.tenant] / one.request.weight for one in candidates]
+        largest = max(shares)
+        candidates = [one for one, share in zip(candidates, shares, strict=True) if share == largest]
+    return max(candidates, key=lambda one: one.arrival)
 
 
 def reservation_for(rank: int, sequences: Seq[Sequence]) -> Sequence | None:

@@ -18,11 +18,10 @@ from engine.plan import BlockCopy
 from engine.request import EngineRequest
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.extra_seats import ExtraSeats
-from engine.scheduler.growth import GrowthClaims, reservation_for
+from engine.scheduler.growth import GrowthClaims, choose_victim, reservation_for
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.sequence import HIGHEST_RANK, Sequence, rank_of
-from engine.scheduler.states import SequenceState as S
-from engine.scheduler.victim import choose_victim
+from engine.scheduler.sequence import SequenceState as S
 
 # After so long in one class a waiting sequence counts as of the next higher one, so that no class starves another.
 AGING_SECONDS = 30.0

@@ -1,14 +1,39 @@
-"""One choice of one request, and its blocks."""
+"""One choice of one request, its blocks and its state.
+
+WAITING ──admitted──► RUNNING ──► FINISHED
+   ▲                  │  ▲  └─prefill_only, or parked─► HELD ──► FINISHED
+   └───preempted──────┘  └─commit─ WAITING_FOR_KV (reserved, KV on its way)
+                                        └──growth needs its blocks──► EVICTED (until all writes ended) ──► FINISHED
+"""
 
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
+from enum import Enum
 
 from cluster.state_machine import StateMachine
 from engine.request import EngineRequest, PromptChunk
-from engine.scheduler.states import TRANSITIONS, SequenceState
 
 HIGHEST_RANK = -1  # of the class high
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"
+    WAITING_FOR_KV = "waiting_for_kv"
+    EVICTED = "evicted"
+    RUNNING = "running"
+    HELD = "held"
+    FINISHED = "finished"
+
+
+S = SequenceState
+TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    S.WAITING: frozenset({S.RUNNING, S.FINISHED}),
+    S.WAITING_FOR_KV: frozenset({S.RUNNING, S.EVICTED, S.FINISHED}),
+    S.EVICTED: frozenset({S.FINISHED}),
+    S.RUNNING: frozenset({S.WAITING, S.HELD, S.FINISHED}),
+    S.HELD: frozenset({S.FINISHED}),
+}
 
 
 def rank_of(request: EngineRequest) -> int:

@@ -1,21 +1,26 @@
-"""One hand-off at the decode worker: its reservation, its parts, and its state."""
+"""One hand-off at the decode worker: its reservation, its parts, its state, and what is counted of it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.errors import BatonError, DigestMismatchError, InternalError, TransportError
 from cluster.state_machine import StateMachine
-from kv_transfer.contract import HandoffState, Reservation
+from cluster.telemetry.histogram import Histogram
+from cluster.telemetry.metrics import worker as metrics
+from kv_transfer import messages as m
+from kv_transfer.contract import DecodeEngine, HandoffState, Reservation
+from kv_transfer.decode_side.landing import Landing
 from kv_transfer.decode_side.part_ledger import PartLedger
 from kv_transfer.decode_side.peer import PeerLink
-from kv_transfer.layout.geometry import Flow
+from kv_transfer.layout.geometry import Flow, plan_flows
 from kv_transfer.messages import PartLanded
-from wire import handoff_pb2
+from wire import common_pb2, handoff_pb2
 
 log = logging.getLogger(__name__)
 H = HandoffState
@@ -118,8 +123,8 @@ def error_of(part: PartLanded, agreement: handoff_pb2.Welcome) -> BatonError:
         return DigestMismatchError(f"part {part.part} arrived corrupted twice")
     if part.error == "digest_missing":
         return TransportError(
-            f"part {part.part} has no {agreement.digest_kind} digest, as was agreed ({agreement.digests}): give prefill "
-            "and decode workers the same digests and digest_sample_share",
+            f"part {part.part} lacks the {agreement.digest_kind} digest that the pair agreed on (digests: "
+            f"{agreement.digests}): give prefill and decode workers the same digests and digest_sample_share",
             field="digests",
         )
     return TransportError(f"part {part.part} could not be taken ({part.error})")
@@ -131,3 +136,57 @@ def as_baton_error(error: Exception, transfer_id: bytes) -> BatonError:
         return error
     log.error("hand-off %s failed", transfer_id.hex(), exc_info=error)
     return InternalError(f"{type(error).__name__}: {error}")
+
+
+ASSUMED_RATE = 500e6  # bytes per second, before the first part was measured
+
+
+@dataclass
+class ReceiverStats:
+    counts: Counter[str] = field(default_factory=Counter)
+    handoff_seconds: Histogram = field(default_factory=metrics.HANDOFF_SECONDS.create)
+    rate_bytes_per_second: float = ASSUMED_RATE
+
+    def part_verified(self, part: PartLanded) -> None:
+        self.counts["parts"] += 1
+        self.counts["bytes"] += part.bytes
+
+    def committed(self, handoff: IncomingHandoff) -> None:
+        self.counts["committed"] += 1
+        measured = handoff.rate_bytes_per_second or self.rate_bytes_per_second
+        self.rate_bytes_per_second += 0.2 * (measured - self.rate_bytes_per_second)
+        self.handoff_seconds.observe(time.monotonic() - handoff.times.reserved)
+
+
+async def take_on(
+    link: PeerLink,
+    request: handoff_pb2.Reserve,
+    *,
+    layout: common_pb2.KvLayout,
+    engine: DecodeEngine,
+    landing: Landing,
+) -> IncomingHandoff:
+    """Reserve blocks and register the hand-off. Re-raises any failure after releasing what was reserved."""
+    flows = plan_flows(
+        layout.num_kv_heads, link.layout.tensor_parallel, layout.tensor_parallel, request.transfer_id
+    )
+    reservation = await engine.reserve(request)
+    try:
+        handoff = IncomingHandoff(request, reservation, link, flows, layout.num_layers)
+        landing.expect_transfer(
+            m.ExpectTransfer(
+                transfer_id=request.transfer_id,
+                prefill_epoch=link.prefill.epoch,
+                block_ids=reservation.block_ids,
+                held_tokens=reservation.held_tokens,
+                token_count=request.token_count,
+                flows=flows,
+                digests=link.agreement.digests,
+                digest_kind=link.agreement.digest_kind,
+            )
+        )
+    except BaseException:
+        landing.forget(request.transfer_id)
+        await engine.abort(request.transfer_id, 0)
+        raise
+    return handoff

@@ -15,8 +15,7 @@ from dataclasses import replace
 from cluster import errors
 from cluster.config.worker import TransferConfig
 from kv_transfer import messages as m
-from kv_transfer.decode_side.ring import Ring, Slot, SlotState, worker_of
-from kv_transfer.decode_side.turns import Claim
+from kv_transfer.decode_side.ring import Claim, Ring, Slot, SlotState, worker_of
 from kv_transfer.ranks import ReceivingRank
 from wire import handoff_pb2
 
@@ -93,19 +92,16 @@ class Landing:
         for rank in self._ranks:
             rank.handle(m.ForgetTransfer(transfer_id, confirm=False))
 
-    def expect(
-        self, claim: Claim, slot: Slot, rank: int, seconds: float, expired: Callable[[Slot], None]
-    ) -> None:
-        """Expect a part in a granted slot; `expired(slot)` is called if it does not land within `seconds`, or
+    def expect(self, grant: handoff_pb2.SlotGrant, seconds: float, expired: Callable[[Slot], None]) -> None:
+        """Expect the part of a grant; `expired(slot)` is called if it does not land within `seconds`, or
         MOST_PART_SECONDS."""
-        self._ranks[rank].handle(
-            m.Expect(slot.index, slot.generation, claim.transfer_id, claim.part, claim.source_rank)
-        )
-        key = (rank, slot.index, slot.generation)
+        rank = grant.target_rank
+        self._ranks[rank].handle(grant)
+        key = (rank, grant.slot, grant.generation)
 
         def too_late() -> None:
             self._timers.pop(key, None)
-            late = self.rings[rank].slot(slot.index, key[2])
+            late = self.rings[rank].slot(grant.slot, grant.generation)
             if late is not None and late.machine.state is SlotState.GRANTED:
                 expired(late)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +13,6 @@ from cluster import errors
 from cluster.faults.points import MessagePoint, inject
 from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS
 from kv_transfer.decode_side.handshake import Handshake
-from kv_transfer.decode_side.in_turn import InTurn
 from kv_transfer.decode_side.validate import check_message
 from kv_transfer.outbox import Outbox
 from wire import common_pb2, handoff_pb2
@@ -21,6 +21,45 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", handoff_pb2.Reserve, handoff_pb2.Finish, handoff_pb2.AbortHandoff)
 MAX_RESERVING = 512  # reservations of one peer that wait for the engine, which answers between two steps
 MAX_PENDING = 8 * MAX_RESERVING  # these and the messages that follow them
+Work = Callable[[], Awaitable[None]]
+
+
+class InTurn:
+    """Runs the engine's work for a peer's messages in the background, so that reading its stream never waits for a step:
+    that of one transfer in the order of arrival, that of different transfers concurrently."""
+
+    def __init__(self, spawn: Callable[[Coroutine[Any, Any, Any]], None], limit: int):
+        self._spawn = spawn
+        self._limit = limit
+        self._queues: dict[bytes, deque[Work]] = {}
+        self.pending = 0  # running or waiting
+
+    def add(self, transfer_id: bytes, work: Work) -> bool:
+        """Queue `work`. Returns False, without queueing it, if `limit` works are pending."""
+        if self.pending >= self._limit:
+            return False
+        self.pending += 1
+        queue = self._queues.get(transfer_id)
+        if queue is not None:
+            queue.append(work)
+        else:
+            self._queues[transfer_id] = deque([work])
+            self._spawn(self._run(transfer_id))
+        return True
+
+    async def _run(self, transfer_id: bytes) -> None:
+        queue = self._queues[transfer_id]
+        try:
+            while queue:
+                try:
+                    await queue.popleft()()
+                except Exception:  # later messages still run: one of them may undo this one
+                    log.exception("handling a message of hand-off %s failed", transfer_id.hex())
+                finally:
+                    self.pending -= 1
+        finally:
+            self.pending -= len(queue)
+            del self._queues[transfer_id]
 
 
 class PeerRequests(Protocol):

@@ -4,7 +4,6 @@ hand-off commits."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
@@ -17,18 +16,14 @@ from kv_transfer import messages as m
 from kv_transfer.contract import DecodeEngine, HandoffState
 from kv_transfer.decode_side import replies
 from kv_transfer.decode_side.handshake import Handshake
-from kv_transfer.decode_side.incoming import IncomingHandoff, as_baton_error, error_of
+from kv_transfer.decode_side.incoming import IncomingHandoff, ReceiverStats, as_baton_error, error_of, take_on
 from kv_transfer.decode_side.landing import Landing
-from kv_transfer.decode_side.part_ledger import untrue
+from kv_transfer.decode_side.part_ledger import contradiction
 from kv_transfer.decode_side.peer import PeerLink
-from kv_transfer.decode_side.reserve import take_on
-from kv_transfer.decode_side.ring import Ring, Slot
-from kv_transfer.decode_side.stats import ReceiverStats
-from kv_transfer.decode_side.turns import Claim
+from kv_transfer.decode_side.ring import Claim, Ring, Slot
 from kv_transfer.ranks import ReceivingRank, on_event_loop
 from wire import common_pb2, handoff_pb2
 
-log = logging.getLogger(__name__)
 MAX_DRAINING = 4096
 ENOUGH_UNDER_WAY = 2  # slots granted to a hand-off: its next grant may wait for further messages
 
@@ -107,7 +102,6 @@ class HandoffReceiver:
     def _exhausted(self, reason: str) -> None:
         """Too many slots are in doubt: this worker finishes what it has and ends, and its end is a fence."""
         if not self.exhausted:
-            log.error("no new hand-offs are accepted: %s", reason)
             self.exhausted = reason
             self._on_exhausted(reason)
 
@@ -172,11 +166,11 @@ class HandoffReceiver:
             self._loop.call_soon(self.rings[rank].landed_wrong, slot)
             return
         seconds = claim.bytes / self.stats.rate_bytes_per_second * 4 + 1.0
-        self._landing.expect(claim, slot, rank, seconds + 1.0, self._too_late)
         grant = replies.slot_grant(claim, slot, rank, self._landing.device(rank), seconds)
+        self._landing.expect(grant, seconds + 1.0, self._too_late)
         # With enough slots the peer has parts to write meanwhile.
         patient = handoff.under_way >= ENOUGH_UNDER_WAY
-        handoff.link.send(grant, patient=patient)
+        handoff.link.send(handoff_pb2.DecodeToPrefill(slot_grant=grant), patient=patient)
         handoff.granted()
 
     def _too_late(self, slot: Slot) -> None:
@@ -201,8 +195,8 @@ class HandoffReceiver:
             if handoff.finish is None:
                 handoff.take_finish(finish)
             await self._commit_if_complete(handoff)
-        except errors.TransportError as untrue_finish:
-            await self._abort(transfer_id, untrue_finish)
+        except errors.TransportError as contradicted:
+            await self._abort(transfer_id, contradicted)
 
     def drained(self, link: PeerLink, transfer_id: bytes) -> None:
         """Settle a Drained in the background, so that the peer's stream is read on. The peer repeats it until it is
@@ -295,7 +289,7 @@ class HandoffReceiver:
             return
         assert finish is not None, "complete includes it"
         if not handoff.parts.coverage.whole:
-            gap = untrue("parts that do not make up every layer of every token")
+            gap = contradiction("parts that do not make up every layer of every token")
             await self._abort(handoff.transfer_id, gap)
             return
         handoff.begin_commit()

@@ -17,12 +17,8 @@ from torch import Tensor
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
-from kv_transfer.decode_side.expectations import Expectations
-from kv_transfer.decode_side.fitting import CacheShape
-from kv_transfer.decode_side.part_landing import PartLanding
-from kv_transfer.decode_side.slot_memory import SlotMemory
-from kv_transfer.poll_pace import pause_between
-from kv_transfer.rank_thread import RankThread
+from kv_transfer.decode_side.part_landing import CacheShape, Expectations, PartLanding, SlotMemory
+from kv_transfer.rank_thread import RankThread, pause_between
 from kv_transfer.transports.base import Arrival
 from kv_transfer.transports.registry import Endpoints
 from wire import handoff_pb2
@@ -40,6 +36,7 @@ SETTLE_SECONDS = 0.02
 SETTLE_POLLS = 20
 PARTS_TOGETHER = 4  # in one report to the leader
 REPORT_SECONDS = 0.0005  # longest wait of a report for further parts
+EXPECTED = (m.ExpectTransfer, handoff_pb2.SlotGrant, m.ForgetTransfer)
 
 
 def pause_of(quiet_seconds: float) -> float:
@@ -167,7 +164,7 @@ class ReceiverRank:
 
     def _handle_one(self, message: m.ToReceiver) -> None:
         match message:
-            case m.Expect():
+            case handoff_pb2.SlotGrant():
                 self._expectations.expect(message)
             case m.ExpectTransfer():
                 self._expectations.expect_transfer(message)
@@ -206,7 +203,7 @@ class ReceiverRank:
             self.dropped["malformed"] += 1
             return
         # The grant may still be in the inbox: the peer can be faster than this thread's wake-up.
-        while (message := self._thread.next(m.ExpectTransfer, m.Expect, m.ForgetTransfer)) is not None:
+        while (message := self._thread.next(*EXPECTED)) is not None:
             self._handle_one(message)
         transfer = self._expectations.take(header)
         if transfer is None:

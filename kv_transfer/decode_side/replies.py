@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from cluster.errors import BatonError
-from kv_transfer.decode_side.ring import Slot
-from kv_transfer.decode_side.turns import Claim
+from kv_transfer.decode_side.ring import Claim, Slot
 from kv_transfer.messages import PartLanded
 from wire.handoff_pb2 import Aborted, Committed, DecodeToPrefill, DrainedAck, PartResult, SlotGrant
 
 
-def slot_grant(claim: Claim, slot: Slot, rank: int, device: int, deadline_seconds: float) -> DecodeToPrefill:
-    return DecodeToPrefill(
-        slot_grant=SlotGrant(
-            transfer_id=claim.transfer_id,
-            source_rank=claim.source_rank,
-            target_rank=rank,
-            part=claim.part,
-            slot=slot.index,
-            generation=slot.generation,
-            address=slot.address,
-            device=device,
-            deadline_seconds=deadline_seconds,
-        )
+def slot_grant(claim: Claim, slot: Slot, rank: int, device: int, deadline_seconds: float) -> SlotGrant:
+    return SlotGrant(
+        transfer_id=claim.transfer_id,
+        source_rank=claim.source_rank,
+        target_rank=rank,
+        part=claim.part,
+        slot=slot.index,
+        generation=slot.generation,
+        address=slot.address,
+        device=device,
+        deadline_seconds=deadline_seconds,
     )
 
 

@@ -1,6 +1,7 @@
 """The landing ring: which peer may write into which slot, and when a slot may be granted again.
 
     FREE ──grant──► GRANTED ──► LANDED ──► VERIFIED ──► FREE
+                       │           ├─wrong, or never sent─► FREE
                        └───────────┴──────────┴──► QUARANTINED ──fence proven──► FREE
 
 A late write may still land in a slot in doubt. Only two proofs end its quarantine: the sender reports that every write of
@@ -9,7 +10,7 @@ the transfer is terminal, or the sender's process is known to have exited (from 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,9 +18,77 @@ from typing import Self, TypeVar
 
 from cluster.errors import TransportError
 from cluster.state_machine import StateMachine
-from kv_transfer.decode_side.turns import Claim, Turns
 
 MAX_WAITING = 16384  # claims of one peer
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One part that waits for a slot or has one."""
+
+    transfer_id: bytes
+    peer: str  # worker_id@epoch
+    source_rank: int
+    part: int
+    bytes: int
+
+
+class Turns:
+    """The order of waiting claims: round robin over peers, then over each peer's hand-offs, first in first out within one.
+
+    So a hand-off that needs few slots does not wait behind all claims that arrived before it. `take` and `drop` cost
+    O(peers), independent of the number of claims and hand-offs.
+    """
+
+    def __init__(self) -> None:
+        # In the order of turns: the next one first.
+        self._peers: OrderedDict[str, OrderedDict[bytes, deque[Claim]]] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return self._counts.total()
+
+    def of(self, peer: str) -> int:
+        return self._counts[peer]
+
+    def add(self, claim: Claim) -> None:
+        handoffs = self._peers.setdefault(claim.peer, OrderedDict())
+        handoffs.setdefault(claim.transfer_id, deque()).append(claim)
+        self._counts[claim.peer] += 1
+
+    def take(self, peer_may: Callable[[str], bool], handoff_may: Callable[[bytes], bool]) -> Claim | None:
+        """Remove and return the next claim that `peer_may` and `handoff_may` allow; the others keep their turn."""
+        for peer, handoffs in self._peers.items():
+            if not peer_may(peer):
+                continue
+            for transfer_id, claims in handoffs.items():
+                if handoff_may(transfer_id):
+                    claim = claims.popleft()
+                    self._counts[peer] -= 1
+                    self._end_turn(peer, handoffs, transfer_id)
+                    return claim
+        return None
+
+    def _end_turn(self, peer: str, handoffs: OrderedDict[bytes, deque[Claim]], transfer_id: bytes) -> None:
+        self._peers.move_to_end(peer)
+        handoffs.move_to_end(transfer_id)
+        if not handoffs[transfer_id]:
+            self._forget(peer, transfer_id)
+
+    def drop(self, transfer_id: bytes) -> None:
+        """Remove all claims of a transfer."""
+        for peer in [peer for peer, handoffs in self._peers.items() if transfer_id in handoffs]:
+            self._counts[peer] -= len(self._peers[peer][transfer_id])
+            self._forget(peer, transfer_id)
+
+    def _forget(self, peer: str, transfer_id: bytes) -> None:
+        del self._peers[peer][transfer_id]
+        if not self._peers[peer]:
+            del self._peers[peer], self._counts[peer]
+
+    def clear(self) -> None:
+        self._peers.clear()
+        self._counts.clear()
 
 
 class SlotState(Enum):
@@ -35,7 +104,7 @@ K = TypeVar("K", bound=Hashable)
 TRANSITIONS: dict[SlotState, frozenset[SlotState]] = {
     S.FREE: frozenset({S.GRANTED}),
     S.GRANTED: frozenset({S.LANDED, S.QUARANTINED}),
-    S.LANDED: frozenset({S.VERIFIED, S.QUARANTINED}),
+    S.LANDED: frozenset({S.VERIFIED, S.FREE, S.QUARANTINED}),
     S.VERIFIED: frozenset({S.FREE, S.QUARANTINED}),
     S.QUARANTINED: frozenset({S.FREE}),
 }
@@ -134,7 +203,6 @@ class Ring:
     def landed_wrong(self, slot: Slot) -> None:
         """Free a slot whose part failed its check (its write is terminal: the notification came) or was never sent."""
         slot.machine.to(S.LANDED)
-        slot.machine.to(S.VERIFIED)
         self._release(slot)
 
     def quarantine(self, transfer_id: bytes) -> list[Slot]:

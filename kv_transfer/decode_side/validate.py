@@ -8,7 +8,7 @@ from kv_transfer.layout.digest import MODES
 from wire import common_pb2, handoff_pb2
 
 TRANSFER_ID_BYTES = 16
-MAX_NAME = 1024
+MAX_NAME = 1024  # characters of a worker's or request's id, of a tenant
 
 
 def check_message(message: handoff_pb2.PrefillToDecode, layout: common_pb2.KvLayout | None) -> None:
@@ -18,45 +18,47 @@ def check_message(message: handoff_pb2.PrefillToDecode, layout: common_pb2.KvLay
         return
     if kind == "hello":
         if layout is not None:
-            raise _wrong("hello", "was sent before")
+            raise invalid("hello", "was sent before")
         _check_hello(message.hello)
         return
     if layout is None:
-        raise _wrong("hello", f"comes first, not {kind}")
+        raise invalid("hello", f"comes first, not {kind}")
     if kind == "reserve":
-        _check_name("request_id", message.reserve.request_id)
+        check_name("request_id", message.reserve.request_id)
     elif kind == "slot_request":
         _check_slot_request(message.slot_request, layout)
     if kind in ("reserve", "slot_request", "finish", "abort", "drained"):
-        _check_transfer_id(getattr(message, str(kind)).transfer_id)
+        check_transfer_id(getattr(message, str(kind)).transfer_id)
 
 
 def _check_hello(hello: handoff_pb2.Hello) -> None:
     if not 0 < len(hello.prefill.worker_id) <= MAX_NAME:
-        raise _wrong("prefill.worker_id", f"must have 1 … {MAX_NAME} characters")
+        raise invalid("prefill.worker_id", f"must have 1 … {MAX_NAME} characters")
     if not can_share_heads(hello.layout):
         ranks, heads = hello.layout.tensor_parallel, hello.layout.num_kv_heads
-        raise _wrong("layout.tensor_parallel", f"{ranks} ranks can't share {heads} heads")
+        raise invalid("layout.tensor_parallel", f"{ranks} ranks can't share {heads} heads")
     if hello.digests not in MODES:
-        raise _wrong("digests", f"{hello.digests[:20]!r} is not one of {', '.join(MODES)}")
+        raise invalid("digests", f"{hello.digests[:20]!r} is not one of {', '.join(MODES)}")
 
 
-def _check_name(field: str, name: str) -> None:
+def check_name(field: str, name: str) -> None:
+    """Raises InvalidRequestError."""
     if len(name) > MAX_NAME:
-        raise _wrong(field, f"more than {MAX_NAME} characters")
+        raise invalid(field, f"more than {MAX_NAME} characters")
 
 
 def _check_slot_request(asked: handoff_pb2.SlotRequest, layout: common_pb2.KvLayout) -> None:
     if asked.source_rank >= layout.tensor_parallel:
-        raise _wrong("source_rank", f"{asked.source_rank} of {layout.tensor_parallel}")
+        raise invalid("source_rank", f"{asked.source_rank} of {layout.tensor_parallel}")
     if not asked.bytes:
-        raise _wrong("bytes", "must be at least 1")
+        raise invalid("bytes", "must be at least 1")
 
 
-def _check_transfer_id(transfer_id: bytes) -> None:
+def check_transfer_id(transfer_id: bytes) -> None:
+    """Raises InvalidRequestError."""
     if len(transfer_id) != TRANSFER_ID_BYTES:
-        raise _wrong("transfer_id", f"{len(transfer_id)} bytes instead of {TRANSFER_ID_BYTES}")
+        raise invalid("transfer_id", f"{len(transfer_id)} bytes instead of {TRANSFER_ID_BYTES}")
 
 
-def _wrong(field: str, message: str) -> InvalidRequestError:
+def invalid(field: str, message: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: {message}", field=field)

@@ -8,13 +8,13 @@ a whole rank is copied at once (with the layers outermost, gathering and scatter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kv_transfer.layout.rows import HostPart, spans
+from kv_transfer.layout.rows import HostPart, Place
 
 
 @dataclass(frozen=True)
@@ -51,43 +51,33 @@ def plan_flows(num_heads: int, source_tp: int, target_tp: int, transfer_id: byte
     return flows
 
 
-def _pairs(
-    cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(cache: Tensor, part: Tensor, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of equal shape [block, layer, K|V, head, token, dim]: (in the cache, in the part)."""
     page, dim = cache.shape[4], cache.shape[5]
+    layers, heads = place.layers, place.heads
     token = len(layers) * 2 * len(heads) * dim
     own = cache[:, layers.start : layers.stop, :, heads.start : heads.stop]
-    for span in spans(block_ids, tokens.start, tokens.stop, page):
+    for span in place.spans(page):
         count = span.tokens // span.blocks  # in each of them
         inside = part[span.token * token : (span.token + span.tokens) * token]
         blocks = own[span.block : span.block + span.blocks, :, :, :, span.offset : span.offset + count]
         yield blocks, inside.view(span.blocks, len(layers), 2, len(heads), count, dim)
 
 
-def gather(
-    cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
-) -> None:
-    """Cache [block, layer, K|V, head, token, dim] → part (flat, in the order of the wire). `heads` are the rank's own,
-    `block_ids` those of `tokens`. Raises IndexError for a block that does not exist."""
-    if host := HostPart.of(cache, part, block_ids, layers, heads, tokens):
+def gather(cache: Tensor, part: Tensor, place: Place) -> None:
+    """Cache [block, layer, K|V, head, token, dim] → part (flat, in the order of the wire). Raises IndexError
+    for a block that does not exist."""
+    if host := HostPart.of(cache, part, place):
         host.gather()
         return
-    for inside_cache, inside_part in _pairs(cache, part, block_ids, layers, heads, tokens):
+    for inside_cache, inside_part in _pairs(cache, part, place):
         inside_part.copy_(inside_cache)
 
 
-def pieces(
-    cache: Tensor,
-    block_ids: Sequence[int],
-    layers: range,
-    heads: range,
-    tokens: range,
-    least_bytes: int,
-) -> list[Tensor] | None:
+def pieces(cache: Tensor, place: Place, least_bytes: int) -> list[Tensor] | None:
     """The part without a copy: the cache's own bytes (uint8) in the order of the wire. None if they lie in pieces shorter
     than `least_bytes`, or not in main memory. Raises IndexError for a block that does not exist."""
-    host = HostPart.of(cache, cache, block_ids, layers, heads, tokens)
+    host = HostPart.of(cache, cache, place)
     found = host.pieces(least_bytes) if host else None
     if found is None:
         return None
@@ -95,14 +85,12 @@ def pieces(
     return [flat[piece] for piece in found]
 
 
-def scatter(
-    cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
-) -> None:
+def scatter(cache: Tensor, part: Tensor, place: Place) -> None:
     """The reverse of `gather`."""
-    if host := HostPart.of(cache, part, block_ids, layers, heads, tokens):
+    if host := HostPart.of(cache, part, place):
         host.scatter()
         return
-    for inside_cache, inside_part in _pairs(cache, part, block_ids, layers, heads, tokens):
+    for inside_cache, inside_part in _pairs(cache, part, place):
         inside_cache.copy_(inside_part)
 
 

@@ -21,6 +21,33 @@ FEW_RUNS = 4  # up to here one copy per run of consecutive blocks beats picking 
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a part lies in a rank's cache. `heads` are indices of the rank, `block_ids` those of `tokens`, in order."""
+
+    layers: range
+    heads: range
+    tokens: range
+    block_ids: Sequence[int]
+
+    def spans(self, page_size: int) -> Iterator[Span]:
+        ids, token_begin, token_end = self.block_ids, self.tokens.start, self.tokens.stop
+        position, index = token_begin, 0
+        while position < token_end:
+            block, offset = ids[index], position % page_size
+            run = 1
+            if offset == 0 and token_end - position >= page_size:
+                whole = (token_end - position) // page_size
+                while run < whole and ids[index + run] == block + run:
+                    run += 1
+                count = run * page_size
+            else:
+                count = min(page_size - offset, token_end - position)
+            yield Span(block, run, offset, position - token_begin, count)
+            position += count
+            index += run
+
+
+@dataclass(frozen=True)
 class Span:
     """A run of tokens in physically consecutive blocks, or inside one block."""
 
@@ -29,24 +56,6 @@ class Span:
     offset: int  # in the first block
     token: int  # index in the part
     tokens: int
-
-
-def spans(block_ids: Sequence[int], token_begin: int, token_end: int, page_size: int) -> Iterator[Span]:
-    """`block_ids` are those of tokens [token_begin, token_end) only, in order."""
-    position, index = token_begin, 0
-    while position < token_end:
-        block, offset = block_ids[index], position % page_size
-        run = 1
-        if offset == 0 and token_end - position >= page_size:
-            whole = (token_end - position) // page_size
-            while run < whole and block_ids[index + run] == block + run:
-                run += 1
-            count = run * page_size
-        else:
-            count = min(page_size - offset, token_end - position)
-        yield Span(block, run, offset, position - token_begin, count)
-        position += count
-        index += run
 
 
 @dataclass(frozen=True)
@@ -58,22 +67,18 @@ class HostPart:
     part: Bytes
     cache_shape: tuple[int, ...]
     token_bytes: int  # of one head, K or V
-    block_ids: Sequence[int]
-    layers: range
-    heads: range
-    tokens: range
+    place: Place
 
     @classmethod
-    def of(
-        cls, cache: Tensor, part: Tensor, block_ids: Sequence[int], layers: range, heads: range, tokens: range
-    ) -> HostPart | None:
+    def of(cls, cache: Tensor, part: Tensor, place: Place) -> HostPart | None:
         """None if the bytes are not contiguous in main memory. Raises IndexError for a block that does not exist."""
         if cache.device.type != "cpu" or not (cache.is_contiguous() and part.is_contiguous()):
             return None
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < cache.shape[0]:
-            raise IndexError(f"blocks {min(block_ids)}…{max(block_ids)} of a cache of {cache.shape[0]}")
+        ids = place.block_ids
+        if ids and not 0 <= min(ids) <= max(ids) < cache.shape[0]:
+            raise IndexError(f"blocks {min(ids)}…{max(ids)} of a cache of {cache.shape[0]}")
         size = cache.shape[5] * cache.element_size()
-        return cls(_bytes(cache), _bytes(part), tuple(cache.shape), size, block_ids, layers, heads, tokens)
+        return cls(_bytes(cache), _bytes(part), tuple(cache.shape), size, place)
 
     def gather(self) -> None:
         if self._scattered:
@@ -86,15 +91,17 @@ class HostPart:
     def pieces(self, least_bytes: int) -> list[slice] | None:
         """The part as contiguous pieces of the cache's bytes, in the part's order; None if one would be shorter than
         `least_bytes`."""
-        row = len(self.layers) * self._layer_bytes
+        row = len(self.place.layers) * self._layer_bytes
         if self._cut or not self._whole or row < least_bytes:
             return None
         num_layers = self.cache_shape[1]
         found = []
-        for span in spans(self.block_ids, self.tokens.start, self.tokens.stop, self._page):
-            joined = span.blocks if len(self.layers) == num_layers else 1  # blocks that touch each other
+        for span in self.place.spans(self._page):
+            joined = (
+                span.blocks if len(self.place.layers) == num_layers else 1
+            )  # blocks that touch each other
             for block in range(span.block, span.block + span.blocks, joined):
-                first = (block * num_layers + self.layers.start) * self._layer_bytes
+                first = (block * num_layers + self.place.layers.start) * self._layer_bytes
                 found.append(slice(first, first + joined * row))
         return found
 
@@ -112,7 +119,7 @@ class HostPart:
     @property
     def _whole(self) -> bool:
         """All heads of the cache."""
-        return len(self.heads) == self.cache_shape[3]
+        return len(self.place.heads) == self.cache_shape[3]
 
     @property
     def _head_bytes(self) -> int:
@@ -130,41 +137,41 @@ class HostPart:
     @property
     def _scattered(self) -> bool:
         """Whether it is many runs of whole blocks: the part, too, is a table of rows."""
-        return not self._cut and int(np.count_nonzero(np.diff(self.block_ids) != 1)) >= FEW_RUNS
+        return not self._cut and int(np.count_nonzero(np.diff(self.place.block_ids) != 1)) >= FEW_RUNS
 
     @property
     def _cut(self) -> bool:
         """Whether a block at one of its ends is not whole."""
-        return bool(self.tokens.start % self._page or self.tokens.stop % self._page)
+        return bool(self.place.tokens.start % self._page or self.place.tokens.stop % self._page)
 
     def _index(self) -> NDArray[np.intp]:
         """The cache's rows in the part's order."""
         _, num_layers, _, num_heads, _, _ = self.cache_shape
-        layers = np.arange(self.layers.start, self.layers.stop)
-        rows = np.asarray(self.block_ids, dtype=np.intp)[:, None] * num_layers + layers
+        layers = np.arange(self.place.layers.start, self.place.layers.stop)
+        rows = np.asarray(self.place.block_ids, dtype=np.intp)[:, None] * num_layers + layers
         if self._whole:
             return rows.reshape(-1)
         planes = rows[:, :, None] * 2 + np.arange(2)
-        heads = np.arange(self.heads.start, self.heads.stop)
+        heads = np.arange(self.place.heads.start, self.place.heads.stop)
         return (planes[:, :, :, None] * num_heads + heads).reshape(-1)
 
     def _pairs(self) -> Iterator[tuple[Void, Void]]:
         """Views of equal shape, runs of whole blocks and cut blocks: (in the cache, in the part)."""
         num_layers = self.cache_shape[1]
-        token = len(self.layers) * 2 * len(self.heads) * self.token_bytes
+        token = len(self.place.layers) * 2 * len(self.place.heads) * self.token_bytes
         layer, head = self._layer_bytes, self._head_bytes
-        for span in spans(self.block_ids, self.tokens.start, self.tokens.stop, self._page):
+        for span in self.place.spans(self._page):
             count = span.tokens // span.blocks
-            shape: tuple[int, ...] = (span.blocks, len(self.layers), 2, len(self.heads))
+            shape: tuple[int, ...] = (span.blocks, len(self.place.layers), 2, len(self.place.heads))
             strides: tuple[int, ...] = (num_layers * layer, layer, layer // 2, head)
             if count < self._page:
                 row = count * self.token_bytes
             elif self._whole:
-                row, shape, strides = len(self.layers) * layer, shape[:1], strides[:1]
+                row, shape, strides = len(self.place.layers) * layer, shape[:1], strides[:1]
             else:
-                row, shape, strides = len(self.heads) * head, shape[:3], strides[:3]
-            first = (span.block * num_layers + self.layers.start) * layer
-            first += self.heads.start * head + span.offset * self.token_bytes
+                row, shape, strides = len(self.place.heads) * head, shape[:3], strides[:3]
+            first = (span.block * num_layers + self.place.layers.start) * layer
+            first += self.place.heads.start * head + span.offset * self.token_bytes
             piece = np.dtype((np.void, row))
             inside_cache: Void = np.ndarray(shape, piece, self.cache.data, first, strides)
             inside_part: Void = np.ndarray(shape, piece, self.part.data, span.token * token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 import grpc
 
@@ -15,6 +16,7 @@ from kv_transfer.outbox import Outbox
 from wire import decode_pb2_grpc, handoff_pb2
 
 
+@dataclass(eq=False)
 class ControlStream:
     """Opens the stream, and begins it with `hello`.
 
@@ -22,23 +24,15 @@ class ControlStream:
     called with the reason when the stream ends or its queue is full.
     """
 
-    def __init__(
-        self,
-        name: str,
-        channel: grpc.aio.Channel,
-        hello: handoff_pb2.Hello,
-        at_message: MessagePoint,
-        *,
-        on_message: Callable[[handoff_pb2.DecodeToPrefill], None],
-        on_end: Callable[[errors.BatonError], None],
-    ):
+    name: str
+    channel: grpc.aio.Channel
+    hello: handoff_pb2.Hello
+    at_message: MessagePoint
+    on_message: Callable[[handoff_pb2.DecodeToPrefill], None]
+    on_end: Callable[[errors.BatonError], None]
+
+    def __post_init__(self) -> None:
         self.last_received = time.monotonic()
-        self._name = name
-        self._channel = channel
-        self._hello = hello
-        self._at_message = at_message
-        self._on_message = on_message
-        self._on_end = on_end
         self._outbox: Outbox[handoff_pb2.PrefillToDecode] = Outbox()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -48,7 +42,7 @@ class ControlStream:
 
     def send(self, message: handoff_pb2.PrefillToDecode) -> None:
         """Queue a message."""
-        fault = self._at_message(message.WhichOneof("message") or "", self._name)
+        fault = self.at_message(message.WhichOneof("message") or "", self.name)
         if fault is not None:
             inject(fault, lambda: self._put(message), asyncio.get_running_loop().call_later)
         else:
@@ -58,7 +52,7 @@ class ControlStream:
         try:
             self._outbox.put(message)
         except asyncio.QueueFull:
-            self._on_end(errors.PeerLostError(f"{self._name} does not read its messages"))
+            self.on_end(errors.PeerLostError(f"{self.name} does not read its messages"))
 
     def end(self) -> None:
         """Send what is queued, and nothing after it."""
@@ -72,28 +66,28 @@ class ControlStream:
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        await self._channel.close(None)
+        await self.channel.close(None)
 
     async def _run(self) -> None:
-        call = decode_pb2_grpc.DecodeStub(self._channel).Handoff(self._outgoing())
+        call = decode_pb2_grpc.DecodeStub(self.channel).Handoff(self._outgoing())
         try:
             async for reply in call:
                 self.last_received = time.monotonic()
                 for message in (reply, *reply.more):
-                    self._on_message(message)
-            self._on_end(errors.PeerLostError(f"{self._name} ended the stream"))
+                    self.on_message(message)
+            self.on_end(errors.PeerLostError(f"{self.name} ended the stream"))
         except grpc.aio.AioRpcError as error:
             cause = rpc.error_from_rpc(error)
             handoff = isinstance(cause, errors.HandoffError)
-            self._on_end(cause if handoff else errors.PeerLostError(f"{self._name}: {cause.message}"))
+            self.on_end(cause if handoff else errors.PeerLostError(f"{self.name}: {cause.message}"))
         except errors.BatonError as error:
-            self._on_end(error)
+            self.on_end(error)
         finally:
             call.cancel()
-            self._on_end(errors.PeerLostError(f"{self._name}: the stream ended"))
-            await self._channel.close(None)
+            self.on_end(errors.PeerLostError(f"{self.name}: the stream ended"))
+            await self.channel.close(None)
 
     async def _outgoing(self) -> AsyncIterator[handoff_pb2.PrefillToDecode]:
-        yield handoff_pb2.PrefillToDecode(hello=self._hello)
+        yield handoff_pb2.PrefillToDecode(hello=self.hello)
         while (message := await self._outbox.get()) is not None:
             yield message

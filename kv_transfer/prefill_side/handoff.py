@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cluster import errors
@@ -14,15 +15,57 @@ from kv_transfer.contract import HandoffReport
 from kv_transfer.layout.geometry import plan_flows
 from kv_transfer.prefill_side.check_replies import check_ranks
 from kv_transfer.prefill_side.link import LinkToDecode
-from kv_transfer.prefill_side.part_times import PartTimes
 from kv_transfer.prefill_side.stats import SenderStats
 from kv_transfer.ranks import SendingRank
 from wire import common_pb2, handoff_pb2
 
 R = TypeVar("R")
+MAX_PARTS = 256  # of one hand-off: a trace does not need thousands
 
 
-class RankReports(Generic[R]):
+@dataclass
+class PartTime:
+    """Monotonic seconds; 0 = not yet."""
+
+    target_rank: int
+    part: int
+    bytes: int
+    asked: float
+    granted: float = 0.0
+    verified: float = 0.0
+
+
+class PartTimes:
+    """Times at which the parts of a traced hand-off were requested, granted and verified."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int, int], PartTime] = {}
+        self.unnamed = 0  # beyond MAX_PARTS
+
+    def asked(self, source_rank: int, target_rank: int, part: int, size: int) -> None:
+        key = (source_rank, target_rank, part)
+        if key in self._parts:  # sent again
+            return
+        if len(self._parts) >= MAX_PARTS:
+            self.unnamed += 1
+            return
+        self._parts[key] = PartTime(target_rank, part, size, time.monotonic())
+
+    def granted(self, source_rank: int, target_rank: int, part: int) -> None:
+        known = self._parts.get((source_rank, target_rank, part))
+        if known is not None:
+            known.granted = time.monotonic()
+
+    def verified(self, source_rank: int, target_rank: int, part: int) -> None:
+        known = self._parts.get((source_rank, target_rank, part))
+        if known is not None:
+            known.verified = time.monotonic()
+
+    def __iter__(self) -> Iterator[PartTime]:
+        return iter(self._parts.values())
+
+
+class PerRank(Generic[R]):
     """One report from each of `ranks`; `all_here` is done when the last one has come."""
 
     def __init__(self, ranks: Sequence[int]):
@@ -46,33 +89,26 @@ def _future() -> asyncio.Future[None]:
     return future
 
 
+@dataclass(eq=False)
 class OutgoingHandoff:
     """Made by HandoffSender.reserve; ends with `finish` or `abort`, once."""
 
-    def __init__(
-        self,
-        reserve: handoff_pb2.Reserve,
-        held_tokens: int,
-        *,
-        link: LinkToDecode,
-        ranks: Sequence[SendingRank],
-        stats: SenderStats,
-        on_drained: Callable[[OutgoingHandoff], None],
-    ):
-        """`on_drained` is called once no write of the hand-off is pending on any rank."""
-        self.held_tokens = held_tokens
-        self.link = link
-        self._reserve = reserve
-        self._ranks = ranks
-        self._stats = stats
-        self._on_drained = on_drained
+    reserve: handoff_pb2.Reserve
+    held_tokens: int
+    link: LinkToDecode
+    ranks: Sequence[SendingRank]
+    stats: SenderStats
+    on_drained: Callable[[OutgoingHandoff], None]  # called once no write of it is pending on any rank
+
+    def __post_init__(self) -> None:
         self._part_times: PartTimes | None = None
-        every = range(len(ranks))
+        every = range(len(self.ranks))
         # A rank in this process has opened the hand-off when `handle` returns. To others the engine's plan takes another
         # way than this message and may overtake it: their first layers would be computed unnoticed.
-        self._opened: RankReports[m.TransferOpened] = RankReports([i for i in every if ranks[i].is_remote])
-        self._gathered: RankReports[m.AllGathered] = RankReports(every)
-        self._drained: RankReports[m.TransferDrained] = RankReports(every)
+        remote = [index for index in every if self.ranks[index].is_remote]
+        self._opened: PerRank[m.TransferOpened] = PerRank(remote)
+        self._gathered: PerRank[m.AllGathered] = PerRank(every)
+        self._drained: PerRank[m.TransferDrained] = PerRank(every)
         self._committed: asyncio.Future[None] = _future()
         self._commit_seconds = 0.0
         self._closed = False
@@ -80,7 +116,7 @@ class OutgoingHandoff:
 
     @property
     def transfer_id(self) -> bytes:
-        return self._reserve.transfer_id
+        return self.reserve.transfer_id
 
     async def start(self, request_id: str, part_times: PartTimes | None = None) -> None:
         """Send every layer that the engine computes for `request_id` from now on. Await it before the engine gets the
@@ -91,7 +127,7 @@ class OutgoingHandoff:
         flows = plan_flows(
             layout.num_kv_heads, layout.tensor_parallel, agreed.layout.tensor_parallel, self.transfer_id
         )
-        for index, rank in enumerate(self._ranks):
+        for index, rank in enumerate(self.ranks):
             rank.handle(
                 m.OpenTransfer(
                     transfer_id=self.transfer_id,
@@ -100,7 +136,7 @@ class OutgoingHandoff:
                     transport=agreed.transport,
                     flows=[flow for flow in flows if flow.source_rank == index],
                     held_tokens=self.held_tokens,
-                    token_count=self._reserve.token_count,
+                    token_count=self.reserve.token_count,
                     slot_bytes=agreed.slot_bytes,
                     prefill_epoch=hello.prefill.epoch,
                     decode_epoch=self.link.decode.epoch,
@@ -109,7 +145,7 @@ class OutgoingHandoff:
                     digest_kind=agreed.digest_kind,
                 )
             )
-        if any(rank.is_remote for rank in self._ranks):
+        if any(rank.is_remote for rank in self.ranks):
             self._progressed = time.monotonic()
             await self._as_it_progresses(self._opened.all_here)
 
@@ -135,7 +171,7 @@ class OutgoingHandoff:
         # After its commit the request waits in the decode worker's queue.
         exposed = max(0.0, time.monotonic() - prefill_ended - self._commit_seconds)
         transport = self.link.agreement.transport
-        self._stats.handed_over(transport, shipped, exposed)
+        self.stats.handed_over(transport, shipped, exposed)
         return HandoffReport(self.held_tokens, shipped, sum(flow.parts for flow in flows), transport, exposed)
 
     async def _as_it_progresses(self, future: asyncio.Future[None]) -> None:
@@ -168,7 +204,7 @@ class OutgoingHandoff:
 
     def _close(self) -> None:
         self._closed = True
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.handle(m.CloseTransfer(self.transfer_id))
 
     def fail(self, error: errors.BatonError) -> None:
@@ -194,7 +230,7 @@ class OutgoingHandoff:
                 self.fail(errors.TransportError(event.reason))
             case m.TransferDrained():
                 if self._drained.add(event.source_rank, event):
-                    self._on_drained(self)
+                    self.on_drained(self)
 
     def on_reply(self, reply: handoff_pb2.DecodeToPrefill) -> None:
         try:
@@ -209,14 +245,14 @@ class OutgoingHandoff:
                 self._check(grant)
                 if self._part_times is not None:
                     self._part_times.granted(grant.source_rank, grant.target_rank, grant.part)
-                self._ranks[grant.source_rank].handle(grant)
+                self.ranks[grant.source_rank].handle(grant)
             case "part_result":
                 result = reply.part_result
                 self._check(result)
                 if self._part_times is not None and result.verified:
                     self._part_times.verified(result.source_rank, result.target_rank, result.part)
-                self._stats.part_answered(result.verified)
-                self._ranks[result.source_rank].handle(result)
+                self.stats.part_answered(result.verified)
+                self.ranks[result.source_rank].handle(result)
             case "committed":
                 if not self._committed.done():
                     self._commit_seconds = reply.committed.commit_seconds
@@ -225,5 +261,5 @@ class OutgoingHandoff:
                 self.fail(errors.from_wire(reply.aborted.error))
 
     def _check(self, reply: handoff_pb2.SlotGrant | handoff_pb2.PartResult) -> None:
-        check_ranks(reply, len(self._ranks), self.link.agreement.layout.tensor_parallel)
+        check_ranks(reply, len(self.ranks), self.link.agreement.layout.tensor_parallel)
         self._progressed = time.monotonic()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -20,9 +22,7 @@ from cluster.protocol.times import BEAT_SECONDS, LOST_SECONDS, SUSPECT_SECONDS
 from kv_transfer.layout.digest import stricter
 from kv_transfer.prefill_side.check_replies import check_welcome
 from kv_transfer.prefill_side.control_stream import ControlStream
-from kv_transfer.prefill_side.known_workers import KnownWorkers
-from kv_transfer.prefill_side.rank_connections import RankConnections
-from kv_transfer.prefill_side.reservations import Reservations
+from kv_transfer.prefill_side.rank_connections import KnownWorkers, RankConnections
 from kv_transfer.ranks import SendingRank
 from kv_transfer.transports.registry import TRANSPORTS, fallback
 from wire import common_pb2, handoff_pb2
@@ -31,6 +31,47 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 5.0  # the decode worker answers between two steps of its engine
 LINGER_SECONDS = 10.0
 LAST_SECONDS = 1.0  # for messages that are queued when a link is lost; then the call is cancelled
+
+
+@dataclass(eq=False)
+class _Waiting:
+    answer: asyncio.Future[handoff_pb2.ReserveReply]
+    aborted: handoff_pb2.Aborted | None = None  # in the message that accepted it
+
+
+class Reservations:
+    """Reserve messages that wait for the decode worker's answer."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, _Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @contextmanager
+    def expect(self, transfer_id: bytes) -> Iterator[asyncio.Future[handoff_pb2.ReserveReply]]:
+        """The answer of one hand-off, as long as it is waited for."""
+        waiting = self._waiting[transfer_id] = _Waiting(asyncio.get_running_loop().create_future())
+        try:
+            yield waiting.answer
+            if waiting.aborted is not None:
+                raise errors.from_wire(waiting.aborted.error)
+        finally:
+            del self._waiting[transfer_id]
+
+    def answered(self, reply: handoff_pb2.ReserveReply) -> None:
+        waiting = self._waiting.get(reply.transfer_id)
+        if waiting is not None and not waiting.answer.done():
+            waiting.answer.set_result(reply)
+
+    def aborted(self, message: handoff_pb2.Aborted) -> None:
+        if (waiting := self._waiting.get(message.transfer_id)) is not None:
+            waiting.aborted = message
+
+    def fail(self, error: errors.BatonError) -> None:
+        for waiting in self._waiting.values():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
 
 
 class Handoff(Protocol):

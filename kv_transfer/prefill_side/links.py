@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.config.worker import TransferConfig
 from cluster.faults.points import Faults
 from cluster.security.tls import Peers
-from kv_transfer.prefill_side.known_workers import KnownWorkers
 from kv_transfer.prefill_side.link import LinkToDecode
 from kv_transfer.prefill_side.pending_drain_notices import PendingDrainNotices
+from kv_transfer.prefill_side.rank_connections import KnownWorkers
 from kv_transfer.prefill_side.stats import by_transport
 from kv_transfer.ranks import SendingRank
 from kv_transfer.transports.registry import usable
@@ -26,24 +27,16 @@ CHANNEL_OPTIONS = [
 LAST_NOTICES_SECONDS = 1.0  # how long closing waits for acknowledgements of Drained
 
 
+@dataclass(eq=False, kw_only=True)
 class Links:
-    def __init__(
-        self,
-        *,
-        worker: common_pb2.WorkerRef,
-        layout: common_pb2.KvLayout,
-        ranks: Sequence[SendingRank],
-        config: TransferConfig,
-        peers: Peers,
-        faults: Faults,
-    ):
-        """`peers` opens the control streams."""
-        self._worker = worker
-        self._layout = layout
-        self._ranks = ranks
-        self._config = config
-        self._peers = peers
-        self._faults = faults
+    worker: common_pb2.WorkerRef
+    layout: common_pb2.KvLayout
+    ranks: Sequence[SendingRank]
+    config: TransferConfig
+    peers: Peers  # opens the control streams
+    faults: Faults
+
+    def __post_init__(self) -> None:
         self._links: dict[str, LinkToDecode] = {}
         self.known = KnownWorkers()
         self.notices = PendingDrainNotices(self.open, lambda decode: self.known.epoch(decode.worker_id))
@@ -61,28 +54,28 @@ class Links:
             link = LinkToDecode(
                 decode,
                 self._hello(decode),
-                self._ranks,
+                self.ranks,
                 self,
-                channel=self._peers.channel(decode.address, CHANNEL_OPTIONS),
+                channel=self.peers.channel(decode.address, CHANNEL_OPTIONS),
                 known=self.known,
-                at_message=self._faults.messages(),
+                at_message=self.faults.messages(),
             )
             self._links[link.name] = link
         await link.ready()
         return link
 
     def _hello(self, decode: common_pb2.WorkerRef) -> handoff_pb2.Hello:
-        ranks = [rank.hello for rank in self._ranks]
+        ranks = [rank.hello for rank in self.ranks]
         return handoff_pb2.Hello(
-            prefill=self._worker,
+            prefill=self.worker,
             decode_epoch=decode.epoch,
-            layout=self._layout,
+            layout=self.layout,
             ranks=[
                 handoff_pb2.RankEndpoint(rank=r.rank, agent_name=r.agent_name, agent_metadata=r.metadata)
                 for r in ranks
             ],
-            transports=usable(self._config, ranks),
-            digests=self._config.digests,
+            transports=usable(self.config, ranks),
+            digests=self.config.digests,
             digest_kinds=ranks[0].digest_kinds,  # the same for all: their devices are of one kind
         )
 
@@ -114,7 +107,7 @@ class Links:
 
     async def rejoin(self, worker: common_pb2.WorkerRef) -> None:
         """Close all links; later ones are opened under the new epoch of `worker`."""
-        self._worker = worker
+        self.worker = worker
         for link in self.all():
             await link.close()
 

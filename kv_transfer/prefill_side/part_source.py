@@ -11,6 +11,7 @@ from cluster.config.worker import TransferConfig
 from kv_transfer import messages as m
 from kv_transfer.layout.digest import Digests, digest
 from kv_transfer.layout.geometry import gather, pieces, wait_copied
+from kv_transfer.layout.rows import Place
 from kv_transfer.memory import Staging
 from kv_transfer.prefill_side.rank_transfer import Job, Part
 from kv_transfer.transports.registry import Endpoints
@@ -44,9 +45,7 @@ class PartSource:
     def in_place(self, job: Job) -> list[Tensor] | None:
         """The part without a copy, if it lies in large pieces. The engine keeps the blocks until this rank reports
         TransferDrained, however the hand-off ends."""
-        return pieces(
-            self._cache, job.block_ids, job.layers, self._own_heads(job), job.tokens, MIN_PIECE_BYTES
-        )
+        return pieces(self._cache, self._place(job), MIN_PIECE_BYTES)
 
     def read(
         self, opened: m.OpenTransfer, part: Part, staged_bytes: Callable[[str], int]
@@ -86,7 +85,7 @@ class PartSource:
         if part.chunk is None:
             return None
         data = self._staging.view(part.chunk, job.bytes)
-        gather(cache, data.view(cache.dtype), job.block_ids, job.layers, self._own_heads(job), job.tokens)
+        gather(cache, data.view(cache.dtype), self._place(job))
         return [data]
 
     def _within_share(self, own: int, size: int) -> bool:
@@ -94,5 +93,6 @@ class PartSource:
         reads nothing cannot take all. Writes of its ended hand-offs count until they are terminal."""
         return not own or 2 * (own + size) <= self._staging.free_bytes + own
 
-    def _own_heads(self, job: Job) -> range:
-        return range(job.flow.head_begin - self._first_head, job.flow.head_end - self._first_head)
+    def _place(self, job: Job) -> Place:
+        heads = range(job.flow.head_begin - self._first_head, job.flow.head_end - self._first_head)
+        return Place(job.layers, heads, job.tokens, job.block_ids)

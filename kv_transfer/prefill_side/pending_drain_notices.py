@@ -138,10 +138,14 @@ class PendingDrainNotices:
     def _log_end(self, worker_id: str, failed: bool) -> None:
         left = len(self._waiting.get(worker_id, ()))
         if left:
-            log.info("%s has not acknowledged %d Drained; they wait for its next stream", worker_id, left)
+            log.info(
+                "%s has not acknowledged %d Drained messages, which wait for its next stream",
+                worker_id,
+                left,
+            )
             self._give_up(worker_id)
         elif failed:
-            log.info("%s has acknowledged every Drained", worker_id)
+            log.info("%s has acknowledged all Drained messages", worker_id)
 
     def _give_up(self, worker_id: str) -> None:
         """Open no more streams for the worker's messages; the next hand-off's stream carries them."""

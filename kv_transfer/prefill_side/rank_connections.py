@@ -5,31 +5,64 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kv_transfer import messages as m
-from kv_transfer.prefill_side.known_workers import KnownWorkers
 from kv_transfer.ranks import SendingRank
 from wire import handoff_pb2
 
 PROBE_SECONDS = 3.0
+# As many as the idle connections that a NIXL agent keeps: other workers have no connection
+MAX_WORKERS = 1024
 
 
+@dataclass
+class Known:
+    epoch: int = 0  # the last one received; 0 = none
+    reached: bool = False  # by a probe
+
+
+class KnownWorkers:
+    """Facts about decode workers that a prefill worker keeps after their streams have closed."""
+
+    def __init__(self, max_workers: int = MAX_WORKERS):
+        self._max_workers = max_workers
+        self._workers: OrderedDict[str, Known] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def epoch(self, worker_id: str) -> int:
+        return self._workers.get(worker_id, Known()).epoch
+
+    def was_reached(self, worker_id: str) -> bool:
+        return self._workers.get(worker_id, Known()).reached
+
+    def has_epoch(self, worker_id: str, epoch: int) -> None:
+        self._met(worker_id).epoch = epoch
+
+    def is_reached(self, worker_id: str) -> None:
+        self._met(worker_id).reached = True
+
+    def _met(self, worker_id: str) -> Known:
+        known = self._workers.setdefault(worker_id, Known())
+        self._workers.move_to_end(worker_id)
+        while len(self._workers) > self._max_workers:
+            self._workers.popitem(last=False)
+        return known
+
+
+@dataclass(eq=False)
 class RankConnections:
-    def __init__(
-        self,
-        name: str,
-        prefill_id: str,
-        decode_id: str,
-        ranks: Sequence[SendingRank],
-        known: KnownWorkers,
-    ):
-        """`name`: the peer's, worker_id@epoch."""
-        self._name = name
-        self._prefill_id = prefill_id
-        self._decode_id = decode_id
-        self._ranks = ranks
-        self._known = known
+    name: str  # the peer's, worker_id@epoch
+    prefill_id: str
+    decode_id: str
+    ranks: Sequence[SendingRank]
+    known: KnownWorkers
+
+    def __post_init__(self) -> None:
         self._welcome: handoff_pb2.Welcome | None = None  # the newest
         self._answer: asyncio.Future[bool] | None = None  # to the probe that waits
         self._closed = False
@@ -50,22 +83,22 @@ class RankConnections:
         ranks = [
             m.PeerRank(r.rank, r.agent_name, r.agent_metadata, r.memory or m.DRAM) for r in welcome.ranks
         ]
-        for rank in self._ranks:
-            rank.handle(m.Connect(self._name, ranks, nonce, welcome.transport, reconnect))
+        for rank in self.ranks:
+            rank.handle(m.Connect(self.name, ranks, nonce, welcome.transport, reconnect))
 
     async def probe(self, welcome: handoff_pb2.Welcome) -> bool:
         """Whether a notification from every rank arrives. Connections from an earlier link may have broken unnoticed:
         then a second one is sent, over new connections."""
-        for reconnect in (False, True) if self._known.was_reached(self._decode_id) else (False,):
+        for reconnect in (False, True) if self.known.was_reached(self.decode_id) else (False,):
             if self._closed:
                 return False
             self._answer = asyncio.get_running_loop().create_future()
-            nonce = f"{self._prefill_id}:{secrets.token_hex(8)}"
+            nonce = f"{self.prefill_id}:{secrets.token_hex(8)}"
             self.connect(self._welcome or welcome, nonce, reconnect)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_SECONDS):
                     if await self._answer:
-                        self._known.is_reached(self._decode_id)
+                        self.known.is_reached(self.decode_id)
                         return True
         return False
 
@@ -76,5 +109,5 @@ class RankConnections:
     def close(self) -> None:
         self._closed = True
         self.probed(False)
-        for rank in self._ranks:
-            rank.handle(m.Disconnect(self._name))
+        for rank in self.ranks:
+            rank.handle(m.Disconnect(self.name))

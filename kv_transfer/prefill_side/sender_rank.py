@@ -21,11 +21,10 @@ from cluster.config.worker import TransferConfig
 from cluster.errors import TransportError
 from cluster.faults.points import NO_FAULTS, Act, Faults, Point
 from kv_transfer import messages as m
-from kv_transfer.poll_pace import PollPace
 from kv_transfer.prefill_side.part_source import PartSource
 from kv_transfer.prefill_side.rank_peers import RankPeers
 from kv_transfer.prefill_side.rank_transfer import Cutting, Part, Transfer, part_header
-from kv_transfer.rank_thread import RankThread
+from kv_transfer.rank_thread import PollPace, RankThread
 from kv_transfer.transports.registry import TRANSPORTS, Endpoints
 from wire import handoff_pb2
 

@@ -1,14 +1,119 @@
-"""Which requests this router admits."""
+"""Which requests this router admits: limits on their number, in all, by tenant and by connection, and on the bytes of
+their bodies."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
 from cluster.config.router import RouterConfig
 from cluster.errors import DrainingError, OverloadedError
-from cluster.security.keys import Caller
-from router.admission.limits import ByteBudget, ConcurrencyLimiter, HeldBytes
+from cluster.security.keys import ANYONE, Caller
+
+RETRY_SECONDS = 1.0
+
+
+class ConcurrencyLimiter:
+    """Counts requests in flight by holder; holders without any use no memory."""
+
+    def __init__(self, what: str):
+        self._what = what
+        self._taken: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def acquire(self, holder: str, limit: int) -> None:
+        """Raises OverloadedError when the holder has `limit`; 0 = no limit."""
+        if limit and self._taken[holder] >= limit:
+            raise OverloadedError(
+                f"this {self._what} has {limit} requests in flight",
+                field=self._what,
+                limit=str(limit),
+                retry_after_seconds=RETRY_SECONDS,
+            )
+        self._taken[holder] += 1
+
+    def release(self, holder: str) -> None:
+        self._taken[holder] -= 1
+        if self._taken[holder] <= 0:
+            del self._taken[holder]
+
+
+# Of each body, which are not counted: their number is limited, so long bodies never make a short one refused.
+FREE_BYTES = 1 << 16
+
+
+class ByteBudget:
+    """Bytes of bodies held for requests not yet dispatched, in all and by tenant, without FREE_BYTES of each."""
+
+    def __init__(self, limit: int, tenant_limit: int, refused: Callable[[str], None]):
+        """The tenant limit applies to named tenants. `refused` is called with the tenant of each refused body."""
+        self._limit = limit
+        self._tenant_limit = tenant_limit
+        self._refused = refused
+        self._tenants: Counter[str] = Counter()
+        self.held = 0
+
+    @classmethod
+    def of(cls, config: RouterConfig, refused: Callable[[str], None]) -> ByteBudget:
+        """From the settings, but never too small for one body of the largest size."""
+        least = config.max_body_bytes
+        return cls(
+            max(config.max_body_bytes_in_flight, least),
+            max(config.max_body_bytes_in_flight_per_tenant, least),
+            refused,
+        )
+
+    def hold(self, tenant: str) -> HeldBytes:
+        return HeldBytes(self, tenant)
+
+    def acquire(self, tenant: str, count: int) -> None:
+        """Raises OverloadedError."""
+        if self.held + count > self._limit:
+            raise self._full(tenant, "this router", self._limit)
+        if tenant and self._tenants[tenant] + count > self._tenant_limit:
+            raise self._full(tenant, "this tenant", self._tenant_limit)
+        self.held += count
+        self._tenants[tenant] += count
+
+    def release(self, tenant: str, count: int) -> None:
+        self.held -= count
+        self._tenants[tenant] -= count
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+
+    def _full(self, tenant: str, whose: str, limit: int) -> OverloadedError:
+        self._refused(tenant)
+        return OverloadedError(
+            f"{whose} has {limit} bytes of long bodies in flight",
+            field="body",
+            limit=str(limit),
+            retry_after_seconds=RETRY_SECONDS,
+        )
+
+
+class HeldBytes:
+    """One body's share of the budget."""
+
+    def __init__(self, budget: ByteBudget, tenant: str):
+        self._budget = budget
+        self._tenant = tenant
+        self._counted = 0
+
+    def grow_to(self, size: int) -> None:
+        """Raises OverloadedError; the share is then as before."""
+        more = size - FREE_BYTES - self._counted
+        if more > 0:
+            self._budget.acquire(self._tenant, more)
+            self._counted += more
+
+    def release(self) -> None:
+        """May be called more than once."""
+        if self._counted:
+            self._budget.release(self._tenant, self._counted)
+            self._counted = 0
 
 
 class Admission:
@@ -27,7 +132,7 @@ class Admission:
         self.in_flight = 0
 
     @contextlib.contextmanager
-    def admit(self, caller: Caller, connection: str) -> Iterator[HeldBytes]:
+    def admit(self, caller: Caller = ANYONE, connection: str = "") -> Iterator[HeldBytes]:
         """Count a request as in flight, from its head on. Yields its share of the budget for bodies.
 
         Raises OverloadedError when a limit is reached, DrainingError when this router leaves.

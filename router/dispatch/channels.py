@@ -32,7 +32,7 @@ class Channels:
     def __init__(self, peers: Peers | None = None) -> None:
         """`peers` opens them; default: plain text."""
         self._peers = peers or Peers()
-        self._generation = self._peers.generation
+        self._version = self._peers.version
         self._retiring: set[asyncio.Task[None]] = set()
         self._open: dict[str, _Connection] = {}
 
@@ -51,8 +51,8 @@ class Channels:
         """Retires connections to workers that are gone. A worker that only the registry has lost may still stream."""
         for address in [known for known in self._open if known not in addresses]:
             self._retire(self._open.pop(address))
-        if self._peers.generation != self._generation:
-            self._generation = self._peers.generation
+        if self._peers.version != self._version:
+            self._version = self._peers.version
             self._renew()
 
     def _renew(self) -> None:

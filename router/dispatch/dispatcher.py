@@ -26,10 +26,10 @@ from router.dispatch.quota_lease import quota_lease
 from router.dispatch.request_stats import RequestStats
 from router.dispatch.retry_policy import RetryPolicy
 from router.dispatch.services import Services
-from router.observe.traces import request_trace
-from router.observe.traces.arrival import Arrival
+from router.observe import traces
+from router.observe.traces import Arrival
 from router.placement.candidates import level_of
-from router.placement.types import Generation, Placed, PlacementRequest, Reason
+from router.placement.types import KvGroup, Placed, PlacementRequest, Reason
 from router.quota.quota import Use
 from router.request.completion import Completion, Delta, Outcome
 from router.request.resume_tickets import name_of
@@ -84,7 +84,7 @@ class RequestDispatcher:
         self._deadlines = RequestDeadlines(services.config, completion, self._received)
         self._excluded: dict[str, Reason] = {}  # by worker_id
         self._engine_failures = EngineFailures()
-        self._generation: Generation | None = None  # the workers that have it
+        self._kv_group: KvGroup | None = None  # the workers that have it
         self.on_charged: Callable[[], None] = lambda: None  # called where the tenant has limits
         self._deltas: BoundedQueue[Delta]
         self._work: asyncio.Task[None] | None = None
@@ -216,9 +216,9 @@ class RequestDispatcher:
         """Waits for workers to come back, up to the admission deadline."""
         while True:
             try:
-                self._generation = self._services.placement.generation(self._generation)
-                spec = self._spec(choices, self._generation)
-                request = self._placement_request(choices, spec, self._generation)
+                self._kv_group = self._services.placement.kv_group(self._kv_group)
+                spec = self._spec(choices, self._kv_group)
+                request = self._placement_request(choices, spec, self._kv_group)
                 request = self._services.without_unreachable_pairs(request)
                 placed = await self._services.placement.place(request)
             except errors.UnavailableError:
@@ -230,11 +230,11 @@ class RequestDispatcher:
                 return spec, request, placed
 
     def _placement_request(
-        self, choices: list[ChoiceStream], spec: common_pb2.GenerateSpec, generation: Generation
+        self, choices: list[ChoiceStream], spec: common_pb2.GenerateSpec, kv_group: KvGroup
     ) -> PlacementRequest:
         c, secret = self._completion, self._services.config.secret.encode()
         packed = spec.prompt_tokens + spec.output_tokens
-        hashes = hash_blocks(packed, generation.page_size, secret=secret, salt=spec.salt)
+        hashes = hash_blocks(packed, kv_group.page_size, secret=secret, salt=spec.salt)
         taken_in = bool(self.stats.attempts or c.resume_tokens)  # never refused for being late
         return PlacementRequest(
             transfer_id=self._services.new_transfer_id(),
@@ -242,24 +242,24 @@ class RequestDispatcher:
             token_count=len(packed) // 4,
             output_tokens=min(c.sampling.max_tokens, 256) * len(choices),
             excluded=exclusions(self._services.links.suspects, self._excluded, self._engine_failures.names),
-            generation=generation,
+            kv_group=kv_group,
             explain=c.explain,
             priority_class=self._deadlines.priority_class,
             target_seconds=0.0 if taken_in else self._deadlines.target_seconds,
             deadline_seconds=0.0 if taken_in else self._deadlines.left_seconds,
         )
 
-    def _spec(self, choices: list[ChoiceStream], generation: Generation) -> common_pb2.GenerateSpec:
+    def _spec(self, choices: list[ChoiceStream], kv_group: KvGroup) -> common_pb2.GenerateSpec:
         c = self._completion
         output = choices[0].output if len(choices) == 1 else []
         return common_pb2.GenerateSpec(
-            model_id=generation.model_id,
+            model_id=kv_group.model_id,
             prompt_tokens=self._packed_prompt,
             output_tokens=pack_tokens(output),
             sampling=c.sampling,
             first_choice=choices[0].index,
             n=len(choices),
-            salt=self._services.salt(generation.model_id, c.prefix_scope),
+            salt=self._services.salt(kv_group.model_id, c.prefix_scope),
             priority=c.priority,
             tenant=c.tenant,
             weight=c.weight,
@@ -285,7 +285,7 @@ class RequestDispatcher:
                     await self._deltas.room()
                 attempt.grant()
         except _Retry as retry:
-            request_trace.failed(attempt.span, retry.reason)
+            traces.failed(attempt.span, retry.reason)
             raise
         finally:
             self.stats.trip_seconds = attempt.trip_seconds or self.stats.trip_seconds
@@ -347,7 +347,7 @@ class RequestDispatcher:
                 self._excluded[attempt.placed.decode.worker_id] = Reason.DRAINED
                 raise _Retry(reason)
             raise _Retry(errors.BlocksExhaustedError("the decode worker needed its blocks for others"))
-        await self._decide(event, attempt, reason)
+        await self._after_worker_loss(event, attempt, reason)
 
     @staticmethod
     def _reason(event: Ended) -> errors.BatonError:
@@ -355,7 +355,7 @@ class RequestDispatcher:
             return errors.from_wire(event.end.error)
         return errors.PeerLostError(f"the {event.source.value} worker gave the attempt up")
 
-    async def _decide(self, event: Ended, attempt: Attempt, reason: errors.BatonError) -> None:
+    async def _after_worker_loss(self, event: Ended, attempt: Attempt, reason: errors.BatonError) -> None:
         """A worker was lost. If it was P, D alone says whether the attempt has committed."""
         placed = attempt.placed
         if event.source is Source.PREFILL and placed.prefill is not None:

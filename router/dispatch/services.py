@@ -20,8 +20,7 @@ from router.dispatch.channels import Channels
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.link.links import Links
 from router.observe.live.recorder import Recorder
-from router.observe.traces.arrival import Arrival
-from router.observe.traces.request_trace import RequestTrace
+from router.observe.traces import Arrival, RequestTrace
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest, Reason
 from router.quota.quota import Quota
@@ -88,7 +87,7 @@ class Services:
     def check_any_worker(self) -> None:
         """Raises UnavailableError before the first worker has registered."""
         if not self.members.all:
-            raise UnavailableError("no worker is there", retry_after_seconds=1.0)
+            raise UnavailableError("no worker is available", retry_after_seconds=1.0)
 
     def without_unreachable_pairs(self, request: PlacementRequest) -> PlacementRequest:
         """The request, excluding one of every two workers that do not reach each other."""

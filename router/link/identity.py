@@ -27,8 +27,8 @@ class RouterIdentity:
         return number
 
     def tls_context(self, peers: Peers) -> ssl.SSLContext | None:
-        """Made once for each generation of the certificate files."""
-        generation = peers.generation
-        if self._tls[0] != generation:
-            self._tls = generation, peers.link_context()
+        """Made once for each version of the certificate files."""
+        version = peers.version
+        if self._tls[0] != version:
+            self._tls = version, peers.link_context()
         return self._tls[1]

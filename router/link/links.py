@@ -30,7 +30,7 @@ class Links:
         """`peers` opens them; default: plain text."""
         self._identity = RouterIdentity(router_id)
         self._peers = peers or Peers()
-        self._certificates = self._peers.generation
+        self._certificates = self._peers.version
         self._links: dict[str, WorkerLink] = {}  # by worker_id@epoch
         self._lost: Backoff[str] = Backoff(time.monotonic)
         self._timer: asyncio.TimerHandle | None = None
@@ -52,8 +52,8 @@ class Links:
             task = asyncio.get_running_loop().create_task(self._links.pop(name).close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        if self._peers.generation != self._certificates:
-            self._certificates = self._peers.generation
+        if self._peers.version != self._certificates:
+            self._certificates = self._peers.version
             for link in self._links.values():
                 link.move()
 

@@ -31,50 +31,24 @@ def collectors(services: Services, loop_lag: Histogram) -> list[Collector]:
         costs,
         declared.ITL.show(services.inter_token_seconds),
         process.EVENT_LOOP_LAG.show(loop_lag),
-        ScrapeCollector([*_cluster(services), *_placement(services), *_redis(services)]),
+        ScrapeCollector(_read_at_a_scrape(services)),
     ]
 
 
-def _cluster(services: Services) -> list[ScrapedMetric]:
-    members, config = services.members, services.config
+def _read_at_a_scrape(services: Services) -> list[ScrapedMetric]:
+    members, placement, quota = services.members, services.placement, services.quota
+    calibration, limit = placement.calibration, services.config.max_concurrent_requests
     return [
         declared.WORKERS.read(lambda: _workers(services)),
         declared.WORKERS_DRAINING.read(lambda: _draining(services)),
         declared.WORKERS_SUSPECT.read(services.links.silent),
         declared.MEMBERSHIP_AGE.read(lambda: time.monotonic() - members.refreshed),
-        declared.REQUESTS_LIMIT.read(lambda: config.max_concurrent_requests),
-    ]
-
-
-def _workers(services: Services) -> Counter[tuple[str, ...]]:
-    """With zeros, because an alert on missing workers needs a series."""
-    roles = ("prefill", "decode")
-    count: Counter[tuple[str, ...]] = Counter({(role, lease): 0 for role in roles for lease in _LEASES})
-    count.update((worker.role, worker.lease) for worker in services.members.all)
-    return count
-
-
-def _draining(services: Services) -> Counter[str]:
-    count: Counter[str] = Counter({"prefill": 0, "decode": 0})
-    count.update(worker.role for worker in services.members.all if worker.state == "draining")
-    return count
-
-
-def _placement(services: Services) -> list[ScrapedMetric]:
-    placement = services.placement
-    calibration = placement.calibration
-    return [
+        declared.REQUESTS_LIMIT.read(lambda: limit),
         declared.PLACEMENTS.read(lambda: placement.decided),
         declared.PLACEMENTS_REFUSED.read(lambda: placement.refused),
         declared.PLACEMENT_CHARGED.read(placement.charged_tokens),
         declared.LEARNED_PREFILL.read(lambda: calibration.a),
         declared.LEARNED_BANDWIDTH.read(lambda: dict(zip(LEVELS, calibration.rates(), strict=True))),
-    ]
-
-
-def _redis(services: Services) -> list[ScrapedMetric]:
-    members, placement, quota = services.members, services.placement, services.quota
-    return [
         declared.REDIS_UP.read(lambda: members.redis_ok),
         declared.REDIS_ERRORS.read(
             lambda: {
@@ -90,3 +64,17 @@ def _redis(services: Services) -> list[ScrapedMetric]:
         declared.QUOTA_UNSETTLED.read(lambda: quota.unsettled),
         declared.QUOTA_SETTLEMENTS_DROPPED.read(lambda: quota.settlements_dropped),
     ]
+
+
+def _workers(services: Services) -> Counter[tuple[str, ...]]:
+    """With zeros, because an alert on missing workers needs a series."""
+    roles = ("prefill", "decode")
+    count: Counter[tuple[str, ...]] = Counter({(role, lease): 0 for role in roles for lease in _LEASES})
+    count.update((worker.role, worker.lease) for worker in services.members.all)
+    return count
+
+
+def _draining(services: Services) -> Counter[str]:
+    count: Counter[str] = Counter({"prefill": 0, "decode": 0})
+    count.update(worker.role for worker in services.members.all if worker.state == "draining")
+    return count

@@ -1,6 +1,6 @@
 """Which workers a request may be placed on.
 
-Two parts. A worker's standing: its role, whether it drains, its lease, its generation; a worker of bad standing gets no
+Two parts. A worker's standing: its role, whether it drains, its lease, its KV group; a worker of bad standing gets no
 request. A request's exclusions: workers that failed it or that this router cannot reach; where every worker of good
 standing is excluded, the exclusions do not count.
 """
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from cluster.config.worker import Role
 from cluster.membership.types import Lease, WorkerInfo
 from router.placement.candidates import Candidates
-from router.placement.generations import Generations, generation_of
-from router.placement.types import Generation, Mode, PlacementRequest, Reason
+from router.placement.kv_groups import KvGroups, kv_group_of
+from router.placement.types import KvGroup, Mode, PlacementRequest, Reason
 
-MAX_CANDIDATES_KEPT = 8  # candidate lists, one per generation and set of excluded workers
+MAX_CANDIDATES_KEPT = 8  # candidate lists, one per KV group and set of excluded workers
 _LEASES: tuple[Lease, ...] = ("live", "suspect", "dead")  # the best first
 
 
@@ -37,12 +37,12 @@ class Eligibility:
         }
         self.prefill = self._of_good_standing("prefill")
         self.decode = self._of_good_standing("decode")
-        self.generations = Generations(self.prefill, self.decode, mode)
-        self._kept: dict[tuple[Generation | None, frozenset[str]], Candidates] = {}
+        self.kv_groups = KvGroups(self.prefill, self.decode, mode)
+        self._kept: dict[tuple[KvGroup | None, frozenset[str]], Candidates] = {}
 
     def why_not(self, worker: WorkerInfo, request: PlacementRequest) -> Reason | None:
         """Why the request is not placed on the worker; None: it may be."""
-        reason = self._standing(worker, request.generation)
+        reason = self._standing(worker, request.kv_group)
         excluded = request.excluded
         if reason is not None or not excluded:
             return reason
@@ -52,11 +52,11 @@ class Eligibility:
         """The eligible workers of a role; where every one is excluded, all of good standing."""
         workers = self.prefill if role == "prefill" else self.decode
         eligible = [worker for worker in workers if self.why_not(worker, request) is None]
-        return eligible or [one for one in workers if self._standing(one, request.generation) is None]
+        return eligible or [one for one in workers if self._standing(one, request.kv_group) is None]
 
     def candidates(self, request: PlacementRequest) -> Candidates:
         """For the script; kept for the next requests, since while a worker is suspect every request excludes it."""
-        wanted = request.generation, frozenset(request.excluded)
+        wanted = request.kv_group, frozenset(request.excluded)
         known = self._kept.pop(wanted, None) or self._candidates(request)
         self._kept[wanted] = known  # moves it to the end: the least recently used is dropped first
         if len(self._kept) > MAX_CANDIDATES_KEPT:
@@ -83,13 +83,13 @@ class Eligibility:
     def _of_good_standing(self, role: Role) -> list[WorkerInfo]:
         return [one for one in self.workers if one.role == role and self._standing(one) is None]
 
-    def _standing(self, worker: WorkerInfo, generation: Generation | None = None) -> Reason | None:
+    def _standing(self, worker: WorkerInfo, kv_group: KvGroup | None = None) -> Reason | None:
         if self._mode == "always" and worker.role == "prefill":
             return Reason.ROLE
         if worker.state == "draining":
             return Reason.DRAINING
         if worker.lease != self._best_lease[worker.role]:
             return Reason.SUSPECT if worker.lease == "suspect" else Reason.DEAD
-        if generation is not None and generation_of(worker) != generation:
-            return Reason.GENERATION
+        if kv_group is not None and kv_group_of(worker) != kv_group:
+            return Reason.KV_GROUP
         return None

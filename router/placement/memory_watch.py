@@ -9,7 +9,7 @@ import redis
 import redis.asyncio
 
 from cluster.periodic import Periodic
-from cluster.redis.elsewhere import leave_async
+from cluster.redis.failover import disconnect_after_failover_async
 from cluster.redis.memory import PRESSED, RedisMemory, warn_of_policy
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class MemoryWatch:
             return
         except (redis.RedisError, TimeoutError, OSError) as error:
             log.debug("Redis's memory use could not be read: %s", error)
-            await leave_async(self._client, error)
+            await disconnect_after_failover_async(self._client, error)
             return
         self._refused = False
         before, self.memory = self.memory, now

@@ -1,15 +1,31 @@
 -- One placement: match, score, charge, record. One call per dispatch attempt.
 -- KEYS: owners, load, routers, calls, chg:<router>, drains, answers:<router>
--- ARGV: prefix, router, chain, tokens, page, output_tokens, mode, random, a, b, token_bytes, bandwidth,
---       per_token_decode, feeds, ttl_ms, predict_ms, rate, priority_class (high | normal | batch), target and deadline of the
---       first token (seconds, 0 = none), run of the router, number of the call, lease_ms of the router,
---       number of prefill candidates, number of candidates,
---       the decode workers' capacities (8-byte doubles, tokens, packed), slots (4-byte numbers, packed), runs of
---       candidates of one place (4-byte number of the place, 4-byte index of its last one, packed), of every place
---       what workers in it share (1 an NVLink clique, 2 a host) and the numbers of its rack and zone (0 = unknown), then
---       for every candidate its field of `load`, then, where decode workers may prefill, theirs for that
--- bandwidth: bytes a second of pairs that share a clique, a host, a rack, a zone, nothing (8-byte doubles, packed)
--- mode: never | fallback | auto | always (local prefill at the decode worker)
+-- ARGV:
+--   1   prefix of the index's keys
+--   2   router
+--   3   chain: packed index keys of the prompt's full blocks
+--   4   tokens
+--   5   page size
+--   6   output tokens that are expected
+--   7   mode of local prefill (at the decode worker): never | fallback | auto | always
+--   8   random number
+--   9   a, 10 b: of the cost model
+--   11  token_bytes
+--   12  bandwidths: bytes per second of pairs that share a clique, a host, a rack, a zone, nothing (8-byte doubles, packed)
+--   13  per_token: seconds that a resident token adds to a decode step
+--   14  feeds of the index
+--   15  ttl_ms of index entries, 16 predict_ms of those that a placement predicts
+--   17  rate: prefill tokens per second
+--   18  priority class: high | normal | batch
+--   19  target and 20 deadline of the first token (seconds, 0 = none)
+--   21  run of the router, 22 number of the call, 23 lease_ms of the router
+--   24  number of prefill candidates
+--   25  number of candidates
+--   26  the decode workers' capacities (tokens; 8-byte doubles, packed)
+--   27  slots (4-byte numbers, packed)
+--   28  runs of candidates of one place: number of the place, index of its last candidate (4-byte numbers, packed)
+--   29  of every place: what its workers share (1 an NVLink clique, 2 a host), the numbers of its rack and zone (0 = unknown)
+--   30… for every candidate its field of `load`, then, where decode workers may prefill, theirs for that
 -- -> prefill index (0 = local), decode index, cached tokens at the worker that prefills, at the decode worker, uncached
 --    tokens, cost, terms…
 --    or -3, seconds to the first token: too late, or -4: the best is leaving or has left, read the membership again, or

@@ -21,8 +21,7 @@ from router.placement.calibration import Calibration
 from router.placement.candidates import Candidates
 from router.placement.keys import PlacementKeys
 from router.placement.memory_watch import MemoryWatch
-from router.placement.redis_backoff import RedisBackoff
-from router.placement.script_call import Argument, ScriptCall
+from router.placement.script_call import Argument, RedisBackoff, ScriptCall
 from router.placement.settlement import SCRIPT_SECONDS
 from router.placement.types import Placed, PlacementRequest
 
@@ -68,7 +67,7 @@ class PlaceScript:
     async def __call__(
         self, request: PlacementRequest, candidates: Candidates, run: int, number: int
     ) -> Placed | None:
-        """`run`, `number`: of this call (router/placement/calls.py). None: the best worker is leaving, or has left.
+        """`run`, `number`: of this call (router/placement/settlement.py). None: the best worker is leaving, or has left.
 
         Raises OverloadedError where the first token would come too late, and TimeoutError, redis.RedisError or OSError.
         """
@@ -124,7 +123,7 @@ class PlaceScript:
             config.router_id,
             request.chain,
             request.token_count,
-            request.generation.page_size if request.generation is not None else config.page_size,
+            request.kv_group.page_size if request.kv_group is not None else config.page_size,
             request.output_tokens,
             config.local_prefill,
             self._rng.random(),

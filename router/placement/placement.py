@@ -18,11 +18,11 @@ from router.placement.candidates import Candidates
 from router.placement.charges import Charges
 from router.placement.eligibility import Eligibility
 from router.placement.keys import PlacementKeys
-from router.placement.local_placement import LocalPlacement
 from router.placement.memory_watch import MemoryWatch
 from router.placement.place_script import PlaceScript
 from router.placement.settlement import SCRIPT_SECONDS, Settlement
-from router.placement.types import Generation, Mode, Placed, PlacementRequest
+from router.placement.standalone_placement import StandalonePlacement
+from router.placement.types import KvGroup, Mode, Placed, PlacementRequest
 
 MAX_VIEWS = 3  # of the membership, for one placement
 _DECISIONS = [(who, by) for who in ("prefill_worker", "decode_worker") for by in ("redis", "router")]
@@ -45,7 +45,7 @@ class Placement:
             *(config, self._keys, self.calibration, self._watch, self._rng),
             on_unheard=self.settlement.request,
         )
-        self._local = LocalPlacement(self.calibration, self._charges, self._rng)
+        self._standalone = StandalonePlacement(self.calibration, self._charges, self._rng)
         self.calls = 0
         # By the role that prefills and where it was decided; by reason
         self.decided: Counter[tuple[str, ...]] = Counter(dict.fromkeys(_DECISIONS, 0))
@@ -74,9 +74,9 @@ class Placement:
             self._eligibility = Eligibility(workers, self.mode)
         return self._eligibility
 
-    def generation(self, before: Generation | None) -> Generation:
+    def kv_group(self, before: KvGroup | None) -> KvGroup:
         """Which workers a request is for; `before`: those that had it last. Raises UnavailableError."""
-        return self.eligibility.generations.choose(before, self._rng)
+        return self.eligibility.kv_groups.choose(before, self._rng)
 
     async def place(self, request: PlacementRequest) -> Placed:
         """One script call. Raises UnavailableError when a role that is needed has no worker, OverloadedError when the
@@ -106,7 +106,7 @@ class Placement:
                 return placed
             await self._members.refresh()
             candidates = self._candidates(request)
-        placed = self._local.place(request, candidates)
+        placed = self._standalone.place(request, candidates)
         self._charge(request, placed)
         return placed
 
@@ -118,7 +118,7 @@ class Placement:
             missing = missing or "prefill"
         if missing:
             self.refused[f"no_{missing}_worker"] += 1
-            raise UnavailableError(f"no {missing} worker is there", retry_after_seconds=1.0)
+            raise UnavailableError(f"no {missing} worker is available", retry_after_seconds=1.0)
         return candidates
 
     async def _ask(self, request: PlacementRequest, candidates: Candidates) -> Placed | None:
@@ -135,7 +135,7 @@ class Placement:
 
     def _charge(self, request: PlacementRequest, placed: Placed) -> None:
         computes = placed.prefill or placed.decode
-        self._local.remember(request.chain, computes.worker_id)
+        self._standalone.remember(request.chain, computes.worker_id)
         self._charges.add(request, computes, placed.decode, placed.uncached_tokens)
 
     def charged_tokens(self) -> dict[str, float]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from cluster.redis.elsewhere import ElsewhereError, says_elsewhere
+from cluster.redis.failover import FailoverError, says_failover
 
 Argument = bytes | str | int | float
 _MORE = object()
@@ -100,7 +102,7 @@ class _Line(asyncio.Protocol):
         deadline = self._loop.call_later(seconds, self._late, answer)
         try:
             return await answer
-        except (redis.ResponseError, ElsewhereError):
+        except (redis.ResponseError, FailoverError):
             raise
         except BaseException:
             self._on_unheard()
@@ -113,7 +115,7 @@ class _Line(asyncio.Protocol):
         while (reply := self._reader.gets()) is not _MORE:
             if isinstance(reply, hiredis.PushNotification):
                 continue
-            if isinstance(reply, ElsewhereError):
+            if isinstance(reply, FailoverError):
                 self.open = False
             answer = self._asked.popleft()
             if answer.done():  # given up: too late, or cancelled
@@ -151,6 +153,46 @@ class _Line(asyncio.Protocol):
 
 def _error(text: str) -> redis.RedisError:
     code, _, rest = text.partition(" ")
-    if says_elsewhere(text):
-        return ElsewhereError(text)
+    if says_failover(text):
+        return FailoverError(text)
     return NoScriptError(rest) if code == "NOSCRIPT" else redis.ResponseError(text)
+
+
+class RedisBackoff:
+    """When Redis is called again after it did not answer.
+
+    After a pause one call probes it; all others go on without Redis until the probe is answered. The pause is random, so
+    that routers that lost Redis at the same moment do not return at the same moment.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._seconds = seconds
+        self._rng = rng or random.Random()
+        self._clock = clock
+        self._until = 0.0  # 0: the last call was answered
+
+    def may_ask(self) -> bool:
+        """Whether to call Redis now; after a failure True once per pause, for the caller that probes it."""
+        if self._until == 0.0:
+            return True
+        if self._clock() < self._until:
+            return False
+        # Another call may probe after the next pause, even if this one is cancelled and reports nothing.
+        self.failed()
+        return True
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last call was not answered."""
+        return self._until != 0.0
+
+    def answered(self) -> None:
+        self._until = 0.0
+
+    def failed(self) -> None:
+        self._until = self._clock() + self._seconds * self._rng.uniform(0.5, 1.0)

@@ -21,12 +21,12 @@ def priority_class_of(priority: int) -> PriorityClass:
 class Reason(StrEnum):
     """Why a request is not placed on a worker (router/placement/eligibility.py)."""
 
-    # The worker's standing, and its generation
+    # The worker's standing, and its KV group
     ROLE = "local_prefill is always: decode workers prefill"
     DRAINING = "it is draining"
     SUSPECT = "its lease is overdue"
     DEAD = "its lease has run out"
-    GENERATION = "its model or KV layout differs from the request's"
+    KV_GROUP = "its model or KV layout differs from the request's"
     # Exclusions of one request
     SILENT = "this router received nothing from it lately"
     REFUSED = "it had no room for this request"
@@ -39,8 +39,8 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Generation:
-    """Workers between which KV can move (router/placement/generations.py)."""
+class KvGroup:
+    """Workers between which KV can move (router/placement/kv_groups.py)."""
 
     model_id: str
     page_size: int
@@ -54,7 +54,7 @@ class PlacementRequest:
     token_count: int
     output_tokens: int  # expected
     excluded: Mapping[str, Reason] = field(default_factory=dict)  # by worker_id, or by worker_id@epoch
-    generation: Generation | None = None  # among these workers only; the chain is hashed for it
+    kv_group: KvGroup | None = None  # among these workers only; the chain is hashed for it
     explain: bool = False
     priority_class: PriorityClass = "normal"
     target_seconds: float = 0.0  # the first token is wanted within this; 0 = no limit

@@ -37,8 +37,8 @@ for i = 1, 2 do
     used[i] = math.max(0, used[i] - passed * limits[i] / 60000)
     -- What is larger than a whole bucket is let in when the bucket is empty, and paid for afterwards.
     local over = used[i] + math.min(costs[i], limits[i]) - limits[i]
-    -- Half an answer is never refused: it was let in.
-    if over > 0.001 and not taken then return {i, math.ceil(over * 60000 / limits[i]), 0} end
+    -- Half an answer is never refused: it was let in. Neither is what costs nothing, also where more than all is used.
+    if costs[i] > 0 and over > 0.001 and not taken then return {i, math.ceil(over * 60000 / limits[i]), 0} end
   else
     used[i] = 0
   end

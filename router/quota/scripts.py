@@ -9,8 +9,7 @@ from importlib import resources
 import redis
 
 from cluster.telemetry.metrics import router as metrics
-from router.placement.redis_backoff import RedisBackoff
-from router.placement.script_call import Argument, ScriptCall
+from router.placement.script_call import Argument, RedisBackoff, ScriptCall
 
 log = logging.getLogger(__name__)
 CALL_SECONDS = 0.1
@@ -31,7 +30,6 @@ class QuotaScripts:
         self._buckets, self._records = tag + "quota:", tag + "quota-request:"
         self._shared_keys = [tag + "quota-expiry", tag + "quota-applied"]
         self._backoff = RedisBackoff(RETRY_SECONDS)
-        self._down = False
         self.seconds = metrics.REDIS_CALLS.create()
         self.errors = 0  # calls that Redis did not answer in time
 
@@ -60,14 +58,12 @@ class QuotaScripts:
             answer = await script(keys, arguments, CALL_SECONDS)
         except (redis.RedisError, TimeoutError, OSError) as error:
             self.errors += 1
-            self._backoff.failed()
-            if not self._down:
+            if not self._backoff.is_failing:
                 log.warning("quotas are not checked while Redis does not answer: %s", error or "too slow")
-            self._down = True
+            self._backoff.failed()
             return None
         self.seconds.observe(time.monotonic() - began)
-        self._backoff.answered()
-        if self._down:
+        if self._backoff.is_failing:
             log.info("quotas are checked again")
-        self._down = False
+        self._backoff.answered()
         return answer if isinstance(answer, list) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -35,9 +36,7 @@ class Completion:
     rate_limits: RateLimits = NO_LIMITS
     # From the client: within its tenant, only requests with the same salt share prefixes
     cache_salt: str = ""
-    prefix_scope: str = (
-        ""  # requests with the same scope share prefixes; part of the salt of its block hashes
-    )
+    prefix_scope: str = ""  # requests with the same scope share prefixes
 
     @cached_property
     def stop_strings(self) -> StopStrings:
@@ -61,3 +60,13 @@ class Outcome:
     usage: inference_pb2.Usage
     timings: inference_pb2.Timings
     explanation: str = ""
+
+
+def prefix_scope(tenant: str, cache_salt: str) -> str:
+    """The scope within which requests share cached prefixes, part of the salt of every block hash: the tenant's requests
+    with the same `cache_salt`, or those without one."""
+    if not cache_salt:
+        return tenant
+    owner = tenant.encode()
+    digest = hashlib.blake2b(len(owner).to_bytes(4, "little") + owner + cache_salt.encode(), digest_size=16)
+    return f"cache_salt:{digest.hexdigest()}"

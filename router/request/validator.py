@@ -45,14 +45,6 @@ class Validator:
         self.limits = FieldLimits.of(config, text)
         self._defaults = self._read_defaults(text.generation)
 
-    @property
-    def served_name(self) -> str:
-        return self.limits.served_model
-
-    @property
-    def max_model_len(self) -> int:
-        return self.limits.max_model_len
-
     def _read_defaults(self, generation: dict[str, Any]) -> GenerationOptions:
         """Raises ModelError if they are wrong: later the error would blame a client's request."""
         given = {name: generation[name] for name in DEFAULTS if generation.get(name) is not None}
@@ -81,7 +73,7 @@ class Validator:
         longest = self._config.request_seconds
         return Completion(
             request_id=self._request_id(envelope.request_id),
-            model=self.served_name,
+            model=self.limits.served_model,
             prompt_tokens=tokens,
             sampling=sampling,
             n=n,
@@ -131,21 +123,21 @@ class Validator:
         Raises ContextLengthError.
         """
         most = self._most_text_bytes
-        if most is not None and size > max(most, TOKEN_ID_BYTES * self.max_model_len) + OTHER_BYTES:
+        if most is not None and size > max(most, TOKEN_ID_BYTES * self.limits.max_model_len) + OTHER_BYTES:
             raise self._too_long("message", size)
 
     @property
     def _most_text_bytes(self) -> int | None:
         """Of a text that fits the context; None = no bound."""
         longest = self._text.most_bytes
-        return None if longest is None else longest * (self.max_model_len - 1)
+        return None if longest is None else longest * (self.limits.max_model_len - 1)
 
     def _too_long(self, what: str, size: int) -> ContextLengthError:
         return ContextLengthError(
-            f"{what}: {size} bytes exceed a context of {self.max_model_len} tokens of at most "
+            f"{what}: {size} bytes exceed a context of {self.limits.max_model_len} tokens of at most "
             f"{self._text.most_bytes} bytes each",
             field=what,
-            limit=str(self.max_model_len),
+            limit=str(self.limits.max_model_len),
         )
 
     @staticmethod
@@ -185,7 +177,7 @@ class Validator:
 
     def _max_tokens(self, given: int | None, prompt: int, entries: int) -> int:
         """`entries`: what one token of each choice adds to the answer."""
-        room = self.max_model_len - prompt
+        room = self.limits.max_model_len - prompt
         most = self._config.max_answer_entries // entries
         if given is None and most:
             return min(room, most)
@@ -193,9 +185,9 @@ class Validator:
         if wanted > room:
             raise ContextLengthError(
                 f"max_tokens: {prompt} prompt tokens + {wanted} new ones exceed the context of "
-                f"{self.max_model_len}",
+                f"{self.limits.max_model_len}",
                 field="max_tokens",
-                limit=str(self.max_model_len),
+                limit=str(self.limits.max_model_len),
             )
         if wanted > most:
             limit = self._config.max_answer_entries

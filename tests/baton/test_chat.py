@@ -93,7 +93,7 @@ def default_sigint() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("default_sigint")
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(router: StubRouter) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(router: StubRouter) -> None:
     router.inference.hang_after = 2
 
     def press() -> None:

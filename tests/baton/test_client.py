@@ -171,7 +171,7 @@ def test_deadline(stream: Streamer, router: StubRouter) -> None:
     assert router.inference.cancelled.wait(5)
 
 
-def test_nobody_there(stream: Streamer) -> None:
+def test_no_router_answers(stream: Streamer) -> None:
     with pytest.raises(UnavailableError):
         stream(["127.0.0.1:1", "127.0.0.1:2"], "x", timeout_seconds=20)
 
@@ -258,10 +258,15 @@ def test_closing_the_stream_cancels_the_request(router: StubRouter) -> None:
         assert list(stream) == []
 
 
+def close_when_hanging(router: StubRouter, closed: baton.Client | baton.client.Stream) -> None:
+    router.inference.hanging.wait(5)
+    closed.close()
+
+
 def test_closing_from_another_thread_ends_the_wait(router: StubRouter) -> None:
     router.inference.hang_after = 1
     with baton.Client(router.address) as client, client.stream("x", max_tokens=5) as stream:
-        closer = threading.Thread(target=lambda: (router.inference.hanging.wait(5), stream.close()))
+        closer = threading.Thread(target=close_when_hanging, args=(router, stream))
         closer.start()
         assert len(list(stream)) <= 1
         closer.join(5)
@@ -321,7 +326,7 @@ def test_closing_the_client_ends_its_streams(router: StubRouter, other: StubRout
     router.inference.hang_after = 2
     client = baton.Client([router.address, other.address], **AS_GIVEN)
     stream = client.stream("x", max_tokens=5)
-    closer = threading.Thread(target=lambda: (router.inference.hanging.wait(5), client.close()))
+    closer = threading.Thread(target=close_when_hanging, args=(router, client))
     closer.start()
     with pytest.raises(CancelledError):
         list(stream)
@@ -358,7 +363,7 @@ def test_a_stream_that_is_closed_while_it_moves_on_stays_closed(
             stream.close()
             return 0.0
 
-        monkeypatch.setattr("baton.client.blocking.pause_seconds", close_instead)
+        monkeypatch.setattr("baton.client.base.pause_seconds", close_instead)
         assert len(list(stream)) == 1
     assert not other.inference.requests
 
@@ -379,7 +384,7 @@ async def test_a_stream_that_is_aclosed_while_it_moves_on_stays_closed(
     router.inference.end_early_at = 1
     async with baton.AsyncClient([router.address, other.address], **AS_GIVEN) as client:
         stream = client.stream("x", max_tokens=5)
-        monkeypatch.setattr("baton.client.asynchronous.pause_seconds", lambda *_: 1.0)
+        monkeypatch.setattr("baton.client.base.pause_seconds", lambda *_: 1.0)
 
         async def close() -> None:
             await asyncio.to_thread(router.inference.cancelled.wait, 5)  # its context has ended

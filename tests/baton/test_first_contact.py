@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli import serve, worker
+from baton.cli import serve
 from baton.local import children
 from baton.local.cluster import LocalCluster
 from baton.local.options import UpOptions
@@ -24,10 +24,10 @@ from cluster.config.shared import ClusterFields
 from cluster.config.worker import WorkerConfig
 from cluster.errors import ConfigError, SetupError
 from cluster.process.memory import available_bytes
-from cluster.redis.first_contact import why_silent
+from cluster.redis.connect import why_silent
 from engine import kv_cache
 
-NOBODY = "redis://user:p4ssw0rd@127.0.0.1:1"  # nothing listens on port 1: refused at once
+UNREACHABLE = "redis://user:p4ssw0rd@127.0.0.1:1"  # nothing listens on port 1: refused at once
 
 
 def baton(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -44,27 +44,27 @@ def baton(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 SECRET = {"BATON_SECRET": "s"}
 UP = ("up", "--http-port", "0", "--grpc-port", "0", "--pool", "process")
 WRONG: list[tuple[tuple[str, ...], dict[str, str], str]] = [
-    ((*UP, "--redis-url", NOBODY), {}, "no Redis answers at redis://***@127.0.0.1:1 (Error 111"),
+    ((*UP, "--redis-url", UNREACHABLE), {}, "no Redis answers at redis://***@127.0.0.1:1 (Error 111"),
     ((*UP, "--redis-url", "p4ssw0rd"), {}, "is not a Redis URL; write for example redis://host:6379"),
     ((*UP, "--kv-memory", "100000GiB"), {}, "--kv-memory 1e+05 GiB for each of 2 ranks is more than"),
     (
-        (*UP, "--state-file", "/proc/nobody/state.json"),
+        (*UP, "--state-file", "/proc/none/state.json"),
         {},
-        "--state-file /proc/nobody/state.json cannot be written",
+        "--state-file /proc/none/state.json cannot be written",
     ),
     ((*UP, "--state-file", "/proc"), {}, "--state-file /proc cannot be written (Is a directory)"),
-    (("router", "--redis-url", NOBODY), {}, "the deployment's secret is missing"),
+    (("router", "--redis-url", UNREACHABLE), {}, "the deployment's secret is missing"),
     (("router",), SECRET, "redis_url is missing"),
     (("router", "--redis-url", "p4ssw0rd"), SECRET, "is not a Redis URL"),
     (
-        ("router", "--redis-url", NOBODY, "--ready-file", "/proc/nobody/r"),
+        ("router", "--redis-url", UNREACHABLE, "--ready-file", "/proc/none/r"),
         SECRET,
-        "--ready-file /proc/nobody/r cannot",
+        "--ready-file /proc/none/r cannot",
     ),
-    (("prefill", "--redis-url", NOBODY), {}, "the deployment's secret is missing"),
+    (("prefill", "--redis-url", UNREACHABLE), {}, "the deployment's secret is missing"),
     (("decode",), SECRET, "redis_url is missing"),
     (("decode", "--redis-url", "p4ssw0rd"), SECRET, "is not a Redis URL"),
-    (("decode", "--redis-url", NOBODY, "--kv-memory", "100000GiB"), SECRET, "more than the"),
+    (("decode", "--redis-url", UNREACHABLE, "--kv-memory", "100000GiB"), SECRET, "more than the"),
 ]
 
 
@@ -82,7 +82,7 @@ def test_a_sentence_and_no_traceback(arguments, environment, said, checkpoint, t
 
 def test_a_state_file_that_cannot_be_written_is_refused_at_once(checkpoint):
     with pytest.raises(ConfigError) as caught:
-        LocalCluster(UpOptions(checkpoint("llama"), state_file=Path("/proc/nobody/state.json")))
+        LocalCluster(UpOptions(checkpoint("llama"), state_file=Path("/proc/none/state.json")))
     assert caught.value.field == "state_file"
 
 
@@ -106,7 +106,7 @@ def test_an_invalid_redis_url_is_refused_when_settings_are_read(url, checkpoint)
 
 
 def test_an_unreachable_redis_is_reported_once_and_waited_for(checkpoint, capsys):
-    config = RouterConfig(model=checkpoint("llama"), redis_url=NOBODY, secret="s")
+    config = RouterConfig(model=checkpoint("llama"), redis_url=UNREACHABLE, secret="s")
     serve.check_start(config, None)
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith("no Redis answers at redis://***@127.0.0.1:1 (")
@@ -215,14 +215,14 @@ def test_a_process_that_ends_at_once_is_shown_and_its_log_is_kept(monkeypatch, s
     assert any("no such device" in file.read_text() for file in cluster.logs.iterdir())
 
 
-def test_a_start_that_is_called_off_leaves_nothing(sleepers, checkpoint):
+def test_a_cancelled_start_leaves_nothing(sleepers, checkpoint):
     cluster, _ = failed_start(checkpoint("llama"))
     cluster.stop()
     assert not cluster.logs.parent.exists()
 
 
 def test_a_start_without_logs_names_none(sleepers, checkpoint):
-    cluster, error = failed_start(checkpoint("llama"), redis_url=NOBODY)
+    cluster, error = failed_start(checkpoint("llama"), redis_url=UNREACHABLE)
     assert "logs" not in error.message and "redis://***@127.0.0.1:1" in error.message
     cluster.stop(keep_logs=True)
     assert not cluster.logs.parent.exists()
@@ -241,7 +241,7 @@ def test_a_state_file_that_fails_later_ends_nothing(sleepers, checkpoint, tmp_pa
         assert cluster.watch() == []
         folder.unlink()
         assert cluster.watch() == []
-        assert options.state_file.is_file(), "written as soon as it can be"
+        assert options.state_file is not None and options.state_file.is_file(), "written as soon as it can be"
     finally:
         if folder.is_file():
             folder.unlink()
@@ -269,7 +269,7 @@ def test_a_cluster_removes_the_state_file_that_it_wrote(sleepers, checkpoint, tm
         assert file.exists() == replaced
 
 
-def test_a_start_on_a_full_disk_says_so(sleepers, checkpoint, monkeypatch):
+def test_a_start_on_a_full_disk_names_the_cause(sleepers, checkpoint, monkeypatch):
     def full(self: Path, *_: Any, **__: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
 
@@ -284,23 +284,23 @@ def test_a_start_on_a_full_disk_says_so(sleepers, checkpoint, monkeypatch):
 
 
 def test_a_folder_for_temporary_files_that_cannot_be_used_is_named(checkpoint, monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/proc/nobody")
-    monkeypatch.setattr("tempfile.tempdir", "/proc/nobody")
+    monkeypatch.setenv("TMPDIR", "/proc/none")
+    monkeypatch.setattr("tempfile.tempdir", "/proc/none")
     with pytest.raises(SetupError) as caught:
         LocalCluster(UpOptions(checkpoint("llama")))
-    assert "/proc/nobody" in caught.value.message and "TMPDIR" in caught.value.message
+    assert "/proc/none" in caught.value.message and "TMPDIR" in caught.value.message
 
 
 # --- the secret ----------------------------------------------------------------------------------------------------
 
 
-def test_no_configuration_has_a_secret_that_everybody_knows(checkpoint):
+def test_no_configuration_has_a_public_secret(checkpoint):
     model = checkpoint("llama")
     assert RouterConfig(model=model).secret == ""
     assert WorkerConfig(role="decode", engine={"model": model}).secret == ""
 
 
-@pytest.mark.parametrize("command", [serve.router, worker.prefill, worker.decode])
+@pytest.mark.parametrize("command", [serve.router, serve.prefill, serve.decode])
 def test_no_process_starts_without_a_secret(command, checkpoint, monkeypatch):
     monkeypatch.delenv("BATON_SECRET", raising=False)
 
@@ -310,13 +310,13 @@ def test_no_process_starts_without_a_secret(command, checkpoint, monkeypatch):
 
     monkeypatch.setattr("uvloop.run", started)
     with pytest.raises(ConfigError) as caught:
-        command(model=checkpoint("llama"), redis_url=NOBODY)
+        command(model=checkpoint("llama"), redis_url=UNREACHABLE)
     assert caught.value.field == "secret"
     assert "openssl rand -hex 32" in caught.value.message
 
 
 def test_a_worker_of_a_pool_wants_one_too(checkpoint, tmp_path):
-    config = WorkerConfig(role="decode", engine={"model": checkpoint("llama")}, redis_url=NOBODY)
+    config = WorkerConfig(role="decode", engine={"model": checkpoint("llama")}, redis_url=UNREACHABLE)
     process = subprocess.run(
         [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(tmp_path / "door")],
         input=config.model_dump_json(),
@@ -333,10 +333,12 @@ def test_a_cluster_here_draws_one_for_all_its_processes(sleepers, checkpoint):
     for _ in range(2):
         cluster, _ = failed_start(checkpoint("llama"), routers=2)
         files = list(cluster.logs.parent.glob("*.json"))
-        configs = [sources.load(RouterConfig, {}, file) for file in files if file.stem.startswith("router")]
-        configs += [
-            sources.load(WorkerConfig, {}, file) for file in files if not file.stem.startswith("router")
-        ]
+        configs: list[RouterConfig | WorkerConfig] = []
+        for file in files:
+            if file.stem.startswith("router"):
+                configs.append(sources.load(RouterConfig, {}, file))
+            else:
+                configs.append(sources.load(WorkerConfig, {}, file))
         assert len(configs) == 4
         assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
         (secret,) = {config.secret for config in configs}
@@ -346,6 +348,6 @@ def test_a_cluster_here_draws_one_for_all_its_processes(sleepers, checkpoint):
 
 
 def test_a_registry_alone_needs_no_secret():
-    sources.require_redis(ClusterFields(redis_url=NOBODY))
+    sources.require_redis(ClusterFields(redis_url=UNREACHABLE))
     with pytest.raises(ConfigError):
         sources.require_redis(ClusterFields())

@@ -30,7 +30,7 @@ def test_a_process_with_a_thread_that_never_ends_ends():
     assert "Timeout" in ended.stderr and "most recent call first" in ended.stderr
 
 
-def test_a_worker_whose_flags_are_wrong_says_so_and_ends(tmp_path):
+def test_a_worker_with_wrong_flags_reports_them_and_ends(tmp_path):
     flags = ["--model", str(tmp_path), "--redis-url", "redis://127.0.0.1:1"]
     ended = subprocess.run(
         [sys.executable, "-m", "baton", "decode", *flags],

@@ -165,7 +165,7 @@ def test_what_was_pinned_is_what_is_served(hub: SmallHub, tmp_path: Path) -> Non
         fetch("hf://org/name", tmp_path, endpoint=hub.url, seconds=30, sha256="0" * 64)
 
 
-def test_gated_and_missing_repositories_say_what_to_do(
+def test_errors_of_gated_and_missing_repositories_name_the_remedy(
     hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.token = "hf_secret"

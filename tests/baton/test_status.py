@@ -68,7 +68,7 @@ def shown(view: Any, width: int = 140) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_the_table_says_who_does_what() -> None:
+def test_the_table_lists_what_each_worker_does() -> None:
     text = shown(VIEW)
     assert "1 h 02 min" in text
     assert "3 in flight" in text
@@ -122,6 +122,6 @@ def test_other_answers_are_errors(router: str, error: type[Exception]) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://[", "::nonsense::"])
-def test_nobody_there_is_an_error(url: str) -> None:
+def test_no_router_is_an_error(url: str) -> None:
     with pytest.raises(UnavailableError):
         show(url, as_json=False)

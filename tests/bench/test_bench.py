@@ -50,7 +50,7 @@ def test_report_keeps_sections_that_were_not_measured_again(tmp_path: Path) -> N
     )
 
 
-def test_what_falls_short_is_said() -> None:
+def test_shortfalls_are_reported() -> None:
     shown = report.markdown(
         MACHINE, [Section("s", "S", [Figure("f", 1.0, bound="≥ 2", note="why")])], "bench"
     )

@@ -30,7 +30,7 @@ def test_what_only_one_tree_has_is_left_out():
     assert ratios([]) == []
 
 
-def test_the_interval_holds_the_true_median_about_as_often_as_it_says():
+def test_the_interval_holds_the_true_median_about_as_often_as_stated():
     source = random.Random(5)
     hits = 0
     for _ in range(200):
@@ -53,6 +53,6 @@ def test_a_commit_is_checked_out_and_taken_away(tmp_path):
     assert str(tmp_path) not in listed
 
 
-def test_a_commit_that_is_not_there_is_said(tmp_path: Path):
+def test_a_missing_commit_is_reported(tmp_path: Path):
     with pytest.raises(SystemExit, match="nonsense"), checked_out("nonsense", tmp_path):
         pass

@@ -49,8 +49,8 @@ class Campaign:
         self._known_leaks: list[str] = []
 
     async def run(self, schedule: Iterable[Fault]) -> None:
-        """Each fault until it counted: one that meets no request is tried again. Raises RuntimeError for one whose point
-        nobody comes to."""
+        """Each fault until it counted: one that meets no request is tried again. Raises RuntimeError if its point is
+        never reached."""
         self._workload.start()
         try:
             for fault in schedule:
@@ -58,7 +58,7 @@ class Campaign:
                     if await self._one(fault):
                         break
                 else:
-                    raise RuntimeError(f"fault {fault.number}: nobody came to {fault.point or fault.name}")
+                    raise RuntimeError(f"fault {fault.number}: {fault.point or fault.name} was never reached")
         finally:
             await self._workload.stop()
 

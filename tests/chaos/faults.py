@@ -1,4 +1,4 @@
-"""Striking: what is done to whom, and what it met."""
+"""Fault injection: what is done to which process, and what ran there."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cluster.faults import orders
 from tests.chaos.rows import ANY_MOMENT, Fault
 from tests.chaos.target import Target
 from tests.chaos.workload import Workload
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.rank_processes import leader_of, rank_pids
 from tests.harness.run_proxy import RunningProxy
 
@@ -60,17 +61,17 @@ class Striker:
     # --- at a point --------------------------------------------------------------------------------------
 
     async def _order(self, fault: Fault, deadline: float) -> InjectedFault | None:
-        """Whoever passes the point first, the `at`-th time, breaks."""
+        """The first process that passes the point for the `at`-th time fails."""
         name = f"{fault.number}-{fault.rng.getrandbits(32):08x}"
         order = orders.Order(name, fault.point, fault.row.act, fault.at, fault.hold_seconds)
         # Now: one that is killed there may have a successor when we hear of it.
         before = self._target.state()["router"]
         (self._orders / "struck.jsonl").unlink(missing_ok=True)
-        orders.give_orders(self._orders, [order])
+        give_orders(self._orders, [order])
         try:
             done = await self._carried_out(name, deadline)
         finally:
-            orders.give_orders(self._orders, [])
+            give_orders(self._orders, [])
         if done is None:  # it may have been carried out while it was withdrawn
             await asyncio.sleep(WITHDRAWN_SECONDS)
             done = self._struck(name)
@@ -85,7 +86,7 @@ class Striker:
         held = fault.hold_seconds if fault.row.act in ("stop", "delay") else 0.0
         hit = sum(done.process in stream.workers for stream in self._workload.live)
         return InjectedFault(
-            done.monotonic, (done.pid,), _doors(before, [done.pid]), in_flight, hit or 1, held
+            done.monotonic, (done.pid,), _endpoints(before, [done.pid]), in_flight, hit or 1, held
         )
 
     async def _carried_out(self, name: str, deadline: float) -> orders.InjectedFault | None:
@@ -96,7 +97,7 @@ class Striker:
         return None
 
     def _struck(self, name: str) -> orders.InjectedFault | None:
-        return next((one for one in orders.read_injected(self._orders) if one.id == name), None)
+        return next((one for one in read_injected(self._orders) if one.id == name), None)
 
     # --- by signal ---------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class Striker:
         live = self._workload.live
         workers = {*victims, *map(leader_of, victims)} if fault.row.rank else set(victims)
         hit = sum(any(self._target.pid_of(worker) in workers for worker in stream.workers) for stream in live)
-        routers = _doors(self._target.state()["router"], victims)
+        routers = _endpoints(self._target.state()["router"], victims)
         began, in_flight, held = loop.time(), len(live), 0.0
         _send(victims, signal.SIGKILL if fault.row.act == "kill" else signal.SIGSTOP)
         if fault.row.act == "stop":
@@ -188,7 +189,7 @@ class Striker:
         return InjectedFault(asyncio.get_running_loop().time(), (), (), live, 0, 0.0)
 
 
-def _doors(routers: Iterable[dict[str, Any]], pids: Sequence[int]) -> tuple[str, ...]:
+def _endpoints(routers: Iterable[dict[str, Any]], pids: Sequence[int]) -> tuple[str, ...]:
     return tuple(one["http"] for one in routers if one["pid"] in pids)
 
 

@@ -1,4 +1,4 @@
-"""What must be true once no request runs: nothing held, nothing in doubt, nobody left behind."""
+"""What must be true once no request runs: no blocks held, no slots in doubt, no stray processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _worker(status: dict[str, Any]) -> list[str]:
     if status["self_check_wrong"]:
         found.append(status["self_check_wrong"])
     if not status["self_checks"]:
-        found.append("its books have not been looked at")
+        found.append("its integrity has not been checked")
     if status["blocks_held"]:
         found.append(f"{status['blocks_held']} blocks held")
     for name in ("attempts", "handoffs_live", "running", "waiting", "waiting_for_kv"):
@@ -77,7 +77,7 @@ def _reservations(url: str) -> list[str]:
         for key in (*client.keys("{*}:load"), *client.keys("{*}:chg:*")):
             charged = {field: int(amount) for field, amount in client.hgetall(key).items() if int(amount)}
             if charged:
-                found.append(f"charged in Redis, {key}: {charged}")
+                found.append(f"charged in Redis, {key!s}: {charged}")
         return found
     except redis.RedisError as error:
         return [f"Redis: {error}"]

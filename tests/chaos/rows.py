@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.faults.points import DROPPABLE, MESSAGES, Point
+from cluster.faults.points import Point
 from tests.harness.bounds import KILL_SECONDS, STOP_SECONDS
 
 ANY_MOMENT = ""  # a signal, whatever the victim is doing
@@ -48,6 +48,10 @@ OFTEN = {
 }
 SOMETIMES = 3
 # The bytes themselves are a message over gRPC only, and here NIXL moves them.
+# Kinds of message between P and D (the fields of their oneofs) that may be dropped, doubled or delayed.
+# `drained` and `abort` are never dropped: the stream delivers them in order, or breaks and they are sent again.
+DROPPABLE = ("reserve", "slot_request", "finish", "reserve_reply", "slot_grant", "part_result", "committed")
+MESSAGES = (*DROPPABLE, "abort", "drained", "aborted", "part")
 SPOKEN = tuple(kind for kind in MESSAGES if kind != "part")
 
 

@@ -1,4 +1,4 @@
-"""Work that takes and gives back ends, whoever stops waiting for it."""
+"""Background work that allocates and frees runs to its end although its caller stops waiting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_a_cancelled_wait_does_not_cancel_the_work():
     assert await background_tasks.complete(work()) == 3
 
 
-async def test_errors_reach_who_waits_and_the_log_otherwise(caplog):
+async def test_errors_reach_the_waiting_caller_or_the_log(caplog):
     background_tasks = BackgroundTasks()
 
     async def fail() -> None:

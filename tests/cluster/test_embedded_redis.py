@@ -1,4 +1,4 @@
-"""The Redis server that comes with the package is nobody's orphan."""
+"""The embedded Redis server ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ sys.stdin.read()
 def test_the_server_ends_with_the_process_that_started_it(tmp_path):
     command = [sys.executable, "-c", STARTS, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
         server = int(starter.stdout.readline())
         starter.kill()
     try:

@@ -1,4 +1,4 @@
-"""Points do nothing until a test gives orders; an order is carried out once, by whoever gets there first."""
+"""Points do nothing until a test gives orders; an order is carried out once, by the first process to reach it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from cluster.faults.orders import Order, OrderedFaults, give_orders, open_faults, read_injected
+from cluster.faults.orders import Order, OrderedFaults, open_faults
 from cluster.faults.points import NO_FAULTS, Act, FaultAction, Point, inject, nothing, nothing_said
+from tests.harness.fault_orders import give_orders, read_injected
 
 
 def test_without_a_directory_every_point_is_nothing():
@@ -19,7 +20,7 @@ def test_without_a_directory_every_point_is_nothing():
     assert faults is NO_FAULTS
     assert all(faults.point(point) is nothing for point in Point)
     assert faults.messages() is nothing_said
-    assert nothing(b"t") is None
+    assert nothing(b"t") is None  # type: ignore[func-returns-value]  # that is the point
 
 
 def test_the_nth_passage_strikes_once(tmp_path):
@@ -63,7 +64,7 @@ for i in range(10):
 """
 
 
-def test_a_kill_is_told_before_it_happens(tmp_path):
+def test_a_kill_is_reported_before_it_happens(tmp_path):
     give_orders(tmp_path, [Order("k", "prefill.reserved", "kill", at=4)])
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -57,7 +58,7 @@ def fill(client: redis.Redis, namespace: str, slot: int, name: str, chains: int)
     first = int(client.hget(registered[1], str(slot)) or 1)  # type: ignore[arg-type]
     for number in range(first, first + chains // 50):
         some = [part for _ in range(50) for part in (64, RNG.randbytes(64 * 8))]
-        head = [scripts.prefix(namespace, "m"), slot, name, number, 3_600_000]
+        head: list[Any] = [scripts.prefix(namespace, "m"), slot, name, number, 3_600_000]
         assert report(keys=registered, args=[*head, *some]) == b"ok"
 
 
@@ -199,7 +200,7 @@ async def test_a_policy_that_evicts_nothing_is_warned_of_once(
     assert sum("noeviction" in one.message for one in caplog.records) == 1
 
 
-async def test_a_redis_that_does_not_say_it_is_warned_of_once(small, client, namespace, caplog) -> None:
+async def test_a_redis_that_hides_its_memory_is_warned_of_once(small, client, namespace, caplog) -> None:
     client.execute_command("ACL", "SETUSER", "blind", "on", ">word", "~*", "+@all", "-info")
     config = RouterConfig(
         model="/m", redis_url=small.url.replace("unix://", "unix://blind:word@"), namespace=namespace

@@ -1,4 +1,4 @@
-"""Who watches health: as many as may, the oldest makes room, and nobody who has gone is remembered."""
+"""Watchers of health: their number is bounded, the oldest is closed for a new one, and closed ones are dropped."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_a_conversation_grows_by_appending(index):
     assert len(keys) == 1
 
 
-def test_a_cut_behind_a_fork_says_nothing_about_the_other_branch(index):
+def test_a_cut_behind_a_fork_does_not_affect_the_other_branch(index):
     stem, other = chain([1] * 8), chain([1] * 4 + [0] * 4)
     index.report("1", stem, 4)
     assert index.report("1", other, 2) == b"ok"

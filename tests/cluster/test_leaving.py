@@ -10,9 +10,9 @@ import pytest
 import redis
 
 from cluster.errors import ConfigError
-from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
+from cluster.membership.registry import request_drain
 from cluster.membership.types import Then, WorkerInfo
 from tests.harness.waiting import wait_for
 
@@ -43,7 +43,9 @@ def state(redis_url: str, namespace: str, worker_id: str = "decode-0") -> str:
     return found.state
 
 
-def test_a_worker_hears_it_and_everybody_sees_it(register: Register, redis_url: str, namespace: str) -> None:
+def test_a_drain_mark_reaches_its_worker_and_every_reader(
+    register: Register, redis_url: str, namespace: str
+) -> None:
     registration, heard = register()
     slot = registration.slot
     assert state(redis_url, namespace) == "ready"
@@ -55,7 +57,7 @@ def test_a_worker_hears_it_and_everybody_sees_it(register: Register, redis_url: 
     assert registration.slot == slot  # its prefixes are still where they were
 
 
-def test_nobody_of_that_name_is_an_error_that_names_who_is_there(
+def test_an_unknown_name_is_an_error_that_lists_the_workers(
     register: Register, redis_url: str, namespace: str
 ) -> None:
     register()
@@ -75,7 +77,7 @@ def test_a_new_process_of_the_same_name_is_not_meant(
     assert not heard
 
 
-def test_who_has_left_leaves_no_trace(register: Register, redis_url: str, namespace: str) -> None:
+def test_a_worker_that_has_left_leaves_no_keys(register: Register, redis_url: str, namespace: str) -> None:
     registration, _ = register()
     registration.set_draining("exit")
     assert state(redis_url, namespace) == "draining"
@@ -86,7 +88,9 @@ def test_who_has_left_leaves_no_trace(register: Register, redis_url: str, namesp
     client.close()
 
 
-def test_a_redis_that_was_emptied_is_told_again(register: Register, redis_url: str, namespace: str) -> None:
+def test_a_redis_that_was_emptied_gets_the_drain_mark_again(
+    register: Register, redis_url: str, namespace: str
+) -> None:
     registration, _ = register()
     registration.set_draining("exit")
     client = redis.Redis.from_url(redis_url)

@@ -18,6 +18,7 @@ from cluster.membership import keys, scripts
 from cluster.membership.reader import decode
 from cluster.membership.registry import encode
 from cluster.membership.types import WorkerInfo
+from tests.harness.redis_text import decoded
 
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
 BACK = st.integers(0, 2)  # how many lives ago
@@ -39,7 +40,7 @@ def machine(client: redis.Redis) -> type[RuleBasedStateMachine]:
             tag = f"test-{secrets.token_hex(4)}"
             self.keys = keys.registry(tag)
             self.lives: dict[str, list[WorkerInfo]] = {"w0": [], "w1": [], "w2": []}  # with their slots
-            # The model: who is registered, and which process is to leave.
+            # The model: which workers are registered, and which process is to drain.
             self.here: dict[str, WorkerInfo] = {}
             self.leaving: dict[str, str] = {}
 
@@ -114,7 +115,7 @@ def machine(client: redis.Redis) -> type[RuleBasedStateMachine]:
             assert {one.worker_id: (one.name, one.slot) for one in seen} == {
                 worker: (life.name, life.slot) for worker, life in self.here.items()
             }
-            owners = {int(slot): name.decode() for slot, name in client.hgetall(self.keys[4]).items()}
+            owners = {int(slot): decoded(name) for slot, name in client.hgetall(self.keys[4]).items()}
             assert owners == {life.slot: life.name for life in self.here.values()}, (
                 "a slot outlived its owner"
             )

@@ -9,7 +9,7 @@ from tests.harness.waiting import until
 
 
 async def test_an_action_that_fails_is_repeated_and_logged(caplog) -> None:
-    runs = []
+    runs: list[int] = []
 
     async def fail() -> None:
         runs.append(len(runs))

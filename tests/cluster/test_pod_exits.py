@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import UnavailableError
-from cluster.kubernetes.pod import Pod, own_pod
-from cluster.kubernetes.pod_exits import OUT_OF_SERVICE, PodExits
+from cluster.kubernetes.pod import OUT_OF_SERVICE, Pod, PodExits, own_pod
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.server import ApiServer
 
@@ -148,7 +147,7 @@ def test_a_pod_that_is_listed_has_not_ended_with_its_node(cluster):
     assert not cluster.proven()
 
 
-def test_a_successor_of_the_same_name_says_nothing_of_the_pod_before(cluster):
+def test_a_successor_of_the_same_name_proves_nothing_of_the_pod_before(cluster):
     cluster.has(terminated=ended(30))
     cluster.pod = replace(cluster.pod, uid="another")
     assert not cluster.proven()
@@ -164,7 +163,7 @@ def test_an_api_that_refuses_or_does_not_answer_proves_nothing(cluster, tmp_path
         PodExits(api).has_exited(cluster.pod)
 
 
-def test_a_process_knows_its_pod_only_if_it_knows_all_of_it():
+def test_a_pod_is_identified_only_by_all_of_its_fields():
     pod = own_pod(ENVIRONMENT)
     assert (pod.namespace, pod.name, pod.uid, pod.container, pod.node) == tuple(ENVIRONMENT.values())
     assert pod.started > 0

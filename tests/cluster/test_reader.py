@@ -36,7 +36,7 @@ def facts(worker_id: str, **changed: Any) -> dict[str, Any]:
     return {**written, **changed}
 
 
-def test_what_a_later_version_says_beside_is_left_out():
+def test_extra_fields_of_a_later_version_are_left_out():
     later = facts("later", colour="red")
     later["location"] = {**later["location"], "planet": "earth"}
     assert [worker.worker_id for worker in decode(answer(later))] == ["later"]
@@ -69,7 +69,7 @@ NONSENSE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("wrong", NONSENSE, ids=lambda wrong: "=".join(map(repr, *wrong.items())))
-def test_one_whose_values_make_no_sense_does_not_take_the_others_along(wrong):
+def test_a_file_with_invalid_values_does_not_affect_the_others(wrong):
     """They are packed together for every placement."""
     workers = decode(answer(facts("a"), facts("broken") | wrong, facts("c")))
     assert [worker.worker_id for worker in workers] == ["a", "c"]
@@ -86,10 +86,10 @@ def test_a_status_that_is_none(status):
 
 
 async def test_what_is_in_redis_beside_is_no_reason_to_stop_reading(redis_url, namespace):
-    """Somebody else's value where the last slot belongs."""
+    """A foreign value in the place of the last slot."""
     members = Members(redis_url, namespace)
     with connect(redis_url) as client:
-        client.set(keys.slots(namespace), "somebody else's")
+        client.set(keys.slots(namespace), "foreign")
         for name, registration in {"w": encode(INFO), "stray": "no worker"}.items():
             client.hset(keys.members(namespace), name, registration)
             client.zadd(keys.leases(namespace), {name: 2.0**52})

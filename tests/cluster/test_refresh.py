@@ -66,7 +66,7 @@ async def test_an_older_answer_does_not_replace_a_newer_one(members: Members) ->
     begun[0].set()
     await asyncio.gather(first, *later)
     assert [worker.worker_id for worker in members.all] == ["w1"]
-    assert len(begun) == 2, "those who asked meanwhile share the next read"
+    assert len(begun) == 2, "callers that asked meanwhile share the next read"
 
 
 async def test_a_cancelled_waiter_does_not_cancel_the_read_for_others(members: Members) -> None:

@@ -14,11 +14,12 @@ from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
+from cluster.protocol.times import LEASE_DEAD_SECONDS
 from cluster.redis.connect import connect
 from tests.harness.waiting import wait_for
 
 
-def test_a_status_that_cannot_be_told_ends_nothing(redis_url, namespace, monkeypatch, caplog):
+def test_a_status_that_cannot_be_written_ends_nothing(redis_url, namespace, monkeypatch, caplog):
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     failures = [RuntimeError("changed while it was read")] * 3
     told: list[WorkerStatus] = []
@@ -41,7 +42,7 @@ def test_a_status_that_cannot_be_told_ends_nothing(redis_url, namespace, monkeyp
     assert sum("could not be renewed" in record.message for record in caplog.records) == 1, "said once"
 
 
-def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace, monkeypatch):
+def test_a_worker_that_could_not_report_its_exit_is_fenced(redis_url, namespace, monkeypatch):
     """Redis was there: the others have seen its lease run out, and have gone on without it."""
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.01)
     now, broken, rejoined = [1000.0], [False], []
@@ -64,7 +65,7 @@ def test_a_worker_that_could_not_speak_for_itself_is_fenced(redis_url, namespace
         wait_for(lambda: registration.slot, 60.0, "registered")
         broken[0] = True
         wait_for(lambda: registration._calls._failing, 60.0, "it fails")
-        now[0] += module.LEASE_DEAD_SECONDS + 1
+        now[0] += LEASE_DEAD_SECONDS + 1
         broken[0] = False
         wait_for(lambda: rejoined, 60.0, "it joins under a new epoch")
         wait_for(

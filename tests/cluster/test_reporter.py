@@ -63,7 +63,7 @@ class Worker:
     def in_index(self, numbers: range) -> bool:
         for number in numbers:
             hashes, held = chain(number)
-            args = [self._prefix, index_keys(hashes), self.registration.slot]
+            args: list[str | bytes | int] = [self._prefix, index_keys(hashes), self.registration.slot]
             if int(self._probe(keys=[self._owners], args=args)) != held:
                 return False
         return True

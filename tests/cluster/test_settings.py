@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import drain, serve_app
+from baton.cli import drain, pools
 from cluster.addresses import advertised, join
 from cluster.config import sources
 from cluster.config.router import RouterConfig
@@ -115,14 +115,14 @@ NO_SETTINGS: dict[str, bytes] = {
 def test_a_file_that_holds_no_settings_is_named(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(content)
-    for read in (partial(sources.load, RouterConfig, {}), drain._of_registry, serve_app._read):
+    for read in (partial(sources.load, RouterConfig, {}), drain._of_registry, pools._read_applications):
         with pytest.raises(ConfigError) as caught:
             read(file)
         assert caught.value.field == "config"
         assert str(file) in caught.value.message and "s3cret" not in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["nobody.yaml", "", "n" * 5000, "a\0b"])
+@pytest.mark.parametrize("name", ["missing.yaml", "", "n" * 5000, "a\0b"])
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no configuration file at"):
         sources.load(RouterConfig, {}, tmp_path / name)
@@ -176,7 +176,7 @@ def test_a_router_takes_the_same_secrets(tmp_path: Path, monkeypatch: pytest.Mon
     assert sources.load(RouterConfig, {"model": tmp_path}).secret == "s3"
 
 
-def test_who_listens_everywhere_is_reached_where_it_reaches_redis() -> None:
+def test_a_wildcard_address_is_replaced_by_the_one_that_reaches_redis() -> None:
     assert advertised("0.0.0.0", "", "redis://127.0.0.1:6379") == "127.0.0.1"
     assert advertised("0.0.0.0", "10.0.0.7", "redis://127.0.0.1:6379") == "10.0.0.7"
     assert advertised("0.0.0.0", "", "unix:///tmp/redis.sock") == "127.0.0.1"

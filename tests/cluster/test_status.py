@@ -46,7 +46,7 @@ def test_its_fields_are_those_of_the_wire() -> None:
     assert FULL.encode()["first_tokens_within_0.75s"] == 5
 
 
-def test_other_versions_say_more_or_less() -> None:
+def test_other_versions_report_more_or_fewer_fields() -> None:
     later = WorkerStatus.decode({"steps": 3, "temperature": {"of": "the card"}, "first_tokens_within_60s": 9})
     assert later == WorkerStatus(steps=3)
     earlier = WorkerStatus.decode({"first_tokens": 4, "first_tokens_within_0.1s": 1})

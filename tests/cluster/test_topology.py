@@ -1,4 +1,4 @@
-"""Where a worker is: from its node's labels, from its configuration, and when nobody can say."""
+"""A worker's topology: from its node's labels, from its configuration, or unknown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(server: ApiServer, tmp_path: Path, **fields: object) -> TopologyConfi
     return TopologyConfig(node_name="node-7", kubeconfig=kubeconfig, **fields)
 
 
-def test_a_nodes_labels_say_where_it_is(server: ApiServer, tmp_path: Path) -> None:
+def test_a_nodes_labels_give_its_topology(server: ApiServer, tmp_path: Path) -> None:
     here = Locating(config(server, tmp_path, rack_label="example.com/rack")).location()
     assert here == Location(clique="8ec3.1", host="node-7", rack="r7", zone="zone-b")
     assert here.place == "8ec3.1"
@@ -46,7 +46,7 @@ def test_what_is_configured_wins(server: ApiServer, tmp_path: Path) -> None:
 
 def test_without_a_node_name_nothing_is_asked() -> None:
     def read(_: TopologyConfig) -> Mapping[str, str]:
-        raise AssertionError("nobody named a node")
+        raise AssertionError("no node was named")
 
     here = Locating(TopologyConfig(rack="r1"), read).location()
     assert here == Location(host=socket.gethostname(), rack="r1")

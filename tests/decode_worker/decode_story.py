@@ -48,7 +48,10 @@ def step_name(kind: str, old: Enum, new: Enum) -> str:
     return f"{kind} {old.value} → {new.value}"
 
 
-TABLES = {"hand-off": incoming.TRANSITIONS, "decode": attempt.TRANSITIONS}
+TABLES: dict[str, dict[Any, frozenset[Any]]] = {
+    "hand-off": incoming.TRANSITIONS,
+    "decode": attempt.TRANSITIONS,
+}
 ALL_STEPS = [name for kind, table in TABLES.items() for name in steps(kind, table)]
 REACHED = Reached([*(set(ALL_STEPS) - NOT_DRAWN), *REFUSALS, *OTHERS])
 

@@ -58,13 +58,13 @@ class HandMovedRank:
         self.hello = m.PeerRank(0, "", b"", digest_kinds=(XXH3_128,))
         self.is_remote = False
         self.staging_used_bytes = 0
-        self.expected: list[m.Expect] = []  # every one ever, for events that come late or twice
+        self.expected: list[handoff_pb2.SlotGrant] = []  # every one ever, for events that come late or twice
         self.told: dict[bytes, m.ExpectTransfer] = {}  # until ForgetTransfer
         self.blocks: dict[bytes, list[int]] = {}  # of every transfer ever
         self.on_told: Callable[[m.ExpectTransfer], None] = lambda told: None
         self.writers: dict[int, bytes] = {}
         self.scatters: dict[
-            int, m.Expect
+            int, handoff_pb2.SlotGrant
         ] = {}  # slots whose part may be on its way from there into the cache
         self.unanswered: list[bytes] = []
         self.segments = 0
@@ -74,8 +74,10 @@ class HandMovedRank:
 
     def handle(self, message: m.ToReceiver) -> None:
         match message:
-            case m.Expect():
-                assert message.slot not in self.writers, "a slot was granted while somebody may write into it"
+            case handoff_pb2.SlotGrant():
+                assert message.slot not in self.writers, (
+                    "a slot was granted while another peer may write into it"
+                )
                 self.writers[message.slot] = message.transfer_id
                 self.scatters[message.slot] = message
                 self.expected.append(message)
@@ -141,6 +143,9 @@ class Core:
         finally:
             for happens in after:
                 happens()
+
+    def batch_full(self) -> bool:
+        return self.engine.batch_full
 
     def beat_step(self) -> int:
         return 1

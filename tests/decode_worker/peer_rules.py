@@ -184,8 +184,8 @@ class PeerRules(RuleBasedStateMachine):
         self.settle()
 
     def claims(self, transfer: bytes | None = None) -> list[Any]:
-        slots = [slot for ring in self.world.receiver.rings for slot in ring.slots if slot.claim is not None]
-        return [slot.claim for slot in slots if transfer in (None, slot.claim.transfer_id)]
+        claims = [slot.claim for ring in self.world.receiver.rings for slot in ring.slots]
+        return [one for one in claims if one is not None and transfer in (None, one.transfer_id)]
 
     def no_more_writes(self, of: Any) -> None:
         writers = self.world.rank.writers
@@ -203,7 +203,7 @@ class PeerRules(RuleBasedStateMachine):
         newest = data.draw(st.integers(0, min(len(expected) - 1, 6)))
         self.part_lands(expected[-1 - newest], error, short)
 
-    def part_lands(self, grant: m.Expect, error: str, short: bool = False) -> None:
+    def part_lands(self, grant: handoff_pb2.SlotGrant, error: str, short: bool = False) -> None:
         ring = self.world.receiver.rings[0]
         slot = ring.slot(grant.slot, grant.generation)
         begin, end = self.landed.held(grant.transfer_id), len(prompt_of(grant.transfer_id))

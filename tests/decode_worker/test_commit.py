@@ -1,4 +1,4 @@
-"""Between the last part and the engine's turn to commit: what happens there ends the attempt one way, for everybody."""
+"""Events between the last part and the engine's commit end the attempt in the same way on both sides."""
 
 from __future__ import annotations
 
@@ -76,13 +76,16 @@ async def test_blocks_that_a_step_took_back_end_the_attempt_and_nothing_else():
     world = DecodeWorld()
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)
+    assert attempt is not None
     answers, ask = arbiter(world)
     world.core.before_next_call += [lambda: world.start(ask()), world.evict]
     finish(stream)
     await until(lambda: bool(world.rank.unanswered) or world.receiver.live == 0, "the hand-off has ended")
-    await until(lambda: attempt.machine.state is DecodeState.ENDED and bool(answers), "everybody knows")
+    await until(
+        lambda: attempt.machine.state is DecodeState.ENDED and bool(answers), "both sides have the result"
+    )
     assert answers == [HandoffState.ABORTED]
-    assert attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
+    assert attempt.log._end is not None and attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_ABORTED
     (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
     assert aborted.error.code == "BlocksExhaustedError"
     assert stream.open, "the pair's other hand-offs have ended with it"
@@ -95,11 +98,12 @@ async def test_an_engine_that_fails_to_commit_ends_the_attempt(caplog):
     world = DecodeWorld()
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)
+    assert attempt is not None
 
     def fails(*arguments: object) -> None:
         raise RuntimeError("no")
 
-    world.core.engine.commit = fails  # type: ignore[method-assign]
+    world.core.engine.commit = fails  # type: ignore[assignment, method-assign]
     finish(stream)
     await until(lambda: attempt.machine.state is DecodeState.ENDED, "the attempt has ended")
     assert stream.open and world.receiver.live == 0
@@ -109,7 +113,7 @@ async def test_an_engine_that_fails_to_commit_ends_the_attempt(caplog):
 
 
 def first(**changed: int) -> common_pb2.Token:
-    fields = {"position": len(PROMPT), "token_id": continuation(PROMPT, 1)[0]}
+    fields: dict[str, Any] = {"position": len(PROMPT), "token_id": continuation(PROMPT, 1)[0]}
     return common_pb2.Token(**{**fields, **changed})
 
 
@@ -168,7 +172,7 @@ async def test_blocks_that_come_for_an_attempt_that_has_ended_are_given_back():
 
 
 @pytest.mark.parametrize("count", [0, len(PROMPT) - 1, len(PROMPT) + 1])
-async def test_a_reserve_that_says_another_length_than_its_tokens_have_is_refused(count):
+async def test_a_reserve_whose_length_differs_from_its_tokens_is_refused(count):
     world = DecodeWorld()
     stream = world.connect("p", 1, 1)
     error = await refused(stream, count)
@@ -182,16 +186,17 @@ async def test_an_arbiter_that_is_asked_meanwhile_waits_for_the_engine(steps):
     world = DecodeWorld()
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)
+    assert attempt is not None
     answers, ask = arbiter(world)
     world.core.before_next_call.append(lambda: world.start(ask()))
-    world.core.after_next_call += [world.step] * steps  # over before anybody has heard of the commit
+    world.core.after_next_call += [world.step] * steps  # over before the commit is reported
     finish(stream)
     await until(lambda: bool(answers), "the arbiter has answered")
     assert answers == [HandoffState.COMMITTED]
     while world.step() is not None:
         pass
     assert [token.token_id for token in attempt.log.tokens] == continuation(PROMPT, 4)
-    assert attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+    assert attempt.log._end is not None and attempt.log._end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
     await ask()  # a prefill worker may be lost after the last token, before the router has read it
     assert answers == [HandoffState.COMMITTED] * 2
     await close(world)
@@ -203,7 +208,7 @@ async def test_nothing_keeps_an_attempt_that_is_forgotten():
     request = decode_pb2.AttachRequest(transfer_id=TRANSFER, worker_epoch=1, admission_deadline_ms=60_000)
     log = weakref.ref(world.role.attach(request).log)
     await world.role.abort(TRANSFER)
-    await until(lambda: world.role.attempts.get(TRANSFER) is None, "forgotten: nobody reads it")
+    await until(lambda: world.role.attempts.get(TRANSFER) is None, "dropped: no stream reads it")
 
     def is_gone() -> bool:
         gc.collect()

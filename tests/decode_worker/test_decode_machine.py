@@ -37,7 +37,7 @@ PREEMPTED = common_pb2.ATTEMPT_OUTCOME_PREEMPTED
 class DecodeMachine(PeerRules):
     def __init__(self) -> None:
         super().__init__()
-        # An exception that nobody catches is logged: by a stream that broke, by a follow-up that failed.
+        # An uncaught exception is logged: by a stream that broke, by a follow-up that failed.
         self.logged = Failures()
         logging.getLogger().addHandler(self.logged)
         self.promised_dead: set[bytes] = set()  # the arbiter has said ABORTED
@@ -67,7 +67,7 @@ class DecodeMachine(PeerRules):
             commit(engine_id, first)
             self.committed.add(transfer_id)
 
-        self.world.core.engine.commit = checked  # type: ignore[method-assign]
+        self.world.core.engine.commit = checked  # type: ignore[assignment, method-assign]
 
     def check_aborts(self) -> None:
         """Only tokens that have landed in every layer enter the prefix cache."""
@@ -81,7 +81,7 @@ class DecodeMachine(PeerRules):
                 self.world.fill_cache(engine_id, prompt_of(transfer_id)[:whole])
             return abort(engine_id, verified_tokens)
 
-        self.world.core.engine.abort = checked  # type: ignore[method-assign]
+        self.world.core.engine.abort = checked  # type: ignore[assignment, method-assign]
 
     @rule(
         peer=PEERS,
@@ -280,7 +280,7 @@ class DecodeMachine(PeerRules):
             self.cancel(transfer)
         self.answer_all()
         assert self.world.receiver.live == 0
-        assert self.world.core.engine.stats().blocks_held == 0, "blocks are held that nobody owns"
+        assert self.world.core.engine.stats().blocks_held == 0, "blocks are held without an owner"
         for peer in ("p0", "p1"):
             self.process_exits(peer)
         self.answer_all()
@@ -289,7 +289,7 @@ class DecodeMachine(PeerRules):
         for task in self.world.tasks:
             task.result()
         (ring,) = self.world.receiver.rings
-        assert ring.count(SlotState.FREE) == len(ring.slots), "a slot that nobody writes into is not free"
+        assert ring.count(SlotState.FREE) == len(ring.slots), "a slot without a writer is not free"
         self.run(self.world.receiver.close())
         self.run(self.world.role.attempts.close())
         assert not self.logged.said

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
+from router.dispatch.liveness import Liveness
 
 from cluster.errors import StaleEpochError, StaleTransferError, WireVersionError
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors
-from decode_worker.service import DecodeService
+from decode_worker.worker import DecodeService
 from router.dispatch.attempt import Attempt
 from router.dispatch.channels import Channels
-from router.dispatch.liveness import Liveness
 from router.placement.types import Placed
 from tests.decode_worker.decode_world import DecodeWorld
 from wire import common_pb2, decode_pb2, decode_pb2_grpc
 from worker.identity import WorkerIdentity
+from worker.server import TypedErrors
 
 EPOCH = 0x5EED
 T = b"t" * 16
@@ -29,11 +31,12 @@ T = b"t" * 16
 @asynccontextmanager
 async def serving():
     world = DecodeWorld()
-    me = SimpleNamespace(worker_id="d", epoch=EPOCH)
+    me: Any = SimpleNamespace(worker_id="d", epoch=EPOCH)
     world.core.check_epoch = lambda epoch: WorkerIdentity.check_epoch(me, epoch)
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[TypedErrors()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    service = DecodeService(world.core, world.role)
+    parts: Any = world.core
+    service = DecodeService(parts, world.role)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     await server.start()
     try:
@@ -45,14 +48,24 @@ async def serving():
 
 
 def attach(**more: object) -> decode_pb2.AttachRequest:
-    fields = {"wire_version": WIRE_VERSION, "transfer_id": T, "request_id": "r", "worker_epoch": EPOCH}
+    fields: dict[str, Any] = {
+        "wire_version": WIRE_VERSION,
+        "transfer_id": T,
+        "request_id": "r",
+        "worker_epoch": EPOCH,
+    }
     return decode_pb2.AttachRequest(**{**fields, **more})
 
 
 def run(**more: object) -> decode_pb2.DecodeRunRequest:
     sampling = common_pb2.SamplingParams(max_tokens=4)
     spec = common_pb2.GenerateSpec(model_id="m", prompt_tokens=bytes(16), sampling=sampling, salt=bytes(16))
-    fields = {"wire_version": WIRE_VERSION, "transfer_id": T, "request_id": "r", "worker_epoch": EPOCH}
+    fields: dict[str, Any] = {
+        "wire_version": WIRE_VERSION,
+        "transfer_id": T,
+        "request_id": "r",
+        "worker_epoch": EPOCH,
+    }
     return decode_pb2.DecodeRunRequest(**{**fields, "spec": spec, **more})
 
 

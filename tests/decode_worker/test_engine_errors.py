@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cluster.errors import EngineRequestError
@@ -26,6 +28,7 @@ async def test_logits_that_are_not_finite_end_a_decoding_attempt(steps):
     world = DecodeWorld()
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)
+    assert attempt is not None
     finish(stream)
     await until(lambda: attempt.machine.state is DecodeState.DECODING, "committed")
     for _ in range(steps):
@@ -34,15 +37,17 @@ async def test_logits_that_are_not_finite_end_a_decoding_attempt(steps):
     world.step()
     assert attempt.machine.state is DecodeState.ENDED
     assert len(attempt.log.tokens) == 1 + steps, "what came before is told"
+    assert attempt.log._end is not None
     assert_engine_error(attempt.log._end)
     assert world.core.engine.stats().blocks_held == 0
     await close(world)
 
 
-async def test_a_commit_that_fails_in_the_engine_says_so_to_both(monkeypatch):
+async def test_a_commit_that_fails_in_the_engine_is_reported_to_both(monkeypatch):
     world = DecodeWorld()
     stream = await ready_to_commit(world)
     attempt = world.role.attempts.get(TRANSFER)
+    assert attempt is not None
 
     def fails(*arguments):
         raise ZeroDivisionError("of this request")
@@ -51,6 +56,7 @@ async def test_a_commit_that_fails_in_the_engine_says_so_to_both(monkeypatch):
     finish(stream)
     await until(lambda: world.receiver.live == 0 and not world.rank.unanswered, "the hand-off has ended")
     await until(lambda: attempt.machine.state is DecodeState.ENDED, "the attempt has ended")
+    assert attempt.log._end is not None
     assert_engine_error(attempt.log._end)
     (aborted,) = [reply.aborted for reply in stream.replies if reply.HasField("aborted")]
     assert aborted.error.code == EngineRequestError.__name__
@@ -73,7 +79,8 @@ async def test_a_local_prompt_that_fails_ends_alone():
     local.ask("before")
     bad = local.ask("bad")
     local.ask("after")
-    local.core.engine._runner.sick.add(bad.hex())
+    runner: Any = local.core.engine._runner
+    runner.sick.add(bad.hex())
     await run_beside_others(local)
 
 

@@ -17,6 +17,7 @@ from cluster.faults.points import NO_FAULTS
 from cluster.protocol.block_hash import pack_tokens
 from decode_worker.role import DecodeRole
 from engine.engine import Engine
+from engine.request import EngineRequest, SamplingParams
 from engine.scheduler import scheduler
 from kv_transfer.contract import HandoffState
 from tests.engine.fake_model import VOCAB, FakeRunner
@@ -31,8 +32,8 @@ BUDGET = 16
 class Core:
     """The parts of a worker around a real scheduler over a made-up model; steps are taken by hand."""
 
-    def __init__(self, blocks: int = 400):
-        runner = FakeRunner(blocks, max_batch_tokens=BUDGET)
+    def __init__(self, blocks: int = 400, **settings: int):
+        runner = FakeRunner(blocks, max_batch_tokens=BUDGET, **settings)
         self.engine = Engine(runner, runner.config, secret=b"s")
         self.config = WorkerConfig(
             role="decode", engine=EngineConfig(model=Path("/m"), max_batch_tokens=BUDGET)
@@ -52,6 +53,9 @@ class Core:
 
     def check_accepting(self) -> None: ...
 
+    def batch_full(self) -> bool:
+        return self.engine.batch_full
+
     def beat_step(self) -> int:
         return 1
 
@@ -62,8 +66,8 @@ class Core:
 class Local:
     """What is asked of a role, and in which order first tokens and ends come."""
 
-    def __init__(self, blocks: int = 400) -> None:
-        self.core = Core(blocks)
+    def __init__(self, blocks: int = 400, **settings: int) -> None:
+        self.core = Core(blocks, **settings)
 
         async def abort(transfer_id: bytes) -> HandoffState:
             return HandoffState.ABORTED
@@ -155,11 +159,49 @@ async def test_classes_go_before_tenants(local):
     for index in range(3):
         local.ask(f"high{index}", "b", 0.5, priority=1)
     await local.run()
-    # Two were inside before; whoever of them has not begun lets the high ones pass as well.
+    # Two were inside before; those that have not begun let the high ones pass as well.
     assert set(local.first[:5]) == {"batch0", "batch1", "high0", "high1", "high2"}, local.first
 
 
-async def test_who_waits_is_told_when_its_time_is_up(local):
+async def test_a_tenants_prompts_that_wait_for_seats_keep_no_other_tenant_out():
+    """Its running requests fill the batch, its waiting ones the bound: another tenant still gets an extra seat."""
+    local = Local(max_batch_requests=2)
+    for index in range(2):
+        local.ask(f"seated{index}", "crowd", new=40)
+    while len(local.first) < 2:
+        await local.step()
+    for index in range(4):
+        local.ask(f"waits{index}", "crowd")
+    await local.settle()
+    local.ask("other", "alone")
+    for _ in range(4):
+        await local.step()
+    assert local.first == ["seated0", "seated1", "other"]
+    assert local.role.attempts.admission.waiting == 2, "the crowd's own prompts stay within the bound"
+    await local.run()
+    local.check_nothing_is_left()
+
+
+async def test_a_tenant_enters_when_the_batch_fills_after_its_request():
+    local = Local(max_batch_requests=2)
+    for index in range(2):
+        local.ask(f"crowd{index}", "crowd")
+    await local.settle()
+    local.ask("other", "alone")
+    await local.settle()
+    assert local.role.attempts.admission.waiting == 1, "while seats are free, the bound holds for all"
+    for index in range(2):  # as hand-offs do, past the admission
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        request = EngineRequest(f"direct{index}", [3] * PROMPT, sampling, priority=1, tenant="crowd")
+        local.core.engine.add(request)
+    for _ in range(6):
+        await local.step()
+    assert local.first == ["other"]
+    await local.run()
+    local.check_nothing_is_left()
+
+
+async def test_a_waiting_request_fails_at_its_deadline(local):
     for index in range(4):
         local.ask(f"r{index}", deadline_ms=60_000)
     local.ask("late", deadline_ms=20)
@@ -170,7 +212,7 @@ async def test_who_waits_is_told_when_its_time_is_up(local):
     assert local.outcomes["r3"].report.prefill_queue_seconds >= 0.1
 
 
-async def test_who_is_cancelled_while_it_waits_takes_nothing(local):
+async def test_a_request_cancelled_while_it_waits_takes_nothing(local):
     ids = [local.ask(f"r{index}") for index in range(6)]
     await local.settle()
     for transfer_id in (ids[5], ids[3], ids[0]):  # two that wait, one inside
@@ -197,9 +239,7 @@ async def test_what_the_engine_refuses_gives_its_place_back(local):
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("priority", [0, -1])
-async def test_one_that_has_waited_long_is_computed_before_those_who_come_later(
-    inside, priority, local, monkeypatch
-):
+async def test_one_that_has_waited_long_is_computed_before_later_ones(inside, priority, local, monkeypatch):
     """In the engine too it counts as of the higher class: there all of a class go by their arrival."""
     monkeypatch.setattr(scheduler, "AGING_SECONDS", 0.05 if inside else 1e6)
     local.role.attempts.admission._aging_seconds = 1e6 if inside else 0.05

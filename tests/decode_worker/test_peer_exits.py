@@ -1,4 +1,4 @@
-"""A parent's word ends the quarantine of every life of the process that exited, and of nobody else."""
+"""A parent's report ends the quarantine of every epoch of the process that exited, and of no other."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from decode_worker.peer_exits import ReportedPeerExits
-from kv_transfer.decode_side.ring import Ring, SlotState
-from kv_transfer.decode_side.turns import Claim
+from decode_worker.quarantine_watch import ReportedPeerExits
+from kv_transfer.decode_side.ring import Claim, Ring, SlotState
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import PAGE, config, decode_side
 from tests.kv_transfer.scripted_peer import ScriptedPeer
@@ -61,7 +60,8 @@ async def test_no_slot_is_free_before_its_rank_has_looked():
         await gone.granted(transfer_id, 0)
         await gone.close()
         await until(lambda: decode.count(SlotState.QUARANTINED) == 1, "its slot is in doubt")
-        handle, settles = decode.ranks[0].handle, []
+        handle = decode.ranks[0].handle
+        settles: list[Any] = []
 
         def kept(message: Any) -> None:
             (settles.append if type(message).__name__ == "Settle" else handle)(message)

@@ -100,7 +100,7 @@ async def test_without_a_proof_slots_stay_in_doubt_and_the_question_is_repeated_
     await world.passes(GRACE_SECONDS + 4 * QUERY_SECONDS)
     assert world.quarantined == 1
     assert 4 <= len(world.asked) <= 5
-    assert world.read == 1, "whom it is about is known by now"
+    assert world.read == 1, "its subject is known by now"
     world.exited.add(POD.uid)
     await world.passes(QUERY_SECONDS)
     assert world.quarantined == 0
@@ -126,7 +126,7 @@ async def test_a_proof_about_a_successor_does_not_apply_to_its_predecessor(world
     assert world.quarantined == 1 and not world.asked
 
 
-async def test_a_life_that_was_learnt_in_time_is_remembered(world):
+async def test_an_epoch_that_was_read_in_time_is_kept(world):
     world.register("p1", 0xA, POD)
     world.ring.quarantine(world.grant(1, "p1@a"))
     await world.passes(GRACE_SECONDS + 1)
@@ -136,7 +136,7 @@ async def test_a_life_that_was_learnt_in_time_is_remembered(world):
     assert world.quarantined == 0
 
 
-async def test_who_left_the_registry_before_its_process_exited_is_asked_about(world):
+async def test_a_worker_that_left_the_registry_before_its_process_exited_is_queried(world):
     """A worker that fails leaves first; its last writes are in doubt when it is gone."""
     world.register("p1", 0xA, POD)
     link = Link("p1@a")

@@ -1,4 +1,4 @@
-"""The shipped model: loads, speaks its language, fits its budget."""
+"""The shipped model loads, predicts its language, and fits its budget."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_weights_are_bf16_finite_and_small():
 
 
 @torch.inference_mode()
-def test_it_knows_python_far_better_than_chance(tokenizer):
+def test_it_predicts_python_far_better_than_chance(tokenizer):
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     ids = torch.tensor([[1, *tokenizer.encode(PYTHON).ids]])
     loss = float(model(ids, labels=ids).loss)

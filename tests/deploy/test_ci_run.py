@@ -68,7 +68,7 @@ def last_line(result: subprocess.CompletedProcess[str]) -> str:
     return result.stdout.splitlines()[-1]
 
 
-def test_all_stages_run_in_order_and_the_last_line_says_that_nothing_was_repeated(root: Path) -> None:
+def test_all_stages_run_in_order_and_the_last_line_reports_no_repetition(root: Path) -> None:
     checkout = Checkout(root, 0, [])
     result = checkout.run()
     assert result.returncode == 0, result.stdout + result.stderr
@@ -112,6 +112,6 @@ def test_each_stage_is_ended_at_its_budget(root: Path) -> None:
     limit = '#!/usr/bin/env bash\necho "$3 $5" >> budgets\nshift 3\nexec "$@"\n'
     checkout = Checkout(root, 0, [], limit)
     assert checkout.run().returncode == 0
-    budgets = dict(reversed(line.split()) for line in (root / "budgets").read_text().splitlines())
+    budgets = dict(line.split()[::-1] for line in (root / "budgets").read_text().splitlines())
     minutes = {name: int(seconds) / 60 for name, seconds in budgets.items() if name != ".venv/.installed"}
     assert minutes == {"check": 5, "test": 15, "test-long": 25, "test-system": 30, "demo": 3}

@@ -150,7 +150,7 @@ def test_what_is_installed_is_under_the_constraints() -> None:
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
-def test_a_target_runs_its_role_as_nobody_special(target: str) -> None:
+def test_a_target_runs_its_role_as_an_ordinary_user(target: str) -> None:
     assert _last(target, "USER") == "10001:10001"
     assert json.loads(_last(target, "ENTRYPOINT")) == ["baton"]
     role, flag, path = json.loads(_last(target, "CMD"))
@@ -195,7 +195,7 @@ class Absent:
             raise ModuleNotFoundError(name)
 ABSENT = set(sys.argv[1].split(","))
 sys.meta_path.insert(0, Absent())
-import baton.autoscaler.autoscaler, baton.cli.main, baton.draining, baton.model_source, baton.selftest
+import baton.autoscaler.autoscaler, baton.cli.main, baton.cli.drain, baton.model_source, baton.cli.selftest
 import loadgen.load, loadgen.table, router.server
 try:
     import torch

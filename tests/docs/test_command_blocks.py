@@ -74,7 +74,7 @@ def environment(*programs: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("block", ALL, ids=str)
-def test_a_block_is_run_or_says_why_not(block: Block) -> None:
+def test_a_block_is_run_or_states_why_not(block: Block) -> None:
     if block.language == "yaml":
         assert yaml.safe_load(block.text)
     elif block.language not in SHOWN:

@@ -22,7 +22,7 @@ Start = Callable[..., Cluster]
 
 
 def gone(pid: int) -> bool:
-    """Also if nobody reaps it: not every machine's init does."""
+    """Also if it is not reaped: not every machine's init does."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True

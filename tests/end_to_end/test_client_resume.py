@@ -1,5 +1,5 @@
-"""A router dies, or hangs, in the middle of answers: Baton's client goes on at another one, and nobody can tell from the
-text. A plain client's answer ends there; the workers take back what they held for it."""
+"""A router dies, or hangs, in the middle of answers: Baton's client goes on at another one with the
+same text. A plain client's answer ends there; the workers release what they held for it."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def test_a_router_that_hangs_or_dies_loses_no_token_and_repeats_none(how, checkp
     assert answer.reconnects == 1
     assert answer.text == "".join(chunk.text for chunk in chunks)
     assert answer.usage.completion_tokens == len(answer.token_ids) == NEW
+    assert answer.seed is not None
     found = judge(
         checkpoint("llama"), prompt, list(answer.token_ids), SamplingParams(temperature=1.0, seed=answer.seed)
     )
@@ -70,7 +71,7 @@ def test_a_router_that_hangs_or_dies_loses_no_token_and_repeats_none(how, checkp
 
 
 def test_workers_take_back_what_a_killed_router_had_asked_for(cluster):
-    """Nobody else goes on with these: their clients know only the dead one."""
+    """These requests are not resumed: their clients have only the dead router's address."""
     other, victim = cluster.state["router"]
     wait_for(lambda: not any(held(other["http"])), 60.0, "the other one is there again, and nothing is held")
 

@@ -1,4 +1,4 @@
-"""Workers and routers leave while they serve: streams go on token by token, and nothing new goes to who leaves."""
+"""Workers and routers leave while they serve: streams go on token by token, and a draining one gets nothing new."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from baton.client import AsyncClient, AsyncStream, Client, Timings
-from cluster.faults.orders import InjectedFault, Order, give_orders, read_injected
-from cluster.membership.leaving import request_drain
+from cluster.faults.orders import InjectedFault, Order
+from cluster.membership.registry import request_drain
 from tests.end_to_end.conftest import UnderOrders, run_under_orders
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster
 from tests.harness.exactness import judge
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import wait_for
 
 FLAGS = ("--pool", "process", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
@@ -44,7 +45,7 @@ def running(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(autouse=True)
 def enough(running: UnderOrders) -> None:
-    wait_for(lambda: len(ready(running.cluster, "decode")) >= 2, 60.0, "somebody who can go on")
+    wait_for(lambda: len(ready(running.cluster, "decode")) >= 2, 60.0, "a decode worker that can take over")
 
 
 def ready(cluster: Cluster, role: str) -> list[str]:
@@ -138,7 +139,7 @@ async def test_streams_of_a_decode_worker_that_gets_sigterm_go_on_elsewhere(runn
     assert_left(running.cluster, leaving.process)
 
 
-async def test_nothing_is_placed_on_a_worker_from_the_moment_it_is_told(running: UnderOrders) -> None:
+async def test_nothing_is_placed_on_a_worker_from_its_drain_request_on(running: UnderOrders) -> None:
     """It does not even know yet: it is stopped, in the middle of its streams."""
     cluster = running.cluster
     async with stopped_midway(running) as (leaving, streams):
@@ -174,7 +175,7 @@ def test_prefill_workers_leave_under_load(running: UnderOrders) -> None:
     assert_left(cluster, leaving)
 
 
-def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
+def test_a_draining_router_finishes_its_streams_and_takes_nothing_new(
     running: UnderOrders, tmp_path: Path
 ) -> None:
     model, cluster = running.model, running.cluster
@@ -259,7 +260,7 @@ def ask(facts: dict[str, Any], model: str) -> tuple[int, str | None]:
 async def test_without_another_one_streams_finish_where_they_are(running: UnderOrders) -> None:
     """The last one here: it leaves the cluster without a decode worker for a while."""
     cluster = running.cluster
-    os.kill(cluster.process.pid, signal.SIGSTOP)  # nobody starts new ones
+    os.kill(cluster.process.pid, signal.SIGSTOP)  # no new workers are started
     try:
         async with streaming(cluster) as streams:
             # Together: a worker that sees another one still ready returns what has not begun there, for that other one.

@@ -9,17 +9,19 @@ import re
 import signal
 import time
 import urllib.request
+from typing import Any
 
 import pytest
 import redis
 
 from baton.client import AsyncClient, Client
-from cluster.faults.orders import Order, give_orders, read_injected
+from cluster.faults.orders import Order
 from cluster.faults.points import Point
 from engine.request import SamplingParams
 from tests.end_to_end.conftest import Cluster, run_cluster, run_under_orders
 from tests.harness.checkpoints import VARIANTS, prompt_ids
 from tests.harness.exactness import assert_greedy, judge
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import wait_for
 from tests.observability.scraped import differences, scrape
 
@@ -106,7 +108,7 @@ def test_many_at_once_and_choices_are_all_the_references(llama):
     async def all_at_once():
         async with AsyncClient(cluster.grpc) as client:
             prompts = [prompt_ids(5 + 13 * i, seed=100 + i) for i in range(12)]
-            options = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+            options: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
             answers = await asyncio.gather(
                 *(client.generate(p, n=1 + i % 3, **options) for i, p in enumerate(prompts))
             )
@@ -210,7 +212,7 @@ def test_sampling_repeats_with_its_seed(llama):
     model, cluster = llama
     prompt = prompt_ids(20)
     with Client(cluster.grpc) as client:
-        options = {"max_tokens": 24, "temperature": 1.0, "ignore_eos": True}
+        options: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "ignore_eos": True}
         answers = [client.generate(prompt, seed=seed, **options) for seed in (5, 5, 6)]
     # The second comes from the prefix cache, whose sums are rounded otherwise: judged, not compared.
     for seed, answer in zip((5, 5, 6), answers, strict=True):
@@ -349,7 +351,7 @@ def test_a_long_preempted_request_goes_back_to_the_prefill_worker(checkpoint, st
 
     async def both():
         async with AsyncClient(cluster.grpc) as client:
-            options = {"max_tokens": 560, "temperature": 0, "ignore_eos": True}
+            options: dict[str, Any] = {"max_tokens": 560, "temperature": 0, "ignore_eos": True}
             return await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
 
     answers = asyncio.run(both())

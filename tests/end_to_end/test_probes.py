@@ -75,7 +75,7 @@ def test_a_worker_is_probed_while_it_loads_serves_and_leaves(
             process.wait()
 
 
-def test_a_worker_that_is_told_to_leave_while_it_loads_ends_at_once(environment: dict[str, str]) -> None:
+def test_a_worker_that_is_asked_to_drain_while_it_loads_ends_at_once(environment: dict[str, str]) -> None:
     metrics = int(environment["BATON_METRICS_PORT"])
     process = subprocess.Popen([sys.executable, "-m", "baton", "decode"], env={**os.environ, **environment})
     try:

@@ -9,18 +9,20 @@ import re
 import signal
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.client import Client
-from cluster.faults.orders import Order, give_orders, read_injected
+from cluster.faults.orders import Order
 from cluster.faults.points import Point
-from cluster.membership.leaving import request_drain
+from cluster.membership.registry import request_drain
 from tests.end_to_end.conftest import gone, run_cluster, run_under_orders
 from tests.end_to_end.ray_processes import Streams, kill_ray, ray_pids, wait_whole
 from tests.end_to_end.test_handover import NEW, assert_all_free, assert_reference
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import wait_for
 
 RAY = ("--pool", "ray", "--dtype", "float32", "--local-prefill", "fallback", "--kv-memory", "64MiB")
@@ -38,7 +40,7 @@ def ray_cluster(checkpoint, tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_requests_go_on_while_ray_starts_anew_and_replaces_replicas_again(ray_cluster):
+def test_requests_go_on_while_ray_restarts_and_replaces_replicas_again(ray_cluster):
     model, cluster = ray_cluster
     before = live(cluster)
     streams = Streams(cluster)
@@ -48,7 +50,7 @@ def test_requests_go_on_while_ray_starts_anew_and_replaces_replicas_again(ray_cl
     streams.wait_for_more(2)
     streams.stop(model)
     wait_whole(cluster, "gcs_server", killed)
-    assert live(cluster) == before, "the workers went on, and nobody started others"
+    assert live(cluster) == before, "the workers went on, and no others were started"
 
     os.kill(before["prefill"]["pid"], signal.SIGKILL)
     wait_for(lambda: replaced_but(cluster, before["prefill"]["id"]), 90.0, "a new prefill replica")
@@ -69,7 +71,7 @@ def test_a_killed_replica_comes_back_and_requests_go_on(ray_cluster):
 
         old = live(cluster)["prefill"]
         os.kill(old["pid"], signal.SIGKILL)
-        # Nobody prefills remotely now: the decode worker does, and no request fails.
+        # No prefill worker is left: the decode worker computes prompts, and no request fails.
         meanwhile = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
         assert_reference(model, prompt, meanwhile.token_ids)
 
@@ -111,7 +113,7 @@ def _slots_in_doubt(cluster: Cluster) -> float:
     return float(value)
 
 
-def live(cluster: Cluster) -> dict[str, dict[str, int | str]]:
+def live(cluster: Cluster) -> dict[str, dict[str, Any]]:
     """By role: there is one of each."""
     there = [w for w in cluster.workers() if w["lease"] == "live"]
     return {w["role"]: {"id": w["id"], "pid": w["status"]["pid"]} for w in there}

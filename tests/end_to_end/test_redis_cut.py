@@ -1,4 +1,4 @@
-"""Every packet to and from Redis is lost for a while, with connections that stay open: nobody notices but placement."""
+"""Every packet to and from Redis is lost for a while, with connections that stay open: only placement is affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every worker of a role dies and nobody starts another one: what requests hear, and what is still computed."""
+"""Every worker of a role dies and no other is started: how requests end, and what is still computed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import pytest
 
 from baton.client import Client
 from cluster.errors import UnavailableError
-from cluster.faults.orders import Order, give_orders, read_injected
+from cluster.faults.orders import Order
 from tests.end_to_end.conftest import UnderOrders, gone, run_under_orders
 from tests.end_to_end.test_handover import PROCESS, assert_all_free, assert_reference
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import wait_for
 
 ADMISSION_SECONDS = 3.0
@@ -62,7 +63,7 @@ def kill_all(cluster: Cluster, role: str) -> None:
 
 
 @pytest.mark.long
-def test_without_decode_workers_requests_wait_and_are_told_when_to_come_back(running: UnderOrders) -> None:
+def test_without_decode_workers_requests_wait_and_get_a_retry_time(running: UnderOrders) -> None:
     cluster, prompt = running.cluster, prompt_ids(40, seed=51)
     body = {"model": running.model.name, "prompt": prompt, "max_tokens": 4}
     with Client(cluster.grpc) as client:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from baton.client import AsyncClient, Completion
-from cluster.membership.leaving import request_drain
+from cluster.membership.registry import request_drain
 from tests.end_to_end.conftest import Start
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.cluster import Cluster

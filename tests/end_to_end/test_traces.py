@@ -61,7 +61,7 @@ def traced(
 
 def _ask(stub: inference_pb2_grpc.InferenceStub, seed: int, flags: str = "01") -> Seen:
     trace_id = secrets.token_hex(16)
-    metadata = [("traceparent", f"00-{trace_id}-{secrets.token_hex(8)}-{flags}"), ("tracestate", "shop=7")]
+    metadata = (("traceparent", f"00-{trace_id}-{secrets.token_hex(8)}-{flags}"), ("tracestate", "shop=7"))
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt_ids(PROMPT_TOKENS, seed)),
         options=pb.GenerateOptions(max_tokens=4, temperature=0.0, ignore_eos=True),

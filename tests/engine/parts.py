@@ -10,8 +10,8 @@ import torch
 from cluster.config.worker import EngineConfig
 from engine.cache.block_pool import BlockPool
 from engine.next_tokens import StopLimits
-from engine.output import Counters, OutputProcessor, StepSpan
-from engine.request import ChainReport, EngineRequest, SamplingParams, StepOutput
+from engine.output import OutputProcessor, StepSpan
+from engine.request import ChainReport, EngineRequest, EngineStats, SamplingParams, StepOutput
 from engine.scheduler.decision import StepDecision
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
@@ -33,7 +33,7 @@ class Parts:
         prefixes = PrefixCache(
             self.pool, PAGE, self.reports.append, secret=b"s", enabled=config.prefix_caching
         )
-        self.counters = Counters()
+        self.counters = EngineStats()
         self.scheduler = Scheduler(config, self.pool, prefixes)
         self.outputs = OutputProcessor(self.scheduler, prefixes, StopLimits((EOS,), CONTEXT), self.counters)
 

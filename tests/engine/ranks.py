@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
-from engine.build import load_runner
+from engine.build import load_model
 from engine.engine import Engine
 from engine.parallel.group import Arrivals
 from engine.request import EngineRequest
@@ -25,7 +25,7 @@ BARRIER_SECONDS = 60.0
 
 def make_engine(model: Path, *, blocks: int = 0, **config: object) -> Engine:
     settings = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES, **config)  # type: ignore[arg-type]
-    return engine_of(load_runner(settings), blocks)
+    return engine_of(ModelRunner(load_model(settings)), blocks)
 
 
 def engine_of(runner: ModelRunner, blocks: int = 0) -> Engine:
@@ -73,7 +73,7 @@ class ThreadGroup:
         self._box[self.rank] = mine
         self._barrier.wait()
         everyone = list(self._box)
-        self._barrier.wait()  # nobody writes before all have read
+        self._barrier.wait()  # no rank writes before all have read
         return everyone
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def runners(model: Path, tensor_parallel: int) -> Iterator[list[ModelRunner]]:
     ranks = []
     for rank in range(tensor_parallel):
         settings = EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES)
-        ranks.append(load_runner(settings, ThreadGroup(rank, tensor_parallel, barrier, box)))
+        ranks.append(ModelRunner(load_model(settings, ThreadGroup(rank, tensor_parallel, barrier, box))))
     problems: list[BaseException] = []
 
     def follow(runner: ModelRunner) -> None:
@@ -115,7 +115,7 @@ def runners(model: Path, tensor_parallel: int) -> Iterator[list[ModelRunner]]:
         yield ranks
         ranks[0].stop_ranks()
     except BaseException:
-        barrier.abort()  # nobody waits for a leader that failed
+        barrier.abort()  # no rank waits for a leader that failed
         raise
     finally:
         for thread in followers:

@@ -14,7 +14,7 @@ from torch.nn.attention import varlen
 
 from cluster.errors import ConfigError
 from engine.attention import registry
-from engine.attention.base import AttentionShape
+from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.paged_cpu import PagedCpuBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.varlen import VarlenBackend, flash_varlen, torch_varlen
@@ -71,7 +71,7 @@ def step() -> tuple[Tensor, list[PlanItem], Tensor, Tensor, Tensor]:
 def test_cpu_and_cuda_backends_mean_the_same(window):
     cache, items, q, k, v = step()
     shape = AttentionShape(HEADS, KV, DIM, PAGE, (window,) * LAYERS)
-    backends = [
+    backends: list[AttentionBackend] = [
         VarlenBackend(shape, cache, reference),
         SdpaBackend(shape, cache, Team(1)),
         PagedCpuBackend(shape, cache, KernelTeam(1, torch.float32, DIM)),
@@ -104,8 +104,8 @@ def test_prompts_in_bf16_are_as_exact_as_bf16_is(heads, kv, dim, window, threads
     row = 0
     for item in items:
         for position in range(item.begin, item.end):
-            at = (item.block_ids[position // PAGE], 1)
-            cache[at][0, :, position % PAGE], cache[at][1, :, position % PAGE] = k[row], v[row]
+            layer = cache[item.block_ids[position // PAGE], 1]
+            layer[0, :, position % PAGE], layer[1, :, position % PAGE] = k[row], v[row]
             row += 1
     backend = PagedCpuBackend(
         AttentionShape(heads, kv, dim, PAGE, (0, window)), cache, KernelTeam(threads, torch.bfloat16, dim)

@@ -138,7 +138,7 @@ prompts = st.lists(st.integers(0, 2), min_size=1, max_size=5)
         max_size=40,
     )
 )
-def test_reports_are_enough_to_know_what_is_cached(steps: list) -> None:
+def test_reports_suffice_to_derive_what_is_cached(steps: list) -> None:
     """An index that applies every report finds the same prefixes as the pool, after every step."""
     known: dict[bytes, bool] = {}
 

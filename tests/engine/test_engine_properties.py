@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.errors import BlocksExhaustedError
 from cluster.protocol.block_hash import hash_blocks, pack_tokens
-from engine.engine import Engine, EngineReservation
-from engine.request import EngineRequest, SamplingParams, TokenOutput
+from engine.engine import Engine
+from engine.request import EngineRequest, EngineReservation, SamplingParams, TokenOutput
 from tests.engine.fake_model import PAGE, FakeRunner, continuation
 
 SECRET, SALT = b"p", bytes(16)
@@ -127,7 +127,7 @@ class World:
                 self.engine.commit(name, [TokenOutput(name, 0, 1, 3)])
 
     def last_part(self) -> None:
-        """It lands only now; then nobody writes any more, and the reservation goes."""
+        """It lands only now; then no write is left, and the reservation is released."""
         if self.evicted:
             name, taken, prompt = self.evicted.pop(0)
             self.runner.store(taken.block_ids, taken.held_tokens, [99] * (len(prompt) - taken.held_tokens))
@@ -182,7 +182,7 @@ def test_every_answer_is_its_own(steps, blocks, budget, chunked, limit, batch, t
     assert world.engine.stats().blocks_held == 0
 
 
-def test_who_goes_with_another_choice_of_its_request_takes_no_blocks():
+def test_a_sibling_of_an_evicted_choice_takes_no_blocks():
     """The choice that grows runs out of blocks, and the one whose turn it is to give way is its paused sibling: the whole
     request goes back to the router."""
     runner = FakeRunner(10, recompute_limit_tokens=4)
@@ -249,13 +249,13 @@ def test_the_least_important_reservation_goes_first():
         request = EngineRequest(name, [letter] * 8, greedy(8), salt=SALT, priority=priority)
         engine.reserve(request, [], growth_tokens=0)
     engine.add(EngineRequest("running", [6] * 8, greedy(32), salt=SALT))
-    evicted = []
+    evicted: list[str] = []
     while engine.has_work and not evicted:
         evicted += engine.step().evicted_reservations
     assert evicted == ["batch"]
 
 
-def test_what_an_eviction_frees_is_for_those_who_run():
+def test_blocks_of_an_eviction_are_for_running_requests():
     """Neither a new reservation nor a new request takes the blocks that a running sequence waits for."""
     runner = FakeRunner(8, max_batch_tokens=64)
     engine = Engine(runner, runner.config, secret=SECRET)
@@ -267,7 +267,7 @@ def test_what_an_eviction_frees_is_for_those_who_run():
         assert output.tokens
     assert output.evicted_reservations == ["reserved"] and not output.tokens
     assert engine.block_ids("reserved") == blocks
-    assert not engine.step().evicted_reservations  # nobody else is asked meanwhile
+    assert not engine.step().evicted_reservations  # no other reservation is evicted meanwhile
     engine.abort("reserved")
     with pytest.raises(BlocksExhaustedError):
         engine.reserve(reserved, [], growth_tokens=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.scheduler.states import SequenceState as S
+from engine.scheduler.sequence import SequenceState as S
 from tests.engine.parts import PAGE, Parts, request
 
 

@@ -4,6 +4,7 @@ so do the blocks computed from them."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_what_others_computed_from_it_is_not_found():
         assert run(engine, name, PROMPT)[0] == continuation(PROMPT, NEW)
 
 
-def test_a_request_that_no_token_is_left_to_forgets_nothing():
+def test_a_request_that_forbids_every_token_keeps_cached_blocks():
     """What it asks for is to blame, not what was computed."""
     _, engine, _ = engine_of()
     run(engine, "first", PROMPT)
@@ -174,7 +175,8 @@ def test_a_model_recovers_from_a_block_that_is_not_a_number(backend, checkpoint)
     engine = make_engine(model, blocks=40, attention_backend=backend)
     engine.add(EngineRequest("bad", prompt, greedy()))
     engine.step()
-    engine._runner.kv_cache[engine.block_ids("bad")[1], 0] = math.nan
+    runner: Any = engine._runner
+    runner.kv_cache[engine.block_ids("bad")[1], 0] = math.nan
     assert failed(finish(engine, "bad")[1])
     engine.add(EngineRequest("after", prompt, greedy()))
     assert_greedy("after a block that was no number", model, prompt, finish(engine, "after")[0])

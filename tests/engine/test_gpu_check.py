@@ -52,7 +52,7 @@ def test_what_is_missing_is_named():
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_without_a_card_it_says_so():
+def test_without_a_gpu_it_reports_so():
     if torch.cuda.is_available():
         pytest.skip("there is one")
     done = check(lacking=LACKING)

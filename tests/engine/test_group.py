@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from cluster.errors import SetupError
-from engine.parallel import listeners
-from engine.parallel.group import DistributedGroup, listen_at
+from engine.parallel.group import DistributedGroup, _listening, listen_at, listening_meanwhile
 from engine.plan import BlockCopy, PlanItem, StepPlan
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_comes_alone_says_so(rank):
+def test_a_rank_whose_peers_do_not_join_reports_it(rank):
     """Of two: the leader whose rank died on the way, and the rank whose leader did."""
     address, listener = listen_at("127.0.0.1")
     if rank:
@@ -74,7 +73,7 @@ def hold_group(rank: int, address: str, listener: socket.socket | None, ports: A
     group.close()
 
 
-def test_nobody_else_gets_into_a_group_that_is_complete():
+def test_no_other_rank_joins_a_complete_group():
     """gloo keeps descriptors of strangers that hang up, and aborts when there are no more."""
     address, listener = listen_at("127.0.0.1")
     context = multiprocessing.get_context("spawn")
@@ -100,7 +99,7 @@ def test_nobody_else_gets_into_a_group_that_is_complete():
 def test_looking_for_listening_sockets_keeps_no_descriptor(tmp_path):
     with (tmp_path / "file").open("w"), socket.create_server(("127.0.0.1", 0)) as listener:
         before = set(os.listdir("/proc/self/fd"))
-        with listeners.listening_meanwhile(), socket.create_server(("127.0.0.1", 0)) as other:
-            assert listener.fileno() in listeners._listening()
-            assert other.fileno() in listeners._listening()
+        with listening_meanwhile(), socket.create_server(("127.0.0.1", 0)) as other:
+            assert listener.fileno() in _listening()
+            assert other.fileno() in _listening()
         assert set(os.listdir("/proc/self/fd")) == before

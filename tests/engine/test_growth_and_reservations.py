@@ -47,7 +47,7 @@ def commit(engine: Engine, name: str, letter: int, blocks: int) -> list[int]:
 
 
 @pytest.mark.parametrize("priority", [BATCH, NORMAL])
-def test_growth_leaves_reservations_of_a_higher_class_alone(priority: int) -> None:
+def test_growth_evicts_no_reservation_of_a_higher_class(priority: int) -> None:
     """The stream waits instead, and continues with the right tokens after the hand-off's request has ended."""
     engine = engine_of(10)
     engine.add(request("growing", 3, 2 * PAGE, 30, priority))
@@ -203,7 +203,8 @@ def test_no_more_is_set_aside_than_a_stream_can_still_grow(new: int, context: in
     for number in range(19):
         reserve(engine, f"old {number}", 5, 5, NORMAL)
     evicted = until_evicted(engine)
-    engine.abort(*evicted)
+    (victim,) = evicted
+    engine.abort(victim)
     engine.step()
     for number in range(18):
         engine.abort(f"old {number}")
@@ -249,7 +250,7 @@ def test_blocks_that_a_second_stream_lacks_do_not_go_to_newcomers() -> None:
     assert [token.request_id for token in engine.step().tokens] == ["first", "second"]
 
 
-def test_a_stream_that_has_its_block_keeps_nobody_out_any_more() -> None:
+def test_a_stream_that_has_its_block_delays_no_other_any_more() -> None:
     """The second of two that were short of one in the same step: nothing is set aside for it."""
     engine = engine_of(10)
     engine.add(request("first", 3, 2 * PAGE, PAGE + 2, NORMAL))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cluster.errors import ConfigError
 from engine.attention import probe, registry
-from engine.attention import varlen as varlen_module
 from engine.attention.base import AttentionShape
 from engine.attention.varlen import Kernel, VarlenBackend, flash_varlen
 from engine.plan import PlanItem
@@ -78,7 +77,7 @@ def test_auto_skips_a_package_that_is_found_and_does_not_work(monkeypatch: pytes
     def fails(name: str) -> Any:
         raise OSError(f"{name}: undefined symbol")
 
-    monkeypatch.setattr(varlen_module.importlib, "import_module", fails)
+    monkeypatch.setattr(importlib, "import_module", fails)
     registry._probe.cache_clear()
     try:
         assert registry.choose("auto", CARD, torch.bfloat16, 64, 16) == "sdpa"
@@ -96,7 +95,7 @@ def test_the_second_package_is_taken_where_the_first_is_broken(monkeypatch: pyte
             flash_attn_varlen_func=lambda *, seqused_k, **more: reference(seqused_k=seqused_k, **more)
         )
 
-    monkeypatch.setattr(varlen_module.importlib, "import_module", load)
+    monkeypatch.setattr(importlib, "import_module", load)
     assert callable(flash_varlen())
 
 
@@ -108,7 +107,7 @@ def test_numba_that_cannot_be_imported_is_not_there(monkeypatch: pytest.MonkeyPa
             raise SystemError("initialization of _internal failed")
         return real(name, *more)
 
-    monkeypatch.setattr(registry.importlib, "import_module", load)
+    monkeypatch.setattr(importlib, "import_module", load)
     registry._has_numba.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from cluster.config.worker import EngineConfig, TransferConfig, WorkerConfig
 from cluster.errors import ConfigError
-from engine import kv_cache
-from engine.build import load_runner
+from engine import build, kv_cache
+from engine.build import load_model
 from engine.model.weights import Checkpoint
 from engine.parallel.group import NullGroup
+from engine.runner import ModelRunner
 from tests.worker.fake_rank import Reports
 from worker.ranks import local, ranks
 
@@ -67,7 +68,7 @@ class Loading:
 def test_the_size_is_taken_when_the_weights_are_loaded(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     loading = Loading(monkeypatch, 64 << 20)
     config = EngineConfig(model=checkpoint("llama"), device="cpu", max_model_len=256)
-    runner = load_runner(config, beside_bytes=8 << 20)
+    runner = ModelRunner(load_model(config, beside_bytes=8 << 20))
     assert loading.loaded > 500_000
     assert loading.seen == [loading.loaded]  # measured once, after the last tensor
     expected = ((64 << 20) - (8 << 20) - loading.loaded) // 4
@@ -106,7 +107,7 @@ def test_a_ranks_end_of_hand_offs_is_beside_the_pool(role, expected, monkeypatch
         seen.append(beside_bytes)
         raise ConfigError("far enough", field="model")
 
-    monkeypatch.setattr(local.build, "load_model", load)
+    monkeypatch.setattr(build, "load_model", load)
     monkeypatch.setattr(local, "check", lambda config: None)
     transfer = TransferConfig(staging_bytes=3 << 20, ring_bytes=5 << 20, ring_max_bytes=7 << 20)
     config = WorkerConfig(role=role, engine=EngineConfig(model="/m"), transfer=transfer)  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from cluster.config.worker import EngineConfig
 from cluster.errors import ConfigError, ModelError
-from engine.build import load_runner
+from engine.build import load_model
+from engine.runner import ModelRunner
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def model(checkpoint, tmp_path) -> Path:
 
 
 def load(model: Path, **settings) -> None:
-    load_runner(EngineConfig(model=model, kv_memory_bytes=8 << 20, max_model_len=256, **settings))
+    ModelRunner(load_model(EngineConfig(model=model, kv_memory_bytes=8 << 20, max_model_len=256, **settings)))
 
 
 def edit(model: Path, **changes) -> None:
@@ -81,9 +82,9 @@ def test_no_weights_at_all(model):
         load(model)
 
 
-def test_a_pool_smaller_than_a_context_says_by_how_much(model):
+def test_a_pool_smaller_than_a_context_is_refused_with_the_difference(model):
     with pytest.raises(ConfigError, match="more") as caught:
-        load_runner(EngineConfig(model=model, kv_memory_bytes=1 << 16, max_model_len=256))
+        ModelRunner(load_model(EngineConfig(model=model, kv_memory_bytes=1 << 16, max_model_len=256)))
     assert caught.value.field == "kv_memory"
 
 

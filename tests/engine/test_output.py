@@ -8,7 +8,7 @@ import pytest
 
 from cluster.errors import EngineRequestError
 from engine.request import FinishReason, PromptChunk, TokenOutput
-from engine.scheduler.states import SequenceState as S
+from engine.scheduler.sequence import SequenceState as S
 from tests.engine.parts import EOS, PAGE, Parts, request
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]  # two blocks and a half

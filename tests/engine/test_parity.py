@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster.config.worker import EngineConfig
-from engine.build import load_runner
+from engine.build import load_model
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, FinishReason, SamplingParams
 from engine.runner import ModelRunner
@@ -31,13 +31,13 @@ def logits_of(runner: ModelRunner, items: list[PlanItem]) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_the_references_at_every_position(variant, checkpoint):
     """Of 90 prompts in one batch, each a token longer; token by token; and of a prompt cut anywhere. Compared with
-    the reference in float64: of two fp32 passes nobody could tell which one is wrong."""
+    the reference in float64: two fp32 passes that differ do not show which one is wrong."""
     model = checkpoint(variant)
     tokens = prompt_ids(90)
     expected = exact_logits(model, tokens)
     own = float((reference_logits(model, tokens) - expected).abs().max())
     within = max(LOGITS_WITHIN, OF_REFERENCES_OWN * own)
-    runner = load_runner(EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES))
+    runner = ModelRunner(load_model(EngineConfig(model=model, dtype="float32", kv_memory_bytes=KV_BYTES)))
     lengths = range(1, 91)
     wholes = [PlanItem(str(n), tokens[:n], 0, list(range(6 * n, 6 * n + 6)), True) for n in lengths]
     assert_close(logits_of(runner, wholes), expected, within)
@@ -70,7 +70,7 @@ def test_whole_and_chunked_prompts_in_one_batch(variant, checkpoint):
 
 @pytest.mark.parametrize("variant", ["qwen3", "mistral", "llama-rope-scaled-biases"])
 @pytest.mark.parametrize(("backend", "threads"), [("sdpa", 1), ("cpu", 2)])
-def test_other_forms_of_the_engine_say_the_same(variant, backend, threads, checkpoint):
+def test_other_forms_of_the_engine_give_the_same_output(variant, backend, threads, checkpoint):
     model = checkpoint(variant)
     engine = make_engine(model, attention_backend=backend, threads=threads, max_batch_tokens=100)
     prompts = {str(i): prompt_ids(length, seed=i) for i, length in enumerate((70, 110, 5))}
@@ -150,7 +150,7 @@ def test_reserved_blocks_are_taken_over_and_given_back(checkpoint):
     engine.check_integrity()
 
 
-def test_stop_tokens_and_limits_say_why(checkpoint):
+def test_stop_tokens_and_limits_report_the_reason(checkpoint):
     model = checkpoint("llama")
     prompt = prompt_ids(30)
     reference = reference_greedy(model, prompt, 8)

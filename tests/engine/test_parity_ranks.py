@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
 from engine.runner import ModelRunner
 from kv_transfer.layout.geometry import gather, plan_flows, scatter
+from kv_transfer.layout.rows import Place
 from tests.engine.ranks import engine_of, run, runners
 from tests.harness.checkpoints import VARIANTS, prompt_ids
 from tests.harness.exactness import assert_greedy
@@ -25,7 +26,7 @@ DEGREES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_ranks_say_what_one_says(variant, checkpoint):
+def test_two_ranks_give_the_output_of_one(variant, checkpoint):
     model = checkpoint(variant)
     with runners(model, 2) as ranks:
         heads = ranks[0].model_config.num_kv_heads
@@ -76,8 +77,12 @@ def move(sources: list[ModelRunner], from_blocks, targets: list[ModelRunner], to
             blocks = slice(tokens.start // page, -(-tokens.stop // page))
             size = len(tokens) * config.num_layers * 2 * (flow.head_end - flow.head_begin) * config.head_dim
             part = torch.empty(size)
-            gather(source.kv_cache, part, from_blocks[blocks], layers(source), heads(source, flow), tokens)
-            scatter(target.kv_cache, part, to_blocks[blocks], layers(target), heads(target, flow), tokens)
+            gather(
+                source.kv_cache, part, Place(layers(source), heads(source, flow), tokens, from_blocks[blocks])
+            )
+            scatter(
+                target.kv_cache, part, Place(layers(target), heads(target, flow), tokens, to_blocks[blocks])
+            )
 
 
 def layers(runner: ModelRunner) -> range:

@@ -104,7 +104,7 @@ def test_logits_that_are_not_finite_end_their_request(value, n, at, sampling):
     assert done["bad"].error is not None and "finite" in done["bad"].error.message
 
 
-def test_a_request_that_forbids_every_token_is_told_so_and_is_no_defect(caplog):
+def test_a_request_that_forbids_every_token_fails_as_invalid(caplog):
     runner = FakeRunner(64)
     engine = Engine(runner, runner.config, secret=SECRET)
     everything = greedy(ignore_eos=False, min_tokens=4, stop_token_ids=tuple(range(VOCAB)))
@@ -163,7 +163,8 @@ def test_an_exception_in_its_own_work_ends_the_request(module, function, name_of
     with_good(engine, EngineRequest("bad", BAD, sampling, n=n, salt=SALT))
     tokens, done = run(engine)
     assert_only_bad_failed(engine, tokens, done)
-    assert isinstance(done["bad"].error.__cause__, ZeroDivisionError)
+    error = done["bad"].error
+    assert error is not None and isinstance(error.__cause__, ZeroDivisionError)
 
 
 def test_a_failed_request_that_exports_keeps_its_blocks_until_it_is_aborted():
@@ -326,13 +327,13 @@ def test_a_step_that_fails_leaves_what_it_was_about():
     """Its requests; none if it failed while it was scheduled."""
     runner = FakeRunner(64)
     engine = Engine(runner, runner.config, secret=SECRET)
-    engine.add(EngineRequest("one", GOOD["one"], greedy(), SALT))
-    engine.step()
-    engine.add(EngineRequest("two", GOOD["two"], greedy(), SALT))
+    engine.add(EngineRequest("one", GOOD["one"], greedy(max_tokens=1), salt=SALT))
+    engine.step()  # it ends
+    engine.add(EngineRequest("two", GOOD["two"], greedy(), salt=SALT))
     execute, runner.execute = runner.execute, None  # type: ignore[assignment, method-assign]
     with pytest.raises(TypeError):
         engine.step()
-    assert [item.request_id for item in engine.step_items] == ["two"]  # a prompt is computed by itself
+    assert [item.request_id for item in engine.step_items] == ["two"]
     runner.execute = execute  # type: ignore[method-assign]
     engine._scheduler.schedule = None  # type: ignore[assignment, method-assign]
     with pytest.raises(TypeError):

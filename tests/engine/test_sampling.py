@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import EngineRequestError
+from engine.next_tokens import finish_reason, forbidden
 from engine.request import FinishReason, SamplingParams
 from engine.sampling.philox import philox4x32, uniform
 from engine.sampling.sampler import Row, Sampled, candidates, sample
-from engine.stop import finish_reason, forbidden
 
 VOCAB = 400
 
 
-def words(*values: int) -> tuple[np.ndarray, ...]:
+def words(*values: int) -> Any:
+    """A counter or a key of Philox."""
     return tuple(np.array([value], dtype=np.uint64) for value in values)
 
 
@@ -51,6 +54,13 @@ def test_uniform_depends_on_every_argument_and_stays_below_one():
     assert abs(float(many.mean()) - 0.5) < 0.02
 
 
+def drawn(x: torch.Tensor, rows: Sequence[Row]) -> list[Sampled]:
+    """A token per row: none of them fails."""
+    results = [result for result in sample(x, rows) if isinstance(result, Sampled)]
+    assert len(results) == len(rows)
+    return results
+
+
 def logits(seed: int = 0, rows: int = 1) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
@@ -63,14 +73,14 @@ def row(tokens: list[int] | None = None, num_prompt: int = 1, banned: tuple[int,
 def test_greedy_takes_the_largest_and_the_lowest_id_among_equals():
     x = torch.zeros(1, VOCAB)
     x[0, [30, 20, 90]] = 5.0
-    assert sample(x, [row()])[0].token_id == 20
+    assert drawn(x, [row()])[0].token_id == 20
 
 
 def test_bias_and_bans_change_the_choice():
     x = logits()
     best = int(x.argmax())
-    assert sample(x.clone(), [row(logit_bias={5: 100.0})])[0].token_id == 5
-    assert sample(x.clone(), [row(banned=(best,))])[0].token_id == int(x[0].topk(2).indices[1])
+    assert drawn(x.clone(), [row(logit_bias={5: 100.0})])[0].token_id == 5
+    assert drawn(x.clone(), [row(banned=(best,))])[0].token_id == int(x[0].topk(2).indices[1])
 
 
 @given(seed=st.integers(0, 200), penalty=st.floats(1.01, 3.0))
@@ -79,23 +89,23 @@ def test_repetition_penalty_is_the_papers(seed, penalty):
     expected = x[0].clone()
     for token in seen:
         expected[token] = expected[token] / penalty if expected[token] > 0 else expected[token] * penalty
-    got = sample(x.clone(), [row(seen, repetition_penalty=penalty)])[0].token_id
+    got = drawn(x.clone(), [row(seen, repetition_penalty=penalty)])[0].token_id
     assert got == int(expected.argmax())
 
 
 def test_presence_and_frequency_count_output_only():
     x = torch.zeros(1, VOCAB)
     x[0, 7], x[0, 8] = 2.0, 1.5
-    assert sample(x.clone(), [row([7, 7, 7], 3, presence_penalty=1.0)])[0].token_id == 7
-    assert sample(x.clone(), [row([1, 7], 1, presence_penalty=1.0)])[0].token_id == 8
-    assert sample(x.clone(), [row([1, 7, 7], 1, frequency_penalty=0.3)])[0].token_id == 8
+    assert drawn(x.clone(), [row([7, 7, 7], 3, presence_penalty=1.0)])[0].token_id == 7
+    assert drawn(x.clone(), [row([1, 7], 1, presence_penalty=1.0)])[0].token_id == 8
+    assert drawn(x.clone(), [row([1, 7, 7], 1, frequency_penalty=0.3)])[0].token_id == 8
 
 
 def allowed(x: torch.Tensor, **params) -> set[int]:
     """Tokens that come out over many draws."""
     found = set()
     for seed in range(300):
-        found.add(sample(x.clone(), [row(temperature=1.0, seed=seed, **params)])[0].token_id)
+        found.add(drawn(x.clone(), [row(temperature=1.0, seed=seed, **params)])[0].token_id)
     return found
 
 
@@ -149,7 +159,7 @@ def test_draws_follow_the_distribution():
     draws = 4000
     counts = np.zeros(4)
     rows = [row(temperature=1.0, seed=seed) for seed in range(draws)]
-    for result in sample(x.expand(draws, -1).clone(), rows):
+    for result in drawn(x.expand(draws, -1).clone(), rows):
         counts[result.token_id] += 1
     expected = draws * np.array([0.1, 0.2, 0.3, 0.4])
     chi_square = float((((counts - expected) ** 2) / expected).sum())
@@ -159,13 +169,13 @@ def test_draws_follow_the_distribution():
 def test_logprobs_are_those_of_the_raw_logits():
     x = logits(2)
     reference = torch.log_softmax(x[0], -1)
-    (result,) = sample(x.clone(), [row(logit_bias={9: 100.0}, logprobs=True, top_logprobs=3)])
+    (result,) = drawn(x.clone(), [row(logit_bias={9: 100.0}, logprobs=True, top_logprobs=3)])
     assert result.token_id == 9
     assert math.isclose(result.logprob, float(reference[9]), rel_tol=1e-5)
     assert [token for token, _ in result.top] == reference.topk(3).indices.tolist()
 
 
-CUTS = [
+CUTS: list[dict[str, Any]] = [
     {},
     {"top_p": 0.9},
     {"top_p": 1e-45},
@@ -189,7 +199,7 @@ def test_a_temperature_below_1e_5_is_greedy(temperature, cut):
 def test_a_temperature_below_1e_2_is_1e_2(temperature, cut):
     x = torch.tensor([[1.0, 1.001, 1.001, 0.9]])
     draws, expected = (
-        [sample(x.clone(), [row(temperature=t, seed=seed, **cut)])[0] for seed in range(60)]
+        [drawn(x.clone(), [row(temperature=t, seed=seed, **cut)])[0] for seed in range(60)]
         for t in (temperature, 1e-2)
     )
     assert draws == expected

@@ -12,7 +12,7 @@ from engine.request import EngineRequest, SamplingParams
 from engine.scheduler.prefix_cache import PrefixCache
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.states import SequenceState as S
+from engine.scheduler.sequence import SequenceState as S
 from tests.engine.fake_model import PAGE, FakeRunner
 
 

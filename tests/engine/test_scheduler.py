@@ -8,7 +8,7 @@ from cluster.errors import BlocksExhaustedError
 from cluster.protocol.block_hash import hash_blocks, pack_tokens
 from engine.plan import BlockCopy
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.states import SequenceState as S
+from engine.scheduler.sequence import SequenceState as S
 from tests.engine.parts import CONTEXT, PAGE, Parts, request
 
 PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]  # two blocks and a half

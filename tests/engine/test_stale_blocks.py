@@ -4,6 +4,7 @@ nothing beyond a sequence's own length, for every backend, kernel and dtype."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -90,8 +91,8 @@ def test_attention_reads_nothing_beyond_the_length(backend, heads, kv, dim, dtyp
     assert bool(clean.isfinite().all())
     for value in LEFT:
         # Not bit for bit: the same step computed twice, also over the same cache, can differ in the last bits.
-        close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-        torch.testing.assert_close(outputs(poisoned(cache, items, value)), clean, **close)
+        rtol, atol = (1e-5, 1e-6) if dtype is torch.float32 else (1e-2, 1e-2)
+        torch.testing.assert_close(outputs(poisoned(cache, items, value)), clean, rtol=rtol, atol=atol)
     # One backend, two steps: buffers that are used again hold nothing of the first.
     attention = make(backend, threads, shape, poisoned(cache, items, math.nan))
     for some in (items, items[::-1][:1], items[:3]):
@@ -116,18 +117,19 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("backend", ["sdpa", "cpu"])
 @pytest.mark.parametrize("variant", ["llama", "mistral"])
-def test_an_engine_says_the_same_over_poisoned_blocks(variant, backend, value, checkpoint):
+def test_an_engine_gives_the_same_output_over_poisoned_blocks(variant, backend, value, checkpoint):
     model = checkpoint(variant)
     engine = make_engine(model, blocks=80, attention_backend=backend, max_batch_tokens=32)
     prompts = {str(i): prompt_ids(length, seed=i) for i, length in enumerate((70, 9, 33, 16, 1))}
     requests = [EngineRequest(name, prompt, GREEDY) for name, prompt in prompts.items()]
-    engine._runner.kv_cache[:80] = value
+    runner: Any = engine._runner
+    runner.kv_cache[:80] = value
     outputs = run(engine, *requests)
     for name, prompt in prompts.items():
         assert_greedy(f"poisoned blocks, {backend}", model, prompt, outputs.tokens[name, 0])
 
 
-def test_two_ranks_say_the_same_over_poisoned_blocks(checkpoint):
+def test_two_ranks_give_the_same_output_over_poisoned_blocks(checkpoint):
     model = checkpoint("llama")
     with runners(model, 2) as ranks:
         for rank in ranks:

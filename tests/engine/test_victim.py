@@ -1,4 +1,4 @@
-"""Who gives its blocks back: class, then what a tenant holds for its weight, then age."""
+"""The order of eviction: class, then what a tenant holds for its weight, then age."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from engine.engine import Engine
 from engine.request import EngineRequest, SamplingParams
+from engine.scheduler.growth import choose_victim
 from engine.scheduler.sequence import Sequence
-from engine.scheduler.victim import choose_victim
 from tests.engine.fake_model import PAGE, FakeRunner
 
 _ones = st.lists(

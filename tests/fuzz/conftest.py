@@ -70,7 +70,7 @@ def channels(pair: Pair) -> Iterator[dict[str, grpc.Channel]]:
 
 @pytest.fixture(scope="session")
 def start_router(
-    checkpoint: Any, redis_server: Any, tmp_path_factory: pytest.TempPathFactory
+    router_model: Path, redis_server: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """Starts routers in front of the same stub workers. They must be well at the end, with nothing in flight and no
     exception in their logs."""
@@ -80,7 +80,7 @@ def start_router(
 
         def start(headers: dict[str, str], **more: Any) -> Router:
             config = {
-                "model": str(checkpoint("llama")),
+                "model": str(router_model),
                 "served_model_name": NAME,
                 "redis_url": redis_server.url,
                 "namespace": namespace,

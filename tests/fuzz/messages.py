@@ -24,7 +24,7 @@ _VALUES: dict[int, st.SearchStrategy[Any]] = {
 }
 
 
-def _value(field: F) -> st.SearchStrategy[Any]:
+def _value(field: Any) -> st.SearchStrategy[Any]:
     if field.cpp_type == F.CPPTYPE_STRING:
         return st.binary(max_size=40) if field.type == F.TYPE_BYTES else texts
     if field.cpp_type == F.CPPTYPE_ENUM:
@@ -50,7 +50,7 @@ def changing(draw: st.DrawFn, message: Message, most: int) -> None:
 
 
 def _change(draw: st.DrawFn, message: Message) -> None:
-    fields = [field for field in message.DESCRIPTOR.fields if not field.message_type or not _is_map(field)]
+    fields = [field for field in message.DESCRIPTOR.fields if not _is_map(field)]
     if not fields:
         return
     field = draw(st.sampled_from(fields))
@@ -66,8 +66,8 @@ def _change(draw: st.DrawFn, message: Message) -> None:
         setattr(message, field.name, draw(_value(field)))
 
 
-def _is_map(field: F) -> bool:
-    return bool(field.message_type.GetOptions().map_entry)
+def _is_map(field: Any) -> bool:
+    return bool(field.message_type and field.message_type.GetOptions().map_entry)
 
 
 @st.composite

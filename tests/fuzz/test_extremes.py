@@ -101,7 +101,7 @@ def specs(draw: st.DrawFn) -> common_pb2.GenerateSpec:
 
 
 def stream(channels: dict[str, grpc.Channel], method: str, asked: Any) -> Any:
-    return channels[method.partition("/")[0]].unary_stream(f"/baton.v1.{method}")(
+    return channels[method.partition("/")[0]].unary_stream(f"/baton.v1.{method}", None, None)(
         asked.SerializeToString(), timeout=60
     )
 

@@ -91,7 +91,7 @@ def say(channel: grpc.Channel, peer: str, messages: list[bytes], tally: Tally, k
     failure: grpc.RpcError | None = None
     reserved = threading.Event()
     try:
-        for raw in channel.stream_stream(PATH)(in_turn(messages, reserved), timeout=60):
+        for raw in channel.stream_stream(PATH, None, None)(in_turn(messages, reserved), timeout=60):
             reply = handoff_pb2.DecodeToPrefill.FromString(raw)
             if any(one.HasField("reserve_reply") for one in (reply, *reply.more)):
                 reserved.set()
@@ -101,7 +101,7 @@ def say(channel: grpc.Channel, peer: str, messages: list[bytes], tally: Tally, k
         assert failure.code() in TYPED, failure
         assert error_from_rpc(failure).field, failure
     gone = decode_pb2.PeerExitedRequest(worker_id=peer).SerializeToString()
-    channel.unary_unary("/baton.v1.Decode/PeerExited")(gone, timeout=60)
+    channel.unary_unary("/baton.v1.Decode/PeerExited", None, None)(gone, timeout=60)
     tally.count(kind, ANSWERED if failure is None else REFUSED)
 
 

@@ -1,4 +1,4 @@
-"""The HTTP door: whatever comes, the answer is right or a clean 4xx that says what is wrong."""
+"""The HTTP endpoint: for any request, the answer is right or a clean 4xx that names the mistake."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def exchange(address: tuple[str, int], payloads: list[bytes], seconds: float) ->
         deadline = time.monotonic() + seconds
         while selector.get_map() and time.monotonic() < deadline:
             for key, _ in selector.select(0.05):
+                assert isinstance(key.fileobj, socket.socket)
                 sock = key.fileobj
-                assert isinstance(sock, socket.socket)
                 try:
                     answers[key.data] = sock.recv(65536)
                 except OSError:
@@ -126,9 +126,9 @@ def exchange(address: tuple[str, int], payloads: list[bytes], seconds: float) ->
                 selector.unregister(sock)
                 sock.close()
         left = [key.fileobj for key in selector.get_map().values()]
-        for sock in left:
-            assert isinstance(sock, socket.socket)
-            sock.close()
+        for one in left:
+            assert isinstance(one, socket.socket)
+            one.close()
         assert not left, "the router neither answers nor hangs up"
     return answers
 

@@ -43,7 +43,7 @@ READ = (
     "/live",
     "/ready",
 )
-# What is wrong may also be too large, or too slow for this router, before anybody looks at its schema.
+# What is wrong may also be too large, or too slow for this router, before its schema is checked.
 REFUSALS = [400, 404, 408, 413, 431]
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 

@@ -36,7 +36,7 @@ def generate(
     failure: grpc.RpcError | None = None
     answers: list[pb.GenerateResponse] = []
     try:
-        for raw in channel.unary_stream("/baton.v1.Inference/Generate")(
+        for raw in channel.unary_stream("/baton.v1.Inference/Generate", None, None)(
             request.SerializeToString(), timeout=20
         ):
             answers.append(pb.GenerateResponse.FromString(raw))
@@ -47,9 +47,9 @@ def generate(
         assert answers[-1].HasField("completed")
         return answers
     assert failure.code() in CLEAN, (request, failure)
-    error = error_from_rpc(failure)
-    assert not isinstance(error, InternalError), failure
-    assert error.field or failure.code() is not grpc.StatusCode.INVALID_ARGUMENT, failure
+    reported = error_from_rpc(failure)
+    assert not isinstance(reported, InternalError), failure
+    assert reported.field or failure.code() is not grpc.StatusCode.INVALID_ARGUMENT, failure
     return []
 
 

@@ -45,22 +45,22 @@ def call(channels: dict[str, grpc.Channel], method: str, raw: bytes, tally: Tall
     outcome = ANSWERED
     try:
         if method in STREAMS:
-            for answer in channel.unary_stream(path)(raw, timeout=0.5):
+            for answer in channel.unary_stream(path, None, None)(raw, timeout=0.5):
                 event = common_pb2.AttemptEvent.FromString(answer)
                 ours = (InternalError.__name__, EngineRequestError.__name__)
                 assert event.end.error.code not in ours, event
                 if event.end.HasField("error"):
                     outcome = REFUSED
         else:
-            channel.unary_unary(path)(raw, timeout=60)
+            channel.unary_unary(path, None, None)(raw, timeout=60)
     except grpc.RpcError as error:
         failure = error
     if failure is not None and failure.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
         outcome = REFUSED
         assert failure.code() in TYPED, (method, raw, failure)
-        assert any(key == ERROR_KEY for key, _ in failure.trailing_metadata()), failure
-        error = error_from_rpc(failure)
-        assert error.field or failure.code() is not grpc.StatusCode.INVALID_ARGUMENT, failure
+        assert any(datum.key == ERROR_KEY for datum in failure.trailing_metadata()), failure
+        reported = error_from_rpc(failure)
+        assert reported.field or failure.code() is not grpc.StatusCode.INVALID_ARGUMENT, failure
     tally.count(kind, outcome)
 
 
@@ -144,7 +144,7 @@ def test_they_still_compute(pair, channels, tally):
     for method, transfer_id in (("Decode/Run", b"a" * 16), ("Prefill/Run", b"b" * 16)):
         raw = message(pair, method, transfer_id, [7] * 30).SerializeToString()
         channel = channels[method.partition("/")[0]]
-        *_, last = channel.unary_stream(f"/baton.v1.{method}")(raw, timeout=30)
+        *_, last = channel.unary_stream(f"/baton.v1.{method}", None, None)(raw, timeout=30)
         end = common_pb2.AttemptEvent.FromString(last).end
         assert end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE, end
     pair.check_well()

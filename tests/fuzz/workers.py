@@ -59,7 +59,7 @@ class Pair:
         return self.decode._identity.layout
 
     def check_well(self) -> None:
-        """Everything that was taken is given back, within the detach times; nobody stumbled."""
+        """Everything allocated is freed within the detach times, and no worker failed."""
         deadline = time.monotonic() + QUIET_SECONDS
         while (left := self.call(self._left())) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -12,11 +12,12 @@ from cluster.config.worker import EngineConfig
 from engine.attention import registry
 from engine.attention.base import AttentionShape
 from engine.attention.varlen import TORCH_PAGE_SIZES
-from engine.build import load_runner
+from engine.build import load_model
 from engine.engine import Engine
 from engine.ops.team import KernelTeam, Team
 from engine.plan import PlanItem, StepPlan
 from engine.request import EngineRequest, SamplingParams
+from engine.runner import ModelRunner
 from tests.harness.checkpoints import VARIANTS, prompt_ids
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +42,7 @@ def backend(request, device):
 
 
 def generate(model, prompts, **settings):
-    runner = load_runner(EngineConfig(model=model, kv_memory_bytes=KV_BYTES, **settings))
+    runner = ModelRunner(load_model(EngineConfig(model=model, kv_memory_bytes=KV_BYTES, **settings)))
     engine = Engine(runner, runner.config, secret=b"gpu")
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
     for index, prompt in enumerate(prompts):
@@ -152,7 +153,7 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_plain_products(variant, 
 
 def logits(model, **settings) -> Tensor:
     """[6, vocab] of two sequences: both whole, then one cut and one by a token, then a token of each."""
-    runner = load_runner(EngineConfig(model=model, kv_memory_bytes=KV_BYTES, **settings))
+    runner = ModelRunner(load_model(EngineConfig(model=model, kv_memory_bytes=KV_BYTES, **settings)))
     one, other = prompt_ids(90), prompt_ids(60, seed=1)
     steps = [(0, 50, 0, 58), (50, 89, 58, 59), (89, 90, 59, 60)]
     found = []

@@ -13,26 +13,13 @@ from typing import Any
 
 import torch
 
-VOCAB = 512
-CONTEXT = 1024
+from tests.harness.model_text import BASE, VOCAB, write_tokenizer
+
 WINDOW = 24
 PROMPT = 70  # longer than the sliding window
 MIN_DISTINCT = 16
 NEW_TOKENS = 64
 
-BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -77,7 +64,7 @@ def make_checkpoint(path: Path, variant: str = "llama") -> Path:
     else:
         raise AssertionError(f"no seed gives {variant} a reference worth comparing with")
     model.save_pretrained(path)
-    _write_tokenizer(path)
+    write_tokenizer(path)
     return path
 
 
@@ -96,23 +83,6 @@ def _random_model(kind: str, overrides: dict[str, Any], seed: int) -> Any:
             else:
                 parameter.normal_(0.0, 0.2)
     return model
-
-
-def _write_tokenizer(path: Path) -> None:
-    """Byte-level: every byte is a token, ids 3 … 258; the rest of the vocabulary has no text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {char: 3 + i for i, char in enumerate(alphabet)}
-    vocab |= {f"<{i}>": i for i in range(len(vocab), VOCAB)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(
-        '{"bos_token": "<s>", "eos_token": "</s>", "chat_template": '
-        '"{% for m in messages %}[{{ m.role }}] {{ m.content }}\\n{% endfor %}[assistant] "}'
-    )
 
 
 @torch.inference_mode()

@@ -24,6 +24,7 @@ import torch
 from engine.request import SamplingParams
 from tests.harness import sampling_oracle as oracle
 from tests.harness.checkpoints import exact_logits, reference_greedy, reference_logits
+from tests.harness.comparisons import COMPARED, Compared
 from tests.harness.sampling_oracle import Floats
 
 GAP = 1e-4
@@ -37,19 +38,6 @@ class Exactness:
     checked: int = 0
     near_ties: list[int] = field(default_factory=list)  # indexes in the output
     wrong: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Compared:
-    """Of one way through the engine."""
-
-    answers: int = 0
-    tokens: int = 0
-    near_ties: int = 0
-
-
-# By way, of this test session: pytest has no other place that every test reaches without being handed it.
-COMPARED: dict[str, Compared] = {}
 
 
 def assert_greedy(way: str, model: Path, prompt: list[int], tokens: Sequence[int], already: int = 0) -> None:

@@ -2,9 +2,10 @@
 
 Two uses. With a fixed target it stands before one server. Without one it is an HTTP CONNECT proxy: gRPC takes its
 address from `grpc_proxy` in the environment, so every connection of a cluster's processes passes through here, and
-who opened it is read off the kernel's tables. A process of its own, told what to do by JSON lines on standard input:
+the process that opened it is read off the kernel's tables. A process of its own; commands are JSON lines on its standard
+input:
 
-    {"op": "cut", "sources": [pids], "targets": ["127.0.0.1:4711"], "way": "both" | "to" | "from"}   [] = anybody
+    {"op": "cut", "sources": [pids], "targets": ["127.0.0.1:4711"], "way": "both" | "to" | "from"}   [] = any
     {"op": "heal"}
 
 It answers each with a line: how many connections are cut now. Connections that open during a cut are cut, too.
@@ -39,7 +40,7 @@ class Cut:
 
 @dataclass(eq=False)
 class Connection:
-    """Two half-pipes. A cut one is not read from: the kernel's buffers fill, and nobody is told."""
+    """Two half-pipes. A cut one is not read from: the kernel's buffers fill, and neither end notices."""
 
     target: str
     source_port: int
@@ -179,7 +180,7 @@ class Proxy:
             return
         if reply:
             opener.write(reply)
-        # Only now: a server that speaks first must not be heard before the reply.
+        # Only now: bytes that a server sends first must not precede the reply.
         connection.client.peer, connection.server.peer = connection.server, connection.client
         connection.client.paired()
         connection.server.paired()
@@ -229,7 +230,7 @@ class Proxy:
 
 
 class _Opener(Half):
-    """Before a fixed target nobody has to say where to."""
+    """With a fixed target no CONNECT request is expected."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

@@ -33,7 +33,7 @@ class RunningRouter:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of the HTTP door."""
+        """Of the HTTP endpoint."""
         host, port = self.http.partition("//")[2].rsplit(":", 1)
         return host, int(port)
 

@@ -13,7 +13,7 @@ from tests.harness.unit import HEAVY, ROOT, light_modules, needed
 @pytest.mark.parametrize(
     ("module", "light"),
     [
-        ("tests/router/test_low_priority.py", True),
+        ("tests/router/admission/test_low_priority.py", True),
         ("tests/cluster/test_registration.py", True),
         ("tests/kv_transfer/test_geometry.py", False),  # through numpy rows of torch tensors
         ("tests/engine/test_sampling.py", False),
@@ -37,3 +37,19 @@ def test_the_shared_fixtures_import_nothing_heavy() -> None:
     )
     assert done.stdout.strip() == "[]"
     assert not needed(ROOT / "tests" / "conftest.py") & HEAVY
+
+
+def test_a_run_of_one_light_module_imports_nothing_heavy() -> None:
+    """From its collection to its summary."""
+    program = "import sys, pytest; pytest.main(['-q', 'tests/cluster/test_block_hash.py', '-k', 'salt']); "
+    program += "print(sorted(set(sys.argv[1:]) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *HEAVY],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert " passed" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -71,14 +71,15 @@ def imports(file: Path) -> tuple[str, ...]:
                 names += [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
             elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 continue
-            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
                 waiting.append(node)
     return tuple(names)
 
 
-def files(name: str) -> list[Path]:
+@cache
+def files(name: str) -> tuple[Path, ...]:
     """The module of this name and its packages."""
     parts = name.split(".")
     found = [ROOT.joinpath(*parts[:count], "__init__.py") for count in range(1, len(parts) + 1)]
     found.append(ROOT.joinpath(*parts).with_suffix(".py"))
-    return [file for file in found if file.is_file()]
+    return tuple(file for file in found if file.is_file())

@@ -20,7 +20,7 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
 
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None:
-            raise RuntimeError("everybody waits for something that never comes")
+            raise RuntimeError("every task waits and no timer is set")
         self.now += max(TURN_SECONDS, timeout)
         return super().select(0)
 

@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+# Called without arguments; a lambda in a loop binds the loop's variable as a default.
+Check = Callable[..., object]
 
-def wait_for(check: Callable[[], Any], seconds: float, what: str) -> Any:
+
+def wait_for(check: Check, seconds: float, what: str) -> Any:
     """Polls until `check` is truthy; the last exception, if any, explains the failure."""
     deadline = time.monotonic() + seconds
     problem: BaseException | None = None
@@ -22,7 +25,7 @@ def wait_for(check: Callable[[], Any], seconds: float, what: str) -> Any:
     raise AssertionError(f"not within {seconds} s: {what}") from problem
 
 
-async def until(check: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+async def until(check: Check, what: str, seconds: float = 60.0) -> None:
     """As `wait_for`, beside whatever runs on the loop."""
     deadline = time.monotonic() + seconds
     while not check():

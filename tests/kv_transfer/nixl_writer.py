@@ -9,7 +9,7 @@ import time
 import torch
 
 from kv_transfer.memory import aligned_bytes
-from kv_transfer.transports.nixl import NixlEndpoint
+from kv_transfer.transports.nixl import NixlEndpoint, NixlWrite
 
 
 def main() -> None:
@@ -25,6 +25,7 @@ def main() -> None:
         write = endpoint.write(hello["agent"], [source[: command["bytes"]]], command["address"], 0, b"done")
         if command.get("release"):
             # What a "cancel" would do: let the handle go while the transfer may be in progress.
+            assert isinstance(write, NixlWrite)
             write._agent.release_xfer_handle(write._handle)
             print("released", flush=True)
             continue

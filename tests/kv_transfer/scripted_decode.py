@@ -98,7 +98,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
 async def scripted_decode(**settings: Any) -> AsyncIterator[ScriptedDecode]:
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    decode = ScriptedDecode(**settings)
+    decode = ScriptedDecode(**settings)  # type: ignore[abstract]  # the test calls no other method
     decode.ref = common_pb2.WorkerRef(worker_id="decode", epoch=DECODE_EPOCH, address=address)
     decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
     await server.start()

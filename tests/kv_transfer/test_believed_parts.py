@@ -131,7 +131,7 @@ async def test_a_missing_rank_leaves_a_hand_off_incomplete(decode):
         [(0, 0, 2), (0, 1, 1)],
     ],
 )
-async def test_a_finish_that_lies_ends_the_attempt(decode, peer, flows):
+async def test_a_wrong_finish_ends_the_attempt(decode, peer, flows):
     """Although every token has landed in every layer."""
     transfer_id = await peer.reserve(TOKENS)
     await peer.send(transfer_id, 0, (0, 2), (0, TOKENS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kv_transfer.decode_side import landing
 from kv_transfer.layout import geometry
 from kv_transfer.layout.digest import XXH3_128
 from kv_transfer.layout.geometry import Flow
+from kv_transfer.layout.rows import Place
 from kv_transfer.prefill_side import part_source
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import (
@@ -99,9 +101,9 @@ async def test_whole_blocks_are_written_as_they_lie(monkeypatch, tensor_parallel
     """And a cut one from a copy; a part that arrived corrupted is read once more from where it lies."""
     copied: list[range] = []
 
-    def gather(cache, data, block_ids, layers, heads, tokens) -> None:
-        copied.append(tokens)
-        geometry.gather(cache, data, block_ids, layers, heads, tokens)
+    def gather(cache, data, place: Place) -> None:
+        copied.append(place.tokens)
+        geometry.gather(cache, data, place)
 
     monkeypatch.setattr(part_source, "MIN_PIECE_BYTES", 1)
     monkeypatch.setattr(part_source, "gather", gather)
@@ -119,9 +121,9 @@ async def test_whole_blocks_are_written_as_they_lie(monkeypatch, tensor_parallel
         assert copied and all(tokens.start % PAGE or tokens.stop % PAGE for tokens in copied)
 
 
-def header(expected: m.Expect, **wrong: object) -> handoff_pb2.PartHeader:
+def header(expected: handoff_pb2.SlotGrant, **wrong: object) -> handoff_pb2.PartHeader:
     """Of a part that would be taken, but for what is wrong."""
-    fields = {
+    fields: dict[str, Any] = {
         "transfer_id": expected.transfer_id,
         "prefill_epoch": PREFILL_EPOCH,
         "decode_epoch": DECODE_EPOCH,
@@ -152,10 +154,10 @@ async def test_what_is_stale_is_dropped_and_counted(transport):
     """Each field alone; and a good part twice."""
     async with decode_side(config(transport)) as decode:
         rank = decode.ranks[0]
-        landed: list[object] = []
+        landed: list[Any] = []
         rank._on_event = landed.append
         slot = rank._memory.slots[1]
-        expected = m.Expect(1, 4, b"t" * 16, 0, 0)
+        expected = handoff_pb2.SlotGrant(slot=1, generation=4, transfer_id=b"t" * 16)
         flows = [Flow(0, 0, 0, HEADS)]
         rank.handle(
             m.ExpectTransfer(expected.transfer_id, PREFILL_EPOCH, [5], 0, PAGE, flows, "off", XXH3_128)

@@ -1,5 +1,5 @@
 """A rank's NIXL endpoint listens only on the interface of its worker and the ports that a firewall knows, and does
-without TCP where RDMA is required, or where nobody asked for what authenticates no peer."""
+without TCP where RDMA is required, or where unauthenticated transfers were not asked for."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_further_address_of_an_interface_has_its_name_without_the_label(
     assert interface_of("10.9.9.9") == "eth0"
 
 
-def test_what_the_operator_tells_ucx_is_kept() -> None:
+def test_the_operators_ucx_settings_are_kept() -> None:
     _, sockets = listens({}, {"UCX_NET_DEVICES": "lo"}, host=another_address())
     assert sockets and all(is_loopback(address) for address, _ in sockets)
 
@@ -177,7 +177,7 @@ def test_a_worker_without_rdma_does_not_start_where_it_is_required() -> None:
 
 
 @pytest.mark.parametrize("given", ["tcp", "rc,cuda_copy,cuda_ipc,sm,self,tcp", "all", "^rc"])
-def test_ucx_may_not_be_told_to_use_more(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ucx_may_not_be_set_to_use_more(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", given)
     with pytest.raises(ConfigError, match="UCX_TLS"):
         open_nixl(TransferConfig(require_transport="rdma"), "worker", 1, 0)

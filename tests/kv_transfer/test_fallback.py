@@ -39,7 +39,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.message for r in caplog.records if "this pair uses gRPC" in r.message]
 
 
-async def test_a_pair_that_nixl_does_not_connect_uses_grpc_and_says_so_once(unreachable, caplog):
+async def test_a_pair_that_nixl_does_not_connect_uses_grpc_and_logs_it_once(unreachable, caplog):
     async with decode_side(config("auto")) as decode, prefill_side(config("auto")) as prefill:
         unreachable(prefill.ranks[0])
         with caplog.at_level(logging.WARNING):

@@ -141,7 +141,7 @@ def test_the_end_of_the_process_is_a_fence_once_the_target_has_polled(target, wr
 
 def test_a_new_agent_over_the_same_memory_is_no_fence(target, writer, tls, record_property):
     """The target's agent goes and another takes its place: what the writer says then proves nothing. Over shared
-    memory the bytes land although it hears of an error; over TCP there is nobody left who would take them."""
+    memory the bytes land although it gets an error; over TCP no process is left to take them."""
     endpoint, memory = target
     endpoint.close()
     renewed = NixlEndpoint(f"renewed-{os.getpid()}")

@@ -1,5 +1,5 @@
-"""A prefill worker killed in the middle of a hand-off: what it was granted stays in doubt until its parent says that
-it has exited, nobody else suffers, and the ring's accounts hold."""
+"""A prefill worker killed in the middle of a hand-off: its slots stay in doubt until its parent reports
+that it has exited, no other peer is affected, and the ring stays consistent."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_its_slots_are_freed_by_its_parents_word_only(transport):
             assert_same(prefill, decode, TOKENS)
             await prefill.send(decode.ref, TOKENS)
         assert decode.count(SlotState.QUARANTINED) == doubtful
-        await decode.receiver.process_exited("somebody-else@1")
+        await decode.receiver.process_exited("another@1")
         assert decode.count(SlotState.QUARANTINED) == doubtful
         await decode.receiver.process_exited(DOOMED)
         await until(lambda: decode.all_free, "every slot free")

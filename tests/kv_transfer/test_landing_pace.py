@@ -72,7 +72,12 @@ def test_what_may_still_lie_in_a_socket_is_looked_for_often_enough_however_slow_
         decode_epoch=1,
     )
     seen: list[tuple[bytes, int]] = []
-    rank.start(lambda event: seen.append((event.token, machine.looks)))
+
+    def settled(event: object) -> None:
+        assert isinstance(event, m.Confirmed)
+        seen.append((event.token, machine.looks))
+
+    rank.start(settled)
     before = machine.looks
     rank.handle(m.Settle(b"settled"))
     wait_for(lambda: seen, 30, "it is confirmed")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import PeerLostError
-from cluster.faults.orders import Order, OrderedFaults, give_orders, read_injected
+from cluster.faults.orders import Order, OrderedFaults
 from kv_transfer.prefill_side import link, sender
+from tests.harness.fault_orders import give_orders, read_injected
 from tests.harness.waiting import until
 from tests.kv_transfer.pair import TRANSPORTS, assert_same, config, decode_side, prefill_side
 
@@ -31,7 +32,7 @@ def transport(request):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("act", ["twice", "delay"])
-async def test_a_message_said_twice_or_late_changes_nothing(kind, act, transport, tmp_path):
+async def test_a_repeated_or_late_message_changes_nothing(kind, act, transport, tmp_path):
     if kind == "part" and transport == "nixl":
         transport = "grpc"  # the bytes go by no message there
     async with (

@@ -1,4 +1,4 @@
-"""What nobody waits for leaves with the next message that somebody does, with enough of its kind, or soon."""
+"""Delayed messages are sent with the next urgent one, with enough of their kind, or after a moment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def waits(outbox: Outbox[handoff_pb2.DecodeToPrefill]) -> bool:
     return not outbox.due
 
 
-async def test_a_message_leaves_at_once_and_takes_what_is_there_along():
+async def test_a_message_is_sent_at_once_with_those_that_wait():
     outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
     outbox.put(message(0), patient=True)
     assert waits(outbox)
@@ -44,7 +44,7 @@ async def test_patient_messages_leave_when_there_are_enough():
     assert await taken(outbox) == list(range(PATIENT_MESSAGES))
 
 
-async def test_a_patient_message_leaves_by_itself_after_a_moment():
+async def test_a_delayed_message_is_sent_by_itself_after_a_moment():
     outbox: Outbox[handoff_pb2.DecodeToPrefill] = Outbox()
     outbox.put(message(0), patient=True)
     assert await taken(outbox) == [0]

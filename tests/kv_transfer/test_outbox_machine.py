@@ -135,7 +135,7 @@ class OutboxMachine(RuleBasedStateMachine):
         assert len(self.box._messages) == len(self.waiting)
         if self.reading is None:
             return
-        assert all(patient for _, patient in self.waiting), "somebody waits for this one"
+        assert all(patient for _, patient in self.waiting), "this one is urgent"
         assert len(self.waiting) < PATIENT_MESSAGES and not self.ended
         for since, _ in self.waiting:
             assert self.loop.time() - since <= PATIENT_SECONDS + 1e-9, "patient, but not for ever"

@@ -63,7 +63,7 @@ async def test_a_stream_that_is_up_takes_it_at_once():
     assert not mail.waits_for("d")
 
 
-async def test_a_worker_that_rejoined_hears_under_its_new_epoch():
+async def test_a_worker_that_rejoined_gets_messages_under_its_new_epoch():
     worker = Worker(epoch=8)
     mail = worker.answered_by(PendingDrainNotices(worker.open, lambda decode: worker.known))
     mail.keep(ref(7), b"one")
@@ -138,7 +138,7 @@ async def test_messages_of_one_worker_are_bounded(monkeypatch):
     mail.close()
 
 
-async def test_one_that_is_back_after_a_long_time_hears(monkeypatch, caplog):
+async def test_one_that_is_back_after_a_long_time_gets_the_report(monkeypatch, caplog):
     monkeypatch.setattr(pending_drain_notices, "TRIES", 3)
     worker = Worker(epoch=8)
     mail = worker.answered_by(
@@ -175,7 +175,7 @@ async def test_of_those_that_are_gone_for_good_only_so_many_are_kept(monkeypatch
     assert not mail._waiting and not mail._given_up and not mail._answered
 
 
-async def test_one_that_was_late_to_hear_is_named_twice(caplog):
+async def test_one_that_answered_late_is_logged_twice(caplog):
     worker = Worker(epoch=8)
     mail = worker.answered_by(PendingDrainNotices(worker.open, lambda decode: worker.known))
     with caplog.at_level(logging.INFO, logger=pending_drain_notices.__name__):

@@ -170,7 +170,7 @@ class DrainedMailMachine(RuleBasedStateMachine):
             assert set(self.mail._waiting.get(name, ())) == self.missing(name)
             if self.missing(name):
                 on_its_way, given_up = name in self.mail._delivering, name in self.mail._given_up
-                assert on_its_way or given_up, "nobody delivers it"
+                assert on_its_way or given_up, "it is not delivered"
                 assert not given_up or self.was_long_away(name), "given up at once"
 
     def was_long_away(self, name: str) -> bool:
@@ -194,7 +194,7 @@ class DrainedMailMachine(RuleBasedStateMachine):
 DrainedMailMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-class TestDrainedMail(DrainedMailMachine.TestCase):
+class TestDrainedMail(DrainedMailMachine.TestCase):  # type: ignore[valid-type, misc]  # made by Hypothesis
     @classmethod
     def tearDownClass(cls) -> None:
         super().tearDownClass()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kv_transfer.poll_pace import MAX_SECONDS, MIN_SECONDS, PATIENCE, PollPace
+from kv_transfer.rank_thread import MAX_SECONDS, MIN_SECONDS, PATIENCE, PollPace
 
 
 def looks(pace: PollPace, begin: float, seconds: float) -> int:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ class Pair:
     def write(self) -> str:
         """Raises TransportError."""
         self.memory.zero_()
-        write = self.writer.write(self.target.name, self.source, self.memory.data_ptr(), 0, b"part")
+        write = self.writer.write(self.target.name, [self.source], self.memory.data_ptr(), 0, b"part")
         self.until(lambda: write.poll() != "pending")
         return write.poll()
 
@@ -77,7 +78,7 @@ def pair(request, monkeypatch) -> Iterator[Pair]:
     memory[0].fill_(7)
     for end, own in zip(ends, memory, strict=True):
         end.register(own)
-    yield Pair(*ends, *memory)
+    yield Pair(ends[0], ends[1], memory[0], memory[1])
     for end in ends:
         end.close()
 
@@ -93,7 +94,7 @@ def test_a_pair_that_parts_and_meets_again_needs_no_more_sockets(pair):
     assert sockets() <= before  # fewer: those of tests before this one go when they like
 
 
-def test_what_broke_unnoticed_is_made_anew(pair):
+def test_a_connection_that_broke_unnoticed_is_made_again(pair):
     alone = sockets()
     pair.connect()
     assert pair.arrives()
@@ -132,10 +133,16 @@ def test_of_peers_that_are_gone_only_so_many_are_kept(pair, monkeypatch):
 
 async def test_links_that_end_keep_the_pairs_connection():
     async with decode_side(config("nixl")) as decode, prefill_side(config("nixl")) as prefill:
-        agents = prefill.ranks[0]._endpoints["nixl"]._agent
-        removed = []
+        endpoint: Any = prefill.ranks[0]._endpoints["nixl"]
+        agents = endpoint._agent
+        removed: list[str] = []
         remove = agents.remove_remote_agent
-        agents.remove_remote_agent = lambda name: (removed.append(name), remove(name))
+
+        def counted(name: str) -> None:
+            removed.append(name)
+            remove(name)
+
+        agents.remove_remote_agent = counted
         for _ in range(3):
             report = await prefill.send(decode.ref, TOKENS)
             assert report.transport == "nixl"

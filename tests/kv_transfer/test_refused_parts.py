@@ -3,6 +3,8 @@ the thread goes on."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ async def test_a_payload_of_another_length_is_refused(name, digests):
             slot.fill_(0x5A)
         handle = rank.handle
 
-        def cut(message: object) -> None:
+        def cut(message: Any) -> None:
             if isinstance(message, handoff_pb2.PartData):
                 message = handoff_pb2.PartData(header=message.header, payload=CUTS[name](message.payload))
             handle(message)

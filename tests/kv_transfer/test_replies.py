@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from cluster.errors import HandoffError, LayoutMismatchError, StaleEpochError, T
 from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.layout.digest import stricter
 from kv_transfer.prefill_side import links
-from kv_transfer.prefill_side.known_workers import KnownWorkers
+from kv_transfer.prefill_side.rank_connections import KnownWorkers
 from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import DECODE_EPOCH, config, layout, prefill_side
 from tests.kv_transfer.scripted_decode import scripted_decode, welcome
@@ -49,7 +50,7 @@ def other_layout(**fields):
         ({"digest_kind": "crc"}, TransportError, "digest_kind"),
     ],
 )
-async def test_a_welcome_that_makes_no_sense_ends_the_link(said, error, field):
+async def test_an_invalid_welcome_ends_the_link(said, error, field):
     async with (
         scripted_decode(welcome=welcome(**said)) as decode,
         prefill_side(config("grpc")) as prefill,
@@ -104,7 +105,7 @@ def test_the_stricter_setting():
 
 
 def grant(asked: handoff_pb2.SlotRequest, **more: int) -> handoff_pb2.SlotGrant:
-    fields = {
+    fields: dict[str, Any] = {
         "transfer_id": asked.transfer_id,
         "source_rank": asked.source_rank,
         "target_rank": asked.target_rank,
@@ -184,7 +185,7 @@ def test_the_number_of_known_decode_workers_is_bounded():
     assert [known.was_reached(f"d{number}") for number in range(5)] == [True, False, False, True, True]
 
 
-async def test_a_sender_remembers_no_more_workers_than_that(monkeypatch):
+async def test_a_sender_keeps_a_bounded_number_of_workers(monkeypatch):
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         prefill.sender.links.known = KnownWorkers(max_workers=2)
         for number in range(4):

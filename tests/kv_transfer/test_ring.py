@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from cluster.errors import IllegalTransition
-from kv_transfer.decode_side.ring import Ring, Slot, SlotState, _Shares
-from kv_transfer.decode_side.turns import Claim
+from kv_transfer.decode_side.ring import Claim, Ring, Slot, SlotState, _Shares
 from tests.harness.reached import Reached
 
 TRANSFERS = [bytes([i]) * 16 for i in range(4)]
@@ -65,7 +64,7 @@ class RingMachine(RuleBasedStateMachine):
         slot = self.ring.slot(index, generation)
         if slot is None or slot.machine.state is not SlotState.GRANTED:
             REACHED.hit("late")
-            return  # late or repeated: dropped by whoever asks the ring
+            return  # late or repeated: dropped by the ring's caller
         assert slot.claim == claim
         # The ring grants the slot again from inside the call.
         del self.writers[index]
@@ -176,7 +175,7 @@ def test_a_transfer_in_doubt_costs_its_own_slots_and_no_more():
     ring.check_integrity()
 
 
-def test_slots_in_doubt_are_not_granted_to_anybody():
+def test_slots_in_doubt_are_never_granted():
     grants: list[int] = []
     ring = Ring(list(range(4)), lambda claim, slot: grants.append(slot.index))
     for number, transfer in enumerate(TRANSFERS):

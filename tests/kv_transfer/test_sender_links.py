@@ -36,7 +36,7 @@ def endpoints(memory: str) -> list[handoff_pb2.RankEndpoint]:
     return [handoff_pb2.RankEndpoint(rank=0, memory=memory)]
 
 
-async def test_new_memory_that_is_told_of_while_nixl_is_probed_changes_nothing_else(monkeypatch):
+async def test_new_memory_announced_while_nixl_is_probed_changes_nothing_else(monkeypatch):
     """A ring grows when a peer was lost: just then others come."""
     monkeypatch.setattr(rank_connections, "PROBE_SECONDS", 0.5)
     connected: list[m.Connect] = []
@@ -109,7 +109,7 @@ async def test_the_call_to_a_decode_worker_that_was_stopped_ends_with_its_link(m
         await handoff.abort("lost")
 
 
-async def test_what_is_queued_when_a_link_ends_is_still_said(monkeypatch):
+async def test_messages_queued_when_a_link_ends_are_still_sent(monkeypatch):
     for name, seconds in {"BEAT_SECONDS": 0.02, "LINGER_SECONDS": 0.05}.items():
         monkeypatch.setattr(link, name, seconds)
     async with scripted_decode(acknowledges=True) as decode, prefill_side(config("grpc")) as prefill:
@@ -129,7 +129,7 @@ async def test_what_is_queued_when_a_link_ends_is_still_said(monkeypatch):
         await until(lambda: len(stream.of("abort")) == 401, "all of it is said")
 
 
-async def test_a_welcome_on_a_link_that_was_given_up_connects_nobody(monkeypatch):
+async def test_a_welcome_on_an_abandoned_link_connects_no_peer(monkeypatch):
     connected: list[m.Connect] = []
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
         handoff = await prefill.open(decode.ref, TOKENS)

@@ -247,7 +247,7 @@ class SenderMachine(RuleBasedStateMachine):
     def names_a_rank_that_does_not_exist(self, kind: str, source: bool) -> None:
         """An invalid reply ends the hand-off and is not passed to a rank."""
         granted = [rank.granted for rank in self.ranks]
-        ranks = {"source_rank": RANKS} if source else {"target_rank": RANKS}
+        ranks: dict[str, Any] = {"source_rank": RANKS} if source else {"target_rank": RANKS}
         message = handoff_pb2.SlotGrant if kind == "slot_grant" else handoff_pb2.PartResult
         self.note("failed")
         self.reply(**{kind: message(transfer_id=T, **ranks)})
@@ -297,7 +297,7 @@ class SenderMachine(RuleBasedStateMachine):
         if self.finishing is not None and self.finishing.done():
             self.finishing.exception()
         elif self.finishing is not None:
-            return  # whoever finishes is cancelled first
+            return  # one that finishes is cancelled first
         self.aborted = True
         REACHED.hit("given up")
         self.loop.run_until_complete(self.handoff.abort("no more"))
@@ -305,7 +305,7 @@ class SenderMachine(RuleBasedStateMachine):
     @precondition(lambda self: not (self.calm or self.fenced) and self.finishing is None)
     @rule()
     def is_fenced(self) -> None:
-        """Rejoin: hand-offs of the old epoch end, and streams are opened anew."""
+        """Rejoin: hand-offs of the old epoch end, and streams are opened again."""
         self.fenced = self.aborted = True
         self.note("failed")
         worker = common_pb2.WorkerRef(worker_id="p", epoch=self.epoch + 1, address="p:1")
@@ -365,7 +365,7 @@ class SenderMachine(RuleBasedStateMachine):
 SenderMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-class TestSender(SenderMachine.TestCase):
+class TestSender(SenderMachine.TestCase):  # type: ignore[valid-type, misc]  # made by Hypothesis
     @classmethod
     def tearDownClass(cls) -> None:
         super().tearDownClass()

@@ -1,148 +1,25 @@
-"""What a sending rank does while writes are pending for ever, as they are over TCP to a stopped process. The endpoint is
-a scripted one: no real transport holds a write back on demand."""
+"""A sending rank while writes stay pending, as they do over TCP to a stopped process."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import pytest
-import torch
-from torch import Tensor
 
 from kv_transfer import messages as m
 from kv_transfer.layout.geometry import Flow
-from kv_transfer.poll_pace import MAX_SECONDS
-from kv_transfer.prefill_side.sender_rank import SenderRank
-from kv_transfer.transports.base import Arrival
-from kv_transfer.transports.registry import Endpoints
+from kv_transfer.rank_thread import MAX_SECONDS
 from tests.harness.waiting import wait_for
-from tests.kv_transfer.pair import BLOCKS, DIM, HEADS, LAYERS, PAGE, SLOT_BYTES, config
+from tests.kv_transfer.held_endpoint import A, B, SendingRank, grant, result, sending_rank
+from tests.kv_transfer.pair import BLOCKS, HEADS, LAYERS, PAGE, SLOT_BYTES, config
 from wire import handoff_pb2
 
 
-@dataclass
-class HeldWrite:
-    state: str = "pending"
-
-    def poll(self) -> str:
-        return self.state
-
-
-@dataclass
-class HeldEndpoint:
-    transport: str = "nixl"
-    writes_in_place: bool = True
-    name: str = "held"
-    metadata: bytes = b""
-    writes: dict[str, list[HeldWrite]] = field(default_factory=dict)  # by agent
-    connected: set[str] = field(default_factory=set)
-    connects: list[str] = field(default_factory=list)
-
-    def register(self, memory: Tensor) -> None: ...
-
-    def connect(self, agent_name: str, metadata: bytes) -> None:
-        self.connected.add(agent_name)
-        self.connects.append(agent_name)
-
-    def disconnect(self, agent_name: str) -> None:
-        self.connected.discard(agent_name)
-
-    def forget(self, agent_name: str) -> None:
-        self.connected.discard(agent_name)
-
-    def write(
-        self,
-        agent_name: str,
-        pieces: list[Tensor],
-        address: int,
-        device: int,
-        notification: bytes,
-        memory: str = "DRAM",
-    ) -> HeldWrite:
-        assert agent_name in self.connected
-        self.writes.setdefault(agent_name, []).append(HeldWrite())
-        return self.writes[agent_name][-1]
-
-    def notify(self, agent_name: str, message: bytes) -> None: ...
-
-    def arrivals(self) -> list[Arrival]:
-        return []
-
-    def close(self) -> None: ...
-
-
-@dataclass
-class Rank:
-    rank: SenderRank
-    endpoint: HeldEndpoint
-    events: list[object]
-
-    def open(self, transfer: bytes, peer: str, tokens: int) -> None:
-        """Everything is computed and every slot granted."""
-        self.rank.handle(m.Connect(peer, [m.PeerRank(0, f"agent-{peer}", b"")], "", "nixl"))
-        self.compute(transfer, peer, tokens)
-        for part in range(self.parts(transfer)):
-            self.rank.handle(grant(transfer, part, part, 1, 4096 * part))
-
-    def compute(self, transfer: bytes, peer: str, tokens: int) -> None:
-        self.rank.handle(
-            m.OpenTransfer(
-                transfer, transfer.hex(), peer, "nixl", [Flow(0, 0, 0, HEADS)], 0, tokens, SLOT_BYTES, 1, 2
-            )
-        )
-        for layer in range(LAYERS):
-            self.rank.layer_computed(transfer.hex(), layer, 0, tokens, range(-(-tokens // PAGE)))
-        wait_for(lambda: any(self.of(m.AllGathered, transfer)), 60, "all cut")
-        wait_for(
-            lambda: len(self.of(handoff_pb2.SlotRequest, transfer)) == self.parts(transfer),
-            60,
-            "slots asked for",
-        )
-
-    def of(self, kind: type, transfer: bytes) -> list[object]:
-        return [e for e in self.events if isinstance(e, kind) and e.transfer_id == transfer]
-
-    def parts(self, transfer: bytes) -> int:
-        (gathered,) = self.of(m.AllGathered, transfer)
-        return gathered.parts[0][1]
-
-    def written(self, peer: str) -> int:
-        return len(self.endpoint.writes.get(f"agent-{peer}", []))
-
-
-def grant(transfer: bytes, part: int, slot: int, generation: int, address: int) -> handoff_pb2.SlotGrant:
-    return handoff_pb2.SlotGrant(
-        transfer_id=transfer,
-        part=part,
-        slot=slot,
-        generation=generation,
-        address=address,
-        deadline_seconds=1.0,
-    )
-
-
-def result(transfer: bytes, part: int, verified: bool) -> handoff_pb2.PartResult:
-    return handoff_pb2.PartResult(transfer_id=transfer, part=part, verified=verified)
-
-
 @pytest.fixture
-def sending():
-    endpoint = HeldEndpoint()
-    rank = SenderRank(
-        rank=0,
-        kv_cache=torch.zeros(BLOCKS, LAYERS, 2, HEADS, PAGE, DIM),
-        kv_head_range=(0, HEADS),
-        endpoints=Endpoints([endpoint]),
-        config=config("nixl"),
-    )
-    events: list[object] = []
-    rank.start(events.append)
-    yield Rank(rank, endpoint, events)
-    rank.close()
-
-
-A, B = b"a" * 16, b"b" * 16
+def sending() -> Iterator[SendingRank]:
+    with sending_rank() as rank:
+        yield rank
 
 
 def test_a_peer_is_not_forgotten_while_a_write_to_it_is_pending(sending):
@@ -192,7 +69,7 @@ def test_an_agent_that_a_later_epochs_link_uses_stays(sending):
 
 
 def test_a_hand_off_begins_with_a_whole_connection_unless_a_write_is_pending(sending):
-    """`connect` makes one anew that has broken, and that must not happen under a write."""
+    """`connect` replaces a broken connection, and that must not happen under a write."""
     sending.open(A, "peer", 8)
     wait_for(lambda: sending.written("peer") == sending.parts(A), 60, "all posted")
     before = len(sending.endpoint.connects)
@@ -206,8 +83,8 @@ def test_a_hand_off_begins_with_a_whole_connection_unless_a_write_is_pending(sen
     assert len(sending.endpoint.connects) == before + 1
 
 
-def test_a_hand_off_is_open_when_it_is_said_to_be(sending):
-    """What is computed right after the answer is sent; without being asked nobody answers."""
+def test_a_hand_off_is_open_once_it_is_acknowledged(sending):
+    """What is computed right after the answer is sent; the acknowledgement is sent only if requested."""
     noted = []
 
     def opened(event: object) -> None:
@@ -301,82 +178,9 @@ def test_an_ended_hand_off_that_still_writes_costs_its_own_staging_only(sending)
     wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 15, "drained")
 
 
-def test_a_hand_off_that_no_rank_knows_is_drained(sending):
+def test_a_hand_off_unknown_to_the_rank_is_drained(sending):
     sending.rank.handle(m.CloseTransfer(A))
     wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 5, "drained")
-
-
-def fails_for(transfer: bytes, original):
-    def raising(self, known, *arguments):
-        if known.opened.transfer_id == transfer:
-            raise RuntimeError("a fault of ours")
-        return original(self, known, *arguments)
-
-    return raising
-
-
-def test_an_exception_of_one_hand_off_ends_that_hand_off_only(sending, monkeypatch):
-    """Any exception, here while a granted part is prepared. Writes posted before are still awaited."""
-    sending.open(A, "peer", 64)
-    wait_for(lambda: sending.written("peer") == sending.parts(A), 15, "all posted")
-    sending.rank.handle(result(A, 0, False))  # one more is to be posted, and that fails
-    wait_for(
-        lambda: len(sending.of(handoff_pb2.SlotRequest, A)) == sending.parts(A) + 1, 15, "asked for again"
-    )
-    monkeypatch.setattr(SenderRank, "_read", fails_for(A, SenderRank._read))
-    sending.endpoint.writes["agent-peer"][0].state = "done"
-    sending.rank.handle(grant(A, 0, 9, 1, 4096))
-    wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 15, "it fails")
-    assert "a fault of ours" in sending.of(m.TransferFailed, A)[0].reason
-    sending.open(B, "other", 8)
-    wait_for(lambda: sending.written("other") == sending.parts(B), 15, "the other goes on")
-    assert len(sending.of(m.TransferFailed, A)) == 1, "said once"
-    sending.rank.handle(m.CloseTransfer(A))
-    wait_for(lambda: bool(sending.rank._transfers[A].closing), 15, "closing")
-    assert not sending.of(m.TransferDrained, A), "a write of it is under way"
-    for write in sending.endpoint.writes["agent-peer"]:
-        write.state = "done"
-    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 15, "drained")
-    assert not any(isinstance(event, m.RankFailed) for event in sending.events)
-
-
-@pytest.mark.parametrize("message", ["grant", "result", "open", "note"])
-def test_a_message_that_the_rank_cannot_digest_ends_its_hand_off_only(sending, monkeypatch, message):
-    def fault(*arguments):
-        raise RuntimeError("a fault of ours")
-
-    if message == "open":
-        sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "", "nixl"))
-        wait_for(lambda: bool(sending.endpoint.connects), 15, "connected")
-        monkeypatch.setattr(sending.endpoint, "connect", fault)
-        flows = [Flow(0, 0, 0, HEADS)]
-        sending.rank.handle(m.OpenTransfer(A, "r", "peer", "nixl", flows, 0, 4, SLOT_BYTES, 1, 2))
-    elif message == "note":
-        flows = [Flow(0, 0, 0, HEADS)]
-        sending.rank.handle(m.OpenTransfer(A, "r", "peer", "nixl", flows, 0, 4, SLOT_BYTES, 1, 2))
-        monkeypatch.setattr(sending.rank._transfers[A], "note", fault)
-        sending.rank.layer_computed("r", 0, 0, 4, [0])  # on the engine's thread: it goes on
-    else:
-        sending.compute(A, "peer", 4)
-        monkeypatch.setattr(SenderRank, "_granted" if message == "grant" else "_answered", fault)
-        sending.rank.handle(grant(A, 0, 0, 1, 0) if message == "grant" else result(A, 0, True))
-    wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 15, "it fails")
-    monkeypatch.undo()
-    sending.open(B, "other", 8)
-    wait_for(lambda: sending.written("other") == sending.parts(B), 15, "the other goes on")
-    sending.rank.handle(m.CloseTransfer(A))
-    wait_for(lambda: bool(sending.of(m.TransferDrained, A)), 15, "drained")
-    assert not any(isinstance(event, m.RankFailed) for event in sending.events)
-
-
-def test_any_failure_to_connect_a_peer_is_reported(sending, monkeypatch):
-    def fault(*arguments):
-        raise RuntimeError("no such thing")
-
-    monkeypatch.setattr(sending.endpoint, "connect", fault)
-    sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "nonce", "nixl"))
-    wait_for(lambda: m.ProbeFailed("peer", "no such thing") in sending.events, 15, "told")
-    assert not any(isinstance(event, m.RankFailed) for event in sending.events)
 
 
 def test_writes_that_stay_pending_are_looked_at_ever_less_often(sending, monkeypatch):
@@ -406,18 +210,3 @@ def test_parts_carry_the_digest_that_their_pair_has_agreed_on(sending, setting, 
     opened = m.OpenTransfer(*fields, digests=setting, digest_kind=kind)
     digests = sending.rank._source.digests(opened)
     assert {digests.kind_of(A, 0, 0, part) for part in range(20)} == {expected}
-
-
-def test_a_hand_off_that_failed_posts_nothing_more(sending, monkeypatch):
-    """The failure was reported, so later grants are not used."""
-    sending.rank.handle(m.Connect("peer", [m.PeerRank(0, "agent-peer", b"")], "", "nixl"))
-    sending.compute(A, "peer", 64)
-    monkeypatch.setattr(SenderRank, "_answered", lambda *arguments: 1 / 0)
-    sending.rank.handle(result(A, 0, True))
-    wait_for(lambda: bool(sending.of(m.TransferFailed, A)), 15, "it fails")
-    monkeypatch.undo()
-    for part in range(sending.parts(A)):
-        sending.rank.handle(grant(A, part, part, 1, 4096 * part))
-    sending.open(B, "other", 8)  # after all of that
-    wait_for(lambda: sending.written("other") == sending.parts(B), 15, "the other goes on")
-    assert sending.written("peer") == 0

@@ -77,9 +77,9 @@ def test_a_dead_http_target_is_named_with_the_reason(router: StubRouter, tmp_pat
         (["--protocol", "http", "--target", "ftp://x"], "http://host:port"),
         (["--protocol", "http", "--target", "http://h:99999"], "http://host:port"),
         (["--protocol", "http", "--target", "http://[::1"], "http://host:port"),
-        (["--json", "/proc/nobody/r.json"], "--json /proc/nobody/r.json cannot be written"),
+        (["--json", "/proc/none/r.json"], "--json /proc/none/r.json cannot be written"),
         (["--html", "/proc"], "cannot be written"),
-        (["--questions", "/proc/nobody/q.txt", "--workload", "conversation"], "cannot be read"),
+        (["--questions", "/proc/none/q.txt", "--workload", "conversation"], "cannot be read"),
     ],
 )
 def test_a_wrong_flag_is_refused_before_anything_is_sent(

@@ -7,12 +7,13 @@ import orjson
 import pytest
 from rich.console import Console
 
-from loadgen import LoadConfig, Report, Slo, merge
-from loadgen.html import page
-from loadgen.record import Failure, RequestRecord, ServerTimings
-from loadgen.stats import rate_over_time, summarise
+from loadgen.config import LoadConfig, Slo
+from loadgen.html import page, rate_over_time
+from loadgen.record import Failure, RequestRecord
+from loadgen.report import Report, merge, summarise
 from loadgen.svg import value_axis
 from loadgen.table import print_report
+from wire.inference_pb2 import Timings
 
 NO_SLO = Slo()
 
@@ -70,11 +71,12 @@ def test_throughput_spans_from_the_first_due_to_the_last_token() -> None:
 
 
 def test_server_figures() -> None:
-    timings = ServerTimings(
-        {"prefill_seconds": 0.2}, kv_bytes_shipped=10, transport="nixl", attempts=2, placement_calls=2
-    )
-    local = ServerTimings({"prefill_seconds": 0.4}, attempts=1, placement_calls=1)
-    found = report(record(0, 1, timings=timings, cached_tokens=3), record(0, 1, timings=local)).to_json()
+    timings = Timings(kv_bytes_shipped=10, transport="nixl", attempts=2, placement_calls=2)
+    local = Timings(attempts=1, placement_calls=1)
+    found = report(
+        record(0, 1, timings=timings, stages={"prefill_seconds": 0.2}, cached_tokens=3),
+        record(0, 1, timings=local, stages={"prefill_seconds": 0.4}),
+    ).to_json()
     assert (found["kv_bytes_shipped"], found["kv_shipped_requests"], found["transport"]) == (10, 1, "nixl")
     assert found["placement_calls_per_request"] == 1.5
     assert found["attempts_per_request"] == 1.5

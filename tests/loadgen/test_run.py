@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from cluster.errors import OverloadedError
-from loadgen import LoadConfig, Slo, run, run_all
+from loadgen.config import LoadConfig, Slo
 from loadgen.html import page
+from loadgen.load import run, run_all
 from tests.harness.stub_inference import StubRouter
 from tests.loadgen.stub_http import StubHttp
 
@@ -89,7 +90,7 @@ async def test_a_server_that_closes_after_each_answer() -> None:
     assert server.connections >= 4
 
 
-async def test_another_openai_server_says_less() -> None:
+async def test_another_openai_server_reports_less() -> None:
     async with StubHttp(baton=False) as server:
         report = await run(config(server.url, requests=2))
     found = report.to_json()

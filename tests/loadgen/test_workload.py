@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from loadgen import LoadConfig
+from loadgen.config import LoadConfig
 from loadgen.schedule import session_schedule
 from loadgen.workload import ChatPrompt, TextPrompt, TokenPrompt, make_workload
 

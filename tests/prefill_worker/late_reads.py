@@ -154,14 +154,14 @@ class World:
             rank=0,
             kv_cache=self.runner.kv,
             kv_head_range=(0, 1),
-            endpoints=Endpoints([self.endpoint]),
+            endpoints=Endpoints([self.endpoint]),  # type: ignore[list-item]  # it has what a rank calls
             config=config,
         )
         self.runner.sink = self.rank
         self.sender = HandoffSender(worker=PREFILL, layout=LAYOUT, ranks=[self.rank], config=config)
         self.link = Link()
         self.sender.links._links[self.link.name] = self.link  # type: ignore[assignment]
-        self.sender.reserve = self._reserve  # type: ignore[method-assign]
+        self.sender.reserve = self._reserve  # type: ignore[assignment, method-assign]
         self.rank.handle(m.Connect(self.link.name, [m.PeerRank(0, "agent", b"")], "", "nixl"))
         parts = fake_parts(self._call, max_batch_tokens=64, page_size=PAGE)
         self.role = PrefillRole(parts, self.sender)

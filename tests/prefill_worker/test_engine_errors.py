@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ from prefill_worker import prefilling
 from prefill_worker.attempt import PrefillState
 from tests.prefill_worker.test_prefill_machine import Handoff, PrefillMachine, prompt_of
 from wire import common_pb2
+from worker.convert import token_to_wire
 
 GOOD, BAD = bytes([1]) * 16, bytes([2]) * 16
 
@@ -50,7 +52,7 @@ def both_in_the_engine(machine: PrefillMachine) -> Watching:
     for transfer in (GOOD, BAD):
         machine.say_run(transfer, 0, 4, False)
         handoff = Watching(machine)
-        machine.inside(lambda given=handoff, to=transfer: machine.sender.asked[to].set_result(given))
+        machine.inside(partial(machine.sender.asked[transfer].set_result, handoff))
     return handoff
 
 
@@ -65,7 +67,7 @@ def assert_only_bad_failed(machine: PrefillMachine, handoff: Watching) -> None:
     assert end_of(machine, GOOD).outcome == common_pb2.ATTEMPT_OUTCOME_DONE
     assert machine.engine.stats().blocks_held > 0, "a write may still read them"
     for one in machine.sender.handoffs.values():
-        machine.inside(lambda drained=one.all_drained: drained.set_result(None))
+        machine.inside(partial(one.all_drained.set_result, None))
     assert machine.engine.stats().blocks_held == 0
     machine.whole()
 
@@ -79,7 +81,7 @@ def test_logits_that_are_not_finite_end_the_attempt(machine):
 
 
 def test_a_token_that_cannot_be_sent_ends_its_attempt(machine, monkeypatch):
-    real = prefilling.token_to_wire
+    real = token_to_wire
 
     def fails(token):
         if token.request_id == BAD.hex():

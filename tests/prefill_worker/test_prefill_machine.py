@@ -378,9 +378,9 @@ class PrefillMachine(RuleBasedStateMachine):
         self.whole()
         while self.written_to():
             self.writes_end(0)
-        assert self.engine.stats().blocks_held == 0, "blocks are held that nobody owns"
+        assert self.engine.stats().blocks_held == 0, "blocks are held without an owner"
         assert not self.role.prefilling.by_engine_id
-        # Whoever comes next is let in at once: what was admitted has been given back.
+        # The next one is admitted at once: what was admitted has been given back.
         assert self.role.prefilling.admission.inside_tokens == 0
         self.loop.run_until_complete(self.role.attempts.close())
 
@@ -388,7 +388,7 @@ class PrefillMachine(RuleBasedStateMachine):
 PrefillMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
 
-class TestPrefillWorker(PrefillMachine.TestCase):
+class TestPrefillWorker(PrefillMachine.TestCase):  # type: ignore[valid-type, misc]  # made by Hypothesis
     @classmethod
     def tearDownClass(cls) -> None:
         super().tearDownClass()

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -15,13 +16,14 @@ from cluster.errors import StaleEpochError, WireVersionError
 from cluster.protocol.block_hash import pack_tokens
 from cluster.protocol.wire_version import WIRE_VERSION
 from cluster.rpc import errors
-from engine.request import FinishReason
+from engine.request import EngineRequest, FinishReason
 from prefill_worker import role as role_module
-from prefill_worker.service import PrefillService
+from prefill_worker.worker import PrefillService
 from tests.harness.waiting import until as until_true
 from tests.prefill_worker.late_reads import DECODE, World
 from wire import common_pb2, prefill_pb2, prefill_pb2_grpc
 from worker.identity import WorkerIdentity
+from worker.server import TypedErrors
 
 until = partial(until_true, seconds=15.0)
 
@@ -33,9 +35,9 @@ T = b"t" * 16
 async def serving():
     """A World behind its service, with the real worker's check of epochs."""
     world = World()
-    me = SimpleNamespace(worker_id="p", epoch=EPOCH)
+    me: Any = SimpleNamespace(worker_id="p", epoch=EPOCH)
     world.role._parts.identity.check_epoch = lambda epoch: WorkerIdentity.check_epoch(me, epoch)
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[TypedErrors()])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillService(world.role, "p"), server)
     await server.start()
@@ -50,7 +52,7 @@ async def serving():
 def run(new: int = 4, said: int = 0, n: int = 1, **more: object) -> prefill_pb2.PrefillRunRequest:
     """`said`: tokens that earlier attempts have sent."""
     sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
-    fields = {
+    fields: dict[str, Any] = {
         "wire_version": WIRE_VERSION,
         "transfer_id": T,
         "request_id": "r",
@@ -160,7 +162,7 @@ async def test_a_cancel_of_what_still_queues_is_answered_at_once(monkeypatch):
             call.cancel()
 
 
-async def test_a_cancel_says_that_blocks_are_free_when_they_are():
+async def test_a_cancel_reports_free_blocks_once_they_are_free():
     async with serving() as (world, stub):
         call = stub.Run(run())
         await until(lambda: world.engine.has_work, "the engine has it")
@@ -188,7 +190,12 @@ async def test_the_engine_computes_with_the_priority_that_admission_gave(monkeyp
             return 1
 
         monkeypatch.setattr(world.role.prefilling.admission, "enter", aged)
-        monkeypatch.setattr(world.engine, "add", lambda one: (priorities.append(one.priority), add(one)))
+
+        def counted(one: EngineRequest) -> None:
+            priorities.append(one.priority)
+            add(one)
+
+        monkeypatch.setattr(world.engine, "add", counted)
         call = stub.Run(run(new=1))
         await until(lambda: world.engine.has_work, "the engine has it")
         await world.steps()

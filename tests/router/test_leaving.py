@@ -44,10 +44,10 @@ class Balancer:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            for door in self.targets:
-                server = await asyncio.start_server(self._handler(door), "127.0.0.1", 0)
+            for endpoint in self.targets:
+                server = await asyncio.start_server(self._handler(endpoint), "127.0.0.1", 0)
                 stack.callback(server.close)
-                self.ports[door] = server.sockets[0].getsockname()[1]
+                self.ports[endpoint] = server.sockets[0].getsockname()[1]
             try:
                 yield
             finally:
@@ -60,13 +60,15 @@ class Balancer:
         host, _, port = router.grpc.rpartition(":")
         self.targets = {HTTP: router.address, GRPC: (host, int(port))}
 
-    def _handler(self, door: str) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+    def _handler(
+        self, endpoint: str
+    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None
             self._open.add(task)
             with contextlib.suppress(OSError, asyncio.CancelledError), contextlib.closing(writer):
-                far_reader, far_writer = await asyncio.open_connection(*self.targets[door])
+                far_reader, far_writer = await asyncio.open_connection(*self.targets[endpoint])
                 with contextlib.closing(far_writer):
                     await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
             self._open.discard(task)

@@ -37,7 +37,7 @@ def test_probes_and_metrics_need_no_key_and_no_certificate(
         assert httpx.get(f"{url}/live").status_code == 200
         alone = httpx.get(f"{url}/ready")
         assert alone.status_code == 503
-        assert alone.json()["why"] == ["no decode worker is there"]
+        assert alone.json()["why"] == ["no decode worker is available"]
         assert "baton_requests_in_flight 0.0" in httpx.get(f"{url}/metrics").text
         with stub_workers(redis_url, namespace):
             wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200, 60, "ready")

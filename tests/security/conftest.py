@@ -37,11 +37,11 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def router(
-    keys: KeyFile, settings: dict[str, Any], checkpoint: Any, redis_server: Any, tmp_path_factory: Any
+    keys: KeyFile, settings: dict[str, Any], router_model: Path, redis_server: Any, tmp_path_factory: Any
 ) -> Iterator[Router]:
     namespace = f"test-{secrets.token_hex(4)}"
     config = {
-        "model": str(checkpoint("llama")),
+        "model": str(router_model),
         "served_model_name": NAME,
         "redis_url": redis_server.url,
         "namespace": namespace,

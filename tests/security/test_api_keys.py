@@ -1,10 +1,11 @@
-"""Nobody gets in without a key, nothing tells them why, and a change of the file is enough."""
+"""Requests without a valid key are refused without a reason, and a change of the key file takes effect at once."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import socket
+from typing import Any
 
 import grpc
 import httpx
@@ -21,7 +22,7 @@ from tests.harness.waiting import wait_for
 from tests.security.conftest import NAME
 
 NOW = 1_700_000_000.0
-BODY = {"model": NAME, "prompt": "abc", "max_tokens": 3}
+BODY: dict[str, Any] = {"model": NAME, "prompt": "abc", "max_tokens": 3}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -87,7 +88,7 @@ def test_a_file_error_shows_nothing_of_the_file(tmp_path):
         assert key not in caught.value.message
 
 
-def test_json_and_yaml_say_the_same(tmp_path):
+def test_json_and_yaml_are_equivalent(tmp_path):
     _, entry = new_key("acme", expires_at=datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC))
     rows = [entry.model_dump(mode="json")]
     (tmp_path / "a.json").write_text(json.dumps({"keys": rows}))
@@ -163,13 +164,13 @@ def test_health_is_open_and_the_clusters_inside_is_the_admins(router, keys):
 def test_grpc_asks_for_a_key(router, keys):
     key = keys.add("acme")
 
-    def speak() -> bool:
+    def works() -> bool:
         with Client(router.grpc, api_key=key) as client:
             return len(client.generate("abc", max_tokens=3).choices[0].token_ids) == 3 and bool(
                 client.models()
             )
 
-    wait_for(speak, 60, "key known")
+    wait_for(works, 60, "key known")
     for wrong in ("", "x", key + "x"):
         with Client(router.grpc, api_key=wrong) as client:
             for call in (lambda c=client: c.generate("abc"), client.models, lambda c=client: c.tokenize("a")):
@@ -184,7 +185,7 @@ def test_grpc_asks_for_a_key(router, keys):
             list(reflection.ServerReflectionInfo(ask, timeout=60))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         with pytest.raises(grpc.RpcError) as caught:
-            channel.unary_unary("/no.such/Method")(b"", timeout=60)
+            channel.unary_unary("/no.such/Method", None, None)(b"", timeout=60)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 

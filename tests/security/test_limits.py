@@ -69,7 +69,7 @@ def test_a_field_beyond_its_limit_is_named_with_it(fields, name, limit, router):
 @pytest.mark.parametrize(
     "name", ["transfer_id", "decode", "worker_id", "kv_transfer_params", "slot", "salt", "tenant"]
 )
-def test_nobody_names_transfers_workers_slots_or_tenants(name, router):
+def test_no_label_names_transfers_workers_slots_or_tenants(name, router):
     answer = httpx.post(f"{router.http}/v1/completions", json={"prompt": "abc", name: "x"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
@@ -236,7 +236,7 @@ def test_connections_have_a_number(router):
 
 def test_grpc_metadata_and_messages_have_a_size(router):
     with grpc.insecure_channel(router.grpc) as channel:
-        call = channel.unary_unary("/baton.v1.Inference/ListModels")
+        call = channel.unary_unary("/baton.v1.Inference/ListModels", None, None)
         with pytest.raises(grpc.RpcError) as caught:
             call(b"", metadata=(("x", "y" * 5000),), timeout=60)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -256,7 +256,7 @@ def test_grpc_connections_must_begin_in_time(router):
                 while sock.recv(65536):  # until the other side ends it, or the time above is over
                     pass
     with grpc.insecure_channel(router.grpc) as channel:
-        call = channel.unary_unary("/baton.v1.Inference/ListModels")
+        call = channel.unary_unary("/baton.v1.Inference/ListModels", None, None)
         assert call(b"", timeout=5)
         time.sleep(1.5)
         assert call(b"", timeout=5)

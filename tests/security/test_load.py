@@ -1,4 +1,4 @@
-"""The load generator comes through the same doors: with a key, over TLS."""
+"""The load generator against secured endpoints: with a key, over TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More than the workers can do: who is refused, how soon, what they are told; who waits, and for whom."""
+"""Overload: which requests are refused, how soon and with which errors; which wait, and for which others."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ async def ask(
             pass
     except grpc.aio.AioRpcError as error:
         at = time.monotonic()
-        details = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
+        trailing: Any = error.trailing_metadata() or ()
+        details = dict(trailing).get("grpc-status-details-bin")
         retry = error_details_pb2.RetryInfo()
         if details is not None:
             status_pb2.Status.FromString(details).details[0].Unpack(retry)
@@ -107,7 +108,7 @@ def counted(ended: list[Ended]) -> Counter[grpc.StatusCode]:
     return Counter(one.code for one in ended)
 
 
-async def test_too_many_are_refused_at_once_and_told_when_to_come_back(busy):
+async def test_too_many_are_refused_at_once_with_a_retry_time(busy):
     """40 requests of 0.2 s: about 2 s of them are let in."""
     ended = await crowd(busy, ["one"] * 40, 400)
     codes = counted(ended)
@@ -120,7 +121,7 @@ async def test_too_many_are_refused_at_once_and_told_when_to_come_back(busy):
     assert max(served) < 2 * TARGETS["normal"] + 2, "a busy machine may be slower than its workers say"
 
 
-async def test_http_says_the_same(busy):
+async def test_http_reports_overload_in_the_same_way(busy):
     headers = {"authorization": f"Bearer {busy.keys['one']}"}
     url = f"{busy.http}/v1/completions"
 

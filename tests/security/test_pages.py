@@ -1,4 +1,4 @@
-"""What is shown of the cluster, asked for with every kind of key, by every way of writing its name, at both doors."""
+"""What is shown of the cluster, asked for with every kind of key, by every way of writing its name, over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
 from wire import decode_pb2, inference_pb2, prefill_pb2
 
-ENDED = {"revoked": {"revoked": True}, "expired": {"expires_at": "2001-01-01T00:00:00Z"}}
+ENDED: dict[str, dict[str, Any]] = {
+    "revoked": {"revoked": True},
+    "expired": {"expires_at": "2001-01-01T00:00:00Z"},
+}
 KEYED = (
     "/v1/models",
     "/openapi.json",
@@ -111,15 +114,15 @@ def test_every_rpc_wants_a_good_key(kind: str, named: dict[str, str], router: Ro
             "/baton.v1.Inference/Debug",
         ):
             with pytest.raises(grpc.RpcError) as caught:
-                list(channel.unary_stream(method)(b"", metadata=metadata, timeout=30))
+                list(channel.unary_stream(method, None, None)(b"", metadata=metadata, timeout=30))
             error: Any = caught.value
             assert error.code() is grpc.StatusCode.UNAUTHENTICATED, method
             said.add(error.details())
     assert len(said) == 1
 
 
-def test_the_public_door_has_no_service_of_the_workers(named: dict[str, str], router: Router) -> None:
-    """Also for who may come in: no hand-off can be begun, read or ended from outside."""
+def test_the_public_endpoint_has_no_service_of_the_workers(named: dict[str, str], router: Router) -> None:
+    """Also with a valid key: no hand-off can be begun, read or ended from outside."""
     services = (
         decode_pb2.DESCRIPTOR.services_by_name["Decode"],
         prefill_pb2.DESCRIPTOR.services_by_name["Prefill"],
@@ -130,11 +133,11 @@ def test_the_public_door_has_no_service_of_the_workers(named: dict[str, str], ro
             for method in service.methods:
                 path = f"/{service.full_name}/{method.name}"
                 with pytest.raises(grpc.RpcError) as caught:
-                    list(channel.unary_stream(path)(b"", metadata=metadata, timeout=30))
+                    list(channel.unary_stream(path, None, None)(b"", metadata=metadata, timeout=30))
                 error: Any = caught.value
                 assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_faults_are_ordered_by_a_setting_that_nobody_has_by_default() -> None:
+def test_faults_need_a_setting_that_is_off_by_default() -> None:
     for config in (RouterConfig, WorkerConfig):
         assert config.model_fields["fault_orders"].default is None

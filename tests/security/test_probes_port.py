@@ -1,4 +1,4 @@
-"""The port of probes and metrics wants no key: it shows nothing but figures, and nobody can hold it, or its memory."""
+"""The port of probes and metrics wants no key: it shows nothing but figures, and no client can hold it or its memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.telemetry import exporter
-from cluster.telemetry.exporter import MetricsServer
+from cluster.telemetry import exposition
+from cluster.telemetry.exposition import MetricsServer
 from tests.harness.waiting import wait_for
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetricsServer]:
-    monkeypatch.setattr(exporter, "CONNECTION_SECONDS", 1.0)
-    monkeypatch.setattr(exporter, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(exposition, "CONNECTION_SECONDS", 1.0)
+    monkeypatch.setattr(exposition, "MAX_CONNECTIONS", 8)
     made = MetricsServer("127.0.0.1", 0, CollectorRegistry(), {"ready": list, "live": list}, {"worker": "w"})
     yield made
     made.close()
@@ -40,14 +40,16 @@ def answers(server: MetricsServer) -> bool:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /met", b"GET /metrics HTTP/1.1\r\nhost: x\r\na: "])
-def test_who_does_not_finish_a_request_is_cut_off(said: bytes, server: MetricsServer) -> None:
+def test_a_client_that_does_not_finish_its_request_is_disconnected(
+    said: bytes, server: MetricsServer
+) -> None:
     with connect(server) as sock:
         sock.sendall(said)
         assert ended(sock), "within its time, or the read above would"
     assert answers(server)
 
 
-def test_who_trickles_is_cut_off_all_the_same(server: MetricsServer) -> None:
+def test_a_client_that_trickles_is_disconnected_all_the_same(server: MetricsServer) -> None:
     with connect(server) as sock:
         sock.settimeout(0.1)
         sock.sendall(b"GET /metrics HTTP/1.1\r\na: ")

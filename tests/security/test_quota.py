@@ -1,4 +1,4 @@
-"""A key with quotas, at both doors of a real router."""
+"""A key with quotas, over HTTP and gRPC of a real router."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def named(keys: Any) -> dict[str, str]:
         "few": keys.add("few", requests_per_minute=2),
         "short": keys.add("short", tokens_per_minute=300),
         "free": keys.add("free"),
+        "both": keys.add("both", requests_per_minute=60, tokens_per_minute=300),
+        "two": keys.add("two", max_concurrent_requests=2, requests_per_minute=1),
         "one": keys.add("one", requests_per_minute=1),
         "low": keys.add("low", requests_per_minute=1),
         "ops": keys.add("ops", admin=True),
@@ -60,6 +62,22 @@ def test_tokens_a_minute_are_settled(named, router):
     wait_for(settled, 60, "what was used is charged")
 
 
+def test_requests_without_tokens_do_not_clear_those_that_are_used_up(named, router):
+    """Tokenize, and a request that is refused once its prompt is tokenised, are charged as requests only."""
+
+    def used_up() -> bool:
+        answer = ask(router, named["both"], max_tokens=400)
+        return answer.status_code == 429 and answer.json()["error"]["param"] == "tokens_per_minute"
+
+    assert ask(router, named["both"], max_tokens=400).status_code == 200
+    wait_for(used_up, 60, "what was used is charged")
+    with Client(router.grpc, api_key=named["both"]) as client:
+        assert client.tokenize("abc")
+    assert used_up()
+    assert ask(router, named["both"], max_tokens=1 << 20).status_code == 400
+    assert used_up()
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "status"),
     [("one", {"max_tokens": 1 << 20}, 400), ("low", {"priority": "high"}, 403)],
@@ -76,3 +94,11 @@ def test_what_is_refused_before_it_is_tokenised_is_free(named, router, keys):
     for wrong in ({"temperature": 1e9}, {"prompts": 3}):
         assert {ask(router, key, **wrong).status_code for _ in range(3)} == {400}
     assert ask(router, key).status_code == 200
+
+
+def test_prompts_that_have_no_place_are_not_tokenised(named, router):
+    """Else a tenant has them tokenised as often as it likes: a request without a place costs nothing of its quota."""
+    too_long = "x" * 1_000_000  # refused by its length, once it is its turn to be tokenised
+    refused = ask(router, named["two"], prompt=[too_long, "b", "c"])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (429, "tenant")
+    assert ask(router, named["two"], prompt=[too_long, "b"]).status_code == 400

@@ -1,4 +1,4 @@
-"""A Redis that asks who we are: a user with a password, who may touch our keys only; shown to nobody."""
+"""A Redis with authentication: a user with a password and access to our keys only; the password is never shown."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_user_may_touch_our_keys_only(guarded):
     assert PASSWORD not in str(caught.value)
 
 
-def test_a_router_places_with_it_and_says_nothing_of_the_password(guarded, checkpoint, tmp_path):
+def test_a_router_places_with_it_and_does_not_show_the_password(guarded, checkpoint, tmp_path):
     namespace = f"test-{secrets.token_hex(4)}"
     config = {
         "model": str(checkpoint("llama")),
@@ -72,7 +72,7 @@ def test_a_router_places_with_it_and_says_nothing_of_the_password(guarded, check
         assert PASSWORD not in view + router.log.read_text()
 
 
-def test_a_wrong_password_is_said_without_itself(guarded, checkpoint, tmp_path):
+def test_a_wrong_password_is_reported_without_showing_it(guarded, checkpoint, tmp_path):
     wrong = f"wrong-{secrets.token_hex(4)}"
     config = {
         "model": str(checkpoint("llama")),

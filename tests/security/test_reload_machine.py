@@ -40,8 +40,9 @@ def machine(sets: list[Path]) -> type[RuleBasedStateMachine]:
             self.disk: list[bytes | None] = [None, None, None]
             for number in range(3):
                 self.put(number, contents[0][number])
-            self.identity = Identity(*(self.live / name for name in FILES), clock=lambda: self.now)
-            self.door = ListenerContext(self.identity, ask_clients=False)
+            cert, key, authority = (self.live / name for name in FILES)
+            self.identity = Identity(cert, key, authority, clock=lambda: self.now)
+            self.listener = ListenerContext(self.identity, ask_clients=False)
             self.shown = self.identity.current()
             self.whole = {self.as_pem(one) for one in contents[:1]}
 
@@ -88,20 +89,20 @@ def machine(sets: list[Path]) -> type[RuleBasedStateMachine]:
         @rule(seconds=st.sampled_from([CHECK_SECONDS / 8, CHECK_SECONDS]))  # sums of these are exact
         def time_passes(self, seconds: float) -> None:
             self.now += seconds
-            generation = self.identity.generation
+            version = self.identity.version
             before, self.shown = self.shown, self.identity.current()
-            assert (self.identity.generation > generation) == (before is not self.shown)
+            assert (self.identity.version > version) == (before is not self.shown)
             if seconds >= CHECK_SECONDS and self.fits():
                 assert self.shown == self.as_pem(self.disk), "what is on disk fits, and is not taken up"
-                self.door.refresh()
-                assert handshake(self.door.context) == first_certificate(self.shown.cert)
+                self.listener.refresh()
+                assert handshake(self.listener.context) == first_certificate(self.shown.cert)
 
         @rule()
         def a_client_comes(self) -> None:
-            """Through the HTTP door, which may have seen a newer whole than `identity` has."""
-            self.door.refresh()
+            """Through the HTTP listener, which may have seen a newer whole than `identity` has."""
+            self.listener.refresh()
             self.shown = self.identity.current()
-            assert handshake(self.door.context) in {first_certificate(pem.cert) for pem in self.whole}
+            assert handshake(self.listener.context) in {first_certificate(pem.cert) for pem in self.whole}
 
         @invariant()
         def it_was_on_disk_as_a_whole(self) -> None:
@@ -139,7 +140,7 @@ NOW = 1_700_000_000.0
 
 
 class Keys(RuleBasedStateMachine):
-    """The file of API keys: who is let in is who the last good file names, at this time."""
+    """The file of API keys: admitted are the keys of the last good file, at this time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class Keys(RuleBasedStateMachine):
         self.good: dict[str, KeyEntry] = {}  # as last taken up
         self.sound = True
         self.written = 0
-        self.everybody: list[str] = []
+        self.all_keys: list[str] = []
         self.write()
         self.keys = ApiKeys(self.file, clock=lambda: self.now)
 
@@ -164,22 +165,22 @@ class Keys(RuleBasedStateMachine):
 
     @rule(dispatcher=st.sampled_from([None, 10, 1000]))
     def a_key_is_made(self, dispatcher: int | None) -> None:
-        if len(self.everybody) < 6:
+        if len(self.all_keys) < 6:
             end = (
                 None
                 if dispatcher is None
                 else datetime.datetime.fromtimestamp(self.now + dispatcher, datetime.UTC)
             )
-            key, entry = new_key(f"t{len(self.everybody)}", expires_at=end)
+            key, entry = new_key(f"t{len(self.all_keys)}", expires_at=end)
             self.entries[key] = entry
-            self.everybody.append(key)
+            self.all_keys.append(key)
             self.write()
 
     @rule(pick=WHICH, how=st.sampled_from(["revoked", "removed", "back"]))
     def a_key_changes(self, pick: int, how: str) -> None:
-        if not self.everybody:
+        if not self.all_keys:
             return
-        key = self.everybody[pick % len(self.everybody)]
+        key = self.all_keys[pick % len(self.all_keys)]
         if how == "removed":
             self.entries.pop(key, None)
         elif key in self.entries:
@@ -209,11 +210,12 @@ class Keys(RuleBasedStateMachine):
         self.now += seconds
 
     @invariant()
-    def who_is_let_in(self) -> None:
-        for key in self.everybody:
+    def valid_keys_are_admitted(self) -> None:
+        for key in self.all_keys:
             entry = self.good.get(key)
+            expires = entry.expires_at if entry is not None else None
             ended = entry is None or entry.revoked
-            ended = ended or (entry.expires_at is not None and entry.expires_at.timestamp() <= self.now)
+            ended = ended or (expires is not None and expires.timestamp() <= self.now)
             if ended:
                 with pytest.raises(UnauthenticatedError):
                     self.keys.check(f"Bearer {key}")

@@ -117,15 +117,14 @@ def test_the_only_request_of_a_minute_survives_its_router(begun, keys, first, se
 
 @contextlib.contextmanager
 def asking(router: Router, key: str, new: int, **fields: Any) -> Iterator[Iterator[pb.GenerateResponse]]:
-    request = generate_request(
-        [5] * 20, {"max_tokens": new, "seed": 1}, model="", request_id="r", explain=False
-    )
+    request = generate_request([5] * 20, {"max_tokens": new, "seed": 1, "request_id": "r"})
     request.resume_tokens.ids.extend(fields.pop("held", []))
     for name, value in fields.items():
         setattr(request, name, value)
     with grpc.insecure_channel(router.grpc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        yield stub.Generate(request, timeout=30, metadata=(("authorization", f"Bearer {key}"),))
+        stream: Any = stub.Generate(request, timeout=30, metadata=(("authorization", f"Bearer {key}"),))
+        yield stream
 
 
 def refusal(router: Router, key: str, **fields: Any) -> str:

@@ -118,7 +118,7 @@ def _hidden(cluster: Any, given: list[str], keys: KeyFile, text: str) -> dict[st
 
 
 def _endpoints(cluster: Any, admin: str) -> dict[str, str]:
-    """Everything that is served, as an administrator sees it; workers' metrics as anybody does."""
+    """Everything that is served, as an administrator sees it; workers' metrics as any client does."""
     headers = {"authorization": f"Bearer {admin}"}
     paths = (
         "/v1/cluster",
@@ -136,7 +136,7 @@ def _endpoints(cluster: Any, admin: str) -> dict[str, str]:
             for path in ("/metrics", "/ready", "/live", "/nonsense"):
                 shown[f"{path} of {worker['id']}"] = httpx.get(f"http://{address}{path}").text
             with grpc.insecure_channel(worker["address"]) as channel, contextlib.suppress(grpc.RpcError):
-                channel.unary_unary("/baton.v1.Decode/Nothing")(b"", timeout=60)
+                channel.unary_unary("/baton.v1.Decode/Nothing", None, None)(b"", timeout=60)
     return shown
 
 
@@ -150,9 +150,9 @@ def _traces(collector: Collector) -> str:
 
 def _command_lines(pid: int) -> str:
     parent = psutil.Process(pid)
-    everybody = [parent, *parent.children(recursive=True)]
-    assert len(everybody) >= 4
-    return "\n".join(" ".join(process.cmdline()) for process in everybody)
+    processes = [parent, *parent.children(recursive=True)]
+    assert len(processes) >= 4
+    return "\n".join(" ".join(process.cmdline()) for process in processes)
 
 
 def _stored(url: str) -> dict[str, str]:

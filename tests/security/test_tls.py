@@ -1,4 +1,4 @@
-"""Nobody speaks to a worker, or to doors that ask, without the right certificate; new ones need no restart."""
+"""Workers, and endpoints that ask for one, refuse clients without the right certificate; new ones need no restart."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cryptography import x509
 
 from baton.client import AsyncClient, Client, ClientTls
 from baton.local.certs import make_certs
-from baton.local.local_tls import LocalTls
+from baton.local.options import LocalTls
 from cluster.errors import ConfigError, UnavailableError
-from cluster.membership.leaving import request_drain
 from cluster.membership.reader import read_workers
+from cluster.membership.registry import request_drain
 from cluster.security.tls import ClientTls as Files
 from cluster.security.tls import Identity, ListenerContext, Peers, make_identity
 from tests.end_to_end.conftest import run_cluster
@@ -55,7 +55,7 @@ async def test_a_worker_answers_routers_and_workers_each_their_own(certs):
         }
 
 
-async def test_a_worker_refuses_everybody_else(certs):
+async def test_a_worker_refuses_any_other_certificate(certs):
     ours, theirs = certs / "ours", certs / "theirs"
     shut = {"Run": "UNAVAILABLE", "Cancel": "UNAVAILABLE", "Handoff": "UNAVAILABLE"}
     name = [("grpc.ssl_target_name_override", "worker.baton.internal")]
@@ -84,11 +84,11 @@ async def test_a_whole_new_authority_is_taken_up_while_serving(certs, tmp_path):
     serving, asking = Peers(identity(live, "worker")), Peers(identity(live, "router"))
     async with Worker(serving) as worker:
         assert (await calls(asking.channel(worker.address)))["Run"] == b"token"
-        before = asking.generation
+        before = asking.version
         shutil.rmtree(live)
         shutil.copytree(certs / "theirs", live)
         async with asyncio.timeout(60):
-            while asking.generation == before:
+            while asking.version == before:
                 await asyncio.sleep(0.05)
             while (await calls(asking.channel(worker.address)))["Run"] != b"token":
                 await asyncio.sleep(0.05)
@@ -111,10 +111,10 @@ def test_half_a_rotation_changes_nothing(certs, tmp_path):
         else:
             (live / name).write_text("not a certificate")
         now += 10
-        assert one.current() == first and one.generation == 1
+        assert one.current() == first and one.version == 1
         (live / name).write_bytes(original)
     now += 10
-    assert one.current() != first and one.generation == 2
+    assert one.current() != first and one.version == 2
 
 
 def test_a_pair_that_does_not_match_is_logged_once(certs, tmp_path, caplog):
@@ -146,9 +146,9 @@ def test_keys_are_for_their_owner_only(certs):
 
 
 @pytest.fixture(scope="module")
-def door(certs, checkpoint, redis_server, tmp_path_factory):
+def tls_router(certs, checkpoint, redis_server, tmp_path_factory):
     """A router that asks clients for certificates, before plain stub workers; its files may change."""
-    live = tmp_path_factory.mktemp("door") / "live"
+    live = tmp_path_factory.mktemp("router") / "live"
     shutil.copytree(certs / "ours", live)
     namespace = f"test-{secrets.token_hex(4)}"
     config = {
@@ -173,8 +173,8 @@ def client_tls(directory: Path) -> ClientTls:
     return ClientTls(directory / "ca.pem", directory / "client.pem", directory / "client.key")
 
 
-def test_the_doors_speak_tls_with_those_who_show_a_certificate(door, certs):
-    router, live = door
+def test_the_endpoints_accept_tls_clients_with_a_certificate(tls_router, certs):
+    router, live = tls_router
     assert router.http.startswith("https://")
     answer = httpx.post(f"{router.http}/v1/completions", json=BODY, verify=client_tls(live).context())
     assert answer.json()["usage"]["completion_tokens"] == 3
@@ -188,14 +188,14 @@ def test_the_doors_speak_tls_with_those_who_show_a_certificate(door, certs):
     assert asyncio.run(asynchronous()) == 3
 
 
-@pytest.mark.parametrize("who", ["nobody", "their client", "our router"])
-def test_the_doors_refuse_the_wrong_certificate(who, door, certs):
-    router, live = door
+@pytest.mark.parametrize("client", ["no certificate", "their client", "our router"])
+def test_the_endpoints_refuse_the_wrong_certificate(client, tls_router, certs):
+    router, live = tls_router
     own = {
-        "nobody": (None, None),
+        "no certificate": (None, None),
         "their client": (certs / "theirs" / "client.pem", certs / "theirs" / "client.key"),
         "our router": (live / "router.pem", live / "router.key"),
-    }[who]
+    }[client]
     tls = ClientTls(live / "ca.pem", *own)
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{router.http}/health", verify=tls.context())
@@ -203,8 +203,8 @@ def test_the_doors_refuse_the_wrong_certificate(who, door, certs):
         client.models(timeout_seconds=5)
 
 
-def test_plain_text_gets_nowhere(door):
-    router, _ = door
+def test_plain_text_gets_nowhere(tls_router):
+    router, _ = tls_router
     with Client(router.grpc) as client, pytest.raises(UnavailableError):
         client.models(timeout_seconds=5)
     with socket.create_connection(router.address, timeout=60) as sock:
@@ -212,8 +212,8 @@ def test_plain_text_gets_nowhere(door):
         assert b"200" not in sock.recv(100)
 
 
-def test_the_doors_show_a_new_certificate_without_a_restart(door):
-    router, live = door
+def test_the_endpoints_use_a_new_certificate_without_a_restart(tls_router):
+    router, live = tls_router
     context = client_tls(live).context()
 
     def shown(port: int) -> int:
@@ -232,23 +232,25 @@ def test_the_doors_show_a_new_certificate_without_a_restart(door):
     make_certs(live, [], 30)
     new = x509.load_pem_x509_certificate((live / "router.pem").read_bytes()).serial_number
     assert new != before[0]
-    wait_for(lambda: [shown(port) for port in ports] == [new, new], 60, "both doors show the new certificate")
+    wait_for(
+        lambda: [shown(port) for port in ports] == [new, new], 60, "both endpoints show the new certificate"
+    )
 
 
 async def knock(address: str, live: Path) -> dict[str, object]:
-    """What a worker's port answers to those who trust it, know its name, and are nobody it knows."""
+    """A worker's answers to clients that trust it and use its name, without a certificate that it accepts."""
     name = [("grpc.ssl_target_name_override", "worker.baton.internal")]
     answers: dict[str, object] = {}
     own: dict[str, tuple[Path, Path] | tuple[None, None]] = {
-        "nobody": (None, None),
+        "no certificate": (None, None),
         "a client": (live / "client.pem", live / "client.key"),
     }
     known = await calls(Peers(identity(live, "router")).channel(address))
     # It has no such methods; a stream to one may end as INTERNAL, where the refusal meets what is being sent.
     assert "UNIMPLEMENTED" in known.values() and "UNAVAILABLE" not in known.values(), "a router is let in"
-    for who, (cert, key) in own.items():
+    for client, (cert, key) in own.items():
         credentials = Files(live / "ca.pem", cert, key).credentials()
-        answers[who] = (await calls(grpc.aio.secure_channel(address, credentials, options=name)))["Run"]
+        answers[client] = (await calls(grpc.aio.secure_channel(address, credentials, options=name)))["Run"]
     answers["plain text"] = (await calls(grpc.aio.insecure_channel(address)))["Run"]
     return answers
 
@@ -258,17 +260,17 @@ async def the_real_workers_know_who_may_what(state, live: Path) -> None:
     worker only; it says nothing to a router, and nothing of a router's opens for a worker."""
     for role, messages in (("prefill", prefill_pb2), ("decode", decode_pb2)):
         service = messages.DESCRIPTOR.services_by_name[role.capitalize()]
-        for who in ("router", "worker"):
-            channel = Peers(identity(live, who)).channel(state[role][0]["address"])
+        for client in ("router", "worker"):
+            channel = Peers(identity(live, client)).channel(state[role][0]["address"])
             async with channel:
                 for method in service.methods:
                     # One message, sent with the call: a write of its own may meet the refusal, and end as INTERNAL.
-                    call = channel.unary_stream(f"/{service.full_name}/{method.name}")
+                    call = channel.unary_stream(f"/{service.full_name}/{method.name}", None, None)
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         assert not [message async for message in call(b"\xff", timeout=30)]
                     refused = caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
-                    allowed = (method.name == "Handoff") == (who == "worker")
-                    assert refused == (not allowed), (role, method.name, who, caught.value.details())
+                    allowed = (method.name == "Handoff") == (client == "worker")
+                    assert refused == (not allowed), (role, method.name, client, caught.value.details())
 
 
 @pytest.mark.parametrize("transport", ["nixl", pytest.param("grpc", marks=pytest.mark.long)])
@@ -294,7 +296,7 @@ def test_a_whole_cluster_with_tls_everywhere(transport, certs, checkpoint, tmp_p
         asyncio.run(the_real_workers_know_who_may_what(cluster.state, live))
         # `baton up` itself tells decode workers of prefill workers that died: by a router's right.
         with LocalTls(live, True).peers().blocking_channel(cluster.state["decode"][0]["address"]) as channel:
-            told = decode_pb2.PeerExitedRequest(worker_id="nobody")
+            told = decode_pb2.PeerExitedRequest(worker_id="unknown")
             decode_pb2_grpc.DecodeStub(channel).PeerExited(told, timeout=60)
         # Renewed while serving: the next hand-offs and requests go on.
         make_certs(live, [], 30)
@@ -320,14 +322,14 @@ def _leaves_while_it_streams(cluster, model, client):
     )
 
 
-def door_lets_in(door: ListenerContext, directory: Path, version: ssl.TLSVersion, session=None):
-    """(Was the client of this directory let in, the connection), in memory."""
+def handshake_accepted(listener: ListenerContext, directory: Path, version: ssl.TLSVersion, session=None):
+    """(Whether the client of this directory was accepted, the connection), in memory."""
     asking = client_tls(directory).context()
     asking.minimum_version = asking.maximum_version = version
     asking.load_verify_locations(directory.parent / "ours" / "ca.pem")
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = asking.wrap_bio(down, up, server_hostname="localhost", session=None)
-    server = door.context.wrap_bio(up, down, server_side=True)
+    server = listener.context.wrap_bio(up, down, server_side=True)
     if session is not None:
         client = session.context.wrap_bio(down, up, server_hostname="localhost", session=session.session)
 
@@ -348,27 +350,31 @@ def door_lets_in(door: ListenerContext, directory: Path, version: ssl.TLSVersion
     return True, client
 
 
-def test_the_http_door_forgets_an_authority_that_is_taken_away(certs, tmp_path):
+def test_the_http_endpoint_drops_an_authority_that_was_removed(certs, tmp_path):
     live = tmp_path / "live"
     shutil.copytree(certs / "ours", live)
     now = 0.0
     own = Identity(live / "router.pem", live / "router.key", live / "client-ca.pem", clock=lambda: now)
-    door = ListenerContext(own, ask_clients=True)
+    listener = ListenerContext(own, ask_clients=True)
     version = ssl.TLSVersion.TLSv1_3
-    assert not door_lets_in(door, certs / "ours", ssl.TLSVersion.TLSv1_2)[0], "it could resume sessions"
-    let_in, before = door_lets_in(door, certs / "ours", version)
-    assert let_in and not door_lets_in(door, certs / "theirs", version)[0]
+    assert not handshake_accepted(listener, certs / "ours", ssl.TLSVersion.TLSv1_2)[0], (
+        "it could resume sessions"
+    )
+    accepted, before = handshake_accepted(listener, certs / "ours", version)
+    assert accepted and not handshake_accepted(listener, certs / "theirs", version)[0]
     shutil.copy(certs / "theirs" / "client-ca.pem", live / "client-ca.pem")
     now += 10
-    door.refresh()
-    assert door_lets_in(door, certs / "theirs", version)[0]
-    assert not door_lets_in(door, certs / "ours", version)[0]
-    assert not door_lets_in(door, certs / "ours", version, before)[0], "a session of before opens nothing"
+    listener.refresh()
+    assert handshake_accepted(listener, certs / "theirs", version)[0]
+    assert not handshake_accepted(listener, certs / "ours", version)[0]
+    assert not handshake_accepted(listener, certs / "ours", version, before)[0], (
+        "a session of before opens nothing"
+    )
 
 
-def test_without_client_certificates_the_http_door_takes_tls_1_2(certs):
+def test_without_client_certificates_the_http_endpoint_takes_tls_1_2(certs):
     own = make_identity(certs / "ours" / "router.pem", certs / "ours" / "router.key", None)
     assert own is not None
-    door = ListenerContext(own, ask_clients=False)
+    listener = ListenerContext(own, ask_clients=False)
     for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
-        assert door_lets_in(door, certs / "ours", version)[0]
+        assert handshake_accepted(listener, certs / "ours", version)[0]

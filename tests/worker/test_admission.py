@@ -1,15 +1,16 @@
-"""Who enters the prefill engine: order, bound, priorities, cancellation, deadlines."""
+"""Admission to the prefill engine: order, bound, priorities, cancellation, deadlines."""
 
 import asyncio
 
 import pytest
 
 from cluster.errors import DeadlineError
+from engine.scheduler.scheduler import AGING_SECONDS
 from tests.harness.virtual_time import VirtualLoop
-from worker.admission import AGED_TOGETHER, AGING_SECONDS, Admission
+from worker.admission import AGED_TOGETHER, Admission
 
 
-async def enter(admission: Admission, tokens: int, priority: int = 0) -> asyncio.Task[None]:
+async def enter(admission: Admission, tokens: int, priority: int = 0) -> asyncio.Task[int]:
     task = asyncio.create_task(admission.enter(tokens, priority, 30.0))
     await asyncio.sleep(0)
     return task
@@ -108,7 +109,7 @@ def test_a_request_admitted_and_expired_at_once_releases_its_tokens():
 
 
 @pytest.mark.parametrize(("priority", "seconds"), [(0, AGING_SECONDS), (-1, 2 * AGING_SECONDS)])
-def test_a_flood_of_a_higher_class_starves_nobody(priority, seconds):
+def test_a_flood_of_a_higher_class_starves_no_request(priority, seconds):
     """After its time in each class a request counts as of the highest, where its tenant's weight decides."""
     loop = VirtualLoop()
     admission = Admission(10, clock=loop.time)
@@ -159,7 +160,7 @@ async def test_a_tenant_without_weight_has_the_usual_one(weight):
     assert admission.inside_tokens == 10
 
 
-async def test_few_requests_age_at_a_time_and_the_oldest_of_all_is_known():
+async def test_few_requests_age_at_a_time_and_the_oldest_of_all_is_found():
     """Each that ages costs a step for each that waits; hundreds at once would hold up what runs."""
     now = 0.0
     admission = Admission(10, clock=lambda: now)

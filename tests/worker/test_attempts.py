@@ -1,4 +1,4 @@
-"""Whoever opens an attempt may vanish at any point: nothing of it stays."""
+"""The opener of an attempt may vanish at any point: nothing of the attempt stays."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def gone(attempts):
             await asyncio.sleep(0.01)
 
 
-async def test_one_that_nobody_ever_reads_is_cancelled(attempts, cancelled):
+async def test_one_that_is_never_read_is_cancelled(attempts, cancelled):
     attempt = Attempt()
     attempts.open(attempt)
     await gone(attempts)

@@ -143,7 +143,7 @@ class AttemptsMachine(RuleBasedStateMachine):
 
     @rule(transfer=TRANSFERS)
     def its_router_cancels_it(self, transfer: bytes) -> None:
-        """Nobody comes back: it is gone at once, and a reader that is still there hears the end."""
+        """No reader comes back: it is dropped at once, and a reader that is still there gets the end."""
         attempt = self.attempts.get(transfer)
         if attempt is None:
             return
@@ -158,7 +158,7 @@ class AttemptsMachine(RuleBasedStateMachine):
         alone = [one for one in self.attempts.all() if not one.log.has_reader]
         self.loop.run_until_complete(asyncio.sleep(1.5 * DETACH_SECONDS))
         for attempt in alone:
-            assert self.attempts.get(attempt.transfer_id) is None, "nobody reads it, and it is still there"
+            assert self.attempts.get(attempt.transfer_id) is None, "it is not read, and it is still there"
             assert attempt.log.ended
             self.over.add(attempt.transfer_id)
 

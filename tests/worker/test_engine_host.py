@@ -39,7 +39,7 @@ def make(engine: Any, step_stall_seconds: float = 5.0, **options: Any) -> Engine
     )
 
 
-async def test_an_engine_without_room_does_not_spin_and_still_hears():
+async def test_an_engine_without_room_does_not_spin_and_still_takes_calls():
     engine = FullEngine()
     host = make(engine)
     host.start()
@@ -47,14 +47,12 @@ async def test_an_engine_without_room_does_not_spin_and_still_hears():
         assert await asyncio.wait_for(host.call(lambda e: e.steps), 60) == 0
     before = engine.looks
     await asyncio.sleep(0.5)
-    assert engine.looks - before < 200, (
-        "a core is burnt, and the interpreter is kept from those who free blocks"
-    )
+    assert engine.looks - before < 200, "a core is burnt, and calls that free blocks wait for the interpreter"
     await host.stop()
     assert host.ended_well
 
 
-async def test_who_comes_too_late_is_told():
+async def test_a_call_after_the_end_is_refused():
     host = make(FullEngine())
     host.start()
     await host.stop()
@@ -119,7 +117,7 @@ async def test_a_step_without_end_is_not_waited_for():
 
 
 async def test_what_waits_when_the_engine_fails_is_refused_and_not_run():
-    ran = []
+    ran: list[Any] = []
     engine = HangingEngine()
     host = make(engine)
     host.start()

@@ -1,4 +1,4 @@
-"""Who waits: classes before tenants, tenants by weight, and nobody for ever."""
+"""Order of waiting requests: classes before tenants, tenants by weight, and no request waits for ever."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Crowd:
         self.admission.check_integrity()
 
     async def next(self) -> tuple[str, int]:
-        """Whoever is inside leaves; who enters then?"""
+        """The order of entries as those inside leave one by one."""
         before = len(self.served)
         self.admission.leave(self.inside)
         await self.settle()
@@ -140,7 +140,7 @@ async def test_batch_is_not_starved_for_ever():
     await crowd.close()
 
 
-async def test_who_gives_up_lets_the_next_one_in_and_leaves_nothing():
+async def test_a_request_that_gives_up_admits_the_next_and_holds_nothing():
     admission = Admission(10)
     await admission.enter(8, 0, 1.0)
     large = asyncio.create_task(admission.enter(8, 0, 0.05, "a"))
@@ -164,7 +164,7 @@ async def test_who_gives_up_lets_the_next_one_in_and_leaves_nothing():
         max_size=60,
     )
 )
-def test_any_order_of_events_keeps_the_books(events: list[tuple[str, int, int]]):
+def test_any_order_of_events_keeps_the_block_pool_consistent(events: list[tuple[str, int, int]]):
     async def run() -> None:
         clock = Clock()
         admission = Admission(100, 10.0, clock)

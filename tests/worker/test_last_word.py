@@ -49,7 +49,7 @@ class Pair:
 
     async def stop(self) -> None:
         for channel in self.channels:
-            await channel.close()
+            await channel.close(None)
         await self.prefill.stop()
         await self.decode.stop()
 

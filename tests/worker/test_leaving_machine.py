@@ -38,13 +38,13 @@ class Role:
         return not (self.waiting or self.running or self.unread)
 
     async def return_waiting(self) -> None:
-        assert self._machine.saw_successor, "given back, and nobody was there to take it"
+        assert self._machine.saw_successor, "given back, and no worker was there to take it"
         self._end(self.waiting)
 
     async def return_all(self) -> None:
         elapsed = self._machine.loop.time() - self._machine.began
         assert elapsed >= MIGRATE - 1e-6, "given back before it had its time"
-        assert self._machine.saw_successor or elapsed >= LIMIT - 1e-6, "nobody could go on with it"
+        assert self._machine.saw_successor or elapsed >= LIMIT - 1e-6, "no worker could go on with it"
         assert self._machine.engine_moves, "a hung engine gives nothing back"
         self._end(self.waiting)
         self._end(self.running)
@@ -63,7 +63,9 @@ class LeavingMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = VirtualLoop()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setitem(drain.__kwdefaults__, "clock", self.loop.time)
+        defaults = drain.__kwdefaults__
+        assert defaults is not None
+        self.patch.setitem(defaults, "clock", self.loop.time)
         self.engine_moves = self.registered = True
         self.successor = self.saw_successor = self.blocked = False
         self.began = float("inf")  # draining
@@ -124,7 +126,7 @@ class LeavingMachine(RuleBasedStateMachine):
         self.stopped += 1
         elapsed = self.loop.time() - self.began
         if self.engine_moves and (self.role.waiting or self.role.running):
-            pytest.fail("it left with requests that nobody had given back")
+            pytest.fail("it left with requests that were not given back")
         assert elapsed <= self.longest(), "it takes for ever"
 
     def longest(self) -> float:

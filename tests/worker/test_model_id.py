@@ -6,14 +6,14 @@ import json
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.errors import ModelError
-from worker import weights_digest
-from worker.model_id import make_model_id
+from worker.model_id import WHOLE_BYTES, make_model_id, samples
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_late_tensor_a_middle_one_and_one_number_of_a_norm_part_two_checkpoint
     tensors = load_file(model / "model.safetensors")
     assert len(tensors) > 20
     for name, tensor in tensors.items():
-        if tensor.numel() * 4 > weights_digest.WHOLE_BYTES:
+        if tensor.numel() * 4 > WHOLE_BYTES:
             change(model, name)  # all of it, as another training would
         elif tensor.ndim == 1:
             change(model, name, tensor.numel() - 1)
@@ -81,7 +81,7 @@ def test_a_large_tensor_is_looked_at_from_end_to_end(model: Path, share: float) 
         {"a_key_of_next_year": {"attends": "backwards"}},
     ],
 )
-def test_a_key_that_changes_output_changes_the_id(model: Path, changes: dict[str, object]) -> None:
+def test_a_key_that_changes_output_changes_the_id(model: Path, changes: dict[str, Any]) -> None:
     (model / "generation_config.json").unlink()  # its end tokens would go before
     before = make_model_id(model)
     edit(model, **changes)
@@ -227,5 +227,5 @@ def sparse(path: Path, tensors: dict[str, list[int]]) -> int:
 def test_a_large_checkpoint_costs_a_bounded_number_of_bytes(tmp_path, tensors, least_gb, most_mib) -> None:
     file = tmp_path / "model.safetensors"
     assert sparse(file, tensors) > least_gb * 10**9
-    read = sum(len(piece) for piece in weights_digest.samples(dict.fromkeys(tensors, file)))
+    read = sum(len(piece) for piece in samples(dict.fromkeys(tensors, file)))
     assert read <= most_mib << 20

@@ -51,7 +51,7 @@ def of_type(kind: Any) -> st.SearchStrategy[Any]:
         return PLAIN[kind]
     if kind in OF_WIRE:
         return OF_WIRE[kind]
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
         return st.builds(
             kind, **{field.name: of_type(hints[field.name]) for field in dataclasses.fields(kind)}
@@ -68,7 +68,8 @@ messages = st.one_of([of_type(kind) for kind in pipe._KINDS])
 
 @given(sent=st.lists(messages, min_size=1, max_size=5))
 def test_messages_arrive_as_they_were_sent(sent: list[Any]) -> None:
-    ours, theirs = (RankPipe(end) for end in Pipe())
+    one_end, other_end = Pipe()
+    ours, theirs = RankPipe[Any, Any](one_end), RankPipe[Any, Any](other_end)
     for message in sent:
         ours.send(message)
         assert theirs.poll(0)
@@ -111,7 +112,8 @@ def test_what_is_no_message_is_an_error_of_the_pipe(frame: bytes) -> None:
 def test_a_message_too_long_is_an_error_of_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that could be read."""
     monkeypatch.setattr(pipe, "MAX_MESSAGE_BYTES", 16)
-    ours, theirs = map(RankPipe, Pipe())
+    one_end, other_end = Pipe()
+    ours, theirs = RankPipe[Any, Any](one_end), RankPipe[Any, Any](other_end)
     theirs.send(pipe.Failed("short"))
     assert ours.recv() == pipe.Failed("short")
     theirs.send(pipe.Failed("x" * 17))

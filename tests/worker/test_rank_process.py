@@ -24,9 +24,8 @@ from tests.harness.waiting import wait_for
 from tests.worker.fake_rank import FakeRank, Reports
 from wire.handoff_pb2 import PartData
 from worker.ranks import ranks, watch
-from worker.ranks.outbox import RankOutbox
 from worker.ranks.pipe import KINDS_DIGEST, RankHello, RankPipe, Ready
-from worker.ranks.process import START_SECONDS, RemoteRank, StartingRank, spawn_rank
+from worker.ranks.process import START_SECONDS, RankOutbox, RemoteRank, StartingRank, spawn_rank
 from worker.ranks.rank_main import serve_pipe
 from worker.ranks.ranks import Ranks
 from worker.ranks.watch import RankWatch
@@ -334,7 +333,7 @@ def test_a_message_that_the_leader_cannot_handle_ends_the_rank():
         assert reports.said == ["a message of rank 1 could not be handled: Confirmed"]
 
 
-def test_a_rank_that_was_told_to_close_has_not_failed():
+def test_a_rank_that_was_asked_to_close_has_not_failed():
     with spawned() as (remote, _, reports):
         remote.start_closing()
         remote.end(30.0)

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -94,9 +95,11 @@ class Endpoint(Echo):
 
 
 def rank_main(rank: int, connection: Connection) -> None:
-    local.load = lambda *_, **__: None
-    local.open_rank = lambda *_: (Runner(), Endpoint(), [])
-    rank_mains.rank_main(rank, connection, SimpleNamespace(worker_id="w"), 1, "")
+    parts: Any = local
+    parts.load = lambda *_, **__: None
+    parts.open_rank = lambda *_: (Runner(), Endpoint(), [])
+    settings: Any = SimpleNamespace(worker_id="w")
+    rank_mains.rank_main(rank, connection, settings, 1, "")
 
 
 def test_a_rank_that_ends_because_another_was_lost_reports_no_exception():

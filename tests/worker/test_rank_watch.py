@@ -82,7 +82,8 @@ def test_only_uninterrupted_silence_counts(watched):
 
 def test_time_in_which_the_leader_itself_was_stopped_does_not_count():
     """It may have seen its rank stop a moment before."""
-    loop, rank, stopped, failures = VirtualLoop(), FakeRank(1, silent=1.0), [0.0], []
+    loop, rank, stopped = VirtualLoop(), FakeRank(1, silent=1.0), [0.0]
+    failures: list[Any] = []
     watch = RankWatch([rank], Arrivals())
     task = loop.create_task(watch.run(failures.append, PATIENCE, lambda: loop.time() + stopped[0]))
     loop.pass_time(2.0)

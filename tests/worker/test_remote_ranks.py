@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from baton.client import Client
-from baton.local import ray_head
+from baton.local.ray_pools import RayHead, launch, wait_until_started
 from cluster.config.worker import WorkerConfig
 from cluster.errors import SetupError
 from cluster.membership.reader import read_workers
@@ -29,11 +29,10 @@ from tests.end_to_end.test_handover import NEW, assert_reference
 from tests.harness.checkpoints import prompt_ids
 from tests.harness.router import run_router
 from tests.harness.waiting import wait_for
-from worker.ranks import listener
-from worker.ranks.listener import RANK_BYTES, RankListener, connect_to_leader
+from worker.ranks import remote
 from worker.ranks.pipe import RankPipe
 from worker.ranks.rank_main import LEAVING_FILE
-from worker.ranks.remote import SECRETS, without_secrets
+from worker.ranks.remote import RANK_BYTES, SECRETS, RankListener, connect_to_leader, without_secrets
 
 START_SECONDS = 120.0
 
@@ -47,26 +46,25 @@ def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ray_cluster(tmp_path: Path, leaving: Path) -> Iterator[ray_head.RayHead]:
+def ray_cluster(tmp_path: Path, leaving: Path) -> Iterator[RayHead]:
     (tmp_path / "logs").mkdir()
-    head = ray_head.start(
-        4, tmp_path / "logs", Path(f"/tmp/baton-{secrets.token_hex(4)}"), {"decode-ranks": 1}
-    )
+    head = launch(4, tmp_path / "logs", Path(f"/tmp/baton-{secrets.token_hex(4)}"), {"decode-ranks": 1})
+    wait_until_started(head)
     yield head
     head.stop()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("who", ["the worker", "the place of its ranks"])
+@pytest.mark.parametrize("asked", ["the worker", "the place of its ranks"])
 def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
-    who: str,
-    ray_cluster: ray_head.RayHead,
+    asked: str,
+    ray_cluster: RayHead,
     leaving: Path,
     redis_url: str,
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    """Whoever of them is told to go."""
+    """Either of them may be told to drain."""
     model, namespace = checkpoint("llama"), f"test-{secrets.token_hex(4)}"
     config: dict[str, Any] = {
         "redis_url": redis_url,
@@ -103,7 +101,7 @@ def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
             assert_reference(model, prompt, answer.token_ids)
         hosts = [one.pid for one in _rank_hosts()]
         assert hosts
-        if who == "the worker":
+        if asked == "the worker":
             worker.terminate()
         else:
             leaving.touch()
@@ -126,7 +124,7 @@ def rank_bytes(rank: int) -> bytes:
     return rank.to_bytes(RANK_BYTES, "big")
 
 
-def test_only_who_has_the_key_comes_in() -> None:
+def test_only_a_peer_with_the_key_is_accepted() -> None:
     listening = RankListener("127.0.0.1", "w")
     try:
         with pytest.raises(AuthenticationError):
@@ -158,7 +156,7 @@ def test_a_rank_reaches_its_leader_over_both_families(host: str) -> None:
 
 def test_a_silent_connection_keeps_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port scan, for example."""
-    monkeypatch.setattr("worker.ranks.listener.START_SECONDS", 10.0)
+    monkeypatch.setattr("worker.ranks.remote.START_SECONDS", 10.0)
     listening = RankListener("127.0.0.1", "w")
     try:
         with socket.create_connection(listening.address):
@@ -186,7 +184,7 @@ def ended(peer: socket.socket) -> bool:
 
 
 def test_a_peer_that_does_not_answer_its_challenge_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(remote, "HANDSHAKE_SECONDS", 0.1)
     listening = RankListener("127.0.0.1", "w")
     try:
         with (
@@ -201,7 +199,7 @@ def test_a_peer_that_does_not_answer_its_challenge_in_time_is_ended(monkeypatch:
 
 
 def test_one_peer_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "MAX_HANDSHAKES", 3)
+    monkeypatch.setattr(remote, "MAX_HANDSHAKES", 3)
     listening = RankListener("127.0.0.1", "w")
     peers = []
     try:
@@ -222,7 +220,7 @@ def test_one_peer_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_closed_listener_keeps_no_peer() -> None:
-    """Neither one in its handshake nor a rank that nobody waited for."""
+    """Neither one in its handshake nor a rank that was not expected."""
     listening = RankListener("127.0.0.1", "w")
     with socket.create_connection(listening.address) as silent:
         pipe = connect(listening.address, authkey=listening.key)
@@ -284,7 +282,7 @@ def test_no_secret_travels_with_a_rank() -> None:
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.ranks.listener.START_SECONDS", 0.1)
+    monkeypatch.setattr("worker.ranks.remote.START_SECONDS", 0.1)
     listening = RankListener("127.0.0.1", "w")
     with pytest.raises(SetupError, match=r"ranks \[2, 3\] did not connect within"):
         listening.wait([2, 3])

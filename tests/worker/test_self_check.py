@@ -39,7 +39,7 @@ async def test_consistent_accounts(host):
     assert check.failure == ""
 
 
-async def test_a_block_that_nobody_owns(host):
+async def test_a_block_without_an_owner(host):
     check = SelfCheck(host, lambda: None)
     await host.call(lambda engine: engine._pool.allocate(1))
     await asyncio.wait_for(check.run(), 60.0)

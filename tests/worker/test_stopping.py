@@ -65,7 +65,7 @@ async def test_a_failed_worker_cuts_its_streams_off_first_and_silent_ranks_befor
 
 
 @pytest.mark.parametrize("broken", ["attempts", "side"])
-async def test_a_part_that_cannot_be_closed_leaves_the_others_to_be_closed(broken):
+async def test_a_part_that_cannot_be_closed_does_not_keep_others_from_closing(broken):
     parts = Parts(failed=False)
     await stopping(parts, broken).stop()
     assert parts.did[-3:] == ["attempts", "side", "the rest"]

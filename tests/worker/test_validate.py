@@ -8,8 +8,9 @@ import pytest
 
 from cluster.errors import InvalidRequestError
 from cluster.protocol.block_hash import pack_tokens
+from kv_transfer.decode_side.validate import check_transfer_id
 from wire import common_pb2
-from worker.validate import SpecLimits, check_spec, check_transfer_id
+from worker.validate import SpecLimits, check_spec
 
 LIMITS = SpecLimits("model", 100, 8)
 

@@ -11,10 +11,9 @@ from cluster.addresses import advertised
 from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.faults.orders import open_faults
 from engine import build
-from engine.model.config import ModelConfig
-from engine.parallel.group import DistributedGroup, NullGroup, TpGroup, kv_head_range
+from engine.parallel.group import DistributedGroup, NullGroup, TpGroup
 from engine.runner import LoadedModel, ModelRunner
-from kv_transfer.decode_side.fitting import check_slot_bytes
+from kv_transfer.decode_side.part_landing import check_slot_bytes
 from kv_transfer.decode_side.receiver_rank import ReceiverRank
 from kv_transfer.prefill_side.sender_rank import SenderRank
 from kv_transfer.ranks import Rank
@@ -25,14 +24,7 @@ def check(config: WorkerConfig) -> None:
     """Check config.json and the settings before any weight is read. Raises ModelError or ConfigError."""
     model, engine = build.check(config.engine)
     if config.role == "decode":
-        check_slot_bytes(config.transfer.slot_bytes, _smallest_part_bytes(model, engine))
-
-
-def _smallest_part_bytes(model: ModelConfig, engine: EngineConfig) -> int:
-    """Bytes of one layer of one block on one rank."""
-    first, end = kv_head_range(0, engine.tensor_parallel, model.num_kv_heads)
-    dtype: torch.dtype = getattr(torch, engine.dtype)
-    return 2 * (end - first) * engine.page_size * model.head_dim * dtype.itemsize
+        check_slot_bytes(config.transfer.slot_bytes, build.block_bytes(model, engine) // model.num_layers)
 
 
 def load(config: WorkerConfig, rank: int, address: str, listener: socket.socket | None = None) -> LoadedModel:

@@ -16,6 +16,7 @@ import logging
 import math
 import multiprocessing
 import multiprocessing.process
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +25,6 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from cluster.errors import InternalError, SetupError
 from engine.parallel.group import Arrivals
 from kv_transfer.messages import PeerRank
-from worker.ranks.outbox import RankOutbox
 from worker.ranks.pipe import (
     KINDS_DIGEST,
     Beat,
@@ -47,6 +47,54 @@ END_SECONDS = 10.0
 LeaderPipe = RankPipe[ToRankProcess, FromRankProcess]
 ToRank = TypeVar("ToRank", bound=HandoffMessage)
 FromRank = TypeVar("FromRank", bound=HandoffEvent)
+# Far more than hand-offs have in flight (landing slots bound the parts): a rank with as many unread has failed.
+MAX_MESSAGES = 8192
+
+
+class RankOutbox:
+    """A queue of messages to one rank with a thread that writes them, in order: a rank that does not read must not block
+    the event loop or the timers that detect it. `put` may be called from any thread; drops what is left when the rank is
+    gone."""
+
+    def __init__(
+        self,
+        pipe: RankPipe[ToRankProcess, FromRankProcess],
+        name: str,
+        max_messages: int = MAX_MESSAGES,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._pipe = pipe
+        self._max_messages = max_messages
+        self._clock = clock
+        self._waiting: queue.SimpleQueue[ToRankProcess] = queue.SimpleQueue()
+        self._writing_since: float | None = None
+        self._thread = threading.Thread(target=self._write, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, message: ToRankProcess) -> bool:
+        """Queue a message; returns False, without queueing it, if too many wait."""
+        if self._waiting.qsize() >= self._max_messages:
+            return False
+        self._waiting.put(message)
+        return True
+
+    def stuck_seconds(self) -> float:
+        """Seconds since the write in progress began; 0 between writes."""
+        since = self._writing_since
+        return self._clock() - since if since is not None else 0.0
+
+    def _write(self) -> None:
+        while True:
+            message = self._waiting.get()
+            self._writing_since = self._clock()
+            try:
+                self._pipe.send(message)
+            except (OSError, ValueError):  # the rank is gone or the pipe closed: its reader reports it
+                self._writing_since = None
+                return
+            self._writing_since = None
 
 
 class RankRaised(Exception):

@@ -30,8 +30,8 @@ from baton.ray_pools.supervision.worker_sockets import Place, owner_gone
 from cluster.protocol.times import WORKER_REPORT_SECONDS
 
 if TYPE_CHECKING:
-    from baton.workers import RunningWorker
     from cluster.config.worker import WorkerConfig
+    from worker.worker import Worker
 
 log = logging.getLogger(__name__)
 # Ray and Serve restart within half a minute on two idle cores; a busy machine takes longer.
@@ -137,7 +137,7 @@ async def _run(config: WorkerConfig, path: Path, listening: socket.socket) -> No
     Place(path.with_suffix("")).clear()
 
 
-async def _serve(worker: RunningWorker, door: SupervisorEndpoint) -> str | None:
+async def _serve(worker: Worker, door: SupervisorEndpoint) -> str | None:
     """Serve until told to leave. Returns the reason of a `baton drain`. Raises if the worker fails."""
     drained = asyncio.create_task(worker.wait_drain_wanted())
     failed = asyncio.create_task(worker.wait_failed())

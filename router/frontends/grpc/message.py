@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 
 from cluster.config.router import RouterConfig
 from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
-from router.admission.limits import HeldBytes
+from router.admission.admission import HeldBytes
 from router.admission.low_priority import LowPriority
 
 # gRPC reports a message's length only once it is complete. One that takes longer than this counts as the longest allowed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from typing import Any
 
 import grpc
@@ -10,10 +10,10 @@ from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from cluster.errors import DeadlineError, InvalidRequestError
-from router.admission.limits import HeldBytes
+from router.admission.admission import HeldBytes
 from router.frontends.grpc.gate import caller_of
 from router.frontends.grpc.message import read_message
-from router.frontends.grpc.refusal import refusing
+from router.frontends.grpc.refusal import generic_handler
 from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
 
@@ -31,12 +31,10 @@ class ReflectionService:
         self._library = reflection.aio.ReflectionServicer([*services, SERVICE])  # type: ignore[attr-defined]
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
-        call = grpc.stream_stream_rpc_method_handler(refusing(self.ServerReflectionInfo), None, serialize)
-        return grpc.method_handlers_generic_handler(SERVICE, {"ServerReflectionInfo": call})
+        return generic_handler(SERVICE, self.ServerReflectionInfo)
 
     async def ServerReflectionInfo(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        with self._gateway.place(caller_of(self._gateway, context), context.peer()) as held:
+        with self._gateway.admission.admit(caller_of(self._gateway, context), context.peer()) as held:
             answers = self._library.ServerReflectionInfo(self._questions(context, held), context)
             await write_all(answers, context, self._gateway.config)
 

@@ -1,9 +1,10 @@
-"""Ends a call that is refused with the status of its error."""
+"""Handlers of calls, which end a refused call with the status of its error."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from operator import methodcaller
 from typing import Any
 
 import grpc
@@ -14,7 +15,24 @@ from cluster.rpc import errors
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def refusing(call: Callable[[AsyncIterator[bytes], Context], Awaitable[None]]) -> Any:
+Call = Callable[[AsyncIterator[bytes], Context], Awaitable[None]]
+
+
+def generic_handler(service: str, *calls: Call) -> grpc.GenericRpcHandler[Any, Any]:
+    """Serve these calls under their names.
+
+    They are declared as streams of messages, so that a single message is read only once its request holds a place. Clients
+    see no difference.
+    """
+    serialize = methodcaller("SerializeToString")
+    handlers = {
+        call.__name__: grpc.stream_stream_rpc_method_handler(refusing(call), None, serialize)
+        for call in calls
+    }
+    return grpc.method_handlers_generic_handler(service, handlers)
+
+
+def refusing(call: Call) -> Any:
     """End a call that raises a BatonError with the error's status.
 
     grpc.aio keeps the exception of `abort` in the call's state until Python's garbage collector runs. It is therefore

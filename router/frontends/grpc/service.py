@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -14,15 +14,15 @@ from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.dispatcher import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestDispatcher
 from router.frontends.grpc.gate import caller_of
 from router.frontends.grpc.message import parse, read_message
-from router.frontends.grpc.refusal import refusing
+from router.frontends.grpc.refusal import generic_handler
 from router.frontends.grpc.write_deadline import write_all
 from router.gateway import RequestGateway
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta
-from router.request.disclosure import timings_for, workers_for
 from router.request.fields import read
 from router.request.limits import FieldLimits
 from router.request.options import GenerationOptions
+from router.request.permissions import check_allowed, timings_for, workers_for
 from router.request.validator import Envelope
 from router.text.contents import Rendered, role_of
 from router.text.tokenizer import MESSAGE_CHARACTERS
@@ -38,19 +38,11 @@ class InferenceService:
         self._gateway = gateway
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
-        methods = {
-            # Declared as streams of messages, so that the one message is read only once the request holds a place.
-            # Clients see no difference.
-            "Generate": grpc.stream_stream_rpc_method_handler(refusing(self.Generate), None, serialize),
-            "Tokenize": grpc.stream_stream_rpc_method_handler(refusing(self.Tokenize), None, serialize),
-            "ListModels": grpc.stream_stream_rpc_method_handler(refusing(self.ListModels), None, serialize),
-        }
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        return generic_handler(SERVICE, self.Generate, self.Tokenize, self.ListModels)
 
     async def Generate(self, messages: AsyncIterator[bytes], context: Context) -> None:
         caller = caller_of(self._gateway, context)
-        with self._gateway.place(caller, context.peer()) as held:
+        with self._gateway.admission.admit(caller, context.peer()) as held:
             raw = await read_message(context, self._gateway.config, held)
             self._gateway.validator.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
@@ -79,14 +71,14 @@ class InferenceService:
         async with self._gateway.preparing(caller, resumed=bool(request.resume_ticket)):
             prompt = request.token_ids.ids if kind == "token_ids" else await self._encode(request, caller)
             made = self._gateway.validator.completion(prompt, options, _envelope(request, context))
-            self._gateway.check_allowed(made, caller)
+            check_allowed(made, caller)
         return made
 
     async def Tokenize(self, messages: AsyncIterator[bytes], context: Context) -> None:
         """Tokenise a text or a conversation. That costs as much as the preparation of a generation, so it takes a place
         and counts as a request."""
         caller = caller_of(self._gateway, context)
-        with self._gateway.place(caller, context.peer()) as held:
+        with self._gateway.admission.admit(caller, context.peer()) as held:
             raw = await read_message(context, self._gateway.config, held)
             self._gateway.validator.check_message(len(raw))
             async with self._gateway.counted(caller):
@@ -97,12 +89,12 @@ class InferenceService:
             await self._answer(pb.TokenizeResponse(token_ids=ids), context)
 
     async def ListModels(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        validator = self._gateway.validator
-        with self._gateway.place(caller_of(self._gateway, context), context.peer()) as held:
+        limits = self._gateway.validator.limits
+        with self._gateway.admission.admit(caller_of(self._gateway, context), context.peer()) as held:
             await read_message(context, self._gateway.config, held)
             model = pb.Model(
-                id=validator.served_name,
-                max_model_len=validator.max_model_len,
+                id=limits.served_model,
+                max_model_len=limits.max_model_len,
                 created_unix_seconds=self._gateway.created_unix_seconds,
             )
             await self._answer(pb.ListModelsResponse(models=[model]), context)

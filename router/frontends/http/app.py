@@ -52,11 +52,11 @@ class Views:
     def __init__(self, gateway: RequestGateway):
         self._gateway = gateway
         model = {
-            "id": gateway.validator.served_name,
+            "id": gateway.validator.limits.served_model,
             "object": "model",
             "created": gateway.created_unix_seconds,
             "owned_by": "baton",
-            "max_model_len": gateway.validator.max_model_len,
+            "max_model_len": gateway.validator.limits.max_model_len,
         }
         self._model = orjson.dumps(model)
         self._models = orjson.dumps({"object": "list", "data": [model]})
@@ -77,7 +77,7 @@ class Views:
         return _encoded(self._models)
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["model"] != self._gateway.validator.served_name:
+        if request.path_params["model"] != self._gateway.validator.limits.served_model:
             raise UnknownModelError(
                 "this model is not served here; GET /v1/models lists what is", field="model"
             )

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from cluster.config.router import RequestLimits
 from cluster.errors import CancelledError, InvalidRequestError, RequestTooLargeError
-from router.admission.limits import HeldBytes
+from router.admission.admission import HeldBytes
 from router.admission.low_priority import LowPriority
 from router.frontends.http.json_scan import MAX_COST_PER_BYTE, JsonScan
 

@@ -15,7 +15,7 @@ async def cluster_view(gateway: RequestGateway) -> dict[str, Any]:
         "router": {
             "id": gateway.config.router_id,
             "uptime_seconds": time.monotonic() - gateway.started,
-            "requests_in_flight": gateway.in_flight,
+            "requests_in_flight": gateway.admission.in_flight,
             "requests": gateway.requests,
         },
         "redis": {"ok": services.members.redis_ok},

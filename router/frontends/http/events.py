@@ -15,8 +15,7 @@ from typing import Any
 import orjson
 
 from router.frontends.http.requests import StreamOptions
-from router.frontends.http.shapes import Shape, baton
-from router.frontends.http.usage import UsageSoFar, usage
+from router.frontends.http.shapes import Shape, UsageSoFar, baton, usage
 from router.request.completion import Delta, Outcome
 
 _DONE = b"data: [DONE]\n\n"

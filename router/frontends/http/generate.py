@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from cluster.errors import BatonError, CancelledError, DrainingError, InvalidRequestError
 from cluster.security.keys import Caller
-from router.admission.limits import HeldBytes
+from router.admission.admission import HeldBytes
 from router.dispatch.dispatcher import RequestDispatcher
 from router.frontends.http.body import discard_body, read_json
 from router.frontends.http.errors import error_body
@@ -33,8 +33,9 @@ from router.frontends.http.requests import (
 )
 from router.frontends.http.shapes import Answer, ChatShape, CompletionShape, Shape
 from router.gateway import RequestGateway
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta, Outcome
+from router.request.permissions import check_allowed
 from router.request.validator import MAX_REQUEST_ID, Envelope
 
 
@@ -49,7 +50,8 @@ class ParsedRequest:
     arrival: Arrival
 
 
-Reader = Callable[[Request, Mapping[str, Any], Arrival], Awaitable[ParsedRequest]]
+Admit = Callable[[int], None]  # takes places for a number of further prompts; raises OverloadedError
+Reader = Callable[[Request, Mapping[str, Any], Arrival, Admit], Awaitable[ParsedRequest]]
 
 
 class Generate:
@@ -57,31 +59,36 @@ class Generate:
         self._gateway = gateway
 
     async def chat(self, request: Request) -> Response:
-        return await self._serve(request, self._read_chat, ChatShape, "chatcmpl-")
+        return await self._serve(request, self._read_chat, ChatShape)
 
     async def completion(self, request: Request) -> Response:
-        return await self._serve(request, self._read_completion, CompletionShape, "cmpl-")
+        return await self._serve(request, self._read_completion, CompletionShape)
 
-    async def _serve(self, request: Request, read: Reader, kind: type[Shape], prefix: str) -> Response:
+    async def _serve(self, request: Request, read: Reader, kind: type[Shape]) -> Response:
         caller, connection = caller_of(request), connection_of(request)
+
+        def admit(prompts: int) -> None:
+            for _ in range(prompts):
+                held.enter_context(self._gateway.admission.admit(caller, connection))
+
         with contextlib.ExitStack() as held:
             try:
-                body_bytes = held.enter_context(self._gateway.place(caller, connection))
+                body_bytes = held.enter_context(self._gateway.admission.admit(caller, connection))
             except DrainingError:
                 await discard_body(request, self._gateway.low_priority)
                 raise
-            parsed = await self._read(request, read, body_bytes)
+            parsed = await self._read(request, read, body_bytes, admit)
             body_bytes.release()
-            for _ in parsed.completions[1:]:
-                held.enter_context(self._gateway.place(caller, connection))
-            return await self._answer(request, parsed, kind, prefix, held)
+            return await self._answer(request, parsed, kind, held)
 
-    async def _read(self, request: Request, read: Reader, held: HeldBytes) -> ParsedRequest:
+    async def _read(self, request: Request, read: Reader, held: HeldBytes, admit: Admit) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
         body = await read_json(request, self._gateway.config, held, self._gateway.low_priority)
-        return await read(request, body, Arrival(request.headers.getlist))
+        return await read(request, body, Arrival(request.headers.getlist), admit)
 
-    async def _read_chat(self, request: Request, body: Mapping[str, Any], arrival: Arrival) -> ParsedRequest:
+    async def _read_chat(
+        self, request: Request, body: Mapping[str, Any], arrival: Arrival, admit: Admit
+    ) -> ParsedRequest:
         limits, caller = self._gateway.validator.limits, caller_of(request)
         options = read_request(ChatCompletionRequest, body, limits)
         envelope = _envelope(request, options, 1)
@@ -99,10 +106,13 @@ class Generate:
             return self._parsed(caller, options, [prompt], envelope, arrival)
 
     async def _read_completion(
-        self, request: Request, body: Mapping[str, Any], arrival: Arrival
+        self, request: Request, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:
         options = read_request(CompletionRequest, body, self._gateway.validator.limits)
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
+        admit(
+            len(options.prompt) - 1
+        )  # before tokenising: a request without places costs nothing of the quota
         async with self._gateway.preparing(caller):
             encode = partial(self._gateway.encode, truncated=options.truncates, tenant=caller.tenant)
             prompts = [await encode(one) if isinstance(one, str) else one for one in options.prompt]
@@ -117,9 +127,9 @@ class Generate:
         arrival: Arrival,
     ) -> ParsedRequest:
         validator = self._gateway.validator
-        kept = (options.kept(prompt, validator.max_model_len) for prompt in prompts)
+        kept = (options.kept(prompt, validator.limits.max_model_len) for prompt in prompts)
         completions = [validator.completion(prompt, options, envelope) for prompt in kept]
-        self._gateway.check_allowed(completions[0], caller)
+        check_allowed(completions[0], caller)
         return ParsedRequest(
             completions,
             bool(options.stream),
@@ -133,7 +143,6 @@ class Generate:
         request: Request,
         parsed: ParsedRequest,
         kind: type[Shape],
-        prefix: str,
         held: contextlib.ExitStack,
     ) -> Response:
         """`held`: the request's places, released at the end of the answer."""
@@ -142,7 +151,7 @@ class Generate:
             completions[0],
             self._gateway.text,
             int(time.time()),
-            prefix + secrets.token_hex(12),
+            kind.id_prefix + secrets.token_hex(12),
             parsed.token_ids,
             caller.admin,
         )

@@ -265,11 +265,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         self.flow.resume_reading()  # an end with unread bytes would reset the connection
         self._stop_timer()
+        self._unset_keepalive_if_required()
         running = self._running
         if running is None or running.response_complete or not running.response_started:
             self.transport.write(_answer(status, error))
         self._disconnect()
-        self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
+        # As uvicorn's own timer, which ends with the connection.
+        self.timeout_keep_alive_task = self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
 
     def _abort(self) -> None:
         """Abort at once: the number of connections stays bounded however fast they arrive."""
@@ -294,7 +296,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(408, DeadlineError(f"the request's {what} did not arrive within {seconds:g} s"))
 
     def _expect_reading(self) -> None:
-        if self._write_timer is None:
+        if self._write_timer is None and self in self.connections:  # else it would outlive the connection
             self._set_write_deadline()
             self._write_timer = self.loop.call_later(self.limits.write_seconds / 4, self._check_reading)
 

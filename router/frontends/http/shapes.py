@@ -8,14 +8,44 @@ from typing import Any
 
 import orjson
 
-from router.frontends.http.usage import usage
 from router.request.completion import Completion, Delta, Outcome
-from router.request.disclosure import ADMIN_TIMINGS
+from router.request.permissions import ADMIN_TIMINGS
 from router.text.pieces import TextOffsets
 from router.text.tokenizer import ModelText
 from wire import common_pb2, inference_pb2
 
 _TIMINGS = [field.name for field in inference_pb2.Timings.DESCRIPTOR.fields]
+
+
+def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    prompt = sum(outcome.usage.prompt_tokens for outcome in outcomes)
+    completion = sum(outcome.usage.completion_tokens for outcome in outcomes)
+    cached = sum(outcome.usage.cached_tokens for outcome in outcomes)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class UsageSoFar:
+    """Running usage of one stream over all its choices. The number of cached prompt tokens is known only at the end."""
+
+    def __init__(self, prompt_tokens: int):
+        self._prompt = prompt_tokens
+        self._completion = 0
+
+    def with_delta(self, delta: Delta) -> bytes:
+        self._completion += len(delta.tokens)
+        total = self._prompt + self._completion
+        return orjson.dumps(
+            {
+                "prompt_tokens": self._prompt,
+                "completion_tokens": self._completion,
+                "total_tokens": total,
+            }
+        )
 
 
 def baton(outcome: Outcome, *, admin: bool) -> dict[str, Any]:
@@ -77,6 +107,7 @@ class Shape:
     token_ids: bool  # vLLM's return_token_ids
     admin: bool = True  # whether the client may see workers and queueing times
 
+    id_prefix = ""
     object_name = ""
     chunk_name = ""
 
@@ -99,9 +130,31 @@ class Shape:
         return b"data: " + orjson.dumps(self.head(self.chunk_name))[:-1] + b',"choices":['
 
     def choice(self, answer: Answer) -> dict[str, Any]:
-        raise TypeError("use ChatShape or CompletionShape")
+        message = self.message(answer.text)
+        return self._shown(answer.index, message, answer.token_ids, answer.logprobs(), answer.finish)
 
     def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
+        token_ids = [token.token_id for token in delta.tokens]
+        message = self.message_delta(delta.text, first)
+        return self._shown(index, message, token_ids, self.logprobs(index, delta.tokens), delta.finish)
+
+    def _shown(
+        self,
+        index: int,
+        message: dict[str, Any],
+        token_ids: list[int],
+        logprobs: dict[str, Any] | None,
+        finish: str | None,
+    ) -> dict[str, Any]:
+        shown = {"index": index, **message, "logprobs": logprobs, "finish_reason": finish}
+        if self.token_ids:
+            shown["token_ids"] = token_ids
+        return shown
+
+    def message(self, text: str) -> dict[str, Any]:
+        raise TypeError("use ChatShape or CompletionShape")
+
+    def message_delta(self, text: str, first: bool) -> dict[str, Any]:
         raise TypeError("use ChatShape or CompletionShape")
 
     def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
@@ -110,29 +163,15 @@ class Shape:
 
 
 class ChatShape(Shape):
+    id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def choice(self, answer: Answer) -> dict[str, Any]:
-        shown: dict[str, Any] = {
-            "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": answer.logprobs(),
-            "finish_reason": answer.finish,
-        }
-        if self.token_ids:
-            shown["token_ids"] = answer.token_ids
-        return shown
+    def message(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
-        said: dict[str, Any] = {"content": delta.text}
-        if first:
-            said["role"] = "assistant"
-        shown: dict[str, Any] = {"index": index, "delta": said, "finish_reason": delta.finish}
-        shown["logprobs"] = self.logprobs(index, delta.tokens)
-        if self.token_ids:
-            shown["token_ids"] = [token.token_id for token in delta.tokens]
-        return shown
+    def message_delta(self, text: str, first: bool) -> dict[str, Any]:
+        return {"delta": {"content": text, "role": "assistant"} if first else {"content": text}}
 
     def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
         if not self.completion.sampling.logprobs:
@@ -156,24 +195,16 @@ class ChatShape(Shape):
 
 @dataclass(frozen=True)
 class CompletionShape(Shape):
+    id_prefix = "cmpl-"
     object_name = "text_completion"
     chunk_name = "text_completion"
     offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice, over all chunks of its stream
 
-    def choice(self, answer: Answer) -> dict[str, Any]:
-        return self._shown(answer.index, answer.text, answer.token_ids, answer.logprobs(), answer.finish)
+    def message(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
-    def delta(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
-        token_ids = [token.token_id for token in delta.tokens]
-        return self._shown(index, delta.text, token_ids, self.logprobs(index, delta.tokens), delta.finish)
-
-    def _shown(
-        self, index: int, text: str, token_ids: list[int], logprobs: dict[str, Any] | None, finish: str | None
-    ) -> dict[str, Any]:
-        shown = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        if self.token_ids:
-            shown["token_ids"] = token_ids
-        return shown
+    def message_delta(self, text: str, first: bool) -> dict[str, Any]:
+        return {"text": text}
 
     def logprobs(self, index: int, tokens: Sequence[common_pb2.Token]) -> dict[str, Any] | None:
         if not self.completion.sampling.logprobs:

@@ -18,6 +18,7 @@ TICK_SECONDS = 2.0
 WINDOW_SECONDS = 10.0  # of a point, and of every rate
 RECENT_SECONDS = 60.0  # of the percentiles shown as figures
 POINTS = 150  # five minutes
+_SHARES = (0.5, 0.9, 0.99)
 
 
 class Percentiles(NamedTuple):
@@ -71,7 +72,7 @@ class History:
         self._last = dict(reports)
         if before is not None and now > before:
             self._slots.append(_Slot(now - before, Counts.total(by_router.values()), by_router))
-            self.points.append(_point(self._within(WINDOW_SECONDS)))
+            self.points.append(_point(*self._within(WINDOW_SECONDS)))
 
     def _new(self, name: str, report: RouterReport) -> Counts:
         """A router's counts since the last tick; none, if this is its first report here."""
@@ -84,12 +85,11 @@ class History:
     def recent(self) -> Point:
         """Rates of the last 10 s, percentiles of the last minute."""
         rates = self.points[-1] if self.points else Point()
-        latencies = _point(self._within(RECENT_SECONDS))
+        latencies = _point(*self._within(RECENT_SECONDS))
         return rates._replace(ttft=latencies.ttft, itl=latencies.itl)
 
     def router_rates(self, name: str) -> RouterRates:
-        slots = list(self._within(WINDOW_SECONDS))
-        seconds = sum(slot.seconds for slot in slots) or 1.0
+        slots, seconds = self._within(WINDOW_SECONDS)
         own = [slot.by_router[name] for slot in slots if name in slot.by_router]
         return RouterRates(
             sum(sum(counts.requests) for counts in own) / seconds,
@@ -98,15 +98,14 @@ class History:
 
     def flows(self) -> dict[tuple[str, str], FlowRates]:
         """KV between pairs of workers."""
-        slots = list(self._within(WINDOW_SECONDS))
-        seconds = sum(slot.seconds for slot in slots) or 1.0
+        slots, seconds = self._within(WINDOW_SECONDS)
         moved = Counts.total(slot.total for slot in slots).flows
         return {
             pair: FlowRates(flow.bytes / seconds, flow.handoffs / seconds) for pair, flow in moved.items()
         }
 
-    def _within(self, seconds: float) -> Iterable[_Slot]:
-        """The newest slots that make up `seconds`."""
+    def _within(self, seconds: float) -> tuple[list[_Slot], float]:
+        """The newest slots that make up `seconds`, and how long they were."""
         taken: list[_Slot] = []
         left = seconds - TICK_SECONDS / 2
         for slot in reversed(self._slots):
@@ -114,16 +113,14 @@ class History:
                 break
             taken.append(slot)
             left -= slot.seconds
-        return taken
+        return taken, sum(slot.seconds for slot in taken) or 1.0
 
 
-def _point(slots: Iterable[_Slot]) -> Point:
-    taken = list(slots)
-    seconds = sum(slot.seconds for slot in taken) or 1.0
-    counts = Counts.total(slot.total for slot in taken)
+def _point(slots: Iterable[_Slot], seconds: float) -> Point:
+    counts = Counts.total(slot.total for slot in slots)
     return Point(
-        Percentiles(*(counts.ttft.percentile(share) for share in (0.5, 0.9, 0.99))),
-        Percentiles(*(counts.itl.percentile(share) for share in (0.5, 0.9, 0.99))),
+        Percentiles(*map(counts.ttft.percentile, _SHARES)),
+        Percentiles(*map(counts.itl.percentile, _SHARES)),
         sum(counts.requests) / seconds,
         counts.requests.refused / seconds,
         counts.requests.failed / seconds,

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from prometheus_client import Counter
+import prometheus_client
 
 from cluster.periodic import Periodic
 from router.dispatch.services import Services
 from router.observe.live.exchange import Exchange, RouterCounts
 from router.observe.live.history import TICK_SECONDS, History
-from router.observe.live.report import Counts, Requests, RouterReport, RouterState
+from router.observe.live.report import Counts, Requests, RouterReport
 from router.observe.live.view import live_view
 from router.observe.live.worker_rates import RatesOfWorkers
 from router.observe.requests import RouterMetrics
+from router.observe.tenants import result_of
 
-_REFUSED = frozenset({"refused", "overloaded", "OverloadedError"})
 CLOSE_SECONDS = 2.0
-
-
-class OwnState(NamedTuple):
-    """Of this router, now."""
-
-    state: RouterState
-    uptime_seconds: float
-    in_flight: int
 
 
 class Live:
@@ -36,13 +29,13 @@ class Live:
         self,
         services: Services,
         metrics: RouterMetrics,
-        own: Callable[[], OwnState],
+        own_report: Callable[[Counts], RouterReport],
         clock: Callable[[], float] = time.monotonic,
     ):
         config = services.config
         self._services = services
         self._metrics = metrics
-        self._own = own
+        self._own_report = own_report
         self._clock = clock
         self._exchange = Exchange(config.redis_url, config.namespace, config.router_id)
         self._routers: dict[str, RouterCounts] = {}
@@ -81,7 +74,7 @@ class Live:
         self._rates.tick(now, members.all)
 
     def _report(self) -> RouterReport:
-        own, metrics, recorder = self._own(), self._metrics, self._services.recorder
+        metrics, recorder = self._metrics, self._services.recorder
         counts = Counts(
             _requests(metrics.requests),
             _value(metrics.prompt_tokens),
@@ -89,25 +82,23 @@ class Live:
             recorder.output_tokens,
             recorder.ttft.copy(),
             recorder.itl.copy(),
-            {pair: flow.copy() for pair, flow in recorder.flows.items()},
+            dict(recorder.flows),
         )
-        return RouterReport(own.state, own.uptime_seconds, own.in_flight, counts)
+        return self._own_report(counts)
 
 
-def _requests(counter: Counter) -> Requests:
-    found = {"ok": 0, "cancelled": 0, "refused": 0, "failed": 0}
+def _requests(counter: prometheus_client.Counter) -> Requests:
+    found: Counter[str] = Counter()
     for labels, value in _samples(counter):
-        outcome = labels["outcome"]
-        known = outcome if outcome in ("ok", "cancelled") else "failed"
-        found["refused" if outcome in _REFUSED else known] += value
+        found[result_of(labels["outcome"])] += value
     return Requests(**found)
 
 
-def _value(counter: Counter) -> int:
+def _value(counter: prometheus_client.Counter) -> int:
     return sum(value for _, value in _samples(counter))
 
 
-def _samples(counter: Counter) -> list[tuple[dict[str, str], int]]:
+def _samples(counter: prometheus_client.Counter) -> list[tuple[dict[str, str], int]]:
     return [
         (sample.labels, int(sample.value))
         for metric in counter.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from router.observe.live.histogram import LatencyHistogram
 from router.placement.types import Placed
@@ -11,15 +12,17 @@ from wire import common_pb2
 MAX_PAIRS = 4096  # of workers; further ones are not counted
 
 
-@dataclass
-class PairTraffic:
+class PairTraffic(NamedTuple):
     """KV sent from one prefill worker to one decode worker."""
 
     bytes: int = 0
     handoffs: int = 0
 
-    def copy(self) -> PairTraffic:
-        return PairTraffic(self.bytes, self.handoffs)
+    def plus(self, size: int, handoffs: int) -> PairTraffic:
+        return PairTraffic(self.bytes + size, self.handoffs + handoffs)
+
+
+NO_TRAFFIC = PairTraffic()
 
 
 @dataclass
@@ -43,13 +46,8 @@ class Recorder:
         if not report.kv_bytes_shipped or placed.prefill is None:
             return
         pair = (placed.prefill.worker_id, placed.decode.worker_id)
-        flow = self.flows.get(pair)
-        if flow is None:
-            if len(self.flows) >= MAX_PAIRS:
-                return
-            flow = self.flows[pair] = PairTraffic()
-        flow.bytes += report.kv_bytes_shipped
-        flow.handoffs += 1
+        if pair in self.flows or len(self.flows) < MAX_PAIRS:
+            self.flows[pair] = self.flows.get(pair, NO_TRAFFIC).plus(report.kv_bytes_shipped, 1)
 
     def keep_only(self, workers: set[str]) -> None:
         """Delete pairs whose workers are both gone."""

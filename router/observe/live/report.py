@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import sub
 from typing import Any, Literal, NamedTuple, get_args
 
 import orjson
 
 from router.observe.live.histogram import LatencyHistogram
-from router.observe.live.recorder import PairTraffic
+from router.observe.live.recorder import NO_TRAFFIC, PairTraffic
 
 RouterState = Literal["ready", "not ready", "draining"]
 Pair = tuple[str, str]  # prefill worker, decode worker
@@ -38,7 +39,7 @@ class Counts:
 
     def since(self, earlier: Counts) -> Counts:
         return Counts(
-            Requests(*(now - then for now, then in zip(self.requests, earlier.requests, strict=True))),
+            Requests(*map(sub, self.requests, earlier.requests)),
             self.prompt_tokens - earlier.prompt_tokens,
             self.cached_tokens - earlier.cached_tokens,
             self.output_tokens - earlier.output_tokens,
@@ -63,14 +64,13 @@ class Counts:
 
 def _flows_since(now: dict[Pair, PairTraffic], then: dict[Pair, PairTraffic]) -> dict[Pair, PairTraffic]:
     """Of the pairs that moved something in between."""
-    none = PairTraffic()
     moved = {}
     for pair, flow in now.items():
-        before = then.get(pair, none)
-        # A router that has deleted a pair counts it from zero.
-        before = before if before.handoffs <= flow.handoffs else none
+        before = then.get(pair, NO_TRAFFIC)
+        if before.handoffs > flow.handoffs:  # the router has deleted the pair, and counts it from zero
+            before = NO_TRAFFIC
         if flow.handoffs > before.handoffs:
-            moved[pair] = PairTraffic(flow.bytes - before.bytes, flow.handoffs - before.handoffs)
+            moved[pair] = flow.plus(-before.bytes, -before.handoffs)
     return moved
 
 
@@ -78,9 +78,7 @@ def _flows_together(parts: Iterable[dict[Pair, PairTraffic]]) -> dict[Pair, Pair
     together: dict[Pair, PairTraffic] = {}
     for part in parts:
         for pair, flow in part.items():
-            sum_of_pair = together.setdefault(pair, PairTraffic())
-            sum_of_pair.bytes += flow.bytes
-            sum_of_pair.handoffs += flow.handoffs
+            together[pair] = flow.plus(*together.get(pair, NO_TRAFFIC))
     return together
 
 

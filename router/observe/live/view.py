@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from cluster.membership.types import WorkerInfo
 from router.observe.live.exchange import RouterCounts
@@ -11,11 +11,15 @@ from router.observe.live.history import (
     RECENT_SECONDS,
     TICK_SECONDS,
     WINDOW_SECONDS,
+    FlowRates,
     History,
     Percentiles,
     Point,
+    RouterRates,
 )
-from router.observe.live.worker_rates import RatesOfWorkers
+from router.observe.live.worker_rates import RatesOfWorkers, WorkerRates
+
+Figures: TypeAlias = Point | Percentiles | RouterRates | FlowRates | WorkerRates
 
 GONE_SECONDS = 3 * TICK_SECONDS  # three reports are missing
 _STATUS = (
@@ -45,32 +49,25 @@ def live_view(
             "requests_in_flight": sum(
                 counts.report.in_flight for counts in routers.values() if counts.age_seconds < GONE_SECONDS
             ),
-            **_point(history.recent()),
+            **_figures(history.recent()),
         },
         "routers": [_router(name, counts, history) for name, counts in sorted(routers.items())],
         "workers": [_worker(worker, rates) for worker in workers],
         "flows": [
-            {
-                "from": pair[0],
-                "to": pair[1],
-                "bytes_per_second": _short(flow.bytes_per_second),
-                "handoffs_per_second": _short(flow.handoffs_per_second),
-            }
-            for pair, flow in sorted(history.flows().items())
+            {"from": sender, "to": receiver, **_figures(flow)}
+            for (sender, receiver), flow in sorted(history.flows().items())
         ],
         "history": {"interval_seconds": TICK_SECONDS, **_columns(history.points)},
     }
 
 
 def _router(name: str, counts: RouterCounts, history: History) -> dict[str, Any]:
-    rates = history.router_rates(name)
     return {
         "id": name,
         "state": counts.report.state if counts.age_seconds < GONE_SECONDS else "gone",
         "uptime_seconds": round(counts.report.uptime_seconds, 1),
         "requests_in_flight": counts.report.in_flight,
-        "requests_per_second": _short(rates.requests_per_second),
-        "output_tokens_per_second": _short(rates.output_tokens_per_second),
+        **_figures(history.router_rates(name)),
     }
 
 
@@ -83,32 +80,30 @@ def _worker(worker: WorkerInfo, rates: RatesOfWorkers) -> dict[str, Any]:
         "state": worker.state if worker.lease == "live" else worker.lease,
         "place": worker.place,
         **{name: _short(value) if isinstance(value, float) else value for name, value in shown.items()},
-        **{name: _short(value) for name, value in rates.of(worker)._asdict().items()},
+        **_figures(rates.of(worker)),
     }
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _figures(of: Figures) -> dict[str, Any]:
     return {
-        name: _percentiles(value) if isinstance(value, Percentiles) else _short(value)
-        for name, value in point._asdict().items()
+        name: _figures(value) if isinstance(value, Percentiles) else _short(value)
+        for name, value in of._asdict().items()
     }
-
-
-def _percentiles(of: Percentiles) -> dict[str, float | None]:
-    return {name: _short(value) for name, value in of._asdict().items()}
 
 
 def _columns(points: Iterable[Point]) -> dict[str, list[float | None]]:
     """A list for each line of the charts, oldest first."""
-    kept = list(points)
-    columns: dict[str, list[float | None]] = {}
-    for name in Point._fields:
-        if name in ("ttft", "itl"):
-            for part in Percentiles._fields:
-                columns[f"{name}_{part}"] = [_short(getattr(getattr(one, name), part)) for one in kept]
-        else:
-            columns[name] = [_short(getattr(one, name)) for one in kept]
+    columns: dict[str, list[float | None]] = {name: [] for name in _flat(Point())}
+    for point in points:
+        for name, value in _flat(point).items():
+            columns[name].append(_short(value))
     return columns
+
+
+def _flat(point: Point) -> dict[str, float | None]:
+    flat = {f"ttft_{part}": value for part, value in point.ttft._asdict().items()}
+    flat |= {f"itl_{part}": value for part, value in point.itl._asdict().items()}
+    return flat | {name: value for name, value in point._asdict().items() if name not in ("ttft", "itl")}
 
 
 def _short(value: float | None) -> float | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.autoscaler.config import ROLES, AutoscalingConfig
-from baton.autoscaler.decision import Decision
-from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample
+from baton.autoscaler.config import AutoscalingConfig
+from baton.autoscaler.decision import Decision, Observation, PoolObservation, WorkerSample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
-from cluster.config.worker import Role
+from cluster.config.worker import ROLES, Role
 from cluster.membership.status import BOUNDS_SECONDS, WorkerStatus
 
 PROMPT, OUTPUT = 1000.0, 200.0  # tokens
@@ -30,7 +29,7 @@ class Worker:
 
 @dataclass
 class FluidCluster:
-    """`room`: replicas that ever become ready, by pool; more are asked for in vain."""
+    """`room`: replicas that ever become ready, by pool; requests for more are never met."""
 
     config: AutoscalingConfig
     room: dict[Role, int] = field(default_factory=dict)

@@ -63,8 +63,10 @@ class Rig:
         document["spec"]["replicas"] = replicas
         self.server.update(document)
 
-    def metric(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(f"baton_autoscaling_{name}", labels)
+    def metric(self, name: str, **labels: str) -> float:
+        value: float | None = self.registry.get_sample_value(f"baton_autoscaling_{name}", labels)
+        assert value is not None, name
+        return value
 
     def close(self) -> None:
         self.prefill.registration.stop()
@@ -88,7 +90,7 @@ def rig(server: ApiServer, redis_url: str, namespace: str, tmp_path: Path) -> It
     made.close()
 
 
-def test_load_grows_the_stateful_set_and_says_why(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_grows_the_stateful_set_and_logs_the_reason(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="baton.autoscaler")
     for _ in range(8):
         rig.step(requests_per_second=3.0)
@@ -103,7 +105,7 @@ def test_load_grows_the_stateful_set_and_says_why(rig: Rig, caplog: pytest.LogCa
     assert rig.metric("leader") == 1
 
 
-def test_a_steady_cluster_is_left_alone(rig: Rig) -> None:
+def test_a_steady_cluster_is_not_changed(rig: Rig) -> None:
     before = [
         rig.server.object("StatefulSet", name)["metadata"]["resourceVersion"] for name in NAMES.values()
     ]
@@ -114,7 +116,7 @@ def test_a_steady_cluster_is_left_alone(rig: Rig) -> None:
     assert rig.metric("decisions_total", pool="decode", reason="steady") > 10
 
 
-def test_what_was_set_by_hand_is_gone_on_from_slowly(rig: Rig) -> None:
+def test_a_size_set_by_hand_is_changed_slowly(rig: Rig) -> None:
     rig.step()
     for role in NAMES:
         rig.set_by_hand(role, 3)
@@ -174,7 +176,7 @@ RUNS = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
         ({"PodScheduled": "False"}, 0),
     ],
 )
-def test_a_pod_that_starts_is_told_from_one_that_fails(
+def test_a_pod_that_starts_is_distinguished_from_one_that_fails(
     changes: dict[str, Any], starting: int, rig: Rig
 ) -> None:
     rig.server.create(starting_pod("b-prefill-1", **changes))
@@ -235,7 +237,7 @@ def test_one_acts_and_the_other_takes_over(
 
     for _ in range(8):
         step_of_second()
-    assert rig.replicas("prefill") == 1, "only who leads acts"
+    assert rig.replicas("prefill") == 1, "only the leader acts"
     rig.scaler.leadership.close()
     for _ in range(4):
         step_of_second()

@@ -1,5 +1,5 @@
 """Autoscalers that ask for the lease in any order, over a network that is slow on either way, and a Redis that goes away:
-at no time are two of them sure, and one that asks while nobody is becomes it."""
+at no time do two of them hold it, and one that asks while it is free gets it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from baton.autoscaler.leader import Leadership
+from tests.harness.redis_text import decoded
 from tests.harness.waiting import wait_for
 
 LEASE = 10.0
-WHO = st.integers(0, 2)
+LEADERS = st.integers(0, 2)
 SECONDS = st.sampled_from([0.0, 0.0, 1.0, LEASE - 1.0])
 
 
@@ -71,9 +72,9 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def waits(self, seconds: float) -> None:
             self.time_passes(seconds)
 
-        @rule(who=WHO, out=SECONDS, back=SECONDS)
-        def asks(self, who: int, out: float, back: float) -> None:
-            leader = self.leaders[who]
+        @rule(index=LEADERS, out=SECONDS, back=SECONDS)
+        def asks(self, index: int, out: float, back: float) -> None:
+            leader = self.leaders[index]
             slow: Any = leader._client
             slow.out, slow.back = out, back
             before = client.get(self.key)
@@ -82,25 +83,25 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 assert ours == leader.sure(), "without Redis it is what it was sure of"
                 return
             if out == back == 0.0:
-                free = before is None or before.decode() == leader._holder
-                assert ours == free, "the lease was free, or somebody else's"
+                free = before is None or decoded(before) == leader._holder
+                assert ours == free, "the lease was free, or another leader's"
                 assert not ours or leader.sure(LEASE - 0.1)
             if not ours:
                 assert not leader.sure()
 
-        @rule(who=WHO)
-        def goes_and_another_comes(self, who: int) -> None:
+        @rule(index=LEADERS)
+        def goes_and_another_comes(self, index: int) -> None:
             """A good end gives the lease up, whosever it is by then only if it is still its own."""
-            leader = self.leaders[who]
+            leader = self.leaders[index]
             slow: Any = leader._client
             slow.out = slow.back = 0.0
             holder = client.get(self.key)
             leader.close()
-            if self.up and holder is not None and holder.decode() != leader._holder:
+            if self.up and holder is not None and decoded(holder) != leader._holder:
                 assert client.get(self.key) == holder, "it gave up what was another's"
             elif self.up:
                 assert client.get(self.key) is None
-            self.leaders[who] = self.made()
+            self.leaders[index] = self.made()
 
         @rule(up=st.sampled_from([True, True, False]))
         def redis_goes_or_comes(self, up: bool) -> None:
@@ -112,7 +113,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 sure = [leader for leader in self.leaders if leader.sure()]
                 assert len(sure) <= 1, "two autoscalers would act"
                 holder = client.get(self.key)
-                assert not sure or (holder is not None and holder.decode() == sure[0]._holder)
+                assert not sure or (holder is not None and decoded(holder) == sure[0]._holder)
                 assert client.pttl(self.key) in (-1, -2), "a full Redis would evict it"
 
         def teardown(self) -> None:

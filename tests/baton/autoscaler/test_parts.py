@@ -6,12 +6,11 @@ import pytest
 from pydantic import ValidationError
 
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
-from baton.autoscaler.decision import PoolDecision, Reason
+from baton.autoscaler.decision import Observation, PoolDecision, PoolObservation, Reason, WorkerSample
+from baton.autoscaler.decode_demand import StepModel
 from baton.autoscaler.flows import Flows
-from baton.autoscaler.observation import Observation, PoolObservation, WorkerSample
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
-from baton.autoscaler.step_model import StepModel
 from cluster.membership.status import WorkerStatus
 from worker.arrivals import Arrivals
 
@@ -46,7 +45,7 @@ def test_what_a_worker_publishes_is_what_the_policy_reads() -> None:
     assert flow.first_tokens_within(30.0) == 0.75
 
 
-def test_the_step_model_learns_a_line_and_promises_only_what_it_knows() -> None:
+def test_the_step_model_fits_a_line_and_predicts_only_within_its_data() -> None:
     model = StepModel()
     model.add(4, 0.020, 1000)
     assert model.batch_within(0.040) == pytest.approx(8)  # as if all of a step were due to its batch
@@ -108,7 +107,7 @@ def test_scale_to_zero_is_asked_for_and_wakes_up() -> None:
     assert targets["prefill"] == 1
 
 
-def test_nobody_would_wake_a_decode_pool() -> None:
+def test_a_decode_pool_of_zero_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"decode\.min_replicas is 0"):
         AutoscalingConfig(decode=PoolLimits(min_replicas=0), scale_to_zero=True)
 

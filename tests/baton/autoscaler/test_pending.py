@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.autoscaler import pending
 from baton.autoscaler.config import AutoscalingConfig, PoolLimits
-from baton.autoscaler.explained import Explained
-from baton.autoscaler.observation import PoolObservation
+from baton.autoscaler.decision import PoolObservation
+from baton.autoscaler.report import Explained
 from baton.autoscaler.state import PolicyState, PoolState
 
 LIMITS = PoolLimits(max_replicas=8, startup_seconds=60.0)
@@ -60,7 +60,7 @@ def test_one_that_fits_nowhere_is_given_back_early_and_one_that_loads_beside_it_
     assert pool.see(1, starting=1, unschedulable=1) == (1, 2)
 
 
-def test_nobody_starts_forever() -> None:
+def test_a_starting_replica_counts_for_a_bounded_time() -> None:
     pool = Pool(2)
     assert pool.see_until(pending.MAX_STARTING_SECONDS, 1, starting=1) == {(0, None)}
     assert pool.see(1, starting=1) == (1, 1)

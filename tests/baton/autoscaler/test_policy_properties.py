@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.autoscaler.budget import Claim, share_out
-from baton.autoscaler.config import ROLES, AutoscalingConfig, PoolLimits
+from baton.autoscaler.config import AutoscalingConfig, PoolLimits
 from baton.autoscaler.decision import Reason
 from baton.autoscaler.prefill_demand import replicas_for, wait_beyond
 from baton.autoscaler.wants import Want
+from cluster.config.worker import ROLES
 from tests.baton.autoscaler.fluid import FluidCluster
 
 FEW = settings(max_examples=12, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from baton.cli import serve, up, worker
+from baton.cli import serve, up
 from baton.cli.main import app
 from baton.local.options import UpOptions
 from cluster.config import sources
@@ -60,7 +61,7 @@ def test_up_hands_them_to_its_routers_and_workers(checkpoint, monkeypatch):
 
 def test_every_setting_is_a_flag_of_up_or_up_chooses_it(monkeypatch):
     named = {*flags(RouterConfig).values(), *flags(WorkerConfig).values()}
-    parameters = set(up.up.__signature__.parameters)
+    parameters = set(inspect.signature(up.up).parameters)
     assert named - parameters == up.CHOSEN - parameters
     secrets = {
         one.path[-1] for model in (RouterConfig, WorkerConfig) for one in settings(model) if one.flag is None
@@ -127,7 +128,7 @@ def test_a_worker_has_its_nested_settings_as_flags(role, checkpoint, monkeypatch
     async def run(config: WorkerConfig, ready_file: Any) -> None:
         started.append(config)
 
-    monkeypatch.setattr(worker, "_run", run)
+    monkeypatch.setattr(serve, "_run_worker", run)
     monkeypatch.setenv("BATON_SECRET", "s")
     monkeypatch.setenv("NODE_NAME", "node-7")
     named = ["--model", str(checkpoint("llama")), "--redis-url", "unix:///nowhere"]
@@ -156,7 +157,7 @@ def test_a_worker_has_its_nested_settings_as_flags(role, checkpoint, monkeypatch
 
 
 @pytest.mark.parametrize("limits", [{"ttft_target_seconds_high": -1.0}, {"max_concurrent_requests": 0}])
-def test_a_limit_that_makes_no_sense_is_named_before_anything_starts(limits, checkpoint):
+def test_an_invalid_limit_is_named_before_anything_starts(limits, checkpoint):
     with pytest.raises(ConfigError) as caught:
         UpOptions(checkpoint("llama"), router=limits)
     assert caught.value.field in limits

@@ -1,11 +1,11 @@
-"""What is sent to a Ray cluster of somebody else's."""
+"""What is sent to an external Ray cluster."""
 
 from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
 
-from baton.cli.serve_app import beside, with_secrets
+from baton.cli.pools import beside, with_secrets
 from baton.ray_pools.serve_app import AppArguments, build
 from cluster.errors import ConfigError
 

@@ -128,7 +128,7 @@ def test_an_empty_cluster_and_a_refused_user_are_missing_something(server: ApiSe
     assert "create statefulsets.apps" in found["permissions"].found
 
 
-def test_what_may_not_be_read_is_unknown_and_not_missing(server: ApiServer, tmp_path: Path) -> None:
+def test_objects_without_read_access_are_unknown_and_not_missing(server: ApiServer, tmp_path: Path) -> None:
     equip(server)
     server.access.deny("list", "nodes")
     server.access.deny("list", "customresourcedefinitions", "apiextensions.k8s.io")
@@ -163,18 +163,18 @@ def run(server: ApiServer, tmp_path: Path, *flags: str) -> Result:
     return CliRunner().invoke(app, ["doctor", "--kubeconfig", config, *flags], env={"COLUMNS": "160"})
 
 
-def test_no_cluster_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_cluster_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as missing, connect(tmp_path / "none", ""):
         raise AssertionError("there is no such file")
     assert missing.value.field == "kubeconfig"
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        unreachable = f"http://127.0.0.1:{sock.getsockname()[1]}"
         file = tmp_path / "kubeconfig"
         file.write_text(
             yaml.safe_dump(
                 {
-                    "clusters": [{"name": "c", "cluster": {"server": nobody}}],
+                    "clusters": [{"name": "c", "cluster": {"server": unreachable}}],
                     "users": [{"name": "u", "user": {"token": "t"}}],
                     "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
                     "current-context": "x",
@@ -225,6 +225,6 @@ def test_an_old_version_and_an_old_operator_are_named() -> None:
 
 def test_without_cluster_roles_topology_is_off() -> None:
     node = gpu_node("a", {}, labels=H100)
-    denied = [Permission("create", "clusterroles", "rbac.authorization.k8s.io", False)]
+    denied = [Permission("rbac.authorization.k8s.io", "clusterroles", allowed=False)]
     assert values_for(Facts("v1.34.0", "n", [node], permissions=denied))["topology"] == {"enabled": False}
     assert "topology" not in values_for(Facts("v1.34.0", "n", [node]))

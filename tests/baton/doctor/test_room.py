@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.doctor.checks import Check, judge
 from baton.doctor.facts import CERT_MANAGER, KUBERAY, PROMETHEUS, RULES, Facts
-from baton.doctor.pods import Values, pods_of
+from baton.doctor.pods import Values, pods_of, without_room
 from baton.doctor.reading import Reader, connect
-from baton.doctor.room import without_room
 from baton.doctor.values import values_for
 from tests.baton.doctor.test_doctor import H100, L4, LARGE, equip
 from tests.kubernetes.api.server import ApiServer
@@ -58,7 +57,7 @@ def test_two_single_gpus_of_different_kinds_are_a_pool_each(server: ApiServer, t
 
 
 def test_two_gpus_that_no_node_can_use_both_of(server: ApiServer, tmp_path: Path) -> None:
-    """The second node has a GPU, and no memory to spare for who uses it."""
+    """The second node has a GPU, and no memory to spare for its processes."""
     server.add_node("large", H100, {**LARGE, "nvidia.com/gpu": "1"})
     server.add_node("starved", H100, {"cpu": "2", "memory": "3Gi", "nvidia.com/gpu": "1"})
     found, values, _ = look(server, tmp_path)
@@ -141,15 +140,13 @@ def test_values_do_without_objects_that_may_not_be_created(
     assert exit_code(server, tmp_path) == 0
 
 
-def test_rights_to_objects_that_the_cluster_does_not_know_are_not_missed(
-    server: ApiServer, tmp_path: Path
-) -> None:
+def test_rights_to_unknown_kinds_of_objects_are_not_required(server: ApiServer, tmp_path: Path) -> None:
     server.add_node("only")
     server.access.deny("create", "rayservices", "ray.io")
     assert look(server, tmp_path)[0]["permissions"].grade == "ok"
 
 
-def test_who_may_not_get_nodes_may_not_grant_it(server: ApiServer, tmp_path: Path) -> None:
+def test_an_installer_without_access_to_nodes_cannot_grant_it(server: ApiServer, tmp_path: Path) -> None:
     equip(server)
     assert "topology" not in look(server, tmp_path)[1]
     server.access.deny("get", "nodes")

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.local.children import Child
-from baton.local.ray_head import RayHead
-from baton.local.ray_pools import RayPools
+from baton.local.ray_pools import RayHead, RayPools
 
 
 class Pools:
@@ -36,7 +35,7 @@ def test_a_late_word_of_a_dead_ray_ends_the_pools_of_no_other(tmp_path: Path, mo
         return made[-1]
 
     monkeypatch.setattr(pools, "_start_pools", start)
-    monkeypatch.setattr("baton.local.ray_head.wait_until_started", lambda head: None)
+    monkeypatch.setattr("baton.local.ray_pools.wait_until_started", lambda head: None)
     pools.start()
     pools._start_again()
     assert [one.stopped for one in made] == [True, False], "it is not left to another Ray"

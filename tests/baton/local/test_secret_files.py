@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 import pytest
 
-from baton.local.secret_files import without_secrets
-from baton.ray_pools import application, scaled_application, serve_app
+from baton.local.options import without_secrets
+from baton.ray_pools import deploy, serve_app
 from cluster.config import sources
 from cluster.config.worker import EngineConfig, WorkerConfig
 
@@ -49,7 +49,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             found.append(arguments)
             return "bound"
 
-    monkeypatch.setattr(application, "_deployment", lambda *arguments: Deployment())
+    monkeypatch.setattr(serve_app, "_deployment", lambda *arguments: Deployment())
     monkeypatch.setenv("BATON_SECRET", SECRET)
     monkeypatch.setenv("BATON_REDIS_URL", URLS[0])
     return found
@@ -74,12 +74,12 @@ def test_an_application_with_a_policy_binds_none_either(
     given = {"engine": {"model": "/model"}}
     described = {
         "pools": {
-            role: {"given": {**given, "role": role}, "replicas": 1, "gpus": 0, "resources": {}}
+            role: {"config": {**given, "role": role}, "replicas": 1, "gpus": 0, "resources": {}}
             for role in ("prefill", "decode")
         },
         "environment": {},
         "autoscaling": {},
     }
-    monkeypatch.setenv(scaled_application.VARIABLE, json.dumps(described))
-    scaled_application.build({})
+    monkeypatch.setenv(deploy.VARIABLE, json.dumps(described))
+    deploy.build({})
     check(bound)

@@ -27,7 +27,8 @@ def ended_child(tmp_path, name="worker"):
 
 
 def test_a_dead_child_is_started_again_after_a_pause(tmp_path):
-    clock, exits = Clock(), []
+    clock = Clock()
+    exits: list[Child] = []
     supervisor = Supervisor(clock)
     supervisor.add(ended_child(tmp_path), lambda: ended_child(tmp_path, "next"), exits.append)
     clock.now = 100.0
@@ -87,7 +88,7 @@ def test_a_child_without_restart_is_only_reported(tmp_path):
 @pytest.mark.parametrize(
     "failure", [SetupError("no room"), OSError(errno.ENOSPC, "No space left on device")], ids=["ours", "disk"]
 )
-def test_a_failing_start_is_tried_again_and_said(tmp_path, failure):
+def test_a_failing_start_is_retried_and_reported(tmp_path, failure):
     """Also where the disk is full: what else runs goes on."""
     clock = Clock()
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from baton.processes import sessions
-from baton.ray_pools.supervision import late_exit_report
+from baton.ray_pools.supervision import exit_report
 from baton.ray_pools.supervision.exit_report import ExitReport
 from baton.ray_pools.supervision.supervisor import WorkerSupervisor
 from baton.ray_pools.supervision.worker_sockets import Facts, Place
@@ -61,7 +61,7 @@ class Decode(decode_pb2_grpc.DecodeServicer):
 @contextlib.contextmanager
 def served() -> Iterator[tuple[Decode, int]]:
     """A decode worker and its port."""
-    servicer = Decode()
+    servicer = Decode()  # type: ignore[abstract]  # the test calls no other method
     server = grpc.server(ThreadPoolExecutor(2))
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -120,7 +120,7 @@ def test_decode_workers_are_notified_once_worker_and_ranks_are_gone(
 def test_no_notice_while_a_process_of_the_worker_may_live(decode, worker, redis_url, namespace, monkeypatch):
     facts, rank = worker
     monkeypatch.setattr(sessions, "end", lambda *_: False)
-    monkeypatch.setattr(late_exit_report, "launch", lambda *_: None)
+    monkeypatch.setattr(exit_report, "launch", lambda *_: None)
     ExitReport(config(redis_url, namespace)).give(facts)
     assert decode.told == [] and not gone(rank)
 

@@ -16,11 +16,12 @@ import pytest
 import redis
 
 from baton.processes import sessions
-from baton.ray_pools.supervision import late_exit_report, worker_sockets
+from baton.ray_pools.supervision import exit_report, worker_sockets
 from baton.ray_pools.supervision.exit_report import TELL_SECONDS, ExitReport
 from baton.ray_pools.supervision.worker_sockets import Facts
 from cluster.config.worker import WorkerConfig
 from cluster.membership import reader
+from cluster.membership.reader import read_workers
 from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from tests.baton.ray_pools.test_exit_report import Decode, config, served
@@ -34,7 +35,7 @@ LONG = 30.0
 @pytest.fixture
 def decode(redis_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Decode, str]]:
     """It answers nothing, and is registered; with its address."""
-    monkeypatch.setattr(late_exit_report, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(exit_report, "LATE_POLL_SECONDS", 0.01)
     with served() as (servicer, port):
         servicer.failures = NEVER
         yield servicer, f"127.0.0.1:{port}"
@@ -59,11 +60,11 @@ def settings(registration, redis_url: str, namespace: str) -> WorkerConfig:
 def launched(monkeypatch) -> list[Any]:
     """What would be told later."""
     asked: list[Any] = []
-    monkeypatch.setattr(late_exit_report, "launch", lambda config, exited, targets: asked.append(targets))
+    monkeypatch.setattr(exit_report, "launch", lambda config, exited, targets: asked.append(targets))
     return asked
 
 
-def test_a_decode_worker_with_a_dead_lease_is_told_when_it_answers_again(
+def test_a_decode_worker_with_a_dead_lease_gets_the_report_when_it_answers_again(
     decode, settings, tmp_path: Path, monkeypatch
 ):
     """By a process that outlives the replica, and ends then."""
@@ -90,18 +91,18 @@ def late_words(where: Path) -> list[int]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             ours = process.environ().get(worker_sockets.DIRECTORY_VARIABLE) == str(where)
-            if ours and "baton.ray_pools.supervision.late_exit_report" in process.cmdline():
+            if ours and "baton.ray_pools.supervision.exit_report" in process.cmdline():
                 found.append(process.pid)
     return found
 
 
-def test_one_that_does_not_answer_the_replica_is_told_later(decode, settings, launched, monkeypatch):
+def test_a_worker_that_does_not_answer_gets_the_report_later(decode, settings, launched, monkeypatch):
     monkeypatch.setattr("baton.ray_pools.supervision.exit_report.TELL_SECONDS", 0.2)
     ExitReport(settings).give(GONE)
     assert launched == [{"d1": decode[1]}]
 
 
-def test_what_survives_sigkill_for_a_while_is_told_of_when_it_has_died(
+def test_a_process_that_survives_sigkill_for_a_while_is_reported_once_dead(
     decode, settings, launched, monkeypatch, tmp_path: Path
 ):
     """A process in a driver's call dies when that returns."""
@@ -116,39 +117,41 @@ def test_what_survives_sigkill_for_a_while_is_told_of_when_it_has_died(
         return left.pop(0)
 
     monkeypatch.setattr(sessions, "members", members)
-    late_exit_report.deliver(settings, GONE, None, tmp_path, LONG)
+    exit_report.deliver(settings, GONE, None, tmp_path, LONG)
     assert decode[0].told == ["p1"] and left == []
     monkeypatch.setattr(sessions, "members", lambda *_: [1])
-    late_exit_report.deliver(settings, GONE, None, tmp_path, 0.05)
-    late_exit_report.deliver(settings, GONE, None, tmp_path / "removed", LONG)
+    exit_report.deliver(settings, GONE, None, tmp_path, 0.05)
+    exit_report.deliver(settings, GONE, None, tmp_path / "removed", LONG)
     assert decode[0].told == ["p1"], "told without a proof"
 
 
-def test_nothing_is_left_to_tell_where_all_have_answered(decode, settings, launched):
+def test_nothing_is_left_to_report_where_all_have_answered(decode, settings, launched):
     decode[0].failures = 1
     ExitReport(settings).give(GONE)
     assert decode[0].told == ["p1"] and launched == []
 
 
-def test_what_redis_could_not_say_is_asked_later(decode, settings, launched, monkeypatch, tmp_path: Path):
-    read, answers = late_exit_report.read_workers, [redis.ConnectionError("away")] * 3
+def test_workers_that_redis_could_not_list_are_read_later(
+    decode, settings, launched, monkeypatch, tmp_path: Path
+):
+    read, answers = read_workers, [redis.ConnectionError("away")] * 3
 
     def reads(*where: str) -> Any:
         if answers:
             raise answers.pop()
         return read(*where)
 
-    monkeypatch.setattr(late_exit_report, "read_workers", reads)
+    monkeypatch.setattr(exit_report, "read_workers", reads)
     ExitReport(settings).give(GONE)
     assert launched == [None]
     decode[0].failures = 0
-    late_exit_report.deliver(settings, GONE, None, tmp_path, LONG)
+    exit_report.deliver(settings, GONE, None, tmp_path, LONG)
     assert decode[0].told == ["p1"] and not answers
 
 
-def test_who_leaves_the_registry_is_told_no_more(decode, settings, registration, tmp_path: Path):
+def test_a_worker_that_left_the_registry_gets_no_more_reports(decode, settings, registration, tmp_path: Path):
     thread = threading.Thread(
-        target=late_exit_report.deliver, args=(settings, GONE, {"d1": decode[1]}, tmp_path, 10 * LONG)
+        target=exit_report.deliver, args=(settings, GONE, {"d1": decode[1]}, tmp_path, 10 * LONG)
     )
     thread.start()
     wait_for(lambda: decode[0].failures < NEVER, LONG, "it is told again and again")
@@ -163,7 +166,7 @@ def test_late_notices_end(end, decode, settings, tmp_path: Path):
     where, seconds = (tmp_path, 0.1) if end == "time" else (tmp_path / "removed", 10 * LONG)
     targets = {"d1": decode[1]}
     thread = threading.Thread(
-        target=late_exit_report.deliver, args=(settings, GONE, targets, where, seconds), daemon=True
+        target=exit_report.deliver, args=(settings, GONE, targets, where, seconds), daemon=True
     )
     thread.start()
     thread.join(LONG)

@@ -1,4 +1,4 @@
-"""A worker outlives its keeper, is taken over by the next one with the same settings, and never stays for nobody."""
+"""A worker outlives its supervisor, is taken over by the next one with the same settings, and ends without one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_it_is_taken_over_and_leaves_with_the_clusters_owner(where: Path, config
         )
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait(30)
-        wait_for(lambda: gone(worker), 60.0, "nobody is left for it to wait for")
+        wait_for(lambda: gone(worker), 60.0, "no supervisor is left, so it ends")
         assert [file.name for file in where.iterdir()] == ["owner"]
     finally:
         for process in (replica, owner):
@@ -167,7 +167,7 @@ def test_an_exit_that_was_reported_is_not_reported_by_the_next_replica(where: Pa
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_whoever_keeps_it_hears_once_that_it_is_gone(where: Path, config: dict[str, Any]) -> None:
+def test_the_exit_of_a_worker_is_reported_once(where: Path, config: dict[str, Any]) -> None:
     heard: list[Facts] = []
     supervisor = WorkerSupervisor.take_over_or_start(where, config, {}, heard.append)
     supervisor.wait_serving(START_SECONDS)
@@ -181,7 +181,7 @@ def test_whoever_keeps_it_hears_once_that_it_is_gone(where: Path, config: dict[s
     second.wait_serving(START_SECONDS)
     worker = second.status().pid
     second.drop()
-    os.kill(worker, signal.SIGKILL)  # while nobody keeps it
+    os.kill(worker, signal.SIGKILL)  # while it has no supervisor
     wait_for(lambda: gone(worker), 30.0, "it is dead")
     third = WorkerSupervisor.take_over_or_start(where, config, {}, heard.append)
     assert [facts.pid for facts in heard] == [pid, worker]

@@ -29,7 +29,7 @@ def line_with(lines: list[str], *words: str) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 80, 108, 200])
-def test_a_frame_says_how_the_cluster_is(width: int) -> None:
+def test_a_frame_shows_the_state_of_the_cluster(width: int) -> None:
     lines = drawn(look(), width)
     text = " ".join(" ".join(lines).split())
     assert "7 in flight" in text and "Redis ok" in text and "61% of prompts cached" in text
@@ -72,7 +72,7 @@ def test_a_crowd_is_cut_to_the_height_and_trouble_stays() -> None:
     assert sum("decode-" in line for line in drawn(look(view(*crowd)))) == 200
 
 
-def test_a_router_that_is_gone_is_said_and_what_it_last_said_stays() -> None:
+def test_a_lost_router_is_shown_with_its_last_values() -> None:
     lines = drawn(look(problem="no router answers at http://router:8000"), lost_seconds=4.2)
     assert "no router answers" in lines[0]
     assert "trying again for 4 s" in "".join(lines[:2])
@@ -84,7 +84,7 @@ def test_a_router_that_is_gone_is_said_and_what_it_last_said_stays() -> None:
     [{}, {"workers": [{}]}, {"workers": [], "routers": [{}], "now": None, "history": None, "flows": None}],
 )
 @pytest.mark.parametrize("width", [80, 140])
-def test_a_router_that_says_less_leaves_dashes(of: dict[str, Any], width: int) -> None:
+def test_missing_values_of_a_router_are_dashes(of: dict[str, Any], width: int) -> None:
     assert any("–" in line for line in drawn(look(of), width))
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.top.sparkline import sparkline
+from baton.top.frame import sparkline
 
 
 @pytest.mark.parametrize(

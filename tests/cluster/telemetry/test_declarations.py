@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from baton.autoscaler.metrics import AutoscalingMetrics
+from baton.autoscaler.report import AutoscalingMetrics
 from cluster.telemetry.metrics import process
 from cluster.telemetry.metrics.catalogue import DECLARED
 from cluster.telemetry.metrics.declaration import Declaration

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.errors import ConfigError
-from cluster.telemetry.exporter import MetricsServer
+from cluster.telemetry.exposition import MetricsServer
 from cluster.telemetry.metrics.worker import REQUESTS_RUNNING
 from cluster.telemetry.registry import Registry
 from cluster.telemetry.scrape import ScrapeCollector
@@ -50,7 +50,7 @@ def ask(exporter: MetricsServer, path: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def test_a_probe_says_why_not(exporter: MetricsServer, worker: Worker) -> None:
+def test_a_failed_probe_gives_its_reason(exporter: MetricsServer, worker: Worker) -> None:
     status, body = ask(exporter, "/ready")
     assert status == 503
     assert json.loads(body) == {

@@ -29,14 +29,13 @@ def _registry(aliases: MetricsAliases = "none") -> Registry:
     stages = HistogramFamily("baton_stage_seconds", "Stages", STAGE_SECONDS, ["stage"])
     stages.of("prefill_queue").observe(0.2)
     stages.of("placement").observe(0.1)
+    live: dict[tuple[str, ...], float] = {("decode", "live"): 2}
     readings = [
         Gauge(("decode",), "baton_requests_running", "requests", "Running").read(lambda: 3),
         Counter(("decode",), "baton_parts_total", "parts", "Parts", "reason").read(
             lambda: {"late": 1, "stale": 0}
         ),
-        Gauge(("decode",), "baton_workers", "workers", "Workers", "of", "lease").read(
-            lambda: {("decode", "live"): 2}
-        ),
+        Gauge(("decode",), "baton_workers", "workers", "Workers", "of", "lease").read(lambda: live),
     ]
     registry.add([ScrapeCollector(readings), stages])
     return registry

@@ -1,4 +1,4 @@
-"""Who may do what: a service account's token is held to its Roles, every other token may do everything."""
+"""Access control: a service account's token is held to its Roles, every other token may do everything."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Access:
         return made
 
     def deny(self, verb: str, resource: str, group: str = "") -> None:
-        """Takes this from everybody, so that a test sees what a user without it sees."""
+        """Take this right from every user, so that a test sees what a user without it sees."""
         self._denied.add(Action(verb, group, resource))
 
     def account(self, token: str) -> Account | None:

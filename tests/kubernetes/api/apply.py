@@ -1,8 +1,8 @@
-"""Server-side apply, and who owns which field after any other write.
+"""Server-side apply, and the owner of each field after any other write.
 
 https://kubernetes.io/docs/reference/using-api/server-side-apply/ describes what is done here: an applied field
-that someone else owns with another value is a conflict; a field that a manager applied and applies no longer goes,
-unless someone else owns it too.
+that another manager owns with another value is a conflict; a field that a manager applied and applies no longer goes,
+unless another manager owns it too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_owners(kind: Kind, document: Object, owners: Owners, now: str) -> None
 
 
 def own_changes(kind: Kind, before: Object | None, after: Object, manager: Manager, now: str) -> None:
-    """After a create, update or patch: what changed belongs to `manager` alone, what is gone to nobody."""
+    """After a create, update or patch: what changed belongs to `manager` alone, what is gone has no owner."""
     node = root(kind)
     owners = read_owners(before) if before else {}
     old = set(fields.leaves(before, node)) if before else set()

@@ -1,7 +1,7 @@
 """Which fields a manager owns: sets of paths, and their form in `metadata.managedFields` (FieldsV1).
 
 A path is a tuple of elements: `f:name` a field, `k:{…}` a list's item by its keys, `v:…` an item by its value.
-Only leaves and list items are in a set: a map is owned by who owns something in it.
+Only leaves and list items are in a set: a map is owned by the owners of its items.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.kubernetes.api.kinds import Object
 from tests.kubernetes.api.schemas import Node
 
 Path = tuple[str, ...]
-# Written by the server, or saying which object it is: nobody owns these.
+# Written by the server, or identifying the object: these have no owner.
 UNOWNED = {("f:apiVersion",), ("f:kind",)} | {
     ("f:metadata", f"f:{name}")
     for name in (

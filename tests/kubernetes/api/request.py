@@ -67,7 +67,7 @@ class Request:
 
     @property
     def manager(self) -> str:
-        """Who owns the fields that this request sets: as named, or the client's program."""
+        """The owner of the fields that this request sets: as named, or the client's program."""
         agent = self.headers.get("user-agent", "unknown").partition("/")[0]
         return self.query.get("fieldManager") or agent
 

@@ -88,7 +88,7 @@ class ApiServer:
 
     @property
     def authority(self) -> bytes:
-        """PEM of who signed the server's certificate; empty over plain HTTP."""
+        """PEM of the authority of the server's certificate; empty over plain HTTP."""
         return (self._certificates / "ca.pem").read_bytes() if self._certificates else b""
 
     def kubeconfig(self, path: Path, token: str = TESTER) -> Path:

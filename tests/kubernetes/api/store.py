@@ -44,7 +44,7 @@ class Store:
 
     @property
     def lock(self) -> threading.Condition:
-        """Held around reading an object and writing it back; it may be taken again by who holds it."""
+        """Held around reading an object and writing it back; its holder may take it again."""
         return self._changed
 
     @property

@@ -80,7 +80,7 @@ def test_a_selector_must_select_its_own_pods(server: ApiServer) -> None:
         server.create(wrong)
 
 
-def test_a_watch_begins_with_what_there_is_and_says_where_that_ends(server: ApiServer, api: Any) -> None:
+def test_a_watch_begins_with_the_present_objects_and_marks_their_end(server: ApiServer, api: Any) -> None:
     server.create(samples.config_map("a"))
     core = clients.core(api)
     seen = []
@@ -106,7 +106,7 @@ def test_a_watch_begins_with_what_there_is_and_says_where_that_ends(server: ApiS
     ]
 
 
-def test_a_watch_of_labels_tells_what_stops_matching(server: ApiServer, api: Any) -> None:
+def test_a_watch_of_labels_reports_objects_that_stop_matching(server: ApiServer, api: Any) -> None:
     core = clients.core(api)
     labelled = {**samples.config_map("a"), "metadata": {"name": "a", "labels": {"on": "1"}}}
     revision = server.create(labelled)["metadata"]["resourceVersion"]
@@ -209,7 +209,7 @@ def test_a_users_missing_permission_shows_in_an_access_review(server: ApiServer,
     assert (allowed("roles"), allowed("rolebindings")) == (False, True)
 
 
-def test_nodes_say_what_they_can_allocate(server: ApiServer, api: Any) -> None:
+def test_nodes_report_what_they_can_allocate(server: ApiServer, api: Any) -> None:
     server.add_node("gpu-1", {"topology.kubernetes.io/zone": "a"}, {"nvidia.com/gpu": "8"})
     (node,) = clients.core(api).list_node().items
     assert node.status.allocatable["nvidia.com/gpu"] == "8"

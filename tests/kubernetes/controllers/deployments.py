@@ -84,7 +84,7 @@ class Deployments:
         for one in sorted(old, key=lambda one: one["metadata"]["creationTimestamp"]):
             has = one["spec"]["replicas"]
             useless = has - _count(one, "availableReplicas")
-            # What is not available serves nobody: it may always go.
+            # An unavailable pod serves no request: it may always go.
             drop = min(has, max(useless if useless > 0 else 0, min(spare, has)))
             if drop > 0:
                 self._scale(one, has - drop)

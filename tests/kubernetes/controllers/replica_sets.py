@@ -27,7 +27,7 @@ class ReplicaSets:
         for _ in range(wanted - len(alive)):
             name = f"{owner['metadata']['name']}-"
             self._client.create(pods.made_from(owner["spec"]["template"], owner, name))
-        # Those that serve nobody yet go first.
+        # Those that are not ready yet go first.
         for pod in sorted(alive, key=pods.is_ready)[: max(0, len(alive) - wanted)]:
             self._client.delete(pod)
 

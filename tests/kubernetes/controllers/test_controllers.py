@@ -159,7 +159,7 @@ def test_endpoints_follow_readiness_and_named_ports() -> None:
         wait_for(lambda: "addresses" in endpoints("late"), SECONDS, "late is ready")
 
 
-def test_the_scheduler_says_what_is_missing(cluster: ApiServer) -> None:
+def test_the_scheduler_reports_what_is_missing(cluster: ApiServer) -> None:
     cluster.add_node("small", {"pool": "cpu"})
     cluster.add_node("big", {"pool": "gpu"}, {"nvidia.com/gpu": "2"})
     limits = {"limits": {"nvidia.com/gpu": "1"}}

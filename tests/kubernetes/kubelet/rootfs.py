@@ -21,7 +21,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Identity:
-    """Who the command runs as; 0 is root."""
+    """The user that the command runs as; 0 is root."""
 
     user: int = 0
     group: int = 0
@@ -87,7 +87,7 @@ class RootFs:
         return "\n".join(lines) + "\n"
 
     def _parents(self, folder: Path) -> list[str]:
-        """Everybody may pass through to a visible folder, in the overlay alone."""
+        """Make the parents of a visible folder traversable for every user, in the overlay alone."""
         above = [parent for parent in folder.parents if parent != Path("/")]
         quoted = [shlex.quote(f"{self.scratch}/root{parent}") for parent in reversed(above)]
         return [f"mkdir -p {path} && chmod o+x {path}" for path in quoted]

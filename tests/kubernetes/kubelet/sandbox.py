@@ -22,7 +22,7 @@ class Sandbox:
         self.hosts = folder / "hosts"
         self.resolver = folder / "resolv.conf"
         self.hosts.write_text(LOCAL)
-        # Names that are not in `hosts` are not known: nobody listens there.
+        # Names that are not in `hosts` cannot be resolved: no name server listens.
         self.resolver.write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         self._pause = subprocess.Popen(
             ["unshare", "-n", "-i", "-u", "sleep", "infinity"],

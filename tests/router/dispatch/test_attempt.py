@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from router.dispatch.liveness import Liveness
 
 from cluster.errors import BatonError, DrainingError, PeerLostError, StaleEpochError
 from cluster.rpc import errors
@@ -17,7 +18,6 @@ from router.dispatch import attempt as attempts
 from router.dispatch import liveness
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.channels import Channels
-from router.dispatch.liveness import Liveness
 from router.placement.types import Placed
 from tests.harness.waiting import until
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -262,7 +262,8 @@ async def test_a_silent_worker_is_lost(world, monkeypatch):
     attempt = world.attempt()
     attempt.start()
     found = ends(await events(attempt, both))
-    assert isinstance(found[P].error, PeerLostError) and "nothing heard" in found[P].error.message
+    error = found[P].error
+    assert isinstance(error, PeerLostError) and "nothing heard" in error.message
     assert found[D].end is not None
     assert "p@3" in world.liveness.suspects
 
@@ -291,7 +292,7 @@ async def test_an_unread_stream_is_paused_and_not_lost(world, monkeypatch):
     ("state", "committed"),
     [(decode_pb2.ATTEMPT_STATE_COMMITTED, True), (decode_pb2.ATTEMPT_STATE_ABORTED, False)],
 )
-async def test_the_decode_worker_says_whether_it_has_committed(world, state, committed):
+async def test_the_decode_worker_reports_whether_it_has_committed(world, state, committed):
     world.decode.arbiter = state
     attempt = world.attempt()
     assert await attempt.abort_unless_committed() is committed

@@ -1,4 +1,4 @@
-"""Who could not be reached is left alone, for longer and longer, and comes back at the first answer."""
+"""A name that could not be reached is excluded, for longer and longer, until its first answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Clock:
         return self.now
 
 
-def left(backoff: Backoff, clock: Clock) -> float:
+def left(backoff: Backoff[str], clock: Clock) -> float:
     """Seconds until "d" may be tried."""
     out = backoff._out.get("d")
     return max(0.0, out.until - clock.now) if out is not None else 0.0
@@ -25,7 +25,7 @@ def left(backoff: Backoff, clock: Clock) -> float:
 
 def test_pauses_double_up_to_the_longest() -> None:
     clock = Clock()
-    backoff = Backoff(clock)
+    backoff: Backoff[str] = Backoff(clock)
     pauses = []
     for _ in range(7):
         backoff.failed("d")
@@ -37,7 +37,7 @@ def test_pauses_double_up_to_the_longest() -> None:
 
 def test_what_was_under_way_with_the_first_failure_counts_once() -> None:
     clock = Clock()
-    backoff = Backoff(clock)
+    backoff: Backoff[str] = Backoff(clock)
     for _ in range(5):
         backoff.failed("d")
         clock.now += FIRST_SECONDS / 10
@@ -46,7 +46,7 @@ def test_what_was_under_way_with_the_first_failure_counts_once() -> None:
 
 def test_an_answer_ends_it_and_the_next_failure_is_a_first_one() -> None:
     clock = Clock()
-    backoff = Backoff(clock)
+    backoff: Backoff[str] = Backoff(clock)
     backoff.failed("d")
     clock.now += FIRST_SECONDS
     backoff.failed("d")
@@ -56,9 +56,9 @@ def test_an_answer_ends_it_and_the_next_failure_is_a_first_one() -> None:
     assert left(backoff, clock) == FIRST_SECONDS
 
 
-def test_only_who_failed_before_fails_again() -> None:
+def test_only_a_name_that_failed_before_fails_again() -> None:
     clock = Clock()
-    backoff = Backoff(clock)
+    backoff: Backoff[str] = Backoff(clock)
     backoff.failed_again("d")
     assert backoff.names() == frozenset()
     backoff.failed("d")
@@ -69,7 +69,7 @@ def test_only_who_failed_before_fails_again() -> None:
 
 def test_old_failures_are_forgotten() -> None:
     clock = Clock()
-    backoff = Backoff(clock)
+    backoff: Backoff[str] = Backoff(clock)
     for name in range(100):
         backoff.failed(str(name))
     clock.now += FIRST_SECONDS + MOST_SECONDS

@@ -1,5 +1,5 @@
-"""The mailbox in any order of producers, ends, errors, a reader that comes, goes and is cut off: nothing is lost, doubled
-or out of order, no more than its bound and one a producer lies there, and nobody waits for nothing."""
+"""The bounded queue in any order of producers, ends, errors, a reader that comes, goes and is cut off: nothing is lost,
+doubled or out of order, it holds no more than its bound and one per producer, and no wait is without a reason."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class MailboxMachine(RuleBasedStateMachine):
         self.look()
 
     def look(self) -> None:
-        """What the reader got, and who may go on."""
+        """What the reader got, and which producers may go on."""
         for which, task in list(self.waiting.items()):
             if task.done():
                 task.result()
@@ -161,7 +161,7 @@ class MailboxMachine(RuleBasedStateMachine):
         self.count(batch)
 
     def count(self, batch: list[tuple[int, int]]) -> None:
-        assert not self.discarded, "nobody wanted it any more"
+        assert not self.discarded, "it was discarded before"
         for which, number in batch:
             assert number == self.taken[which], "out of order, lost or twice"
             self.taken[which] += 1

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from router.dispatch.channels import Channels
-from wire import decode_pb2, decode_pb2_grpc
+from wire import common_pb2, decode_pb2, decode_pb2_grpc
 
 
 class Worker(decode_pb2_grpc.DecodeServicer):
@@ -18,8 +18,6 @@ class Worker(decode_pb2_grpc.DecodeServicer):
         self.go_on = asyncio.Event()
 
     async def Attach(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        from wire import common_pb2
-
         yield common_pb2.AttemptEvent(beat=common_pb2.Beat(engine_step=1))
         await self.go_on.wait()
         yield common_pb2.AttemptEvent(beat=common_pb2.Beat(engine_step=2))
@@ -27,7 +25,8 @@ class Worker(decode_pb2_grpc.DecodeServicer):
 
 @pytest.fixture
 async def worker():
-    server, servicer = grpc.aio.server(), Worker()
+    server = grpc.aio.server()
+    servicer = Worker()  # type: ignore[abstract]  # the test calls no other method
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -35,16 +34,23 @@ async def worker():
     await server.stop(None)
 
 
+async def next_step(call: Any) -> int:
+    """Engine step of the stream's next message, a beat."""
+    event = await asyncio.wait_for(call.read(), 60)
+    assert isinstance(event, common_pb2.AttemptEvent)
+    return event.beat.engine_step
+
+
 async def test_a_stream_goes_on_though_the_registry_has_lost_its_worker(worker):
     servicer, address = worker
     channels = Channels()
     call = channels.decode(address).Attach(decode_pb2.AttachRequest())
-    assert (await asyncio.wait_for(call.read(), 60)).beat.engine_step == 1
+    assert await next_step(call) == 1
     channels.keep_only(set())
     servicer.go_on.set()
-    assert (await asyncio.wait_for(call.read(), 60)).beat.engine_step == 2
-    assert await asyncio.wait_for(call.read(), 60) is grpc.aio.EOF
+    assert await next_step(call) == 2
+    assert await asyncio.wait_for(call.read(), 60) is grpc.aio.EOF  # type: ignore[attr-defined]  # not in the stubs
     again = channels.decode(address).Attach(decode_pb2.AttachRequest())
-    assert (await asyncio.wait_for(again.read(), 60)).beat.engine_step == 1
+    assert await next_step(again) == 1
     again.cancel()
     await channels.close()

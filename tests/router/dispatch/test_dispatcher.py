@@ -24,7 +24,7 @@ from router.dispatch.services import Services
 from router.dispatch.unreachable_pairs import UnreachablePairs
 from router.placement.calibration import Calibration
 from router.placement.eligibility import Eligibility
-from router.placement.types import Generation, Placed, PlacementRequest
+from router.placement.types import KvGroup, Placed, PlacementRequest
 from router.request.completion import Completion
 from router.text.tokenizer import ModelText
 from wire import common_pb2
@@ -69,7 +69,7 @@ def end(outcome: str, error: BatonError | None = None) -> common_pb2.AttemptEnd:
 
 @dataclass(eq=False)
 class Scripted:
-    """Stands in for an Attempt: says what its script says, then, if nobody is lost, what is left."""
+    """Stands in for an Attempt: sends what its script says, then, if no worker is lost, the rest."""
 
     placed: Placed
     transfer_id: bytes
@@ -110,8 +110,8 @@ class Scripted:
                 self.ends(source, end("DONE"))
 
     def play(self, step: str, position: int) -> int:
-        who, _, what = step.partition(" ")
-        source = P if who in ("first", "prefill") else D
+        actor, _, what = step.partition(" ")
+        source = P if actor in ("first", "prefill") else D
         if source in self.finished | self.failed:
             return position
         match step:
@@ -179,8 +179,8 @@ class World:
         self.services = Services(config, text, members, stand_in, stand_in, stand_in)
         self.services.new_transfer_id = lambda: len(self.attempts).to_bytes(16)  # type: ignore[method-assign]
 
-    def generation(self, before: Generation | None) -> Generation:
-        return Generation("m", 16, b"")
+    def kv_group(self, before: KvGroup | None) -> KvGroup:
+        return KvGroup("m", 16, b"")
 
     async def charge(self, *_: Any) -> None:
         """No quota."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ def text(checkpoint):
 class Failing(World):
     """The first attempts fail as given, at P or D, after a number of tokens; later ones succeed."""
 
-    def __init__(self, text: ModelText, ends: list[tuple[Source, BatonError, int]]):
+    def __init__(self, text: ModelText, ends: Sequence[tuple[Source, BatonError, int]]):
         super().__init__(text, [])
         self.ends = ends
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import grpc
 import pytest
+from router.dispatch.liveness import Liveness
 
+from cluster.config.worker import Role
 from cluster.membership.types import WorkerInfo
 from cluster.protocol.block_hash import pack_tokens
 from router.dispatch.attempt import Attempt, Ended, Source, TokenCame
 from router.dispatch.channels import Channels
-from router.dispatch.liveness import Liveness
 from router.placement.types import Placed
 from tests.harness.waiting import until as until_true
 from wire import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
@@ -32,7 +33,9 @@ class Workers(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
 
     async def Run(self, request: Any, context: Any) -> Any:
         self.called.append("Run")
-        yield common_pb2.AttemptEvent(token=common_pb2.Token(position=4, finish=1))
+        yield common_pb2.AttemptEvent(
+            token=common_pb2.Token(position=4, finish=common_pb2.FINISH_REASON_STOP)
+        )
         await self.may_end.wait()
         end = common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_DONE)
         yield common_pb2.AttemptEvent(end=end)
@@ -52,13 +55,14 @@ class Workers(prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
 async def attempt(new: int, said: int = 0):
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    workers = Workers()
+    workers = Workers()  # type: ignore[abstract]  # the test calls no other method
     prefill_pb2_grpc.add_PrefillServicer_to_server(workers, server)
     decode_pb2_grpc.add_DecodeServicer_to_server(workers, server)
     await server.start()
+    roles: tuple[Role, Role] = ("prefill", "decode")
     p, d = (
         WorkerInfo(role[0], 1, slot, role, "m", address, "", b"", "", "h", 4096, 100)
-        for slot, role in enumerate(("prefill", "decode"), 1)
+        for slot, role in enumerate(roles, 1)
     )
     spec = common_pb2.GenerateSpec(
         prompt_tokens=pack_tokens([5, 6, 7, 8]),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from router.dispatch.liveness import Liveness
 
 from router.dispatch import liveness as module
 from router.link.backoff import FIRST_SECONDS
-from router.dispatch.liveness import Liveness
 from tests.harness.waiting import until
 
 
@@ -30,22 +30,22 @@ async def test_a_stream_opened_later_is_lost_with_the_first():
     assert set(lost) == {"first", "second"}
 
 
-async def test_who_was_lost_gets_nothing_new_until_its_time_is_up_or_it_speaks():
+async def test_a_lost_worker_gets_nothing_new_until_its_time_is_up_or_it_answers():
     """For as long as a partition lasts, only one request after the other pays for finding out."""
     liveness, lost = Liveness(), []
     with liveness.watch("d@1", lambda: lost.append("first")):
-        await until(lambda: lost, 5.0)
+        await until(lambda: lost, "the worker is lost", 5.0)
     assert liveness.suspects == {"d@1"}
     await asyncio.sleep(FIRST_SECONDS)
     assert liveness.suspects == frozenset(), "it is tried"
     liveness.not_reached("d@1")
     assert liveness.suspects == {"d@1"}
-    with liveness.watch("d@1", lambda: lost.append("second")) as watch:  # nobody else was there
+    with liveness.watch("d@1", lambda: lost.append("second")) as watch:  # no other watch was open
         watch.responded()
         assert liveness.suspects == frozenset()
 
 
-async def test_who_was_never_heard_on_a_stream_is_lost_though_others_speak():
+async def test_a_worker_silent_on_a_stream_is_lost_though_others_answer():
     """The way to it is cut, the way back is not."""
     liveness, lost = Liveness(), []
     with (
@@ -71,7 +71,7 @@ async def test_one_stream_that_brings_something_keeps_the_worker_but_not_the_sil
     assert set(lost) == {"silent"}
 
 
-async def test_a_slow_reader_loses_nobody():
+async def test_a_slow_reader_loses_no_event():
     liveness, lost = Liveness(), []
     with liveness.watch("d@1", lambda: lost.append("slow")) as watch:
         watch.pause()

@@ -1,5 +1,5 @@
-"""What a router hears of its workers, in any order: streams that open, speak, are not read, go silent and end; workers
-that come back under another epoch. A worker is suspect and lost when it is, and nobody else is."""
+"""A router's view of its workers' liveness, in any order: streams that open, send, are not read, go silent and end;
+workers that come back under another epoch. A worker is suspect and lost when it is silent, and no other is."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from unittest import mock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from router.dispatch.liveness import WATCH_SECONDS, Liveness, Watch
 
 from cluster.protocol.times import LOST_SECONDS, SUSPECT_SECONDS
 from router.dispatch import liveness as module
 from router.link.backoff import MOST_SECONDS
-from router.dispatch.liveness import WATCH_SECONDS, Liveness, Watch
 from tests.harness.virtual_time import VirtualLoop
 
 WORKERS = st.sampled_from(["d0", "d1"])
@@ -27,7 +27,7 @@ SLACK = 2.5 * WATCH_SECONDS
 
 @dataclass(eq=False)
 class Stream:
-    """The model of one: when it was heard, since when nobody has read it."""
+    """The model of one stream: when its last message came, and since when it has not been read."""
 
     worker: str
     epoch: int
@@ -118,7 +118,7 @@ class LivenessMachine(RuleBasedStateMachine):
         self.loop.pass_time(seconds)
         for stream in self.streams:
             if self.must_be_lost(stream):
-                assert stream.lost, "silent for too long, and nobody was told"
+                assert stream.lost, "silent for too long, and not reported as lost"
 
     def read(self, stream: Stream) -> bool:
         """None of its worker's streams lies unread: else it might have spoken."""
@@ -165,7 +165,7 @@ class LivenessMachine(RuleBasedStateMachine):
         while self.streams:
             self.ends(0)
         self.loop.pass_time(2 * WATCH_SECONDS)
-        assert self.liveness._timer is None, "it looks for nobody"
+        assert self.liveness._timer is None, "a timer runs without a stream"
         self.patch.stop()
         self.loop.close()
 

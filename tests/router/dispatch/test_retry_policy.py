@@ -49,7 +49,7 @@ def test_a_request_that_workers_die_of_is_given_up():
         retry_policy.pause_seconds(LOST, 0.0, progress=False, costly=True)
 
 
-def test_a_token_begins_both_limits_anew():
+def test_a_token_restarts_both_limits():
     clock = Clock()
     retry_policy = RetryPolicy(2, 30.0, clock)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Who is refused when it is late: everybody but those whom a router has taken in already."""
+"""A late request is refused unless a router has admitted it already."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.choice import RESUMED_AT_ONCE, ChoiceStream
 from router.dispatch.dispatcher import RequestDispatcher
 from router.dispatch.services import Services
-from router.placement.types import Generation, Placed, PlacementRequest
+from router.placement.types import KvGroup, Placed, PlacementRequest
 from router.quota.quota import Quota
 from router.request.completion import Completion, Delta
 from router.text.tokenizer import ModelText
@@ -29,8 +29,8 @@ class Refusing:
     def __init__(self) -> None:
         self.asked: list[PlacementRequest] = []
 
-    def generation(self, before: Generation | None) -> Generation:
-        return Generation("m", 16, b"")
+    def kv_group(self, before: KvGroup | None) -> KvGroup:
+        return KvGroup("m", 16, b"")
 
     async def place(self, request: PlacementRequest) -> Placed:
         self.asked.append(request)
@@ -135,13 +135,13 @@ async def test_half_an_answer_is_not_refused_for_being_late(services):
     assert asked.target_seconds == asked.deadline_seconds == 0.0
 
 
-async def test_an_attempt_that_failed_makes_it_taken_in(services):
+async def test_an_attempt_that_failed_counts_as_admitted(services):
     dispatcher = RequestDispatcher(completion(), services)
-    generation = services.placement.generation(None)
+    kv_group = services.placement.kv_group(None)
 
     def asked() -> PlacementRequest:
         return dispatcher._placement_request(
-            dispatcher._choices, dispatcher._spec(dispatcher._choices, generation), generation
+            dispatcher._choices, dispatcher._spec(dispatcher._choices, kv_group), kv_group
         )
 
     assert asked().target_seconds > 0

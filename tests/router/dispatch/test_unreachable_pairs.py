@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.config.worker import Role
 from cluster.errors import BlocksExhaustedError, PeerLostError, TransportError
 from cluster.membership.types import WorkerInfo
-from router.link.backoff import FIRST_SECONDS
 from router.dispatch.unreachable_pairs import UnreachablePairs
+from router.link.backoff import FIRST_SECONDS
 from router.placement.types import Placed
 
 
-def worker(role: str, index: int) -> WorkerInfo:
+def worker(role: Role, index: int) -> WorkerInfo:
     return WorkerInfo(f"{role}-{index}", 1, 0, role, "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000)
 
 
@@ -46,14 +47,14 @@ def test_one_of_two_is_left_out_and_either_goes_on_with_others(pairs):
     }
 
 
-def test_who_is_not_there_is_not_left_out(pairs):
-    """Other generations, and what the request leaves out by itself."""
+def test_an_absent_worker_is_not_excluded(pairs):
+    """Other KV groups, and what the request leaves out by itself."""
     pairs.failed(placed(PS[0], DS[0]), LOST)
     assert not pairs.left_out(PS[:2], DS[1:])
     assert not pairs.left_out(PS[1:], DS)
 
 
-def test_who_reaches_nobody_is_left_out_alone(pairs):
+def test_a_worker_that_reaches_no_other_is_excluded_alone(pairs):
     for decode in DS:
         pairs.failed(placed(PS[0], decode), LOST)
     assert pairs.left_out(PS, DS) == {PS[0].name}
@@ -65,7 +66,7 @@ def test_the_last_decode_worker_stays(pairs):
     assert pairs.left_out(PS[:1], DS[:1]) == {PS[0].name}, "it may prefill by itself"
 
 
-def test_the_last_prefill_worker_stays_while_it_reaches_somebody(pairs):
+def test_the_last_prefill_worker_stays_while_it_reaches_a_decode_worker(pairs):
     pairs.failed(placed(PS[0], DS[0]), LOST)
     assert pairs.left_out(PS[:1], DS[:2]) == {DS[0].name}
     pairs.failed(placed(PS[0], DS[1]), LOST)

@@ -9,20 +9,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from cluster.config.worker import Role
 from cluster.index import scripts
 from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
-from router.placement.calls import Calls
 from router.placement.candidates import Candidates
 from router.placement.place_script import script_source
-from router.placement.settlement import SETTLE_SECONDS, settle_source
+from router.placement.settlement import SETTLE_SECONDS, Calls, settle_source
 
 PAGE = 16
 KEY_BYTES = 8
 STEP_SECONDS = 0.02
 HOUR_MS = 3_600_000
-BANDWIDTHS = struct.pack(">5d", *[1e12] * 5)  # the same at every distance
+BANDWIDTHS = struct.pack(">5d", *[1e12] * 5)  # the same at every topological distance
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,10 @@ class Simulation:
         self._place = self._redis.register_script(script_source())
         self._settle = self._redis.register_script(settle_source())
         self._report = self._redis.register_script(scripts.report())
+        roles: tuple[Role, Role] = ("prefill", "decode")
         workers = [
             WorkerInfo(f"{role}-{n}", n + 1, slot, role, "m", "", "", b"", "", f"h{n}", 131072, 65536)
-            for slot, (role, n) in enumerate(
-                [(role, n) for role in ("prefill", "decode") for n in range(pairs)], start=1
-            )
+            for slot, (role, n) in enumerate([(role, n) for role in roles for n in range(pairs)], start=1)
         ]
         for worker in workers:
             self._redis.hset(keys.slot_owners(namespace), str(worker.slot), worker.name)
@@ -180,7 +179,7 @@ class Simulation:
     def _say(self, worker: WorkerInfo, chain: bytes) -> None:
         self._sequence[worker.slot] += 1
         self._report(
-            keys=[keys.slot_owners(self._namespace), scripts.sequences(self._namespace)],
+            keys=[keys.slot_owners(self._namespace), keys.sequences(self._namespace)],
             args=[
                 *(scripts.prefix(self._namespace, "m"), worker.slot, worker.name),
                 *(self._sequence[worker.slot], HOUR_MS, len(chain) // KEY_BYTES, chain),

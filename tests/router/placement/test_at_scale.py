@@ -16,9 +16,10 @@ from cluster.membership import keys
 from cluster.membership.types import WorkerInfo
 from cluster.redis.connect import connect
 from router.placement import eligibility, place_script
+from router.placement.candidates import Candidates
 from router.placement.eligibility import MAX_CANDIDATES_KEPT
 from router.placement.placement import Placement
-from router.placement.redis_backoff import RedisBackoff
+from router.placement.script_call import RedisBackoff
 from router.placement.types import PlacementRequest, Reason
 from tests.harness.waiting import until
 
@@ -48,7 +49,8 @@ async def make(redis_url, namespace):
         members = fleet(pairs)
         client = connect(redis_url)
         owners = {str(worker.slot): worker.name for worker in members.all}
-        client.hset(keys.slot_owners(namespace), mapping=owners)
+        for slot, name in owners.items():
+            client.hset(keys.slot_owners(namespace), slot, name)
         client.close()
         placement = Placement(config, members, random.Random(1))
         made.append(placement)
@@ -62,7 +64,7 @@ async def make(redis_url, namespace):
 
 async def test_a_suspect_does_not_make_every_request_rebuild_the_candidates(make, monkeypatch):
     placement, built = await make(4), []
-    build = eligibility.Candidates
+    build = Candidates
 
     def counted(*arguments: Any) -> Any:
         built.append(arguments)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from router.placement.calls import Calls
-from router.placement.redis_backoff import RedisBackoff
+from router.placement.script_call import RedisBackoff
+from router.placement.settlement import Calls
 
 
 def test_the_oldest_that_is_awaited():

@@ -23,6 +23,7 @@ from cluster.protocol.times import ROUTER_LEASE_SECONDS
 from router.placement import place_script, settlement
 from router.placement.placement import Placement
 from router.placement.types import PlacementRequest
+from tests.harness.redis_text import decoded
 
 NAMES = st.sampled_from(["one", "two"])
 # "repeated": the connection broke after the first, and the second was answered.
@@ -162,7 +163,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
         def load(self) -> dict[str, int]:
             kept = client.hgetall(f"{{{self.namespace}}}:load")
-            return {field.decode(): int(amount) for field, amount in kept.items() if field}
+            return {decoded(field): int(amount) for field, amount in kept.items() if field}
 
         def held_by_all(self) -> dict[str, int]:
             total: Counter[str] = Counter()

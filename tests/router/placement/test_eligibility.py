@@ -16,16 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.router import RouterConfig
+from cluster.config.worker import Role
 from cluster.errors import UnavailableError
 from cluster.membership.types import WorkerInfo
 from router.placement.eligibility import Eligibility
-from router.placement.generations import generation_of
+from router.placement.kv_groups import kv_group_of
 from router.placement.placement import Placement
 from router.placement.types import Mode, Placed, PlacementRequest, Reason
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 100)
-STANDING = {Reason.ROLE, Reason.DRAINING, Reason.SUSPECT, Reason.DEAD, Reason.GENERATION}
+STANDING = {Reason.ROLE, Reason.DRAINING, Reason.SUSPECT, Reason.DEAD, Reason.KV_GROUP}
 EXCLUSIONS = sorted(set(Reason) - STANDING)
+ROLES: tuple[Role, Role] = ("prefill", "decode")
 MODES = st.sampled_from(["never", "fallback", "auto", "always"])
 REACHED: Counter[str] = Counter()
 
@@ -43,7 +45,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerInfo]:
             lease=draw(st.sampled_from(["live", "live", "suspect", "dead"])),
         )
         for slot, (role, number) in enumerate(
-            [(role, number) for role in ("prefill", "decode") for number in range(draw(st.integers(0, 4)))], 1
+            [(role, number) for role in ROLES for number in range(draw(st.integers(0, 4)))], 1
         )
     ]
 
@@ -51,13 +53,13 @@ def fleets(draw: st.DrawFn) -> list[WorkerInfo]:
 @st.composite
 def exclusions(draw: st.DrawFn) -> dict[str, Reason]:
     """By id or by life; of workers that are not there, too."""
-    names = [f"{role}-{number}" for role in ("prefill", "decode") for number in range(4)]
+    names = [f"{role}-{number}" for role in ROLES for number in range(4)]
     lives = [f"{name}@{epoch:016x}" for name in names for epoch in (1, 2)]
     return draw(st.dictionaries(st.sampled_from([*names, *lives]), st.sampled_from(EXCLUSIONS)))
 
 
 def standing(worker: WorkerInfo, workers: list[WorkerInfo], mode: Mode, page_size: int) -> bool:
-    """Whether it may get any request of this generation."""
+    """Whether it may get any request of this KV group."""
     ready = [one for one in workers if one.role == worker.role and one.state == "ready"]
     leases = [one.lease for one in ready]
     best = "live" if "live" in leases else "suspect" if "suspect" in leases else "dead"
@@ -83,7 +85,7 @@ def place(workers: list[WorkerInfo], mode: Mode, request: PlacementRequest) -> P
 @given(workers=fleets(), mode=MODES, excluded=exclusions())
 def test_no_worker_is_taken_against_a_reason_unless_all_have_one(workers, mode, excluded):
     eligibility = Eligibility(workers, mode)
-    request = PlacementRequest(b"t", b"", 100, 10, excluded, generation_of(INFO), explain=True)
+    request = PlacementRequest(b"t", b"", 100, 10, excluded, kv_group_of(INFO), explain=True)
     reasons = {one.worker_id: eligibility.why_not(one, request) for one in workers}
     for worker in workers:
         reason = reasons[worker.worker_id]

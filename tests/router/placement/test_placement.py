@@ -12,6 +12,7 @@ import time
 import pytest
 
 from cluster.config.router import RouterConfig
+from cluster.config.worker import Role
 from cluster.errors import UnavailableError
 from cluster.index.reporter import ChainReporter
 from cluster.membership.reader import Members, read_workers
@@ -23,7 +24,7 @@ from router.placement.placement import Placement
 from router.placement.types import Placed, PlacementRequest, Reason
 
 
-def worker(role: str, index: int) -> WorkerInfo:
+def worker(role: Role, index: int) -> WorkerInfo:
     epoch = secrets.randbits(64)
     return WorkerInfo(
         f"{role}-{index}", epoch, 0, role, "m", "127.0.0.1:1", "", b"", "", "host", 4096, 10_000
@@ -178,8 +179,8 @@ async def test_what_a_cancelled_request_was_charged_goes_back(router, namespace,
     for _ in range(turns):
         await asyncio.sleep(0)
     placing.cancel()
-    [placed] = await asyncio.gather(placing, return_exceptions=True)
-    if isinstance(placed, Placed):
+    ends: list[Placed | BaseException] = await asyncio.gather(placing, return_exceptions=True)
+    if isinstance(ends[0], Placed):
         placement.release(one.transfer_id)
     while await placement.calls_in_redis() < 2:  # it is carried out all the same
         await asyncio.sleep(0.01)
@@ -286,7 +287,7 @@ async def test_redis_stopped_killed_and_back_empty_fails_no_request(tmp_path, na
     server.stop()
 
 
-async def test_a_redis_that_has_forgotten_the_script_is_told_again(router, redis_url):
+async def test_a_redis_that_lost_the_script_gets_it_again(router, redis_url):
     placement = await router()
     await placement.place(request([1] * 100))
     client = placement._client

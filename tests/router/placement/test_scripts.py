@@ -17,6 +17,7 @@ from cluster.membership.types import WorkerInfo
 from router.placement.candidates import Candidates
 from router.placement.place_script import script_source
 from router.placement.settlement import settle_source
+from tests.harness.redis_text import decoded
 
 INFO = WorkerInfo("", 1, 0, "prefill", "m", "h:1", "", b"", "", "h", 4096, 1000)
 PREDICT_MS, TTL_MS, LEASE_MS = 10_000, 3_600_000, 60_000
@@ -47,7 +48,7 @@ class Cluster:
 
     def load(self) -> dict[str, int]:
         kept = self.client.hgetall(self.tag + "load")
-        return {name.decode(): int(amount) for name, amount in kept.items() if name}
+        return {decoded(name): int(amount) for name, amount in kept.items() if name}
 
     def of(self, worker_id: str) -> str:
         """Its field of the load."""
@@ -114,29 +115,29 @@ def test_a_placement_is_charged_to_both_and_to_the_routers_table(cluster):
     table = {cluster.of(p): 300, f"batch:{cluster.of(p)}": 300, cluster.of(d): 320}
     assert cluster.load() == table
     kept = cluster.client.hgetall(cluster.tag + "chg:router")
-    assert {name.decode(): int(amount) for name, amount in kept.items()} == table
+    assert {decoded(name): int(amount) for name, amount in kept.items()} == table
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_worker_that_was_told_to_leave_is_not_placed_on(cluster, who):
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_was_asked_to_drain_gets_no_requests(cluster, index):
     chosen = cluster.place(number=0)
     cluster.settle({})
-    cluster.client.hset(keys.drains(cluster.namespace), chosen[who], "process:exit")
+    cluster.client.hset(keys.drains(cluster.namespace), chosen[index], "process:exit")
     before = cluster.load()
     calls = cluster.client.get(cluster.tag + "calls")
     assert cluster.place() == LEAVING
     assert cluster.load() == before, "nothing was charged"
     assert cluster.client.get(cluster.tag + "calls") == calls, "it is no placement"
-    cluster.client.hset(cluster.tag + "load", cluster.of(chosen[who]), 5000)  # now another one is better
-    assert chosen[who] not in cluster.place()
+    cluster.client.hset(cluster.tag + "load", cluster.of(chosen[index]), 5000)  # now another one is better
+    assert chosen[index] not in cluster.place()
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_slot_that_another_owns_now_is_not_placed_on(cluster, who):
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_slot_that_another_owns_now_is_not_placed_on(cluster, index):
     chosen = cluster.place()
-    slot = str(cluster.by_id[chosen[who]].slot)
+    slot = str(cluster.by_id[chosen[index]].slot)
     cluster.settle({})
-    for owner in (f"{chosen[who]}@{2:016x}", None):
+    for owner in (f"{chosen[index]}@{2:016x}", None):
         if owner is None:
             cluster.client.hdel(keys.slot_owners(cluster.namespace), slot)
         else:

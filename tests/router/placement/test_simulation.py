@@ -30,7 +30,7 @@ def conversations(count: int, per_second: float) -> list[Request]:
 
 @pytest.fixture
 def simulate(redis_url, namespace):
-    made = []
+    made: list[Simulation] = []
 
     def start(routers: int, rate: float = RATE) -> Simulation:
         simulation = Simulation(redis_url, f"{namespace}-{len(made)}", routers, PAIRS, rate)

@@ -16,8 +16,9 @@ from cluster.membership.registration import Registration
 from cluster.membership.types import WorkerInfo
 from router.placement.calibration import Calibration
 from router.placement.placement import Placement
-from router.placement.redis_backoff import RedisBackoff
+from router.placement.script_call import RedisBackoff
 from router.placement.types import PlacementRequest, priority_class_of
+from tests.harness.redis_text import decoded
 
 TOKEN_SECONDS = 1e-3
 
@@ -84,7 +85,7 @@ def request(tokens: int, priority: int = 0, target: float = 10.0, deadline: floa
 
 async def load(placement: Placement) -> dict[str, int]:
     found = await placement._client.hgetall(placement._keys.load)
-    return {name.decode(): int(value) for name, value in found.items() if name and int(value)}
+    return {decoded(name): int(value) for name, value in found.items() if name and int(value)}
 
 
 async def test_what_would_come_too_late_is_refused_and_charges_nothing(placement):

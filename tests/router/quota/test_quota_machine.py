@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -23,8 +21,9 @@ from cluster.errors import OverloadedError
 from cluster.security.keys import RateLimits
 from router.quota import quota as quota_module
 from router.quota import scripts
-from router.quota.quota import ChargedRequest, Quota, QuotaCharge, Use
+from router.quota.quota import ChargedRequest, Quota, Use
 from router.quota.scripts import script_source
+from tests.router.quota.charge_calls import REACHED, Held, Record, Sent, Way, with_our_clock
 
 NAMES = st.sampled_from(["a", "b", "c"])
 WAYS = st.sampled_from(["well", "well", "well", "repeated", "answer lost", "late"])
@@ -32,77 +31,6 @@ PROMPT = 10
 LIMITS = RateLimits(requests_per_minute=60, tokens_per_minute=6000)  # one a second, a hundred a second
 TOKENS_A_SECOND, MOST_ROUTERS = 100.0, 16
 REMEMBERED_SECONDS = 120  # how long Redis recognises a repeated call
-REACHED: Counter[str] = Counter()
-
-
-@dataclass(eq=False)
-class Held:
-    """A charge that its router has not settled; `taken_with`: so many tokens its client took along to another one."""
-
-    charge: QuotaCharge
-    again: bool
-    shown: int  # tokens of the answer that the client had when it came here
-    applied_at: int | None = None  # None: Redis has not charged it, as far as it got
-    taken_with: int | None = None
-    settled: bool = False
-    lost: bool = False  # its record was forgotten, or begun anew, since
-
-
-@dataclass
-class Record:
-    """Who pays for a request of this name, as the records in Redis should have it."""
-
-    owner: Held | None  # None: let go
-    charged: int
-    until: int  # ms
-    times: int = 0
-    done: bool = False
-
-
-@dataclass
-class Sent:
-    """A call: its script, keys and arguments, and its effect on the model when it is first executed."""
-
-    script: str
-    keys: list[str]
-    arguments: list[Any]
-    at: int
-    held: Held | None = None
-    use: Use | None = None
-    arrived: bool = False
-
-
-@dataclass
-class Way:
-    """Replaces a router's ScriptCall."""
-
-    machine: Any
-    source: str
-    sent: list[Sent] = field(default_factory=list)
-
-    async def __call__(self, keys: Any, arguments: Any, seconds: float) -> Any:
-        call = Sent(self.source, list(keys), list(arguments), self.machine.now)
-        self.sent.append(call)
-        self.machine.sent.append(call)
-        how = self.machine.way
-        REACHED[how] += 1
-        if how == "late":
-            raise TimeoutError("Redis did not answer in time")
-        call.arrived = True
-        answer = self.machine.run(call)
-        if how == "repeated" and (not answer or answer[0] == 0):
-            assert self.machine.run(call) == answer, "a repetition has another answer"
-        if how == "answer lost":
-            raise TimeoutError("Redis did not answer in time")
-        return answer
-
-    async def close(self) -> None:
-        """Nothing is held."""
-
-
-def with_our_clock(source: str) -> str:
-    assert source.count("call('TIME')") == 1
-    return source.replace("call('TIME')", "{call('GET', KEYS[1] .. ':clock') or '0', '0'}")
 
 
 def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
@@ -308,6 +236,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             """Those whose answer was lost too."""
             self.forget()
             quota, self.way = self.quotas[which], "well"
+            settle_source = with_our_clock(script_source("settle.lua"))
             waiting, before = [one.charge for _, one in quota._unsettled._waiting], list(self.sent)
             self.loop.run_until_complete(quota._settle_again())
             quota._repeating = True
@@ -316,9 +245,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
                 call = next(
                     one
                     for one in before
-                    if one.held is not None
-                    and one.held.charge is charge
-                    and one.script == quota.scripts._settle.source
+                    if one.held is not None and one.held.charge is charge and one.script == settle_source
                 )
                 REACHED["said again"] += 1
                 assert call.held is not None
@@ -333,20 +260,22 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             if not lately:
                 return
             call = lately[pick % len(lately)]
+            held = call.held
+            assert held is not None
             charging = "-- Charges a request" in call.script
-            if charging and call.arrived and call.held.applied_at is None:
+            if charging and call.arrived and held.applied_at is None:
                 return  # it was refused: the same again is another question
             self.run(call)
             first, call.arrived = not call.arrived, True
             REACHED["arrived late" if first else "arrived again"] += 1
-            if charging and first and not call.held.settled:
-                self.charge_arrives(call.held)
+            if charging and first and not held.settled:
+                self.charge_arrives(held)
             elif not charging:
-                self.settle_arrives(call.held, call.use)
+                self.settle_arrives(held, call.use)
 
         @rule(pick=st.integers(0, 20))
         def a_router_dies(self, pick: int) -> None:
-            """Nobody will ever settle its charge."""
+            """Its charge is never settled."""
             if self.held:
                 self.held.pop(pick % len(self.held))
 

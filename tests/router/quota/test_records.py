@@ -76,7 +76,7 @@ def test_a_repeated_takeover_is_one_and_is_answered_as_one(scripts):
     assert scripts.client.hget(scripts.record("r"), "owner") == b"b"
 
 
-def test_who_was_left_without_serving_pays_no_place(scripts):
+def test_a_router_left_before_it_served_is_charged_no_request(scripts):
     scripts.charge("a", tokens=BIG)
     scripts.charge("b", tokens=BIG, again=True)
     scripts.settle("a", served=False)
@@ -118,7 +118,7 @@ def test_an_expired_record_is_ignored_before_it_is_swept(scripts):
     assert scripts.used == (1, 10)
 
 
-def test_applied_calls_are_forgotten_after_a_while(scripts):
+def test_applied_calls_are_dropped_after_a_while(scripts):
     scripts.client.zadd(scripts.applied, {f"charge:{number}": 1 for number in range(20)})
     for number in range(4):
         scripts.charge(f"new{number}", str(number))

@@ -1,4 +1,4 @@
-"""All attacks on the router's two ports at once, from two keys and from nobody, for a given time.
+"""All attacks on the router's two ports at once, with two keys and without one, for a given time.
 
 Run as a process of its own with the lowest priority: an attacker's computing happens on machines of his own. Prints what
 the cluster answered, counted, as JSON.
@@ -92,7 +92,7 @@ class Attackers:
 
     @contextlib.asynccontextmanager
     async def _connected(self, port: int, *, known: bool = True):  # type: ignore[no-untyped-def]
-        """Nobody has no certificate: with mutual TLS his connections stay without a handshake."""
+        """Without a certificate: under mutual TLS such connections stay without a handshake."""
         context = self.context if known else None
         server_name = "localhost" if context else None
         reader, writer = await asyncio.open_connection(

@@ -34,7 +34,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_large_answer_keeps_nobody_waiting(name: str, stream: bool, router: Router) -> None:
+def test_a_large_answer_delays_no_other_request(name: str, stream: bool, router: Router) -> None:
     path, fields = BODIES[name]
     body = {**fields, **LARGE, "stream": stream}
     with probed(router.http) as probe:

@@ -118,9 +118,7 @@ def test_a_body_of_many_elements_is_refused_and_the_loop_goes_on(
 
 
 @pytest.mark.parametrize("element", ["1e-320", '"é"'])
-def test_the_costliest_body_that_is_parsed_stops_the_loop_briefly(
-    element: str, router: Router, acme: str
-) -> None:
+def test_the_costliest_body_blocks_the_loop_briefly(element: str, router: Router, acme: str) -> None:
     """As many elements as are allowed, of the kinds that the parser takes longest for."""
     body = f'{{"prompt":"a","max_tokens":1,"metadata":[{element}{f",{element}" * 1_048_000}]}}'.encode()
     assert len(body) < SIZE
@@ -170,7 +168,7 @@ def test_a_message_of_many_fields_is_refused_and_the_loop_goes_on(
     """Parsed, 8 MiB of them took 0.1 to 0.2 s of the loop and up to 216 MiB."""
     method, raw = MESSAGES[name]
     with probed(router.http) as probe, grpc.insecure_channel(router.grpc) as channel:
-        call = channel.unary_unary(f"/baton.v1.Inference/{method}")
+        call = channel.unary_unary(f"/baton.v1.Inference/{method}", None, None)
         with pytest.raises(grpc.RpcError) as caught:
             call(raw, metadata=(("authorization", f"Bearer {acme}"),), timeout=60)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -224,7 +222,7 @@ def silent_call(router: Router, key: str) -> Iterator[Any]:
         yield from ()
 
     with grpc.insecure_channel(router.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        method = channel.stream_stream("/baton.v1.Inference/Generate")
+        method = channel.stream_stream("/baton.v1.Inference/Generate", None, None)
         call = method(nothing(), metadata=(("authorization", f"Bearer {key}"),), timeout=60)
         try:
             yield call
@@ -252,11 +250,11 @@ def wait_free(router: Router, key: str) -> None:
     wait_for(lambda: ask(router, key).status_code == 200, 30, "a place is free")
 
 
-@pytest.mark.parametrize("door", [begun, silent_call])
-def test_a_place_is_taken_by_the_head(door: Any, router: Router, single: str, ops: str) -> None:
+@pytest.mark.parametrize("occupy", [begun, silent_call])
+def test_a_place_is_taken_by_the_head(occupy: Any, router: Router, single: str, ops: str) -> None:
     """The tenant may have one request: while its body is on its way, the next head is refused."""
     wait_free(router, single)
-    with door(router, single):
+    with occupy(router, single):
         wait_for(lambda: in_flight(router, ops) == 1, 30, "the place is taken")
         with begun(router, single) as second:
             answer = b""

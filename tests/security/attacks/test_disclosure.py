@@ -1,4 +1,4 @@
-"""An error that a client reads names no worker, no address and no part of the code, whoever made it."""
+"""An error that a client reads names no worker, no address and no part of the code, whatever its source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INTERNAL: list[type[errors.BatonError]] = [
 
 
 @pytest.mark.parametrize("kind", INTERNAL)
-def test_a_request_that_gives_up_says_which_kind_of_error_only(kind: type[errors.BatonError]) -> None:
+def test_a_request_that_gives_up_reports_only_the_kind_of_error(kind: type[errors.BatonError]) -> None:
     for costly in (True, False):
         patience = RetryPolicy(1, 0.0)
         with pytest.raises(errors.BatonError, match=kind.__name__) as told:
@@ -36,7 +36,7 @@ def test_a_request_that_gives_up_says_which_kind_of_error_only(kind: type[errors
         assert "decode-7" not in str(told.value)
 
 
-async def test_what_workers_say_of_themselves_stays_inside(
+async def test_internal_details_of_workers_are_not_disclosed(
     checkpoint: Callable[[str], Path], monkeypatch: Any
 ) -> None:
     text = ModelText(checkpoint("llama"))
@@ -53,6 +53,6 @@ def test_an_exception_of_the_engine_shows_its_class_only() -> None:
     assert error.public_text == "the request failed in the engine: KeyError"
 
 
-def test_what_concerns_the_request_is_told() -> None:
+def test_errors_of_the_request_are_shown() -> None:
     error = errors.EngineRequestError("min_tokens forbids every token")
     assert error.public_text == error.message

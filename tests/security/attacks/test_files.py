@@ -24,7 +24,7 @@ STATE = ClusterState("http://h", "g", RedisState("redis://***@r", 1), [], [], []
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A file of somebody else's wishes, to which links lead."""
+    """A file of another user, to which links lead."""
     victim = tmp_path / "victim"
     victim.write_text("untouched")
     return victim
@@ -59,7 +59,7 @@ def test_no_link_is_followed_that_was_laid_in_advance(
 def test_names_beside_a_file_cannot_be_foreseen(tmp_path: Path) -> None:
     names = {safe_files.beside(tmp_path / "state.json").name for _ in range(10)}
     assert len(names) == 10 and not any(str(os.getpid()) == name.rpartition(".")[2] for name in names)
-    assert state.safe_files is safe_files
+    assert vars(state)["safe_files"] is safe_files
 
 
 def test_a_file_that_could_not_be_written_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_cache_with_links_in_it_changes_nothing_elsewhere(
 
 
 @pytest.mark.parametrize("theirs", [True, False])
-def test_a_part_of_another_user_is_not_gone_on_with(
+def test_a_part_of_another_user_is_not_continued(
     theirs: bool, hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner could change it after its hash was checked."""

@@ -1,4 +1,4 @@
-"""A client's text and roles become no control tokens, through either door."""
+"""A client's text and roles become no control tokens, over HTTP or gRPC."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_text_in_a_message_is_no_control_token(router: Router, key: str) -> None
 
 def test_a_role_is_no_text(router: Router, key: str) -> None:
     with Client(router.grpc, api_key=key) as client, pytest.raises(InvalidRequestError) as caught:
-        client.generate([{"role": ROLE, "content": "obey"}], max_tokens=2)
+        client.generate([{"role": ROLE, "content": "obey"}], max_tokens=2)  # type: ignore[arg-type]  # no such role
     assert caught.value.field == "chat.messages[0].role"
     answer = httpx.post(
         f"{router.http}/v1/chat/completions",

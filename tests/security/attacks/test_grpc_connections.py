@@ -79,7 +79,7 @@ def test_idle_connections_have_a_number_and_end(router: Any, keys: KeyFile) -> N
                 return len(client.generate("abc", max_tokens=2).choices[0].token_ids) == 2
             return False
 
-        wait_for(served, 20, "those who were first have left")
+        wait_for(served, 20, "the first ones have left")
 
 
 def test_a_call_whose_message_does_not_come_ends(router: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_call_whose_message_does_not_come_ends(router: Any) -> None:
 
     with grpc.insecure_channel(router.grpc, options=ALONE) as channel:
         for method in ("Check", "Watch"):
-            call = channel.stream_unary(f"/grpc.health.v1.Health/{method}")
+            call = channel.stream_unary(f"/grpc.health.v1.Health/{method}", None, None)
             with pytest.raises(grpc.RpcError) as caught:
                 call(nothing(), timeout=20)
             error = errors.error_from_rpc(caught.value)
@@ -111,7 +111,7 @@ def test_calls_that_send_nothing_hold_up_no_check_of_health(router: Any) -> None
         yield b""
 
     with grpc.insecure_channel(router.grpc, options=ALONE) as channel, contextlib.ExitStack() as stack:
-        silent = channel.stream_unary("/grpc.health.v1.Health/Check")
+        silent = channel.stream_unary("/grpc.health.v1.Health/Check", None, None)
 
         def attack() -> None:
             while not over.is_set():
@@ -152,7 +152,9 @@ def test_a_reflection_stream_on_which_nothing_comes_ends(router: Any, keys: KeyF
         silent.wait(30)
 
     with grpc.insecure_channel(router.grpc, options=ALONE) as channel:
-        call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        call = channel.stream_stream(
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", None, None
+        )
         began = time.monotonic()
         answers = list(call(once(), timeout=20, metadata=(("authorization", key),)))
         assert len(answers) == 1
@@ -179,7 +181,9 @@ def asking(router: Any, metadata: Any, first: bytes) -> Iterator[Any]:
 
     options = [*ALONE, ("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(router.grpc, options=options) as channel:
-        method = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        method = channel.stream_stream(
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", None, None
+        )
         call = method(asked(), timeout=30, metadata=metadata)
         try:
             yield call
@@ -272,6 +276,7 @@ def test_names_of_services_have_a_length(method: str, router: Any) -> None:
         call = channel.unary_stream(
             f"/grpc.health.v1.Health/{method}",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=None,
         )
         with pytest.raises(grpc.RpcError) as caught:
             list(call(request, timeout=20))

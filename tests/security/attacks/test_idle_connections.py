@@ -1,4 +1,4 @@
-"""Connections on which no request runs, held without a key, end, and keep nobody else from being served."""
+"""Connections on which no request runs, held without a key, are closed, and do not keep others from being served."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_request_after_line_ends_is_served(router: Any) -> None:
             time.sleep(0.5)
 
 
-def test_answers_that_nobody_reads_keep_no_connection(router: Any) -> None:
+def test_answers_that_are_not_read_keep_no_connection(router: Any) -> None:
     """They fill the sockets' buffers and end below the size at which writing pauses."""
     before = connected(router)
     with socket.socket() as sock:
@@ -119,7 +119,7 @@ def test_answers_that_nobody_reads_keep_no_connection(router: Any) -> None:
         wait_for(lambda: connected(router) <= before, 15, "the connection is cut")
 
 
-def test_as_many_as_the_limit_keep_nobody_out(router: Any) -> None:
+def test_idle_connections_up_to_the_limit_refuse_no_request(router: Any) -> None:
     """The one that has waited longest for a request makes room."""
     stop = threading.Event()
     held: list[socket.socket] = []
@@ -185,7 +185,7 @@ def test_handshakes_that_do_not_end_have_a_number_and_a_time(
         assert httpx.get(f"{router.http}/health", verify=context, timeout=10).status_code == 200
 
 
-async def test_the_end_of_an_answer_that_nobody_reads_keeps_no_connection() -> None:
+async def test_the_end_of_an_answer_that_is_not_read_keeps_no_connection() -> None:
     """A transport that was closed waits for its buffer for ever, also below the size at which writing pauses."""
     loop = asyncio.get_running_loop()
     limits = ConnectionLimits(
@@ -232,7 +232,7 @@ class Reader:
 
 @contextlib.asynccontextmanager
 async def large_answer(size: int, write_seconds: float) -> Any:
-    """A server that writes an answer of `size` bytes as soon as somebody connects; its address and its state."""
+    """A server that writes an answer of `size` bytes as soon as a client connects; its address and its state."""
     limits = ConnectionLimits(write_seconds=write_seconds, max_http_connections=LIMIT)
     state = ServerState()
 

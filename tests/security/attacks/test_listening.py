@@ -55,10 +55,10 @@ def assert_declared(cluster: Cluster, unnamed: dict[str, list[str]]) -> None:
     for process in (parent, *parent.children(recursive=True)):
         found = listening(process)
         named, others = declared(cluster, process, unnamed)
-        who = " ".join(process.cmdline()[:5])
-        assert all(is_loopback(address) for address, _ in found), (who, found)
-        assert {port for _, port in found} >= named, (who, found, named)
-        assert len(found) == len(named) + len(others), (who, found, named, others)
+        name = " ".join(process.cmdline()[:5])
+        assert all(is_loopback(address) for address, _ in found), (name, found)
+        assert {port for _, port in found} >= named, (name, found, named)
+        assert len(found) == len(named) + len(others), (name, found, named, others)
         seen += len(found)
     assert seen >= 6
 
@@ -74,10 +74,10 @@ def test_a_cluster_on_loopback_listens_nowhere_else(
         assert_declared(cluster, unnamed)
 
 
-def test_with_tls_no_port_takes_kv_from_whoever_connects(
+def test_with_tls_no_port_takes_kv_from_an_unauthenticated_peer(
     checkpoint: Callable[[str], Path], certs: Any, tmp_path: Path
 ) -> None:
-    """`transport: auto`, the default: UCX authenticates nobody, so KV goes through gRPC's mutual TLS."""
+    """`transport: auto`, the default: UCX authenticates no peer, so KV goes through gRPC's mutual TLS."""
     live = tmp_path / "live"
     shutil.copytree(certs / "ours", live)
     with run_cluster(tmp_path / "cluster", checkpoint("llama"), "--certs", str(live), *PROCESS) as cluster:

@@ -116,7 +116,9 @@ def _slow_file(handler: _Handler) -> None:
 
 
 @pytest.mark.parametrize("answer", [_silent, _slow_head, _slow_body, _slow_file])
-def test_who_sends_a_byte_now_and_then_is_left_in_time(answer: Answer, hub: Hub, tmp_path: Path) -> None:
+def test_a_connection_with_a_byte_now_and_then_is_closed_in_time(
+    answer: Answer, hub: Hub, tmp_path: Path
+) -> None:
     hub.answer = answer
     began = time.monotonic()
     with pytest.raises(DeadlineError):
@@ -125,7 +127,7 @@ def test_who_sends_a_byte_now_and_then_is_left_in_time(answer: Answer, hub: Hub,
 
 
 @pytest.mark.parametrize("endpoint", ["", "hub", "ftp://hub", "http://[", "http://hub:99999", "http://a\nb"])
-def test_what_is_no_endpoint_is_said_at_once(endpoint: str, tmp_path: Path) -> None:
+def test_an_address_that_is_no_endpoint_is_reported_at_once(endpoint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         fetch("hf://org/name", tmp_path, endpoint=endpoint, seconds=60)
     assert caught.value.field == "endpoint"

@@ -15,7 +15,7 @@ NUMBERS = {"high": 7, "normal": 0, "batch": -3}
 
 
 @pytest.mark.parametrize("allowed", ["high", "normal", "batch", None])
-def test_a_request_above_its_keys_class_is_refused_at_both_doors(
+def test_a_request_above_its_keys_class_is_refused_over_http_and_grpc(
     allowed: str | None, router: Router, keys: KeyFile
 ) -> None:
     key = keys.add("acme", **({"max_priority": allowed} if allowed else {}))

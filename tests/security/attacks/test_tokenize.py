@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from baton.client import Client
+from baton.client import Client, Message
 from cluster.errors import ContextLengthError, OverloadedError
 from tests.harness.router import KeyFile, Router
 from tests.harness.waiting import wait_for
@@ -35,7 +35,8 @@ def known(router: Router, key: str) -> str:
 
 def test_a_text_beyond_the_context_is_refused_by_its_length(router: Router, keys: KeyFile) -> None:
     with Client(router.grpc, api_key=known(router, keys.add("acme"))) as client:
-        for prompt in ("a" * (4 << 20), [{"role": "user", "content": "a" * (4 << 20)}]):
+        chat: list[Message] = [{"role": "user", "content": "a" * (4 << 20)}]
+        for prompt in ("a" * (4 << 20), chat):
             began = time.monotonic()
             with pytest.raises(ContextLengthError):
                 client.tokenize(prompt)
@@ -80,7 +81,7 @@ def test_it_takes_a_place(router: Router, keys: KeyFile) -> None:
             yield b""
 
         open_calls = [
-            channel.stream_unary(method, lambda _: b"").future(never(), metadata=metadata, timeout=60)
+            channel.stream_unary(method, lambda _: b"", None).future(never(), metadata=metadata, timeout=60)
             for _ in range(4)
         ]
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -109,7 +110,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("method", UNREAD)
-def test_an_answer_that_nobody_reads_gives_its_place_back(method: str, router: Router, keys: KeyFile) -> None:
+def test_an_answer_that_is_not_read_gives_its_place_back(method: str, router: Router, keys: KeyFile) -> None:
     key = known(router, keys.add(f"unread {method}", max_concurrent_requests=1))
     message = UNREAD[method]
     assert len(message) < 1 << 16, "within the server's first window"

@@ -1,4 +1,4 @@
-"""A worker's gRPC port and strangers, who have no certificate: they cost it a few descriptors for a few seconds."""
+"""Clients without a certificate cost a worker's gRPC port a few descriptors for a few seconds."""
 
 from __future__ import annotations
 

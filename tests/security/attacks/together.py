@@ -162,8 +162,8 @@ async def measure(cluster: Cluster, title: str, keys: list[str], certs: Path | N
             attackers.kill()
             await attackers.wait()
     attacked, more = running.result()
-    by_router, by_attackers = zip(*shares, strict=True)
-    with _burning(0, by_router), _burning(19, by_attackers):
+    router_shares, attacker_shares = zip(*shares, strict=True)
+    with _burning(0, router_shares), _burning(19, attacker_shares):
         control, _ = await tenant(cluster.http, keys[0], verify, CONTROL_SECONDS)
     return Outcome(title, calm, attacked, control, failures + more, memory, json.loads(said or "{}"))
 

@@ -64,7 +64,7 @@ def test_ray_sizes_the_pools_where_it_places_them(renderer: Renderer) -> None:
     """One policy in every mode, by the same values."""
     by_operator = renderer.render(VALUE_SETS["autoscaling by the operator's Ray"])
     (service,) = by_operator.of("RayService")
-    elsewhere = renderer.render(VALUE_SETS["autoscaling on somebody else's Ray"])
+    elsewhere = renderer.render(VALUE_SETS["autoscaling on an external Ray"])
     told = [
         service["spec"]["serveConfigV2"],
         elsewhere.named("ConfigMap", "t-baton-serve")["data"]["serve.yaml"],

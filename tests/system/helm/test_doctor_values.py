@@ -50,7 +50,7 @@ CLUSTERS: dict[str, Facts] = {
         "v1.32.0",
         "serving",
         [GPU, CPU],
-        permissions=[Permission("create", "clusterroles", "rbac.authorization.k8s.io", False)],
+        permissions=[Permission("rbac.authorization.k8s.io", "clusterroles", allowed=False)],
     ),
 }
 

@@ -18,7 +18,7 @@ from tests.system.helm.rendering import CHART, Rendered, Renderer, ValueSet, pod
 from tests.system.helm.value_sets import VALUE_SETS
 
 pytestmark = pytest.mark.system
-SETS = ("own certificates", "own secrets", "multi-node", "autoscaling", "autoscaling on somebody else's Ray")
+SETS = ("own certificates", "own secrets", "multi-node", "autoscaling", "autoscaling on an external Ray")
 CONFIGS: dict[str, type[Frozen]] = {
     "router": RouterConfig,
     "prefill": WorkerConfig,
@@ -103,7 +103,7 @@ def test_decode_is_held_to_the_same(renderer: Renderer) -> None:
     assert "use decode.tensorParallel" in rendered.error
 
 
-def test_addresses_on_nodes_of_somebody_else_are_not_the_charts(renderer: Renderer) -> None:
+def test_addresses_of_foreign_nodes_are_not_the_charts(renderer: Renderer) -> None:
     values = {
         "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
         "prefill": {"config": {"host": "0.0.0.0"}},

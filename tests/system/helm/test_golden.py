@@ -1,6 +1,6 @@
 """A few renderings as a whole, so that a change of the chart shows as what it does to a cluster.
 
-`make chart-golden` writes them anew; read the difference before committing it.
+`make chart-golden` writes them again; read the difference before committing it.
 """
 
 from __future__ import annotations
@@ -44,5 +44,5 @@ def test_what_is_rendered_is_what_was_agreed(name: str, renderer: Renderer) -> N
         GOLDEN.mkdir(exist_ok=True)
         file.write_text(told)
     assert file.read_text() == told, (
-        f"{file.name} differs: make chart-golden writes it anew, if that is wanted"
+        f"{file.name} differs: make chart-golden writes it again, if that is wanted"
     )

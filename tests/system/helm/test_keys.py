@@ -147,7 +147,7 @@ def _changed(beside: dict[str, Any], leaf: Any) -> dict[str, Any]:
 
 
 def _comparable(rendered: Rendered) -> str:
-    """Without what is drawn anew for every rendering, and what does not say what a cluster does."""
+    """Without values that differ in every rendering, and those that do not describe a cluster."""
     return re.sub(
         r"(?m)^  (secret|ray-token|redis-password|ray-redis-password|mutated|hash-key): \S+$",
         "",

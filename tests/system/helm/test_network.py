@@ -80,7 +80,7 @@ def test_every_edge_into_a_pod_meets_a_listener(rendered: Rendered) -> None:
                 if ports.last - ports.first > 60000:
                     continue
                 reached = [pod for pod in chosen if ports in _listened(rendered, pod)]
-                assert reached, f"{policy['metadata']['name']} opens {ports}, where nobody listens"
+                assert reached, f"{policy['metadata']['name']} opens {ports}, where no process listens"
 
 
 def test_every_listener_has_an_edge(rendered: Rendered) -> None:
@@ -91,7 +91,7 @@ def test_every_listener_has_an_edge(rendered: Rendered) -> None:
                 ports.holds(listened.first) and ports.holds(listened.last)
                 for rule in rules
                 for ports in _ports(rule)
-            ), f"nobody may reach {pod.owner} at {listened}"
+            ), f"no pod may reach {pod.owner} at {listened}"
 
 
 def _ingress(rendered: Rendered, pod: Pod) -> list[dict[str, Any]]:
@@ -117,20 +117,20 @@ def test_both_ends_of_every_inner_edge_agree(rendered: Rendered) -> None:
         for rule in _ingress(rendered, pod):
             for peer in filter(_inside, rule.get("from", [])):
                 senders = [one for one in pods if selects(peer["podSelector"], one.labels)]
-                assert senders, f"{pod.owner} admits {peer}, who does not exist"
+                assert senders, f"{pod.owner} admits {peer}, which does not exist"
                 for sender in senders:
                     _assert_met(rule, _egress(rendered, sender), "to", pod, sender)
         for rule in _egress(rendered, pod):
             for peer in filter(_inside, rule.get("to", [])):
                 takers = [one for one in pods if selects(peer["podSelector"], one.labels)]
-                assert takers, f"{pod.owner} may reach {peer}, who does not exist"
+                assert takers, f"{pod.owner} may reach {peer}, which does not exist"
                 reached = [Ports(one.first, one.last) for one in _ports(rule)]
                 for ports in reached:
                     assert any(
                         _meets(ports, other, "from", pod)
                         for taker in takers
                         for other in _ingress(rendered, taker)
-                    ), f"{pod.owner} may send to {ports} of {peer}, where nobody may take it"
+                    ), f"{pod.owner} may send to {ports} of {peer}, which does not admit it"
 
 
 def _assert_met(
@@ -175,7 +175,7 @@ def test_rays_head_reaches_the_redis_that_keeps_its_state(
         assert password == "redis-password"
     elif isinstance(peer, str):
         assert rule["to"] == [{"ipBlock": {"cidr": peer}}]
-        assert password is None, "the chart's own password is for nobody else's Redis"
+        assert password is None, "the chart's own password is for no external Redis"
     else:
         (to,) = rule["to"]
         (expression,) = to["podSelector"]["matchExpressions"]
@@ -183,8 +183,8 @@ def test_rays_head_reaches_the_redis_that_keeps_its_state(
         assert password == "t-baton"
 
 
-def test_clients_reach_the_doors_and_nothing_else(renderer: Renderer) -> None:
-    """In a cluster that names its clients, nobody outside the release has another way in than doors and metrics."""
+def test_clients_reach_the_public_endpoints_and_nothing_else(renderer: Renderer) -> None:
+    """In a cluster that names its clients, only the endpoints and metrics are open to pods outside the release."""
     rendered = renderer.render(VALUE_SETS["rdma-mtls"])
     open_to_all = set()
     for pod in pods_of(rendered):
@@ -203,7 +203,7 @@ def test_clients_reach_the_doors_and_nothing_else(renderer: Renderer) -> None:
 
 def test_hub_and_collector_are_no_way_out_to_every_address(renderer: Renderer) -> None:
     collector = [{"ipBlock": {"cidr": "192.0.2.9/32"}}]
-    values = {
+    values: dict[str, Any] = {
         "model": {"source": "hf://org/name@main"},
         "observability": {"otlpEndpoint": "http://collector.observability:4318"},
         "networkPolicy": {"collector": collector, "apiServer": [{"ipBlock": {"cidr": "192.0.2.1/32"}}]},
@@ -224,7 +224,7 @@ def test_hub_and_collector_are_no_way_out_to_every_address(renderer: Renderer) -
                     hidden for one in blocks for hidden in one["except"]
                 }
     assert set(to_hub) == {"router", "prefill", "decode"}
-    mirror = {"networkPolicy": {**values["networkPolicy"], "hub": collector}}
-    rendered = renderer.render(ValueSet(values={**values, **mirror}))
+    values["networkPolicy"]["hub"] = collector
+    rendered = renderer.render(ValueSet(values=values))
     rules = rendered.named("NetworkPolicy", "t-baton-router")["spec"]["egress"]
     assert [one["to"] for one in rules if {port["port"] for port in one["ports"]} == {443}] == [collector]

@@ -68,7 +68,7 @@ def test_the_next_three_commands_name_what_there_is(
     assert f"http://127.0.0.1:{ports[0]}/v1" in notes
 
 
-def test_what_an_install_lacks_is_said(renderer: Renderer, tmp_path: Path) -> None:
+def test_missing_parts_of_an_install_are_reported(renderer: Renderer, tmp_path: Path) -> None:
     bare, _ = _told(renderer, tmp_path, {})
     assert "Set decode.replicas to 2" in bare and "No API keys" in bare
     full, _ = _told(renderer, tmp_path, {**VALUE_SETS["own secrets"].values, "decode": {"replicas": 2}})
@@ -77,7 +77,7 @@ def test_what_an_install_lacks_is_said(renderer: Renderer, tmp_path: Path) -> No
     assert "https://127.0.0.1:8000/v1" in secure
 
 
-def test_what_leaves_an_install_open_is_warned_of(renderer: Renderer, tmp_path: Path) -> None:
+def test_settings_that_leave_an_install_open_are_warned_of(renderer: Renderer, tmp_path: Path) -> None:
     def warned(values: dict[str, Any]) -> list[str]:
         notes, _ = _told(renderer, tmp_path, values)
         return re.findall(r"(?m)^WARNING: (No API keys|TLS is off|networkPolicy is off)", notes)
@@ -95,7 +95,7 @@ def test_what_leaves_an_install_open_is_warned_of(renderer: Renderer, tmp_path: 
     ]
 
 
-def test_nodes_of_somebody_elses_ray_are_told_what_to_mount(renderer: Renderer, tmp_path: Path) -> None:
+def test_nodes_of_an_external_ray_are_listed_with_their_mounts(renderer: Renderer, tmp_path: Path) -> None:
     values = {
         "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray:8265"}},
         "redis": {"enabled": False},

@@ -27,8 +27,8 @@ def test_every_file_is_there_unchanged(renderer: Renderer) -> None:
         assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
-def test_alerts_lead_to_the_runbooks_of_whoever_installs_it(renderer: Renderer) -> None:
-    """Nowhere, before somebody says where they are: no address is made up."""
+def test_alerts_link_to_the_runbooks_of_the_installation(renderer: Renderer) -> None:
+    """Nowhere, before their address is configured: no address is made up."""
     base = "https://git.example/baton/docs/runbooks"
     rules = {"enabled": True, "runbookBase": f"{base}/"}
     rendered = renderer.render(ValueSet(values={"observability": {"rules": rules}}))

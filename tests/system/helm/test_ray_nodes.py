@@ -111,7 +111,7 @@ def test_the_operators_nodes_have_probes_of_ours(renderer: Renderer) -> None:
 @pytest.mark.parametrize("kind", ["startupProbe", "readinessProbe", "livenessProbe"])
 def test_a_node_without_a_raylet_fails_every_probe(kind: str, renderer: Renderer, tmp_path: Path) -> None:
     command = _container(renderer, "kuberay", "decode", "worker")[kind]["exec"]["command"]
-    assert _exit_code(_script(command, raylet=str(tmp_path / "nobody"))) != 0
+    assert _exit_code(_script(command, raylet=str(tmp_path / "missing"))) != 0
 
 
 @pytest.mark.parametrize("kind", ["startupProbe", "readinessProbe", "livenessProbe"])
@@ -166,6 +166,6 @@ def test_a_node_waits_within_the_grace_period(renderer: Renderer) -> None:
         assert "time.monotonic() + 145\n" in _pre_stop(renderer, component)[2]  # of 150 s
 
 
-def test_nodes_beside_workers_of_one_pod_wait_for_nobody(renderer: Renderer) -> None:
+def test_nodes_beside_workers_of_one_pod_start_at_once(renderer: Renderer) -> None:
     """Such a worker does without Ray, which may go first."""
     assert "lifecycle" not in _container(renderer, "one-gpu-node", "decode", "ray")

@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "this cluster has no cert-manager.io/v1",
         "install cert-manager, or set tls.source to secrets",
     ),
-    "certificates that nobody named": (
+    "certificates without a name": (
         {"tls": {"enabled": True, "source": "secrets", "secrets": {"router": "a"}}},
         "tls.source is secrets",
         "set tls.secrets.router and tls.secrets.worker",
@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "without a prefill worker no prompt could be computed",
         "set localPrefill to fallback or auto, or minReplicas to 1",
     ),
-    "a hand-off tested over what nobody uses": (
+    "a hand-off tested over an unused transport": (
         {"transfer": {"transport": "grpc"}, "tests": {"handoffTransport": "nixl"}},
         "tests.handoffTransport is nixl and workers may use grpc only",
         "set tests.handoffTransport to auto",

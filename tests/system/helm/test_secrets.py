@@ -56,7 +56,7 @@ ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 @pytest.mark.parametrize("name", RAY_NODES)
 def test_a_ray_node_has_rays_token_and_nothing_else(name: str, renderer: Renderer) -> None:
-    """Who submits a job to Ray runs in this container: beside a worker, or below its ranks."""
+    """A job submitted to Ray runs in this container: beside a worker, or below its ranks."""
     rendered = renderer.render(VALUE_SETS[name])
     nodes = [
         (pod, one)
@@ -194,7 +194,7 @@ def test_redis_starts_with_its_password_on_no_command_line(renderer: Renderer, t
         ("r1ght", "a>b"),
     ],
 )
-def test_a_password_that_redis_cannot_be_told_is_refused(ours: str, rays: str, renderer: Renderer) -> None:
+def test_a_password_that_redis_cannot_take_is_refused(ours: str, rays: str, renderer: Renderer) -> None:
     """In its configuration it would end a word, or begin another."""
     (pod,) = [one for one in pods_of(renderer.render(VALUE_SETS["defaults"])) if one.component == "redis"]
     (container,) = pod.containers
@@ -214,7 +214,7 @@ TLS = {
 CA = "ssl_ca_certs=/etc/baton/tls/ca.crt"
 
 
-def test_with_tls_redis_speaks_nothing_else(renderer: Renderer, tmp_path: Path) -> None:
+def test_with_tls_redis_accepts_nothing_else(renderer: Renderer, tmp_path: Path) -> None:
     certs, data = tmp_path / "certs", tmp_path / "data"
     make_certs(certs, ["t-baton-redis"], 2)
     make_certs(tmp_path / "others", [], 2)
@@ -262,7 +262,7 @@ def test_with_tls_redis_speaks_nothing_else(renderer: Renderer, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["rdma-mtls", "own certificates", "a company's issuer"])
-def test_with_tls_all_who_use_redis_have_its_authority(name: str, renderer: Renderer) -> None:
+def test_with_tls_all_pods_that_use_redis_have_its_authority(name: str, renderer: Renderer) -> None:
     rendered, found = renderer.render(VALUE_SETS[name]), set()
     for pod in pods_of(rendered):
         for container in pod.containers:

@@ -27,7 +27,7 @@ MORE: dict[str, ValueSet] = {
     "autoscaling by the operator's Ray": ValueSet(
         values={"autoscaling": {"enabled": True}, "ray": {"mode": "kuberay"}}, apis=KUBERAY
     ),
-    "autoscaling on somebody else's Ray": ValueSet(
+    "autoscaling on an external Ray": ValueSet(
         values={
             "autoscaling": {"enabled": True, "config": {"scale_down_seconds": 600}},
             "ray": {"mode": "external", "external": {"dashboardUrl": "http://ray.ray:8265"}},
@@ -39,7 +39,7 @@ MORE: dict[str, ValueSet] = {
                 "enabled": True,
                 "source": "secrets",
                 "secrets": {"router": "router-tls", "worker": "worker-tls", "redis": "redis-tls"},
-                "publicSecret": "door-tls",
+                "publicSecret": "public-tls",
                 "clientCaSecret": "client-ca",
             },
             "tests": {"tlsSecret": "test-tls"},

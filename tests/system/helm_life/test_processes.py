@@ -51,17 +51,17 @@ class Release:
     before: frozenset[int]  # pids below this process before the install
 
     @property
-    def door(self) -> str:
+    def service_address(self) -> str:
         """The address of the routers' Service."""
         service = self.cluster.server.object("Service", "one-baton-router", NAMESPACE)
         return str(service["spec"]["clusterIP"])
 
     @property
     def grpc(self) -> str:
-        return f"{self.door}:50051"
+        return f"{self.service_address}:50051"
 
     def workers(self) -> list[dict[str, Any]]:
-        answer = httpx.get(f"http://{self.door}:8000/v1/cluster", timeout=10, trust_env=False)
+        answer = httpx.get(f"http://{self.service_address}:8000/v1/cluster", timeout=10, trust_env=False)
         found: list[dict[str, Any]] = answer.json()["workers"]
         return [worker for worker in found if worker["state"] == "ready" and worker["lease"] == "live"]
 
@@ -114,7 +114,7 @@ def test_install_waits_until_real_processes_serve(release: Release) -> None:
         assert client.generate("def read_lines(path):", max_tokens=8, temperature=0).text
 
 
-def test_processes_run_as_the_chart_says(release: Release) -> None:
+def test_processes_run_as_the_chart_declares(release: Release) -> None:
     """Not as root, with nothing to write to but volumes, and no way to more rights."""
     for container in ("worker", "ray"):
         pid = release.cluster.kubelet.process("one-baton-decode-0", NAMESPACE, container)
@@ -145,7 +145,7 @@ async def test_an_upgrade_under_load_loses_nothing(release: Release) -> None:
     async def upgrade() -> None:
         await asyncio.to_thread(release.helm.upgrade, *VALUES, "--set", CHANGES, seconds=UPGRADE_SECONDS)
 
-    outcome, span = await ask_during(release.door, USERS, LEAST_IN_FLIGHT, upgrade())
+    outcome, span = await ask_during(release.service_address, USERS, LEAST_IN_FLIGHT, upgrade())
     print(
         f"{outcome.overlapping(*span)} requests in {span[1] - span[0]:.0f} s, {outcome.reconnects} reconnects"
     )
@@ -174,7 +174,7 @@ async def test_a_killed_decode_pod_recovers_and_its_streams_go_on(release: Relea
         )
         wait_for(lambda: len(release.workers()) == 3, 30, "three workers are registered")
 
-    outcome, _ = await ask_during(release.door, USERS, 1, asyncio.to_thread(kill_and_wait))
+    outcome, _ = await ask_during(release.service_address, USERS, 1, asyncio.to_thread(kill_and_wait))
     assert outcome.failures == []
     assert outcome.wrong(MODEL) == []
     assert len({worker["id"] for worker in release.workers()} - workers) == 1

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.kubernetes.pod import Pod
-from cluster.kubernetes.pod_exits import PodExits
+from cluster.kubernetes.pod import Pod, PodExits
 from tests.harness.waiting import wait_for
 from tests.kubernetes import clients, samples
 from tests.kubernetes.api.kinds import Object
@@ -187,9 +186,9 @@ def test_a_service_spreads_connections_over_ready_pods_and_headless_names_are_po
     made["spec"]["podManagementPolicy"] = "Parallel"
     made["spec"]["template"]["spec"]["volumes"] = [{"name": "tmp", "emptyDir": {}}]
     server.create(samples.service("web", 8080, "http", headless=True))
-    door = samples.service("web", 80, "http")
-    door["metadata"]["name"] = "door"
-    server.create(door)
+    front = samples.service("web", 80, "http")
+    front["metadata"]["name"] = "front"
+    server.create(front)
     server.create(made)
     wait_for(
         lambda: (server.object("StatefulSet", "web").get("status") or {}).get("readyReplicas") == 2,
@@ -199,7 +198,7 @@ def test_a_service_spreads_connections_over_ready_pods_and_headless_names_are_po
     script = (
         "import urllib.request as u, socket\n"
         "get = lambda a: u.urlopen(f'http://{a}/name', timeout=5).read().decode().strip()\n"
-        "print(sorted({get('door') for _ in range(40)}))\n"
+        "print(sorted({get('front') for _ in range(40)}))\n"
         "print(get('web-1.web:8080'), get('web-0.web.default.svc.cluster.local:8080'))\n"
         "print(len({i[4][0] for i in socket.getaddrinfo('web', 8080)}))\n"
     )
@@ -226,7 +225,7 @@ def test_a_pod_leaves_with_its_hook_then_sigterm(cluster: ProcessCluster, tmp_pa
     assert log.read_text().split() == ["up", "hook", "term"]
 
 
-def test_who_does_not_leave_in_time_is_killed(cluster: ProcessCluster) -> None:
+def test_a_child_that_does_not_end_in_time_is_killed(cluster: ProcessCluster) -> None:
     start(
         cluster,
         "deaf",
@@ -309,7 +308,7 @@ def test_the_unpacked_ip_command_works_where_none_is_installed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("policy", ["Never", "Always"])
-def test_the_end_of_a_killed_container_can_be_proven_to_whoever_asks(
+def test_the_end_of_a_killed_container_can_be_proven_to_any_caller(
     policy: str, cluster: ProcessCluster, tmp_path: Path
 ) -> None:
     """The kubelet's status is the proof, whether the container is restarted or not."""

@@ -29,7 +29,7 @@ def trickle(
                     client.generate(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
                     answered[0] += 1
                 except BatonError:
-                    time.sleep(0.05)  # refused, or nobody there: what the test wants to see
+                    time.sleep(0.05)  # refused, or no router: what the test wants to see
 
     workers = [threading.Thread(target=ask, args=(1000 * index,), daemon=True) for index in range(threads)]
     for worker in workers:

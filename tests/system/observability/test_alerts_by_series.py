@@ -160,7 +160,7 @@ def _series(
 ) -> list[dict[str, str]]:
     """One for every live series of the selector, with all its labels."""
     found = prometheus.series(selector)
-    assert found, f"nobody exports {selector}"
+    assert found, f"no process exports {selector}"
     made = []
     for labels in found:
         chosen = fault if isinstance(fault, Fault) else fault(labels)

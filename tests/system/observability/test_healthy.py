@@ -56,7 +56,7 @@ def test_every_metric_that_is_named_is_scraped(healthy: Watched) -> None:
     for runbook in RUNBOOKS.glob("*.md"):
         named |= {m for code in re.findall(r"`([^`]+)`", runbook.read_text()) for m in metrics_in(code)}
     assert len(named) > 60
-    assert named <= known, f"nobody exports {sorted(named - known)}"
+    assert named <= known, f"no process exports {sorted(named - known)}"
 
 
 def test_every_dashboard_query_returns_data(healthy: Watched) -> None:

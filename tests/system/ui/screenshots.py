@@ -21,7 +21,8 @@ from rich.terminal_theme import TerminalTheme
 from baton.router_http import RouterHttp
 from baton.top.feed import FeedSnapshot, ask
 from baton.top.frame import frame
-from loadgen import LoadConfig, run_all
+from loadgen.config import LoadConfig
+from loadgen.load import run_all
 from tests.end_to_end.conftest import run_cluster
 from tests.harness.cluster import Cluster
 from tests.system.ui.chromium import Browser, Page, open_browser

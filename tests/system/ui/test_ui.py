@@ -238,7 +238,7 @@ def test_everything_has_a_name_and_a_place_in_the_order_of_keys(page_at: Page) -
     assert page_at.run("document.activeElement.id") == "key"
 
 
-def test_a_router_that_goes_away_is_said_and_one_that_asks_for_keys_is_served(
+def test_a_lost_router_is_shown_and_one_that_asks_for_keys_is_served(
     browser: Browser, checkpoint: Checkpoint, redis_url: str, namespace: str, tmp_path: Path
 ) -> None:
     keys = KeyFile(tmp_path / "keys.yaml")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from router.frontends.http.openapi.live import live_schema
 from router.frontends.http.openapi.schema import (
     BOOLEAN,
     NULL,
@@ -15,14 +14,17 @@ from router.frontends.http.openapi.schema import (
     optional,
     record,
     ref,
+    some,
     text,
 )
 from router.gateway import RequestGateway
-from router.request.disclosure import ADMIN_TIMINGS
+from router.observe.live.history import POINTS, Percentiles, Point
+from router.request.permissions import ADMIN_TIMINGS
 from wire import inference_pb2
 
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
+_PERCENTILES = ("ttft", "itl")
 ERROR_TYPES = ("invalid_request_error", "rate_limit_error", "server_error")
 
 
@@ -39,7 +41,7 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         "CompletionChunk": _chunk("text_completion", _completion_choice(one_of(["stop", "length", None]))),
         "Model": record(
             {
-                "id": one_of([gateway.validator.served_name]),
+                "id": one_of([gateway.validator.limits.served_model]),
                 "object": one_of(["model"]),
                 "created": COUNT,
                 "owned_by": one_of(["baton"]),
@@ -48,7 +50,7 @@ def answer_schemas(gateway: RequestGateway) -> dict[str, Schema]:
         ),
         "ModelList": record({"object": one_of(["list"]), "data": array(ref("Model"))}),
         "Cluster": _cluster(),
-        "ClusterLive": live_schema(),
+        "ClusterLive": _cluster_live(),
     }
 
 
@@ -151,30 +153,65 @@ def _completion_logprobs() -> Schema:
 
 
 def _cluster() -> Schema:
-    """Names only the fields that are always there: further ones depend on the cluster."""
-    worker = {
-        "type": "object",
-        "properties": {
-            "id": text(),
-            "role": one_of(["prefill", "decode"]),
-            "address": text(),
-            "epoch": text(pattern="^[0-9a-f]{16}$"),
-            "lease": text(),
-            "status": {"type": "object"},
-        },
-        "required": ["id", "role", "address", "epoch", "slot", "state", "lease", "metrics", "status"],
-    }
-    redis = {"type": "object", "properties": {"ok": BOOLEAN}, "required": ["ok"]}
-    return {
-        "type": "object",
-        "properties": {
-            "router": {"type": "object"},
-            "redis": redis,
-            "placement": {"type": "object"},
-            "workers": array(worker),
-        },
-        "required": ["router", "redis", "placement", "workers"],
-    }
+    worker = some(
+        id=text(),
+        role=one_of(["prefill", "decode"]),
+        address=text(),
+        epoch=text(pattern="^[0-9a-f]{16}$"),
+        slot={},
+        state={},
+        lease=text(),
+        metrics={},
+        status={"type": "object"},
+    )
+    anything = {"type": "object"}
+    return some(router=anything, redis=some(ok=BOOLEAN), placement=anything, workers=array(worker))
+
+
+def _cluster_live() -> Schema:
+    """The live view, which router/observe/live/view.py makes."""
+    router = some(
+        id=text(),
+        state=one_of(["ready", "not ready", "draining", "gone"]),
+        uptime_seconds=NUMBER,
+        requests_in_flight=NUMBER,
+        requests_per_second=NUMBER,
+        output_tokens_per_second=NUMBER,
+    )
+    worker = some(
+        id=text(),
+        role=one_of(["prefill", "decode"]),
+        state=one_of(["ready", "draining", "suspect", "dead"]),
+        prompt_tokens_per_second=NUMBER,
+        output_tokens_per_second=NUMBER,
+        handoffs_per_second=NUMBER,
+        prefix_hit_ratio=optional(NUMBER),
+    )
+    flow = some(**{"from": text(), "to": text(), "bytes_per_second": NUMBER, "handoffs_per_second": NUMBER})
+    return some(
+        router=text(),
+        redis=some(ok=BOOLEAN),
+        window_seconds=some(rates=NUMBER, percentiles=NUMBER),
+        now=_now(),
+        routers=array(router),
+        workers=array(worker),
+        flows=array(flow),
+        history=_history(),
+    )
+
+
+def _now() -> Schema:
+    percentiles = some(**{name: optional(NUMBER) for name in Percentiles._fields})
+    figures = {name: percentiles if name in _PERCENTILES else optional(NUMBER) for name in Point._fields}
+    return some(requests_in_flight=NUMBER, **figures)
+
+
+def _history() -> Schema:
+    """A list for every line of a chart, oldest first; null for intervals without data."""
+    line = array(optional(NUMBER), maxItems=POINTS)
+    rates = [name for name in Point._fields if name not in _PERCENTILES]
+    latencies = [f"{name}_{part}" for name in _PERCENTILES for part in Percentiles._fields]
+    return some(interval_seconds=NUMBER, **dict.fromkeys((*latencies, *rates), line))
 
 
 def probe_schema(name: str) -> Schema:

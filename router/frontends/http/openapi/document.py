@@ -71,7 +71,7 @@ def build_document(gateway: RequestGateway) -> dict[str, Any]:
 
 def _limits(gateway: RequestGateway) -> dict[str, float | int]:
     limits = {name: getattr(gateway.config, name) for name in _OTHER_LIMITS}
-    return {"max_model_len": gateway.validator.max_model_len, **limits}
+    return {"max_model_len": gateway.validator.limits.max_model_len, **limits}
 
 
 def _paths(gateway: RequestGateway) -> dict[str, Any]:

@@ -8,14 +8,6 @@ from typing import Any
 Schema = dict[str, Any]
 
 
-def integer(low: int, high: int, **more: Any) -> Schema:
-    return {"type": "integer", "minimum": low, "maximum": high, **more}
-
-
-def number(low: float, high: float, **more: Any) -> Schema:
-    return {"type": "number", "minimum": low, "maximum": high, **more}
-
-
 def text(**more: Any) -> Schema:
     return {"type": "string", **more}
 
@@ -52,6 +44,11 @@ def record(properties: Mapping[str, Schema], required: Sequence[str] | None = No
         "additionalProperties": False,
         **more,
     }
+
+
+def some(**properties: Schema) -> Schema:
+    """An object with at least these fields: further ones depend on the cluster."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 def ref(name: str) -> Schema:

@@ -318,18 +318,18 @@ def _strict_cases() -> Iterator[Case]:
             )
     for prompt in PROMPTS:
         yield _case("strict", COMPLETION, {"prompt": prompt})
-    for prompt, patch in itertools.product(
-        (["a", "b"], "a " * 500, [1] * 100, [[1] * 100], []),
-        ({"truncate_prompt_tokens": 3}, {"temperature": "x"}, {"n": 4, "logprobs": 5}, {"foo": 1}),
-    ):
+    prompts: tuple[Any, ...] = (["a", "b"], "a " * 500, [1] * 100, [[1] * 100], [])
+    patches: tuple[dict[str, Any], ...]
+    patches = ({"truncate_prompt_tokens": 3}, {"temperature": "x"}, {"n": 4, "logprobs": 5}, {"foo": 1})
+    for prompt, patch in itertools.product(prompts, patches):
         yield _case("strict", COMPLETION, {"prompt": prompt, **patch})
     for messages in MESSAGES:
         yield _case("strict", CHAT, {"messages": messages})
-    for messages, patch in itertools.product(
-        ([], [None], [{"role": "x"}], [USER] * 64, [{"role": "user", "content": "a " * 500}]),
-        ({"truncate_prompt_tokens": 3}, {"temperature": "x"}, {"reasoning_effort": "hard"}, {"foo": 1}),
-    ):
-        yield _case("strict", CHAT, {"messages": messages, **patch})
+    chats: tuple[Any, ...]
+    chats = ([], [None], [{"role": "x"}], [USER] * 64, [{"role": "user", "content": "a " * 500}])
+    patches = ({"truncate_prompt_tokens": 3}, {"temperature": "x"}, {"reasoning_effort": "hard"}, {"foo": 1})
+    for chat, patch in itertools.product(chats, patches):
+        yield _case("strict", CHAT, {"messages": chat, **patch})
 
 
 def _other_cases() -> Iterator[Case]:

@@ -10,11 +10,11 @@ from typing import Any
 
 from cluster.config.router import RouterConfig
 from cluster.security.keys import ANYONE, Caller
-from router.admission.limits import ByteBudget, HeldBytes
+from router.admission.admission import Admission
 from router.admission.low_priority import LowPriority
 from router.dispatch.bounded_queue import BoundedQueue
 from router.gateway import RequestGateway
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 from router.request.completion import Completion, Delta, Outcome
 from router.request.validator import Validator
 from router.text.tokenizer import ModelText
@@ -72,11 +72,8 @@ class StubGateway(RequestGateway):
         self.low_priority = LowPriority()
         self.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
         self.created_unix_seconds = 0
+        self.admission = Admission(self.config, lambda tenant: None)
         self.accepted: list[Completion] = []
-
-    @contextlib.contextmanager
-    def place(self, caller: Caller = ANYONE, connection: str = "") -> Iterator[HeldBytes]:
-        yield ByteBudget(1 << 40, 1 << 40, lambda tenant: None).hold("")
 
     @contextlib.contextmanager
     def request(  # type: ignore[override]

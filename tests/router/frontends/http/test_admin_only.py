@@ -52,6 +52,7 @@ def test_grpc_shows_them_to_admins_alone(guarded):
             assert len(list(stream)) > 0
             assert bool(stream.worker_ids) == shown
             timings = stream.timings
+            assert timings is not None
             assert bool(timings.decode_worker) == bool(timings.router_queue_seconds) == shown
             assert timings.total_seconds > 0
             if shown:
@@ -62,7 +63,7 @@ def test_grpc_shows_them_to_admins_alone(guarded):
     with grpc.insecure_channel(running.grpc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         call = stub.Generate(
-            pb.GenerateRequest(text="abc", explain=True), metadata=[("authorization", f"Bearer {tenant}")]
+            pb.GenerateRequest(text="abc", explain=True), metadata=(("authorization", f"Bearer {tenant}"),)
         )
         with pytest.raises(grpc.RpcError) as caught:
             list(call)

@@ -20,9 +20,8 @@ from router.frontends.http.requests import (
     read_request,
 )
 from router.gateway import RequestGateway
-from router.request.completion import Completion
+from router.request.completion import Completion, prefix_scope
 from router.request.limits import FieldLimits
-from router.request.prefix_scope import prefix_scope
 from tests.router.frontends.http.conftest import MESSAGES, NAME, PAGE
 from wire import common_pb2
 
@@ -69,7 +68,10 @@ REFUSED = [
 ]
 TEXT: Any = SimpleNamespace(vocab_size=100, max_position_embeddings=64)
 LIMITS = FieldLimits.of(RouterConfig(model="m", secret="x" * 16), TEXT)
-BOTH = {"completions": {"prompt": "abcdef"}, "chat/completions": {"messages": MESSAGES}}
+BOTH: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "abcdef"},
+    "chat/completions": {"messages": MESSAGES},
+}
 
 
 @pytest.mark.parametrize("path", BOTH)
@@ -168,7 +170,7 @@ def test_prompts_share_prefixes_only_under_the_same_cache_salt():
 # --- settings ------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_fields_are_ignored_where_the_router_says_so(router, tolerant):
+def test_unknown_fields_are_ignored_where_the_router_is_tolerant(router, tolerant):
     body = {"prompt": "abc", "max_tokens": 2, "top_a": 0.3, "stream_options": {"new": True}}
     refused = httpx.post(f"{router.http}/v1/completions", json={**body, "stream_options": None})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "top_a")

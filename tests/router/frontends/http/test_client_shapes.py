@@ -126,7 +126,8 @@ GUIDELLM = [
 @pytest.mark.parametrize(("path", "body"), GUIDELLM)
 def test_guidellm(path, body, router):
     """Its client reads the first choice of a chunk, if there is one, and keeps the last usage."""
-    said, usage = "", None
+    said = ""
+    usage: dict[str, int] = {}
     for event in events_of(f"{router.http}/v1/{path}", body):
         choice = event["choices"][0] if event["choices"] else {}
         said += choice.get("text") or choice.get("delta", {}).get("content") or ""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -40,6 +42,7 @@ class Server:
         self.go_on = asyncio.Event()
         self.running = 0
         self.read_ahead = 0  # reads while requests waited behind a running one
+        self.protocols: weakref.WeakSet[asyncio.BaseProtocol] = weakref.WeakSet()
         self._seen = 0
         self._made: list[Connection] = []
         server = self
@@ -48,6 +51,7 @@ class Server:
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
                 super().connection_made(transport)
                 server._seen += 1
+                server.protocols.add(self)
 
             def data_received(self, data: bytes) -> None:
                 server.read_ahead += bool(self.pipeline)
@@ -145,7 +149,7 @@ async def test_an_http_1_0_stream_has_no_chunks_and_ends_with_the_connection(ser
         assert b"transfer-encoding" not in head and b"connection: close" in head
 
 
-async def test_an_http_1_0_answer_of_known_length_says_it(server: Server) -> None:
+async def test_an_http_1_0_answer_of_known_length_has_content_length(server: Server) -> None:
     connection = await server.connect()
     connection.send(b"GET /at-once HTTP/1.0\r\n\r\n")
     head, _, came = (await connection.rest()).partition(b"\r\n\r\n")
@@ -223,6 +227,21 @@ async def test_a_request_with_a_key_behind_one_without_keeps_its_connection(serv
         one.send(SLOW)
     await until(lambda: server.running == LIMIT, "those behind them run", 5)
     assert await (await server.connect()).status() == 429
+
+
+async def test_nothing_is_left_of_a_refused_client_that_is_gone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of such connections were held for write_seconds: a client made a gigabyte of them in that time."""
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.05)
+    for _ in range(5):
+        one = await server.connect()
+        one.send(b"no head\r\n\r\n")
+        one.close()
+        await until(lambda: not server.connections, "it is gone", 5)
+    await asyncio.sleep(0.2)
+    gc.collect()
+    assert len(server.protocols) <= 1, "asyncio may hold the last one"
 
 
 def head(headers: int, size: int) -> bytes:

@@ -24,7 +24,7 @@ def test_what_would_only_fail_again_is_not_repeated(error: BatonError) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [UnavailableError("nobody"), DeadlineError("late"), OverloadedError("full"), InvalidRequestError("")],
+    [UnavailableError("no worker"), DeadlineError("late"), OverloadedError("full"), InvalidRequestError("")],
 )
 def test_everything_else_is_left_to_the_client(error: BatonError) -> None:
     assert "x-should-retry" not in error_response(error).headers

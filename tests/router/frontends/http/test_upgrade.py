@@ -81,7 +81,7 @@ async def test_a_thousand_in_one_packet_are_no_recursion(address, monkeypatch): 
     "wrong",
     [b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello", b"transfer-encoding: chunked\r\n\r\nzz\r\n"],
 )
-async def test_what_makes_no_sense_is_refused_all_the_same(address, wrong):  # noqa: F811
+async def test_invalid_values_are_refused_all_the_same(address, wrong):  # noqa: F811
     assert (await exchange(address, request(H2C, wrong))).startswith(b"HTTP/1.1 400")
 
 

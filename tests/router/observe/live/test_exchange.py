@@ -15,7 +15,7 @@ def report(requests: int) -> RouterReport:
     return RouterReport("ready", 1.0, 0, Counts(Requests(ok=requests)))
 
 
-async def test_each_hears_the_others_until_they_leave(redis_url: str, namespace: str) -> None:
+async def test_each_receives_the_others_messages_until_they_leave(redis_url: str, namespace: str) -> None:
     one, two = (Exchange(redis_url, namespace, name) for name in ("one", "two"))
     assert set(await one.swap(report(1))) == {"one"}
     heard = await two.swap(report(2))
@@ -37,7 +37,7 @@ async def test_junk_and_the_long_silent_are_left_out(redis_url: str, namespace: 
         await own.leave()
 
 
-async def test_without_redis_a_router_knows_itself() -> None:
+async def test_without_redis_a_router_lists_itself() -> None:
     alone = Exchange("unix:///nowhere/redis.sock", "test", "alone")
     for requests in (1, 2):
         heard = await alone.swap(report(requests))

@@ -52,6 +52,6 @@ def test_of_nothing_there_is_no_percentile() -> None:
 
 
 @pytest.mark.parametrize("pairs", [[(BUCKETS, 1)], [(-1, 1)], [(0, -1)]])
-def test_nonsense_is_refused(pairs: list[tuple[int, int]]) -> None:
+def test_invalid_pairs_are_refused(pairs: list[tuple[int, int]]) -> None:
     with pytest.raises((ValueError, IndexError)):
         LatencyHistogram.from_pairs(pairs)

@@ -61,7 +61,7 @@ def test_rates_are_of_all_routers_together() -> None:
     assert now.ttft.p50 == pytest.approx(0.1, rel=0.1)
     assert now.itl == (None, None, None)
     assert history.router_rates("b").requests_per_second == pytest.approx(15.0)
-    assert history.router_rates("nobody").requests_per_second == 0.0
+    assert history.router_rates("unknown").requests_per_second == 0.0
     assert history.flows()[PAIR].handoffs_per_second == pytest.approx(20.0)
 
 

@@ -58,7 +58,7 @@ def test_a_new_life_counts_from_nothing_and_a_stranger_has_no_rates() -> None:
     assert rates.of(WORKER) == WorkerRates()
 
 
-def test_a_worker_that_says_little_has_no_rates() -> None:
+def test_a_worker_without_a_status_has_no_rates() -> None:
     rates = RatesOfWorkers()
     for second in (0.0, 2.0):
         rates.tick(second, [worker()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.observe.traces.arrival import Arrival
+from router.observe.traces import Arrival
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,6 @@ def test_errors_before_the_first_byte_are_counted_too() -> None:
     metrics = RouterMetrics(CollectorRegistry())
     one = dispatcher()
     with pytest.raises(UnavailableError), metrics.request(one):
-        raise UnavailableError("nobody is there")
+        raise UnavailableError("no worker is there")
     assert metrics.requests.labels("UnavailableError")._value.get() == 1
     assert one.told == ["UnavailableError"]

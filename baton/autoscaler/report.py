@@ -1,0 +1,111 @@
+"""What the policy shows of its decisions: log lines and metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from itertools import product
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from baton.autoscaler.config import AutoscalingConfig, ServeAutoscalingConfig
+from baton.autoscaler.decision import Decision, Reason
+from baton.autoscaler.state import PolicyState
+from cluster.config.worker import ROLES, Role
+from cluster.telemetry.metrics import autoscaler as declared
+
+PARTS = ("redis", "platform")
+
+
+class AutoscalingMetrics:
+    """Every counter exists from the start, so that rate() sees its first increase."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self._desired = declared.DESIRED_REPLICAS.create(registry)
+        self._current = declared.CURRENT_REPLICAS.create(registry)
+        self._needed = declared.NEEDED_REPLICAS.create(registry)
+        self._asked = declared.GPUS_ASKED.create(registry)
+        self._budget = declared.GPU_BUDGET.create(registry)
+        self.leader = declared.LEADER.create(registry)
+        self.decisions = declared.DECISIONS.create(registry, product(ROLES, Reason))
+        self.changes = declared.CHANGES.create(registry, product(ROLES, ("up", "down")))
+        self.errors = declared.ERRORS.create(registry, PARTS)
+
+    def count(self, decision: Decision) -> None:
+        for one in decision.pools:
+            self._desired.labels(one.role).set(one.target)
+            self._current.labels(one.role).set(one.ready)
+            self._needed.labels(one.role).set(one.needed)
+            self.decisions.labels(one.role, one.reason).inc()
+            if one.changed:
+                self.changes.labels(one.role, "up" if one.target > one.before else "down").inc()
+        self._asked.set(decision.gpus_asked)
+        self._budget.set(decision.gpu_budget)
+
+
+class Explained:
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._said: dict[Role, Reason] = {}
+        self._warned: dict[Role, float] = {}  # start-up seconds that were warned of
+
+    def say(self, decision: Decision) -> None:
+        for one in decision.pools:
+            if one.changed or self._said.get(one.role) != one.reason:
+                self._log.info("%s", one.explain())
+            else:
+                self._log.debug("%s", one.explain())
+            self._said[one.role] = one.reason
+
+    def warn(self, config: AutoscalingConfig, state: PolicyState) -> None:
+        """Warn of replicas that start later than configured: once, and again if they take even longer."""
+        for role in ROLES:
+            took, expected = state.pool(role).start_seconds, config.pool(role).startup_seconds
+            if took > max(expected, 1.2 * self._warned.get(role, 0.0)):
+                self._warned[role] = took
+                self._log.warning(
+                    "autoscaling pool=%s: a replica took %.0f s to start; startup_seconds says %.0f, and should be more",
+                    *(role, took, expected),
+                )
+
+
+class ServeMetrics:
+    """Serve creates a new policy for each deployment and drops the old one: a port that is still taken is tried again at
+    the next decision. Decisions never wait for it."""
+
+    def __init__(self, config: ServeAutoscalingConfig, log: logging.Logger):
+        self._config = config
+        self._log = log
+        self._registry = CollectorRegistry()
+        self._metrics = AutoscalingMetrics(self._registry)
+        self._metrics.leader.set(1)
+        self._refused = False
+        self._close: Callable[[], None] | None = None
+
+    def count(self, decision: Decision) -> None:
+        self._metrics.count(decision)
+        if self._close is None:
+            self._open()
+
+    def _open(self) -> None:
+        host, port = self._config.metrics_host, self._config.metrics_port
+        try:
+            server, _ = start_http_server(port, host, self._registry)
+        except OSError as error:
+            if not self._refused:
+                self._log.warning("autoscaling has no /metrics at %s:%d yet: %s", host, port, error)
+            self._refused = True
+            return
+        self._log.info("autoscaling shows /metrics at %s:%d", host, server.server_port)
+
+        def close() -> None:
+            server.shutdown()
+            server.server_close()
+
+        self._close = close
+
+    def __del__(self) -> None:
+        if self._close is not None:
+            with contextlib.suppress(OSError):
+                self._close()

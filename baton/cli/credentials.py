@@ -1,0 +1,81 @@
+"""`baton keys` makes API keys, `baton certs` certificates for a cluster of one's own."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from baton.cli.output import say
+from cluster.errors import ConfigError
+from cluster.security.keys import PriorityClass, new_key
+
+keys = typer.Typer(help="Make API keys.", no_args_is_help=True)
+
+
+@keys.callback()
+def _keys() -> None:
+    """Make API keys."""
+
+
+@keys.command("new")
+def new(
+    tenant: Annotated[str, typer.Option(help="Whose key it is.")],
+    weight: Annotated[float, typer.Option(help="Share of a crowded cluster, beside other tenants'.")] = 1.0,
+    max_priority: Annotated[
+        PriorityClass,
+        typer.Option(help="Highest class of its requests; a higher one enters before all others."),
+    ] = "normal",
+    days: Annotated[int, typer.Option(help="Valid for so many days; 0 = until revoked.")] = 0,
+    requests_per_minute: Annotated[
+        int, typer.Option(help="Of the tenant, over all routers; 0 = the router's default.")
+    ] = 0,
+    tokens_per_minute: Annotated[
+        int,
+        typer.Option(help="Prompts and answers of the tenant, over all routers; 0 = the router's default."),
+    ] = 0,
+    max_concurrent_requests: Annotated[
+        int, typer.Option(help="Of the tenant, in one router; 0 = the router's default.")
+    ] = 0,
+    admin: Annotated[bool, typer.Option("--admin", help="May read /metrics and /v1/cluster.")] = False,
+) -> None:
+    """Print a new key, once, and the entry to add to the file that --api-keys-file names.
+
+    Where a tenant has several keys, the limits are those of the key a request came with; what is used is counted
+    together. The file may be changed while routers run.
+    """
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_concurrent_requests": max_concurrent_requests,
+    }
+    fields: dict[str, object] = {"weight": weight, "max_priority": max_priority, "admin": admin}
+    fields |= {name: limit for name, limit in limits.items() if limit}
+    if days:
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+        fields["expires_at"] = end.replace(microsecond=0)
+    try:
+        key, entry = new_key(tenant, **fields)
+    except ValueError as error:
+        raise ConfigError(f"no such key can be made: {error}", field="keys") from error
+    shown = entry.model_dump(mode="json", exclude_defaults=True)
+    typer.echo(f"# The key of {tenant}. It is shown once: give it to its owner, and keep no copy.\n# {key}")
+    typer.echo("# The entry for the keys file:")
+    typer.echo(yaml.safe_dump([shown], sort_keys=False), nl=False)
+
+
+def certs(
+    out: Annotated[Path, typer.Option(help="Directory for certificates and keys.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address under which clients reach a router; repeatable.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="How long certificates are valid.")] = 365,
+) -> None:
+    """Make a development authority and certificates; again in the same directory: renew them."""
+    from baton.local.certs import make_certs
+
+    for file in make_certs(out, host or [], days):
+        say(f"{file}")

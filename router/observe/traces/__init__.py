@@ -1,1 +1,0 @@
-"""A request's arrival headers and spans."""

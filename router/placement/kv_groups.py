@@ -1,0 +1,54 @@
+"""Groups of workers between which KV can move: one model, one KV layout.
+
+During a rolling upgrade there are two. A request's prefill and decode worker are of one KV group, and so are those of
+its later attempts, until that group cannot serve any more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+
+from cluster.errors import UnavailableError
+from cluster.membership.types import WorkerInfo
+from router.placement.types import KvGroup, Mode
+from wire import common_pb2
+
+
+def kv_group_of(worker: WorkerInfo) -> KvGroup:
+    return KvGroup(worker.model_id, worker.page_size, _comparable(worker.layout))
+
+
+@lru_cache(maxsize=256)
+def _comparable(layout: bytes) -> bytes:
+    """Heads are re-sharded on the way: the degree of tensor parallelism may differ."""
+    parsed = common_pb2.KvLayout.FromString(layout)
+    parsed.tensor_parallel = 0
+    return parsed.SerializeToString(deterministic=True)
+
+
+class KvGroups:
+    """The KV groups of one membership."""
+
+    def __init__(self, prefill: Sequence[WorkerInfo], decode: Sequence[WorkerInfo], mode: Mode):
+        self._weights = Counter(kv_group_of(worker) for worker in decode)
+        prefilled = {kv_group_of(worker) for worker in prefill}
+        self._serving = [one for one in self._weights if mode == "always" or one in prefilled]
+        if not self._serving and mode != "never":
+            self._serving = list(self._weights)  # decode workers prefill by themselves
+
+    def choose(self, before: KvGroup | None, rng: random.Random) -> KvGroup:
+        """The group `before` if it serves, else one of the same model, else any, by the number of decode workers.
+
+        Raises UnavailableError where none serves.
+        """
+        if not self._serving:
+            missing = "prefill worker that fits a decode worker" if self._weights else "decode worker"
+            raise UnavailableError(f"no {missing} is available", retry_after_seconds=1.0)
+        if before is not None and before in self._serving:
+            return before
+        same_model = [one for one in self._serving if before is not None and one.model_id == before.model_id]
+        among = same_model or self._serving
+        return among[0] if len(among) == 1 else rng.choices(among, [self._weights[one] for one in among])[0]

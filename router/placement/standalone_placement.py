@@ -1,0 +1,84 @@
+"""Placement while Redis does not answer: this router's own charges and memory of prefixes, power of two choices."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+
+from cluster.membership.types import WorkerInfo
+from cluster.protocol.block_hash import INDEX_KEY_BYTES
+from router.placement.calibration import Calibration
+from router.placement.candidates import Candidates
+from router.placement.charges import Charges
+from router.placement.place_script import too_late
+from router.placement.types import Placed, PlacementRequest
+
+MAX_REMEMBERED = 50_000
+
+
+class StandalonePlacement:
+    """Needs no other process; it sees only what this router has placed."""
+
+    def __init__(self, calibration: Calibration, charges: Charges, rng: random.Random):
+        self._calibration = calibration
+        self._charges = charges
+        self._rng = rng
+        self._seen: OrderedDict[bytes, str] = OrderedDict()  # block key → the last worker that had it
+        self._noted: deque[tuple[bytes, str]] = deque()
+        self._noted_bytes = 0
+
+    def remember(self, chain: bytes, worker_id: str) -> None:
+        """Note the placement. Its blocks are indexed only when Redis is gone, and most notes are dropped before that."""
+        if not chain:
+            return
+        self._noted.append((chain, worker_id))
+        self._noted_bytes += len(chain)
+        while self._noted_bytes > MAX_REMEMBERED * INDEX_KEY_BYTES:
+            self._noted_bytes -= len(self._noted.popleft()[0])
+
+    def place(self, request: PlacementRequest, candidates: Candidates) -> Placed:
+        """Raises OverloadedError."""
+        load = self._charges.by_worker()
+        decode = self._pick(candidates.decode, load, request.chain)
+        prefill = None
+        if candidates.prefill:
+            prefill = self._pick(candidates.prefill, load, request.chain)
+            self._refuse_late(request, load[prefill.name] / self._calibration.rate)
+        return Placed(prefill, decode, 0, 0, False, uncached_tokens=request.token_count)
+
+    def _refuse_late(self, request: PlacementRequest, ahead_seconds: float) -> None:
+        """By this router's own requests alone, which are fewer than all: better than no limit."""
+        compute = self._calibration.a * request.token_count
+        target = request.target_seconds
+        if self._calibration.known and 0 < target < ahead_seconds + compute and ahead_seconds > compute:
+            raise too_late(request, ahead_seconds + compute)
+
+    def _pick(self, workers: Sequence[WorkerInfo], load: Mapping[str, int], chain: bytes) -> WorkerInfo:
+        """The holder of the longest remembered prefix, unless the better of two random workers is much freer."""
+        first, second = self._rng.choice(workers), self._rng.choice(workers)
+        light = min((first, second), key=lambda worker: load.get(worker.name, 0))
+        holder = self._holder(workers, chain)
+        if holder is None or load.get(holder.name, 0) > 2 * load.get(light.name, 0) + len(chain):
+            return light
+        return holder
+
+    def _holder(self, workers: Sequence[WorkerInfo], chain: bytes) -> WorkerInfo | None:
+        self._index_noted()
+        by_id = {worker.worker_id: worker for worker in workers}
+        for begin in range(len(chain) - INDEX_KEY_BYTES, -1, -INDEX_KEY_BYTES):
+            worker_id = self._seen.get(chain[begin : begin + INDEX_KEY_BYTES])
+            if worker_id in by_id:
+                return by_id[worker_id]
+        return None
+
+    def _index_noted(self) -> None:
+        while self._noted:
+            chain, worker_id = self._noted.popleft()
+            for begin in range(0, len(chain), INDEX_KEY_BYTES):
+                key = chain[begin : begin + INDEX_KEY_BYTES]
+                self._seen[key] = worker_id
+                self._seen.move_to_end(key)
+            while len(self._seen) > MAX_REMEMBERED:
+                self._seen.popitem(last=False)
+        self._noted_bytes = 0

@@ -1,0 +1,52 @@
+"""What a key allows: parts of an answer that only admins' keys see (workers, queueing times, placement), and a class of
+priority."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.errors import ForbiddenError
+from cluster.security.keys import Caller
+from router.placement.types import priority_class_of
+from router.request.completion import Completion
+from wire import inference_pb2
+
+_CLASSES = ("batch", "normal", "high")  # the lowest first
+ADMIN_TIMINGS = frozenset(
+    {
+        "router_queue_seconds",
+        "prefill_queue_seconds",
+        "decode_queue_seconds",
+        "prefill_worker",
+        "decode_worker",
+    }
+)
+
+
+def check_allowed(completion: Completion, caller: Caller) -> None:
+    """Raises ForbiddenError for what the caller's key does not allow: `explain`, which names all workers and their loads,
+    and a class above its own, which would overtake requests of other tenants."""
+    if completion.explain and not caller.admin:
+        raise ForbiddenError("explain: requires an API key with admin: true", field="explain")
+    asked = priority_class_of(completion.priority)
+    if _CLASSES.index(asked) > _CLASSES.index(caller.max_priority):
+        raise ForbiddenError(
+            f"priority: this API key allows at most {caller.max_priority}, not {asked}; "
+            "max_priority of the key's entry raises it",
+            field="priority",
+            limit=caller.max_priority,
+        )
+
+
+def timings_for(caller: Caller, timings: inference_pb2.Timings) -> inference_pb2.Timings:
+    if caller.admin:
+        return timings
+    shown = inference_pb2.Timings()
+    shown.CopyFrom(timings)
+    for name in ADMIN_TIMINGS:
+        shown.ClearField(name)  # type: ignore[arg-type]
+    return shown
+
+
+def workers_for(caller: Caller, worker_ids: Sequence[str]) -> Sequence[str]:
+    return worker_ids if caller.admin else ()

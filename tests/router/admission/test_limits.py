@@ -1,0 +1,333 @@
+"""Places and bytes that requests hold: as many as the limits say, and none once they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from starlette.requests import Request
+
+from cluster.config.router import RouterConfig
+from cluster.errors import ContextLengthError, DeadlineError, OverloadedError
+from cluster.security.keys import Caller, RateLimits
+from router.admission.admission import FREE_BYTES, Admission, ByteBudget, ConcurrencyLimiter
+from router.admission.low_priority import LowPriority
+from router.frontends.grpc import message
+from router.frontends.grpc.service import InferenceService
+from router.frontends.http.generate import Generate
+from router.gateway import RequestGateway
+from router.quota.quota import Use
+from router.request.validator import OTHER_BYTES, Validator
+from wire import inference_pb2 as pb
+
+MIB = 1 << 20
+
+
+def budget(limit: int, tenant_limit: int) -> ByteBudget:
+    return ByteBudget(limit, tenant_limit, lambda tenant: None)
+
+
+def held_by(bodies: ByteBudget) -> tuple[int, int]:
+    """Bytes, and tenants that are remembered."""
+    return bodies.held, len(bodies._tenants)
+
+
+def test_as_many_places_as_the_limit_and_holders_without_any_are_dropped() -> None:
+    places = ConcurrencyLimiter("tenant")
+    for name in ("a", "b"):
+        places.acquire(name, 2)
+        places.acquire(name, 2)
+        with pytest.raises(OverloadedError):
+            places.acquire(name, 2)
+    for name in ("a", "a", "b", "b"):
+        places.release(name)
+    assert len(places) == 0
+    places.acquire("a", 1)
+
+
+def test_a_budget_is_used_up_to_its_last_byte_and_no_further() -> None:
+    bodies = budget(100, 100)
+    first, second = bodies.hold("a"), bodies.hold("b")
+    first.grow_to(FREE_BYTES)
+    assert held_by(bodies) == (0, 0)
+    first.grow_to(FREE_BYTES + 60)
+    second.grow_to(FREE_BYTES + 40)
+    with pytest.raises(OverloadedError):
+        second.grow_to(FREE_BYTES + 41)
+    assert bodies.held == 100, "a refusal takes nothing"
+    for held in (first, second, first, second):
+        held.release()
+    assert held_by(bodies) == (0, 0), "once, also when it is released twice"
+
+
+def test_a_body_that_grows_is_counted_once() -> None:
+    bodies = budget(1000, 1000)
+    held = bodies.hold("a")
+    for size in range(0, FREE_BYTES + 1001, 100):
+        held.grow_to(size)
+    held.grow_to(FREE_BYTES + 1000)
+    assert bodies.held == 1000
+    held.release()
+    assert held_by(bodies) == (0, 0)
+
+
+def test_a_tenant_has_its_own_part_of_the_budget_to_its_last_byte() -> None:
+    bodies = budget(1000, 100)
+    bodies.hold("a").grow_to(FREE_BYTES + 100)
+    with pytest.raises(OverloadedError, match="tenant"):
+        bodies.hold("a").grow_to(FREE_BYTES + 1)
+    bodies.hold("b").grow_to(FREE_BYTES + 100)
+
+
+def test_a_body_of_the_largest_size_fits_whatever_the_settings() -> None:
+    config: Any = SimpleNamespace(
+        max_body_bytes=8 * MIB, max_body_bytes_in_flight=MIB, max_body_bytes_in_flight_per_tenant=MIB
+    )
+    ByteBudget.of(config, lambda tenant: None).hold("a").grow_to(8 * MIB)
+
+
+@pytest.fixture
+def gateway() -> RequestGateway:
+    """A front without services: its places alone."""
+    made = RequestGateway.__new__(RequestGateway)
+    made.config = RouterConfig(
+        model=Path("/models/m"),
+        max_concurrent_requests=4,
+        max_concurrent_requests_per_tenant=2,
+        max_concurrent_requests_per_connection=3,
+    )
+    made.low_priority = LowPriority()
+    made.admission = Admission(made.config, lambda tenant: None)
+    made.admission._bodies = budget(8 * MIB, 8 * MIB)
+    return made
+
+
+def test_what_a_request_holds_is_free_after_it_also_when_it_fails(gateway: RequestGateway) -> None:
+    for _ in range(10):
+        with contextlib.suppress(KeyError), gateway.admission.admit(Caller(tenant="a"), "here") as held:
+            held.grow_to(MIB)
+            raise KeyError
+    admission = gateway.admission
+    assert (admission.in_flight, len(admission._tenants), len(admission._connections)) == (0, 0, 0)
+    assert held_by(admission._bodies) == (0, 0)
+
+
+@pytest.mark.parametrize(("places", "own", "share"), [(4, 0, 2), (5, 0, 2), (1, 0, 1), (4, 3, 3)])
+def test_a_tenant_without_a_limit_has_half_of_the_places(
+    places: int, own: int, share: int, gateway: RequestGateway
+) -> None:
+    config = RouterConfig(model=Path("/models/m"), max_concurrent_requests=places)
+    gateway.admission = Admission(config, lambda tenant: None)
+    caller = Caller(tenant="a", max_concurrent_requests=own)
+    with contextlib.ExitStack() as held:
+        for _ in range(share):
+            held.enter_context(gateway.admission.admit(caller))
+        if share < places:
+            with pytest.raises(OverloadedError, match="tenant"), gateway.admission.admit(caller):
+                pass
+            held.enter_context(gateway.admission.admit(Caller(tenant="b")))
+
+
+def test_without_keys_all_clients_share_all_places(gateway: RequestGateway) -> None:
+    gateway.config = RouterConfig(model=Path("/models/m"), max_concurrent_requests=4)
+    with contextlib.ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(gateway.admission.admit())
+
+
+def test_a_refusal_by_a_later_limit_gives_back_what_the_earlier_ones_gave(gateway: RequestGateway) -> None:
+    with (
+        gateway.admission.admit(Caller(), "here"),
+        gateway.admission.admit(Caller(), "here"),
+        gateway.admission.admit(Caller(), "here"),
+    ):
+        with (
+            pytest.raises(OverloadedError, match="connection"),
+            gateway.admission.admit(Caller(tenant="a"), "here"),
+        ):
+            pass
+        assert (gateway.admission.in_flight, len(gateway.admission._tenants)) == (3, 0)
+        with (
+            gateway.admission.admit(Caller(), "elsewhere"),
+            pytest.raises(OverloadedError, match="router"),
+            gateway.admission.admit(Caller(), "third"),
+        ):
+            pass
+    assert (gateway.admission.in_flight, len(gateway.admission._connections)) == (0, 0)
+
+
+@pytest.mark.parametrize(("of_the_key", "limit"), [(0, 2), (1, 1), (3, 3)])
+def test_a_keys_own_number_of_requests_goes_before_the_routers(
+    of_the_key: int, limit: int, gateway: RequestGateway
+) -> None:
+    caller = Caller(tenant="a", max_concurrent_requests=of_the_key)
+    places = [gateway.admission.admit(caller) for _ in range(limit)]
+    for place in places:
+        place.__enter__()
+    with pytest.raises(OverloadedError, match="tenant"), gateway.admission.admit(caller):
+        pass
+    for place in places:
+        place.__exit__(None, None, None)
+
+
+class DispatchedError(Exception):
+    """Raised in place of the dispatch: the bytes and the places that are held then."""
+
+
+CONTEXT = 100_000
+
+
+@pytest.fixture
+def dispatching(gateway: RequestGateway) -> RequestGateway:
+    text: Any = SimpleNamespace(
+        vocab_size=300, max_position_embeddings=CONTEXT, generation={}, most_bytes=3, max_model_len=CONTEXT
+    )
+
+    def request(*_: Any, **__: Any) -> Any:
+        raise DispatchedError(gateway.admission._bodies.held, gateway.admission.in_flight)
+
+    gateway.text, gateway.validator = text, Validator(gateway.config, text)
+    gateway.request = request  # type: ignore[method-assign]
+    gateway.keys = SimpleNamespace(on=False)  # type: ignore[assignment]
+    return gateway
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+async def test_a_body_is_free_and_each_prompt_has_a_place_when_it_is_dispatched(
+    prompts: int, dispatching: RequestGateway
+) -> None:
+    raw = orjson.dumps({"prompt": [[1] * 50_000] * prompts, "max_tokens": 1})
+    assert len(raw) > FREE_BYTES
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    with pytest.raises(DispatchedError) as caught:
+        await Generate(dispatching).completion(Request({"type": "http", "headers": []}, receive))
+    assert caught.value.args == (0, prompts)
+    assert (dispatching.admission.in_flight, dispatching.admission._bodies.held) == (0, 0)
+
+
+class Call:
+    """A call whose message comes after `seconds`."""
+
+    def __init__(self, raw: bytes, seconds: float = 0.0):
+        self._raw, self._seconds = raw, seconds
+
+    async def read(self) -> bytes:
+        await asyncio.sleep(self._seconds)
+        return self._raw
+
+
+class Context(Call):
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def time_remaining(self) -> None:
+        return None
+
+
+async def test_a_message_is_free_when_it_is_dispatched(dispatching: RequestGateway) -> None:
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 90_000))
+    request.options.max_tokens = 1
+    raw = request.SerializeToString()
+    assert len(raw) > FREE_BYTES
+    context: Any = Context(raw)
+    with pytest.raises(DispatchedError) as caught:
+        await InferenceService(dispatching).Generate(context, context)
+    assert caught.value.args == (0, 1)
+    assert (dispatching.admission.in_flight, dispatching.admission._bodies.held) == (0, 0)
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_a_message_beyond_every_length_is_refused_unparsed(
+    method: str, dispatching: RequestGateway
+) -> None:
+    """What comes here is no message: it is refused by its length, before the parser sees it."""
+    context: Any = Context(b"\xff" * (5 * CONTEXT + OTHER_BYTES + MIB))
+    with pytest.raises(ContextLengthError):
+        await getattr(InferenceService(dispatching), method)(context, context)
+    assert dispatching.admission._bodies.held == 0
+
+
+async def test_the_list_of_models_takes_a_place_and_counts_its_message(dispatching: RequestGateway) -> None:
+    service, context = InferenceService(dispatching), Context(bytes(9 * MIB))
+    call: Any = context
+    with pytest.raises(OverloadedError, match="bytes"):
+        await service.ListModels(call, call)
+    with contextlib.ExitStack() as places:
+        for _ in range(4):
+            places.enter_context(dispatching.admission.admit())
+        with pytest.raises(OverloadedError, match="requests in flight"):
+            await service.ListModels(call, call)
+
+
+# --- messages of gRPC ------------------------------------------------------------------------------------------------
+
+
+async def read(call: Any, held: Any, body_seconds: float = 5.0) -> bytes:
+    config: Any = SimpleNamespace(max_body_bytes=8 * MIB, body_seconds=body_seconds)
+    return await message.read_message(call, config, held)
+
+
+async def test_a_message_that_has_come_counts_with_its_length() -> None:
+    bodies = budget(8 * MIB, 8 * MIB)
+    await read(Call(bytes(MIB)), bodies.hold("a"))
+    assert bodies.held == MIB - FREE_BYTES
+    with pytest.raises(OverloadedError):
+        await read(Call(bytes(8 * MIB)), bodies.hold("b"))
+
+
+async def test_nothing_is_counted_for_a_message_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message, "QUICK_SECONDS", 0.02)
+    bodies = budget(8 * MIB, 8 * MIB)
+    held = bodies.hold("a")
+    await read(Call(b"short"), held)
+    held.release()
+    await asyncio.sleep(0.06)
+    assert held_by(bodies) == (0, 0)
+
+
+async def test_a_message_that_is_slow_or_late_gives_its_bytes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message, "QUICK_SECONDS", 0.01)
+    bodies = budget(8 * MIB, 8 * MIB)
+    held = bodies.hold("a")
+    with pytest.raises(DeadlineError):
+        async with asyncio.timeout(10):
+            await read(Call(b"", 60.0), held, body_seconds=0.05)
+    assert bodies.held == 8 * MIB - FREE_BYTES, "while it might still come"
+    with pytest.raises(OverloadedError):
+        await read(Call(b"", 60.0), bodies.hold("b"))
+    held.release()
+    assert held_by(bodies) == (0, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_request_that_no_worker_sees_is_charged_once_and_settled_without_tokens(fails: bool) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Quota:
+        async def charge(self, tenant: str, limits: RateLimits, tokens: int) -> str:
+            calls.append(("charge", tenant, limits, tokens))
+            return "charge 1"
+
+        async def settle(self, charge: str, use: Use) -> None:
+            calls.append(("settle", charge, use))
+
+    gateway = object.__new__(RequestGateway)
+    gateway.services = SimpleNamespace(quota=Quota())  # type: ignore[assignment]
+    gateway.config = RouterConfig(model=Path("m"), tokens_per_minute_per_tenant=7)
+    with contextlib.suppress(ContextLengthError):
+        async with gateway.counted(Caller("acme", rate_limits=RateLimits(3, 5))):
+            assert len(calls) == 1
+            if fails:
+                raise ContextLengthError("too long")
+    assert calls == [("charge", "acme", RateLimits(3, None), 0), ("settle", "charge 1", Use(0, 0))]

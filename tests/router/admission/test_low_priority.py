@@ -1,0 +1,168 @@
+"""Work that may wait takes one step per turn of the event loop, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from prometheus_client import Counter
+from starlette.requests import Request
+
+from cluster.config.router import RequestLimits
+from cluster.errors import UnauthenticatedError
+from cluster.security.keys import Caller
+from router.admission.admission import ByteBudget
+from router.admission.low_priority import LowPriority
+from router.frontends.http.body import SCAN_BYTES, read_json
+from router.frontends.http.gate import Gate
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_others_run_between_two_steps():
+    order = LowPriority(lambda: 0.0)
+    said: list[str | int] = []
+
+    async def long(name: str) -> None:
+        for number in range(3):
+            await order.step()
+            said.append(f"{name}{number}")
+
+    async def short() -> None:
+        for number in range(8):
+            said.append(number)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(long("a"), long("b"), short())
+    steps = [one for one in said if isinstance(one, str)]
+    assert steps == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    between = [one for one in said[said.index("a0") : said.index("b2")] if isinstance(one, int)]
+    assert len(between) >= 4, "about one turn for each step"
+
+
+async def test_a_waiter_that_is_cancelled_takes_no_step_from_others():
+    order, done = LowPriority(lambda: 0.0), []
+
+    async def one(name: str) -> None:
+        await order.step()
+        done.append(name)
+
+    tasks = [asyncio.create_task(one(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    tasks[1].cancel()
+    await turns(3)
+    assert done == ["c"]
+    for task in tasks[:2]:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not order.waiting
+
+
+@pytest.mark.parametrize(("turn", "most"), [(0.0, 1), (0.0425, 10)])
+async def test_long_turns_have_more_steps(turn: float, most: int):
+    """Else the bytes that come in per second would fall with everything else that the loop does."""
+    now, released = 0.0, []
+    order = LowPriority(lambda: now)
+
+    async def one() -> None:
+        await order.step()
+        released.append(1)
+
+    tasks = [asyncio.create_task(one()) for _ in range(300)]
+    await asyncio.sleep(0)
+    gained = []
+    for _ in range(10):
+        before = len(released)
+        now += turn
+        await asyncio.sleep(0)
+        gained.append(len(released) - before)
+    assert max(gained) == most
+    for task in tasks:
+        task.cancel()
+
+
+async def test_steps_go_on_after_a_pause():
+    order = LowPriority()
+    for _ in range(3):
+        await asyncio.wait_for(order.step(), 5)
+        await turns(3)
+        assert not order.waiting
+
+
+class Counting(LowPriority):
+    """Counts steps."""
+
+    steps = 0
+
+    async def step(self) -> None:
+        self.steps += 1
+        await super().step()
+
+
+async def test_a_long_body_takes_a_step_for_each_piece_and_a_short_one_none():
+    def steps_for(pieces: list[bytes]) -> int:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+        order, limits = Counting(), RequestLimits(max_body_bytes=1 << 24, max_json_depth=10)
+        held = ByteBudget(1 << 30, 1 << 30, lambda tenant: None).hold("")
+        request = Request({"type": "http", "headers": []}, receive)
+        asyncio.run(read_json(request, limits, held, order))
+        return order.steps
+
+    def body(size: int) -> bytes:
+        return orjson.dumps({"prompt": "x" * size})
+
+    assert await asyncio.to_thread(steps_for, [body(1000)]) == 0
+    long = body(20 * SCAN_BYTES)
+    pieces = [long[at : at + SCAN_BYTES + 1] for at in range(0, len(long), SCAN_BYTES + 1)]
+    assert await asyncio.to_thread(steps_for, pieces) >= 19
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "steps"),
+    [
+        ("/v1/completions", "right", 0),
+        ("/v1/completions", "wrong", 1),
+        ("/live", "", 1),
+        ("/live", "right", 1),
+        ("/v1/models", "right", 1),
+        ("/openapi.json", "right", 1),
+        ("/v1/cluster", "right", 1),
+        ("/no/such/path", "right", 1),
+        ("/v1/chat/completions", "right", 0),
+    ],
+)
+async def test_generations_with_a_key_go_before_all_others(path: str, key: str, steps: int):
+    order, caller = Counting(), Caller(tenant="one")
+
+    def check(given: str) -> Caller:
+        if given != "right":
+            raise UnauthenticatedError("no such key", field="authorization")
+        return caller
+
+    served = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        served.append(scope["path"])
+
+    async def send(message: Any) -> None:
+        pass
+
+    gateway: Any = SimpleNamespace(
+        config=SimpleNamespace(ui=False),
+        leaving=False,
+        keys=SimpleNamespace(on=True, check=check),
+        low_priority=order,
+        metrics=SimpleNamespace(requests=Counter("refused", "", ["outcome"], registry=None)),
+    )
+    headers = [(b"authorization", key.encode())]
+    await Gate(app, gateway)({"type": "http", "path": path, "headers": headers}, None, send)  # type: ignore[arg-type]
+    assert (order.steps, bool(served)) == (steps, key != "wrong")

@@ -1,0 +1,48 @@
+"""A gateway with the router's own checks over a tokenizer that counts its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+from cluster.config.router import RouterConfig
+from router.gateway import RequestGateway
+from router.request.validator import Validator
+
+CONTEXT = 64
+
+
+class Gateway(SimpleNamespace):
+    encode, render, preparing = RequestGateway.encode, RequestGateway.render, RequestGateway.preparing
+    _in_time = RequestGateway._in_time
+    _rate_limits = RequestGateway._rate_limits
+
+
+class Text:
+    """A byte-level tokenizer that counts its calls."""
+
+    vocab_size, max_position_embeddings = 300, CONTEXT
+    generation: Mapping[str, Any] = MappingProxyType({})
+    most_bytes: int | None = 3
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+        self.rendered = 0
+
+    async def encode(self, text: str, *, special: bool = True, tenant: str = "") -> list[int]:
+        self.encoded.append(text)
+        return [1]
+
+    async def chat(
+        self, read: Any, characters: int, reasoning_effort: str | None = None, *, tenant: str = ""
+    ) -> str:
+        self.rendered += 1
+        return "".join(message["content"] for message in read())
+
+
+def counting_gateway() -> Any:
+    text: Any = Text()
+    config = RouterConfig(model=Path("/models/m"))
+    return Gateway(text=text, config=config, validator=Validator(config, text))

@@ -1,0 +1,167 @@
+"""A body is bounded in bytes, depth and elements before it is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from cluster.config.router import RequestLimits
+from cluster.errors import (
+    DrainingError,
+    InvalidRequestError,
+    RequestTooLargeError,
+)
+from router.admission.admission import ByteBudget
+from router.admission.low_priority import LowPriority
+from router.frontends.http import generate
+from router.frontends.http.body import read_json
+from router.frontends.http.json_scan import JsonScan
+from tests.router.counting_gateway import counting_gateway
+
+ANY = 1 << 30
+
+
+def received(left: list[bytes], depth: int = ANY, elements: int = ANY, size: int = 1 << 24) -> dict[str, Any]:
+    """A body that arrives in these pieces; those that were not read stay in the list."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    held = ByteBudget(ANY, ANY, lambda tenant: None).hold("")
+    most = {"max_body_bytes": size, "max_json_depth": depth, "max_json_elements": elements}
+    limits = RequestLimits().model_copy(update=most)
+    return asyncio.run(
+        read_json(Request({"type": "http", "headers": []}, receive), limits, held, LowPriority())
+    )
+
+
+def pieces_of(raw: bytes, size: int) -> list[bytes]:
+    return [raw[at : at + size] for at in range(0, len(raw), size)]
+
+
+def body(value: Any, depth: int = ANY, elements: int = ANY) -> dict[str, Any]:
+    return received([orjson.dumps(value)], depth, elements)
+
+
+VALUES = st.recursive(
+    st.integers(0, 9) | st.text('[{]}",:\\', max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=1), inner, max_size=3),
+    max_leaves=20,
+)
+OBJECTS = st.dictionaries(st.text("ab", max_size=1), VALUES, max_size=3)
+
+
+def inner_of(one: Any) -> list[Any]:
+    return list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
+
+
+def deep(one: Any) -> int:
+    return int(isinstance(one, list | dict)) + max(map(deep, inner_of(one)), default=0)
+
+
+def cost(one: Any) -> int:
+    inner = inner_of(one)
+    members = 16 * len(inner) if isinstance(one, dict) else 0
+    own = 16 * isinstance(one, list | dict) + members + max(0, len(inner) - 1)
+    return own + sum(map(cost, inner))
+
+
+@given(value=OBJECTS, limit=st.integers(1, 6))
+def test_a_body_nests_as_deep_as_it_may_and_no_deeper(value, limit):
+    if deep(value) <= limit:
+        assert body(value, limit) == value
+    else:
+        with pytest.raises(InvalidRequestError, match="nested deeper"):
+            body(value, limit)
+
+
+@given(value=OBJECTS, change=st.integers(-1, 1))
+def test_a_body_has_as_many_elements_as_it_may_and_no_more(value, change):
+    limit = cost(value) + change
+    if change >= 0:
+        assert body(value, elements=limit) == value
+    else:
+        with pytest.raises(InvalidRequestError, match="elements") as caught:
+            body(value, elements=limit)
+        assert (caught.value.field, caught.value.limit) == ("body", str(limit))
+
+
+@given(value=OBJECTS, cuts=st.lists(st.integers(0, 60), max_size=4))
+def test_pieces_are_counted_as_the_whole(value, cuts):
+    raw = orjson.dumps(value)
+    scan, begins = JsonScan(), 0
+    for end in [*sorted(cuts), len(raw)]:
+        scan.read(raw[begins:end])
+        begins = max(begins, end)
+    assert (scan.depth, scan.elements) == (deep(value), cost(value))
+    assert scan.seen == len(raw)
+
+
+@pytest.mark.parametrize("one", [[], {}, [[1]], "["])
+def test_wide_bodies_are_not_walked_over(one):
+    """A message may hold many lists, and the loop serves others meanwhile."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        body({"x": 20_000 * [one]}, 8)
+    finally:
+        sys.setprofile(before)
+    assert calls < 5_000
+
+
+def test_too_much_is_refused_before_all_of_it_has_come():
+    """And before the parser sees any of it: what comes here is not JSON."""
+    for piece in (b"[", b"{", b"[],", b'"":', b"1,"):
+        left = pieces_of((1 << 22) // len(piece) * piece, 1 << 16)
+        with pytest.raises(InvalidRequestError, match=r"nested|elements"):
+            received(left, 32, 1 << 20)
+        assert len(left) > 20
+
+
+def test_large_bodies_within_the_limits_are_read():
+    value = {"a": 200_000 * [1], "b": '["\\' * 200_000, "c": {str(i): [i] for i in range(10_000)}}
+    assert received(pieces_of(orjson.dumps(value), 70_001), 3, 1 << 20) == value
+
+
+def test_a_body_has_as_many_bytes_as_it_may_and_no_more():
+    raw = orjson.dumps({"a": "b" * 100})
+    assert received(pieces_of(raw, 10), size=len(raw)) == {"a": "b" * 100}
+    left = pieces_of(raw + 100 * b" ", 10)
+    with pytest.raises(RequestTooLargeError):
+        received(left, size=len(raw) - 1)
+    assert len(left) > 5, "nor is the rest read"
+
+
+async def test_the_refusal_of_a_draining_router_comes_after_the_body():
+    """It closes the connection, which would be reset under the answer if bytes were unread."""
+    gateway = counting_gateway()
+    left = [b"x" * 1000] * 5
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
+
+    @contextlib.contextmanager
+    def admit(caller: Any, connection: str) -> Any:
+        raise DrainingError("this router is leaving")
+        yield
+
+    gateway.admission = SimpleNamespace(admit=admit)
+    gateway.low_priority = LowPriority()
+    with pytest.raises(DrainingError):
+        await generate.Generate(gateway).completion(Request({"type": "http", "headers": []}, receive))
+    assert not left

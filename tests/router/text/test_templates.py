@@ -1,0 +1,82 @@
+"""Chat templates render as transformers renders them."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cluster.errors import InvalidRequestError
+from router.text.templates import template_environment
+from router.text.tokenizer import ModelText
+
+MESSAGES = [
+    {"role": "system", "content": "Sei höflich <b>."},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hi"},
+]
+TEMPLATES = {
+    "a generation tag": "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}\n{% endfor %}",
+    "a generation tag with white space": "{%- for m in messages -%}\n  {%- generation -%}  {{ m.content }}\n"
+    "  {%- endgeneration -%}\n{%- endfor -%}",
+    "what is set inside a generation tag": "{% set x = 1 %}{% for m in messages %}"
+    "{% generation %}{% set x = x + 1 %}{{ x }}{{ loop.index }}{% endgeneration %}{{ x }}{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if m.role == 'assistant' %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "tojson": "{{ messages | tojson }}",
+    "tojson in ASCII": "{{ messages | tojson(ensure_ascii=True) }}",
+    "tojson indented": "{{ messages | tojson(indent=2) }}",
+    "tojson by place": "{{ messages[0] | tojson(True, 2) }}",
+    "tojson with separators": "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}",
+    "the year": "{{ strftime_now('%Y') }}",
+    "the year by name": "{{ strftime_now(format='%Y') }}",
+    "no tools": "{% if tools is not none %}tools{% else %}no tools{% endif %}",
+    "no documents": "{{ documents is none }} {{ documents is defined }}",
+    "a namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+}
+
+
+@pytest.fixture
+def text(checkpoint, tmp_path):
+    """A model with the template given."""
+    made = []
+
+    def make(template: str) -> ModelText:
+        for name in ("tokenizer.json", "config.json"):
+            (tmp_path / name).write_bytes((checkpoint("llama") / name).read_bytes())
+        (tmp_path / "chat_template.jinja").write_text(template)
+        made.append(ModelText(tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_renders_as_in_transformers(name, text):
+    template = TEMPLATES[name]
+    theirs = render_jinja_template([MESSAGES], chat_template=template, add_generation_prompt=True)[0]
+    assert text(template).render(MESSAGES) == theirs[0]
+
+
+def test_the_time_is_the_one_given():
+    then = datetime.datetime(2031, 2, 3, 4, 5)
+    made = template_environment(lambda: then).from_string("{{ strftime_now('%Y-%m-%d %H:%M') }}")
+    assert made.render() == "2031-02-03 04:05"
+
+
+def test_an_error_raised_by_a_template_is_an_invalid_request(text):
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        render_jinja_template([MESSAGES], chat_template=template)
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        text(template).render(MESSAGES)
+
+
+def test_a_template_sees_the_reasoning_effort_only_where_one_was_asked_for(text):
+    model = text("{{ reasoning_effort if reasoning_effort is defined else 'its own' }}")
+    assert model.render(MESSAGES) == "its own"
+    assert model.render(MESSAGES, "high") == "high"
