@@ -1,109 +1,122 @@
-"""The log of an attempt: replays, newest reader wins, beats, ends."""
+"""The log of an attempt: what is kept, what may be sent, where a reader may continue."""
 
-import asyncio
+from __future__ import annotations
+
 import gc
 import sys
 
 import pytest
 
+from cluster.protocol.link import WINDOW_TOKENS
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 
+SPEC = common_pb2.GenerateSpec(prompt_tokens=bytes(4 * 3), output_tokens=bytes(4 * 2))
+FIRST = 5  # position of the next token of SPEC
 
-def token(position: int) -> common_pb2.Token:
-    return common_pb2.Token(position=position, token_id=position + 100)
+
+def log_of(choices: int = 1) -> AttemptLog:
+    spec = common_pb2.GenerateSpec()
+    spec.CopyFrom(SPEC)
+    spec.n = choices
+    return AttemptLog.of(spec, lambda: None)
 
 
 def done() -> common_pb2.AttemptEnd:
     return common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_DONE)
 
 
-async def read_all(log: AttemptLog, from_position: int = 0) -> list[common_pb2.AttemptEvent]:
-    return [event async for event in log.read(from_position)]
+def test_positions_begin_behind_prompt_and_output():
+    log = log_of()
+    log.add(0, FIRST, 7)
+    with pytest.raises(ValueError, match="position 5 came, 6 was next"):
+        log.add(0, FIRST, 7)
+    with pytest.raises(ValueError, match="position 8 came, 6 was next"):
+        log.add(0, FIRST + 3, 7)
+    (choice,) = log.choices
+    assert (choice.first, choice.tokens, choice.end) == (FIRST, [7], FIRST + 1)
 
 
-def positions(events: list[common_pb2.AttemptEvent]) -> list[int]:
-    return [event.token.position for event in events if event.HasField("token")]
+def test_a_full_window_of_one_choice_fills_the_log():
+    log = log_of(2)
+    for i in range(WINDOW_TOKENS):
+        assert not log.full
+        log.add(1, FIRST + i, i)
+    assert log.full
+    assert log.credit(1, FIRST + 10 + WINDOW_TOKENS) and not log.full
 
 
-async def test_a_reader_gets_every_token_once_and_then_the_end():
-    log = AttemptLog(lambda: 7)
-    reading = asyncio.create_task(read_all(log))
-    for position in range(5):
-        log.add(token(position))
-        await asyncio.sleep(0)
-    log.end(done())
-    events = await asyncio.wait_for(reading, 60)
-    assert positions(events) == [0, 1, 2, 3, 4]
-    assert events[-1].end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
-    assert log.end_taken
+def test_acknowledged_tokens_and_their_log_probabilities_are_dropped():
+    log = log_of()
+    for i in range(20):
+        token = common_pb2.Token(position=FIRST + i, token_id=i, logprob=-1.0)
+        log.add(0, FIRST + i, i, token)
+    (choice,) = log.choices
+    choice.sent = FIRST + 20
+    assert log.credit(0, FIRST + 15 + WINDOW_TOKENS)
+    assert choice.tokens == [15, 16, 17, 18, 19]
+    assert sorted(choice.extras) == [FIRST + i for i in range(15, 20)]
 
 
-async def test_a_second_reader_starts_at_its_position_and_ends_the_first():
-    log = AttemptLog(lambda: 0)
-    first = log.read()
-    for position in range(3):
-        log.add(token(position))
-    assert (await anext(first)).token.position == 0
-    second = asyncio.create_task(read_all(log, from_position=2))
-    await asyncio.sleep(0)
-    rest = [event async for event in first]
-    assert rest == []
-    log.add(token(3))
-    log.end(done())
-    assert positions(await asyncio.wait_for(second, 60)) == [2, 3]
+def test_behind_a_token_with_more_than_its_id_follow_only_such():
+    """A frame's columns are read before its extras."""
+    log = log_of()
+    log.add(0, FIRST, 1)
+    log.add(0, FIRST + 1, 2, common_pb2.Token(position=FIRST + 1, token_id=2, logprob=-1.0))
+    log.add(0, FIRST + 2, 3)
+    (choice,) = log.choices
+    assert sorted(choice.extras) == [FIRST + 1, FIRST + 2]
 
 
-async def test_silence_is_filled_with_beats_that_carry_the_step():
-    log = AttemptLog(lambda: 41)
-    reader = log.read()
-    event = await asyncio.wait_for(anext(reader), 60)
-    assert event.beat.engine_step == 41
-    await reader.aclose()
-    assert not log.has_reader
+@pytest.mark.parametrize("position", [FIRST - 1, FIRST + 3])
+def test_a_reader_that_asks_for_a_dropped_position_is_refused(position):
+    log = log_of()
+    for i in range(8):
+        log.add(0, FIRST + i, i)
+    assert log.credit(0, FIRST + 4 + WINDOW_TOKENS)
+    assert not log.resume([position], [WINDOW_TOKENS])
+    assert not log.resume([], []) and not log.resume([FIRST + 5, 9], [300, 300])
 
 
-async def test_a_hung_engine_sends_no_beat():
-    log = AttemptLog(lambda: None)
-    reading = asyncio.create_task(read_all(log))
-    await asyncio.sleep(0.8)  # longer than a beat
-    log.end(done())
-    events = await asyncio.wait_for(reading, 60)
-    assert [event.WhichOneof("event") for event in events] == ["end"]
+def test_a_reader_continues_where_it_asks_or_at_the_end_of_what_is_there():
+    log = log_of()
+    for i in range(8):
+        log.add(0, FIRST + i, i)
+    (choice,) = log.choices
+    choice.sent = FIRST + 8
+    assert log.resume([FIRST + 2], [FIRST + WINDOW_TOKENS])
+    assert choice.sent == FIRST + 2
+    assert log.resume([FIRST + 9], [FIRST + WINDOW_TOKENS]), (
+        "the prefill worker has sent a token before this one"
+    )
+    assert choice.sent == FIRST + 8
 
 
-async def test_only_the_first_end_counts():
-    log = AttemptLog(lambda: 0)
+def test_only_the_first_end_counts():
+    log = log_of()
     log.end(done())
     log.end(common_pb2.AttemptEnd(outcome=common_pb2.ATTEMPT_OUTCOME_ABORTED))
-    assert (await read_all(log))[-1].end.outcome == common_pb2.ATTEMPT_OUTCOME_DONE
+    assert log.ended and log.end_event == done()
 
 
-async def test_unread_tokens_are_counted_for_the_newest_reader():
-    log = AttemptLog(lambda: 0)
-    for position in range(10):
-        log.add(token(position))
-    assert log.unread_tokens == 10
-    reader = log.read()
-    for _ in range(4):
-        await anext(reader)
-    assert log.unread_tokens in (6, 7)  # the token in the reader's hands counts until it asks for the next
-    await reader.aclose()
+def test_every_change_is_reported():
+    changes: list[int] = []
+    log = AttemptLog(0, 1, FIRST, lambda: changes.append(1))
+    log.add(0, FIRST, 1)
+    log.end(done())
+    log.end(done())
+    assert len(changes) == 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="columns trimmed by what their reader acknowledged: the new token path"
-)
-async def test_tokens_that_were_read_are_not_kept_as_an_object_each():
-    """Each object takes 0.8 KB for as long as the attempt lives."""
-    log, count = AttemptLog(lambda: 7), 10_000
-    reading = log.read()
+def test_tokens_that_were_acknowledged_are_not_kept():
+    log, count = log_of(), 10_000
     gc.collect()
     before = sys.getallocatedblocks()
-    for position in range(count):
-        log.add(token(position))
-        await anext(reading)
+    for i in range(count):
+        log.add(0, FIRST + i, i + 1000)
+        (choice,) = log.choices
+        choice.sent = choice.end
+        log.credit(0, choice.end + WINDOW_TOKENS)
     gc.collect()
-    kept = sys.getallocatedblocks() - before
-    await reading.aclose()
-    assert kept < count / 10
+    assert sys.getallocatedblocks() - before < count / 100
+    assert log.count == count and log.all_sent

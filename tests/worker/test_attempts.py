@@ -1,99 +1,123 @@
-"""The opener of an attempt may vanish at any point: nothing of the attempt stays."""
+"""Attempts by transfer id: opened, forgotten, refused, cancelled to the end."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from cluster.errors import DrainingError, StaleTransferError
+from cluster.errors import DrainingError, InvalidRequestError, OverloadedError, StaleTransferError
 from wire import common_pb2
 from worker.attempt_log import AttemptLog
 from worker.attempts import Attempts
 
+T = b"t" * 16
+
 
 @dataclass(eq=False)
 class Attempt:
-    transfer_id: bytes = b"t" * 16
-    log: AttemptLog = field(default_factory=lambda: AttemptLog(lambda: 1))
+    transfer_id: bytes
+    log: AttemptLog
+
+
+def make(cancel: Callable[[Any], Any], **how: Any) -> Attempts[Attempt]:
+    async def by_router(transfer_id: bytes) -> None:
+        attempt = attempts.get(transfer_id)
+        if attempt is not None:
+            await attempts.cancel(attempt)
+
+    attempts: Attempts[Attempt] = Attempts(
+        cancel=cancel, cancel_by_router=by_router, max_attempts=4, **{"detach_seconds": 0.1, **how}
+    )
+    return attempts
+
+
+def opened(attempts: Attempts[Attempt], transfer_id: bytes = T, number: int = 1) -> Attempt:
+    reference = common_pb2.HandleRef(incarnation=5, number=number)
+    return attempts.open(
+        transfer_id, reference, common_pb2.GenerateSpec(), lambda log: Attempt(transfer_id, log)
+    )
 
 
 @pytest.fixture
-def cancelled():
+def cancelled() -> list[bytes]:
     return []
 
 
 @pytest.fixture
-def attempts(cancelled):
-    async def cancel(attempt):
-        cancelled.append(attempt)
+def attempts(cancelled: list[bytes]) -> Attempts[Attempt]:
+    async def cancel(attempt: Attempt) -> None:
+        cancelled.append(attempt.transfer_id)
 
-    return Attempts(cancel=cancel, max_attempts=4, detach_seconds=0.1)
+    return make(cancel)
 
 
-async def gone(attempts):
+async def gone(attempts: Attempts[Attempt]) -> None:
     async with asyncio.timeout(60):
         while len(attempts):
             await asyncio.sleep(0.01)
 
 
-async def test_one_that_is_never_read_is_cancelled(attempts, cancelled):
-    attempt = Attempt()
-    attempts.open(attempt)
+async def test_one_whose_router_never_comes_is_cancelled_and_refused(attempts, cancelled):
+    opened(attempts)
     await gone(attempts)
-    assert cancelled == [attempt]
+    assert cancelled == [T] and len(attempts.routers) == 0
     with pytest.raises(StaleTransferError):
-        attempts.open(Attempt())
+        opened(attempts)
 
 
-async def test_a_reader_that_ends_in_the_middle_of_an_event_starts_the_timer(attempts, cancelled):
-    attempt = Attempt()
-    attempts.open(attempt)
-    attempt.log.add(common_pb2.Token(position=1))
-    reading = attempts.read(attempt)
-    await anext(reading)
-    await reading.aclose()  # what gRPC does when the event can't be written any more
-    assert not attempt.log.has_reader
+async def test_one_that_ended_without_a_router_is_forgotten(attempts, cancelled):
+    opened(attempts).log.end(common_pb2.AttemptEnd())
     await gone(attempts)
-    assert cancelled == [attempt]
+    assert not cancelled and attempts.is_ended(T)
 
 
-async def test_a_reader_that_comes_back_keeps_it(attempts, cancelled):
-    attempt = Attempt()
-    attempts.open(attempt)
-    attempt.log.add(common_pb2.Token(position=1))
-    await attempts.read(attempt).aclose()
-    reading = attempts.read(attempt)
-    await anext(reading)
-    await asyncio.sleep(0.3)
+async def test_a_handle_stands_for_one_attempt(attempts):
+    opened(attempts)
+    with pytest.raises(InvalidRequestError, match="handle 1 is in use"):
+        opened(attempts, b"u" * 16)
+    with pytest.raises(InvalidRequestError, match="incarnation"):
+        attempts.open(
+            b"u" * 16, common_pb2.HandleRef(), common_pb2.GenerateSpec(), lambda log: Attempt(T, log)
+        )
     assert len(attempts) == 1
-    assert not cancelled
-    attempt.log.end(common_pb2.AttemptEnd())
-    assert [event.WhichOneof("event") async for event in reading][-1] == "end"
-    assert len(attempts) == 0
+    await attempts.close()
+
+
+async def test_more_than_the_worker_may_have_are_refused(attempts):
+    for i in range(4):
+        opened(attempts, bytes([i]) * 16, i)
+    with pytest.raises(OverloadedError, match="already has 4"):
+        opened(attempts, b"u" * 16, 9)
+    await attempts.close()
+    assert len(attempts) == len(attempts.routers) == 0
 
 
 async def test_a_cancelled_one_is_gone_at_once_and_refused(attempts, cancelled):
-    attempt = Attempt()
-    attempts.open(attempt)
-    await attempts.cancel(attempt)
-    assert len(attempts) == 0
-    assert cancelled == [attempt]
+    await attempts.cancel(opened(attempts))
+    assert len(attempts) == len(attempts.routers) == 0
+    assert cancelled == [T]
     with pytest.raises(StaleTransferError):
-        attempts.open(Attempt())
+        opened(attempts)
+
+
+async def test_one_that_another_call_ended_before_it_came_is_refused(attempts):
+    attempts.remember_ended(T)
+    with pytest.raises(StaleTransferError):
+        opened(attempts)
 
 
 async def test_a_cancel_whose_caller_hangs_up_is_done_to_its_end():
     may_end = asyncio.Event()
 
-    async def cancel(attempt):
+    async def cancel(attempt: Attempt) -> None:
         await may_end.wait()
 
-    attempts = Attempts(cancel=cancel, max_attempts=4, detach_seconds=60.0)
-    attempt = Attempt()
-    attempts.open(attempt)
-    caller = asyncio.create_task(attempts.cancel(attempt))
+    attempts = make(cancel, detach_seconds=60.0)
+    caller = asyncio.create_task(attempts.cancel(opened(attempts)))
     await asyncio.sleep(0.01)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -106,14 +130,14 @@ async def test_an_attempt_that_cannot_be_cancelled_does_not_keep_the_others():
     """A stopped engine refuses every call; the worker must still end each attempt, and exit."""
     cancelled: list[bytes] = []
 
-    async def cancel(attempt):
+    async def cancel(attempt: Attempt) -> None:
         if attempt.transfer_id == b"0" * 16:
             raise DrainingError("the engine has stopped")
         cancelled.append(attempt.transfer_id)
 
-    attempts = Attempts(cancel=cancel, max_attempts=4, detach_seconds=60.0)
-    for name in (b"0", b"1"):
-        attempts.open(Attempt(name * 16))
+    attempts = make(cancel, detach_seconds=60.0)
+    for number, name in enumerate((b"0", b"1")):
+        opened(attempts, name * 16, number)
     await attempts.close()
     assert cancelled == [b"1" * 16]
     assert len(attempts) == 0
