@@ -9,6 +9,7 @@ import orjson
 import typer
 
 from baton.cli.output import console
+from cluster.redis.rights import Component
 
 EXIT_MISSING = 2
 
@@ -24,6 +25,16 @@ def doctor(
     redis_url: Annotated[
         str, typer.Option(help="URL of an external Redis (externalRedis.url): checks its memory and policy.")
     ] = "",
+    redis_component: Annotated[
+        Component | None,
+        typer.Option(help="With --redis-url: check that its user has the rights of this component."),
+    ] = None,
+    redis_namespace: Annotated[
+        str,
+        typer.Option(
+            help="With --redis-component: the prefix of the keys, the chart's is NAMESPACE-RELEASE."
+        ),
+    ] = "baton",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question to the API.")] = 10.0,
 ) -> None:
     """Check a Kubernetes cluster before an install, and print the chart's values that fit it.
@@ -33,7 +44,7 @@ def doctor(
     from baton.doctor import report
     from baton.doctor.checks import judge
     from baton.doctor.reading import Reader, connect
-    from baton.doctor.redis_check import check_redis
+    from baton.doctor.redis_check import check_redis, check_rights
     from baton.doctor.values import values_for
 
     with connect(kubeconfig, context) as api:
@@ -41,6 +52,8 @@ def doctor(
     checks, values = judge(facts), values_for(facts)
     if redis_url:
         checks.append(check_redis(redis_url))
+        if redis_component is not None:
+            checks.append(check_rights(redis_url, redis_component, redis_namespace))
     if values_only:
         console.file.write(report.as_yaml(values))
     elif as_json:

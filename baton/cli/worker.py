@@ -23,8 +23,10 @@ WORKER = Flags(WorkerConfig)
 def _command(role: Role) -> Callable[..., None]:
     @WORKER.add_to
     def run(config: ConfigFile = None, ready_file: ReadyFile = None, **flags: Any) -> None:
+        from worker.rights import rights
+
         resolved = sources.load(WorkerConfig, {**WORKER.values(WorkerConfig, flags), "role": role}, config)
-        check_start(resolved, ready_file)
+        check_start(resolved, ready_file, rights(resolved.namespace))
         import uvloop
 
         uvloop.run(_run(resolved, ready_file))

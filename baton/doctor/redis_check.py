@@ -1,13 +1,25 @@
-"""The check of an external Redis: reachable, memory limit, eviction policy."""
+"""The checks of an external Redis: reachable, memory limit, eviction policy, and what its user may do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import redis
 
+from baton.autoscaler.rights import rights as of_autoscaler
 from baton.doctor.checks import Check
 from cluster.redis.connect import connect
 from cluster.redis.memory import ADVICE, RedisMemory
+from cluster.redis.rights import Component, Rights, lacking
 from cluster.redis.urls import without_password
+from router.rights import rights as of_router
+from worker.rights import rights as of_worker
+
+RIGHTS: Mapping[Component, Callable[[str], Rights]] = {
+    "router": of_router,
+    "worker": of_worker,
+    "autoscaler": of_autoscaler,
+}
 
 
 def check_redis(url: str) -> Check:
@@ -18,6 +30,9 @@ def check_redis(url: str) -> Check:
             memory = RedisMemory.of(client.info("memory"))
         finally:
             client.close()
+    except redis.exceptions.NoPermissionError as error:
+        advice = "give --redis-url with the user of a router or worker, or add +info to this one's rights"
+        return Check("Redis", "warning", f"{without_password(url)}: {error}", advice)
     except (redis.RedisError, ValueError) as error:
         return Check(
             "Redis",
@@ -41,3 +56,19 @@ def check_redis(url: str) -> Check:
     if memory.pressed:
         return Check("Redis", "warning", found, "raise maxmemory: above 70 % placements are not predicted")
     return Check("Redis", "ok", found)
+
+
+def check_rights(url: str, component: Component, namespace: str) -> Check:
+    """Whether the user of `url` may do what a component does with the keys of `namespace`."""
+    name = f"Redis rights ({component})"
+    try:
+        client = connect(url)
+        try:
+            missing = lacking(client, RIGHTS[component](namespace))
+        finally:
+            client.close()
+    except (redis.RedisError, OSError, ValueError) as error:
+        return Check(name, "missing", f"{without_password(url)}: {error}", "check its address and user")
+    if missing:
+        return Check(name, "missing", f"lacks {' '.join(missing)}", "add these to the user: ACL SETUSER")
+    return Check(name, "ok", f"all that keys {{{namespace}}}:* need")
