@@ -110,6 +110,14 @@ def test_nothing_is_said_where_nothing_can_be_asked(server):
     assert too_few_rights("redis://127.0.0.1:1", of_worker("n")) == ""
 
 
+def test_asking_changes_nothing_even_for_a_user_that_may_do_anything(server):
+    with connect(server.url) as admin:
+        admin.hset("{n}:members", "a", "b")
+        for component, rights in RIGHTS.items():
+            assert lacking(admin, rights("n")) == [], component
+        assert admin.keys() == [b"{n}:members"] and admin.hgetall("{n}:members") == {b"a": b"b"}
+
+
 def test_the_doctor_names_a_user_that_may_not_read_the_memory(server):
     check = check_redis(limited(server, of_autoscaler("n")))
     assert check.grade == "warning" and "+info" in check.advice

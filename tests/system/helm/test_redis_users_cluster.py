@@ -31,7 +31,7 @@ from tests.harness.waiting import wait_for
 from tests.system.helm.chart_redis import NAMESPACE, ChartRedis, run_chart_redis
 from tests.system.helm.rendering import Renderer
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 WORKERS = {"prefill-1": "prefill", "decode-1": "decode", "decode-2": "decode"}
 START_SECONDS = 240
 TAG = f"{{{NAMESPACE}}}:"
