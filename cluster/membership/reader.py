@@ -112,6 +112,35 @@ def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
         client.close()
 
 
+def look_at_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
+    """`read_workers` for a user that may only read: dead workers are left to the routers to delete.
+
+    Plain commands, because Redis wants the right to write every key that is declared for a script. Raises
+    redis.RedisError.
+    """
+    client = connect(redis_url)
+    try:
+        with client.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.members(namespace))
+            pipe.zrange(keys.leases(namespace), 0, -1, withscores=True)
+            pipe.hgetall(keys.status(namespace))
+            pipe.hgetall(keys.drains(namespace))
+            pipe.time()  # last: no renewal that was read is later
+            members, leases, status, drains, (seconds, micros) = pipe.execute()
+    finally:
+        client.close()
+    now, renewed = seconds * 1000 + micros // 1000, dict(leases)
+    answer: list[Any] = [now, 0]
+    for worker_id, registration in members.items():
+        if now - renewed.get(worker_id, 0) <= FORGET_SECONDS * 1000:
+            drain = drains.get(worker_id, b"").rpartition(b":")[2]
+            answer += [
+                *(worker_id, registration, renewed[worker_id]),
+                *(status.get(worker_id, b"{}"), drain),
+            ]
+    return decode(answer)
+
+
 class Members:
     """A router's view of the workers, refreshed every 0.25 s; the last one is kept while Redis does not answer.
 

@@ -148,7 +148,7 @@ async def test_only_the_index_has_a_time_to_live(small, client, namespace, clust
             await quota.settle(charge, Use(5, 5, finished=number == 1))
         await placement.place(PlacementRequest(bytes([number]) * 16, RNG.randbytes(8 * 16), 256, 10))
     await asyncio.to_thread(fill, client, namespace, registrations[0].slot, registrations[0].name, 50)
-    kept, index = others(client, namespace), set(client.scan_iter(f"{{{namespace}}}:m:*"))
+    kept, index = others(client, namespace), set(client.scan_iter(f"{{{namespace}}}:index:m:*"))
     assert len(kept) > 10 and len(index) > 100
     assert [key for key in kept if client.pttl(key) != -1] == [], "Redis would evict them"
     assert [key for key in index if client.pttl(key) == -1] == [], "Redis cannot evict them"
@@ -171,7 +171,7 @@ async def test_a_router_asks_less_of_a_redis_that_is_nearly_full(small, client, 
     for name in (b"c", b"d"):
         placed = await placement.place(PlacementRequest(name * 16, other, 256, 10))
         assert placed.from_redis and placed.cached_prefill_tokens == 0, "no longer"
-    assert not client.exists(f"{{{namespace}}}:m:n:".encode() + other[:8])
+    assert not client.exists(f"{{{namespace}}}:index:m:n:".encode() + other[:8])
 
 
 def test_shares_and_policies() -> None:
@@ -231,7 +231,7 @@ def test_reports_set_a_shorter_time_to_live(small, client, namespace) -> None:
         reporter._resync_if_new_slot()
         reporter.report(chain, 8)
         reporter._send_batch()
-        (key,) = client.scan_iter(f"{{{namespace}}}:m:n:*")
+        (key,) = client.scan_iter(f"{{{namespace}}}:index:m:n:*")
         assert 0 < client.pttl(key) < 0.6 * scripts.NODE_TTL_SECONDS * 1000
         assert key.endswith(index_keys(chain)[:8])
     finally:

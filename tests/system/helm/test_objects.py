@@ -195,7 +195,7 @@ def test_workers_elsewhere_find_the_charts_redis(renderer: Renderer) -> None:
     (job,) = [one for one in rendered.of("Job") if one["metadata"]["name"] == "t-baton-ray-apply"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     (address,) = [one["value"] for one in container["env"] if one["name"] == "BATON_REDIS_URL"]
-    assert address == "redis://:$(REDIS_PASSWORD)@t-baton-redis.serving.svc:6379/0"
+    assert address == "redis://worker:$(REDIS_PASSWORD)@t-baton-redis.serving.svc:6379/0"
     rendered.named("Service", "t-baton-redis")
 
 

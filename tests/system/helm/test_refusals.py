@@ -132,6 +132,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "externalRedis.url and externalRedis.urlSecret.name are both set",
         "keep one",
     ),
+    "two addresses of one component's Redis": (
+        {
+            "redis": {"enabled": False},
+            "externalRedis": {"url": "redis://x", "worker": {"url": "redis://y", "urlSecret": {"name": "z"}}},
+        },
+        "externalRedis.worker.url and externalRedis.worker.urlSecret.name are both set",
+        "keep one",
+    ),
+    "a component without a Redis": (
+        {"redis": {"enabled": False}, "externalRedis": {"router": {"url": "redis://x"}}},
+        "externalRedis names no Redis for the worker",
+        "set externalRedis.worker.urlSecret.name, or externalRedis.urlSecret.name for all components",
+    ),
+    "a component's Redis beside the chart's": (
+        {"externalRedis": {"worker": {"url": "redis://x"}}},
+        "redis.enabled and externalRedis are both set",
+        "turn redis.enabled off",
+    ),
     "fault tolerance without Redis": (
         {"redis": {"enabled": False}, "externalRedis": {"url": "redis://x"}},
         "ray.gcsFaultTolerance has no Redis",
