@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from baton.processes.uncollected import uncollected
 from cluster.config.worker import WorkerConfig
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import Then
@@ -28,9 +29,11 @@ class RunningWorker(Protocol):
 async def start_worker(config: WorkerConfig) -> RunningWorker:
     """Load the model and serve. Raises ModelError or ConfigError before any port listens."""
     if config.role == "prefill":
-        from prefill_worker import worker as prefill
+        with uncollected():
+            from prefill_worker import worker as prefill
 
         return await prefill.start(config)
-    from decode_worker import worker as decode
+    with uncollected():
+        from decode_worker import worker as decode
 
     return await decode.start(config)

@@ -14,6 +14,7 @@ import typer
 from baton.cli.flags import Flags
 from baton.cli.output import say
 from baton.local.state import check_writable
+from baton.processes.uncollected import uncollected
 from cluster.config import sources
 from cluster.config.router import RouterConfig
 from cluster.config.worker import WorkerConfig
@@ -60,7 +61,8 @@ def check_start(config: RouterConfig | WorkerConfig, ready_file: Path | None) ->
 
 
 async def _run_router(config: RouterConfig, ready_file: Path | None) -> None:
-    from router.server import Router
+    with uncollected():
+        from router.server import Router
 
     logs.configure(config.router_id)
     stop = stop_event()
