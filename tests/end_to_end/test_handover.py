@@ -336,6 +336,7 @@ def _pid(cluster: Cluster, role: str, worker_ids: tuple[str, ...]) -> int:
     return int(pid)
 
 
+@pytest.mark.long
 def test_a_long_preempted_request_goes_back_to_the_prefill_worker(checkpoint, start_cluster):
     """Two answers outgrow the decode worker's 52 blocks: the younger one leaves, and returns with its KV shipped.
 
