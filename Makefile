@@ -32,7 +32,7 @@ test: $(STAMP)  ## Run the tests (real Redis, real NIXL between real processes, 
 unit: $(STAMP)  ## The tests that need neither torch, Ray nor NIXL: seconds to start, a few minutes in all
 	$(BIN)/python -m pytest -q -m "not system and not gpu and not long" --unit -n $(PROCESSES) --dist loadfile $(MORE)
 
-test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, Ray dying, a day of autoscaling
+test-long: $(STAMP)  ## Tests that take long: faults and cancels on a whole cluster, every model family, Ray dying, NIXL itself
 	$(BIN)/python -m pytest -q -m "long and not system and not gpu" --durations 5 $(MORE)
 
 check: $(STAMP)  ## Lint, types, floors, generated files

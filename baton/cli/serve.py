@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from baton.cli.flags import Flags
 from baton.cli.output import say
 from baton.local.state import check_writable
 from baton.processes.force_exit import end_surely
+from baton.processes.uncollected import uncollected
 from cluster.config import sources
 from cluster.config.router import RouterConfig
 from cluster.config.worker import Role, WorkerConfig
@@ -71,7 +73,8 @@ def report_redis(url: str, rights: Rights) -> None:
 
 
 async def _run_router(config: RouterConfig, ready_file: Path | None) -> None:
-    from router.server import Router
+    with uncollected():
+        from router.server import Router
 
     logs.configure(config.router_id)
     stop = stop_event()
@@ -145,6 +148,7 @@ async def _serve_worker(config: WorkerConfig, ready_file: Path | None) -> None:
     # The loop does not turn while a model is loaded, and nothing is lost by ending there and then.
     signal.signal(signal.SIGTERM, _end_at_once)
     worker = await start_worker(config)
+    gc.freeze()  # the modules' objects stay to the end, where collections would take most of the time of the exit
     stop = stop_event()
     say(f"{worker.worker_id} serves {config.role} on {worker.address}")
     facts: dict[str, Any] = {

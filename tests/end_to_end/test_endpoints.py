@@ -18,8 +18,7 @@ from baton.client import Client
 from cluster.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from tests.end_to_end.conftest import run_cluster
 from tests.end_to_end.test_handover import PROCESS
-from tests.harness.checkpoints import VOCAB
-from tests.harness.model_text import CONTEXT
+from tests.harness.model_text import CONTEXT, VOCAB
 from wire import inference_pb2, inference_pb2_grpc
 
 NAME = "tiny"

@@ -36,6 +36,7 @@ def check(*arguments: str, lacking: list[str]) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.long
 def test_it_runs_where_only_the_engines_needs_are_met():
     done = check("--device", "cpu", "-k", "qwen3 or figures or auto", lacking=LACKING)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -93,7 +93,7 @@ class LyingPrefill:
         self._said.put(said.SerializeToString())
         while wanted:
             try:
-                reply = self.replies.get(timeout=0.3)
+                reply = self.replies.get(timeout=0.15)
             except queue.Empty:
                 return None
             if reply is None:

@@ -22,6 +22,9 @@ from kv_transfer.decode_side.receiver_rank import FAST_POLL_SECONDS, SETTLE_SECO
 from kv_transfer.memory import aligned_bytes
 from kv_transfer.transports.nixl import NixlEndpoint
 
+# Facts of the NIXL and UCX that are installed: they change with those, not with this tree.
+pytestmark = pytest.mark.long
+
 SIZE = 16 << 20
 FILL = 0xAB
 NOW_A_FENCE = "if this were a fence here, this test should say so and the design may change"
