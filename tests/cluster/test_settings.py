@@ -85,9 +85,7 @@ def test_secrets_are_read_from_files(
         ({"BATON_TRANSFER__PORT_RANGE": "many"}, "transfer.port_range"),
     ],
 )
-def test_what_is_wrong_is_named(
-    environment: dict[str, str], field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_named(environment: dict[str, str], field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         load(monkeypatch, **environment)
     assert caught.value.field == field

@@ -108,7 +108,7 @@ def test_fields_that_leave_only_the_best_token(field, tokens):
     assert tokens(temperature=20.0, seed=1, extra_body=field) == tokens() != free
 
 
-def test_penalties_change_what_comes(tokens):
+def test_penalties_change_the_output(tokens):
     once, _ = tokens(max_tokens=24, extra_body={"repetition_penalty": 100.0})
     often, _ = tokens(max_tokens=24)
     assert len(set(once)) > len(set(often))
@@ -118,7 +118,7 @@ def test_penalties_change_what_comes(tokens):
     assert tokens(**favoured, presence_penalty=2.0)[0][:2] == [7, 8]
 
 
-def test_what_ends_an_answer_and_what_delays_that(tokens):
+def test_end_of_an_answer_and_its_delays(tokens):
     stop = {"stop_token_ids": [7]}
     assert tokens(logit_bias={"7": 100}, extra_body=stop) == ([7], "stop")
     ids, finish = tokens(logit_bias={"7": 100}, extra_body={**stop, "min_tokens": 4})

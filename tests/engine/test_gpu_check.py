@@ -45,7 +45,7 @@ def test_it_runs_where_only_the_engines_needs_are_met():
     assert " passed" in done.stdout and "INTERNALERROR" not in done.stdout
 
 
-def test_what_is_missing_is_named():
+def test_missing_parts_are_named():
     done = check(lacking=["safetensors", "grpc"])
     assert done.returncode == 2
     assert NEEDED["safetensors"] in done.stdout and NEEDED["grpc"] in done.stdout

@@ -181,7 +181,7 @@ def _shift(header: handoff_pb2.PartHeader, kind: str, by: int) -> None:
 
 @few(120, 0.15)
 @given(data=st.data(), length=st.integers(1, 60))
-def test_a_lying_prefill_worker_ends_its_own_hand_off_only(data, length, pair, decode, tally):
+def test_a_dishonest_prefill_worker_ends_its_own_hand_off_only(data, length, pair, decode, tally):
     before = canary(pair, decode)
     transfer_id = secrets.token_bytes(16)
     with LyingPrefill(pair, decode) as peer:
@@ -291,7 +291,7 @@ class LyingDecode(decode_pb2_grpc.DecodeServicer):
 
 @few(60, 0.05)
 @given(data=st.data())
-def test_a_lying_decode_worker_ends_its_own_hand_off_only(data, pair, prefill, tally):
+def test_a_dishonest_decode_worker_ends_its_own_hand_off_only(data, pair, prefill, tally):
     lies = data.draw(
         st.sets(st.sampled_from(["welcome", "reserve_reply", "slot_grant", "part_result"]), min_size=1)
     )

@@ -167,7 +167,7 @@ def logits(model, **settings) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("page", [16, 256])
-def test_what_auto_chooses_runs_and_repeats_itself(page, dtype, device, model):
+def test_the_backend_that_auto_chooses_runs_and_is_deterministic(page, dtype, device, model):
     ways = {"device": device, "dtype": dtype, "page_size": page}
     prompts = [prompt_ids(70), prompt_ids(33, seed=1)]
     both = generate(model("llama"), prompts, **ways)

@@ -42,7 +42,7 @@ def piece(device: str, index: int | None, address: int) -> Any:
 
 @pytest.mark.parametrize("ours", [("cpu", None, "DRAM"), ("cuda", 1, "VRAM")])
 @pytest.mark.parametrize("theirs", [("DRAM", 0), ("VRAM", 3)])
-def test_descriptors_name_our_memory_for_ours_and_theirs_for_theirs(ours, theirs):
+def test_descriptors_name_local_memory_and_remote_memory(ours, theirs):
     endpoint = NixlEndpoint.__new__(NixlEndpoint)
     endpoint._agent = agent = Agent()
     endpoint._broken = set()

@@ -250,7 +250,7 @@ class Runs:
         return setattr, (Runs, "ran", True)
 
 
-def test_what_a_rank_sends_is_never_unpickled() -> None:
+def test_messages_of_a_rank_are_never_unpickled() -> None:
     ours, theirs = Pipe()
     theirs.send(Runs())
     with pytest.raises(OSError, match="no message"):

@@ -70,7 +70,7 @@ counts = st.integers(0, 4)
 
 
 @given(rounds=st.lists(st.tuples(counts, counts, counts), max_size=120))
-def test_whatever_comes_nothing_that_serves_or_starts_is_given_back(
+def test_no_sequence_gives_back_a_serving_or_starting_replica(
     rounds: list[tuple[int, int, int]],
 ) -> None:
     pool = Pool(4)

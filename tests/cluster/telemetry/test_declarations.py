@@ -138,5 +138,5 @@ def test_the_autoscaler_shows_what_is_declared_for_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["baton_nothing_total", "baton_handoffs_total", "baton_ring_slots_bucket"])
-def test_what_is_not_declared_is_not_found(name: str) -> None:
+def test_undeclared_names_are_not_found(name: str) -> None:
     assert declared(name) is None

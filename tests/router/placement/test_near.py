@@ -53,7 +53,7 @@ def worker(role: Role, name: str, location: Location) -> WorkerInfo:
         (Location(host="h2"), FAR),
     ],
 )
-def test_what_a_pair_shares(other: Location, level: int) -> None:
+def test_the_best_topology_level_of_a_pair(other: Location, level: int) -> None:
     assert level_of(worker("prefill", "p", HERE), worker("decode", "d", other)) == level
 
 

@@ -141,7 +141,7 @@ async def completions(gateway: Any, body: dict[str, Any]) -> list[Completion]:
     return (await read(request, {"max_tokens": 1, **body}, ARRIVAL)).completions
 
 
-async def test_what_is_truncated_may_exceed_the_context(gateway):
+async def test_a_prompt_to_be_truncated_may_exceed_the_context(gateway):
     asked = {"prompt": "a" * (3 * CONTEXT + 1)}
     (made,) = await completions(gateway, {**asked, "truncate_prompt_tokens": 4})
     assert made.prompt_tokens == [1]

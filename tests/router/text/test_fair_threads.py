@@ -48,7 +48,7 @@ async def test_tenants_take_turns(threads: FairThreads) -> None:
     assert gate.began == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
-async def test_what_is_cancelled_before_its_turn_is_never_run(threads: FairThreads) -> None:
+async def test_calls_cancelled_before_their_turn_are_never_run(threads: FairThreads) -> None:
     gate = Gate()
     first = asyncio.create_task(threads.run("a", gate.call, "first"))
     await began(gate, 1)

@@ -243,7 +243,7 @@ REFUSED |= {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_with_a_sentence(name: str, renderer: Renderer) -> None:
+def test_impossible_settings_are_refused_with_a_sentence(name: str, renderer: Renderer) -> None:
     values, wrong, change = REFUSED[name]
     rendered = renderer.render(ValueSet(values=values))
     assert rendered.code != 0

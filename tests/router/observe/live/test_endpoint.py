@@ -83,7 +83,7 @@ def test_a_router_that_leaves_is_gone(
         wait_for(lambda: len(live(stays)["routers"]) == 1, SECONDS, "one has left")
 
 
-def test_the_view_wants_an_admins_key_and_the_page_none(
+def test_the_view_needs_an_admins_key_and_the_page_none(
     checkpoint: Any, redis_url: str, namespace: str, tmp_path: Any
 ) -> None:
     keys = KeyFile(tmp_path / "keys.yaml")

@@ -65,7 +65,7 @@ def test_rates_are_of_all_routers_together() -> None:
     assert history.flows()[PAIR].handoffs_per_second == pytest.approx(20.0)
 
 
-def test_what_came_before_the_first_look_is_not_counted() -> None:
+def test_values_before_the_first_reading_are_not_counted() -> None:
     history = History()
     history.tick(0.0, {"a": report(1.0)})
     history.tick(2.0, {"a": report(3.0, 2), "late": report(500.0, 1_000_000)})
