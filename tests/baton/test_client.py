@@ -1,4 +1,4 @@
-"""Both clients against a real gRPC server; the same tests for each, through one blocking face."""
+"""Both clients against a real gRPC server: the same tests for each, through one blocking interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Downloads against a small hub that lies, breaks off and asks for a token when told to."""
+"""Downloads from a small hub that sends false data, breaks off, or asks for a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of measurements: what their ratios say, and that another commit is checked out and taken away again."""
+"""Pairs of measurements: their ratios, and the checkout of another commit and its removal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`make chaos FAULTS=1000 SEED=1`: random faults on a real cluster under load, and the table of what they did.
+"""`make chaos FAULTS=1000 SEED=1`: random faults on a real cluster under load, and a table of their effects.
 
-Goes on where the last run with this seed stopped. Exit code 1: a token was lost, doubled or wrong, a client saw an
+A run goes on where the last one with this seed stopped. Exit code 1: a token was lost, doubled or wrong, a client saw an
 error, something leaked, a recovery took longer than its bound, or a long run met a point or a row too seldom.
 """
 

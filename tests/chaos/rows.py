@@ -1,4 +1,5 @@
-"""What may happen, and the deck that a seed shuffles: every card comes once a round, so every point is hit equally."""
+"""The kinds of faults, and the deck that a seed shuffles: every card comes once per round, so every point is hit
+equally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stream: what was asked, what came, when, and how it ended."""
+"""One stream: its request, its tokens and their times, and its end."""
 
 from __future__ import annotations
 

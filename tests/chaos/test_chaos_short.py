@@ -1,4 +1,4 @@
-"""One fault of each of the commonest kinds, on a whole cluster under load. `make chaos` does the long runs."""
+"""One fault of each of the commonest kinds, on a whole cluster under load. `make chaos` has the long runs."""
 
 from __future__ import annotations
 

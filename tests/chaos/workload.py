@@ -1,4 +1,5 @@
-"""Concurrent clients that never rest: Baton's, which know every router, and plain OpenAI ones, which know one."""
+"""Concurrent clients without pauses: Baton's, which have the addresses of all routers, and plain OpenAI ones, which
+have one."""
 
 from __future__ import annotations
 

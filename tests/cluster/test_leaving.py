@@ -1,4 +1,4 @@
-"""The wish that a worker should leave: heard once, shown to all, gone with the process it was meant for."""
+"""Drain marks: the worker reads its mark once, every reader sees it, and it ends with the process that it was set for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router reads of workers of other versions."""
+"""Registry entries of workers of other versions, as a router reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker reports arrives in the index, whichever call fails on the way."""
+"""Reports of a worker arrive in the index, whichever call fails on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a pod sets: environment under flags, secrets from files, and what is said when they are wrong."""
+"""Settings of a pod: environment below flags, secrets from files, and the errors for wrong values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The decode worker's side of everything, in any order: messages that are late, repeated, of another epoch or about an
-attempt that is over; peers that vanish; routers that ask, cancel, come back; the worker told to leave. After every event
-the accounts hold."""
+"""The decode worker under events in any order: messages that are late, repeated, of another epoch or about an attempt
+that is over; peers that vanish; routers that ask, cancel and come back; a drain of the worker. After every event its
+integrity checks hold."""
 
 from __future__ import annotations
 

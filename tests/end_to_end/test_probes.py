@@ -1,4 +1,4 @@
-"""A worker as a pod runs it: everything from the environment, probed from its first moment."""
+"""A worker as a pod runs it: all settings from the environment, probed from its start."""
 
 from __future__ import annotations
 

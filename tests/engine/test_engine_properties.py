@@ -1,4 +1,4 @@
-"""Random lives of requests in a small cache: every answer is the one it would have had alone; every block comes back."""
+"""Random requests in a small cache: every answer equals the one of an otherwise idle engine, and every block is freed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Blocks whose keys and values led to logits that are no numbers leave the prefix cache with the request that failed, and
-so do the blocks computed from them."""
+"""Blocks whose keys and values led to logits that are not finite leave the prefix cache with the request that failed,
+and so do the blocks computed from them."""
 
 from __future__ import annotations
 

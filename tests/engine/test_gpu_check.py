@@ -1,4 +1,4 @@
-"""`make gpu-check` on a machine that has a card, torch and little else: no card is needed to see that it would run."""
+"""`make gpu-check` on a machine with a GPU, torch and little else; the test needs no GPU."""
 
 from __future__ import annotations
 

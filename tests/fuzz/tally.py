@@ -1,4 +1,4 @@
-"""What was asked and how it ended, by kind: the table of `make fuzz`.
+"""Requests and their ends, counted by kind: the table of `make fuzz`.
 
 Runs append to a file, so that a long one can be made of several.
 """

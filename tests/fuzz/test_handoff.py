@@ -1,5 +1,5 @@
-"""The hand-off's control stream: a decode worker that hears nonsense from a prefill worker refuses it, goes on, and
-has every block and slot back as soon as the peer's parent says that it is gone."""
+"""The hand-off's control stream: a decode worker refuses malformed messages of a prefill worker, goes on, and frees
+every block and slot as soon as the peer's parent reports its exit."""
 
 from __future__ import annotations
 

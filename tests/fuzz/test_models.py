@@ -1,4 +1,4 @@
-"""Model directories that are not what they should be: refused before anything listens, by a ModelError."""
+"""Malformed model directories are refused by a ModelError before anything listens."""
 
 from __future__ import annotations
 

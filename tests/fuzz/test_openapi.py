@@ -1,4 +1,5 @@
-"""The router against its own OpenAPI document: what the document allows, what it forbids, and what it says of answers.
+"""The router against its own OpenAPI document: requests that it allows, requests that it forbids, and the documented
+answers.
 
 Schemathesis makes the requests and judges the answers: no 5xx; only statuses, media types, headers and bodies that
 the document names; what breaks a schema is refused.

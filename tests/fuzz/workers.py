@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in this process, on a thread of their own: their blocks can be counted."""
+"""A prefill and a decode worker in this process, on a thread of their own, so that their blocks can be counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The engine on the card: its answers are the CPU's in fp32, and in bf16 as near to them as plain products come."""
+"""The engine on the GPU: in fp32 its answers equal the CPU's, in bf16 they are as near to them as those of plain
+products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Polls for what must come true, with generous deadlines: a machine that is busy is no failure."""
+"""Poll conditions with generous deadlines: a busy machine is no failure."""
 
 from __future__ import annotations
 

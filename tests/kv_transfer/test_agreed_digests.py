@@ -1,4 +1,4 @@
-"""Which digests a pair's parts carry is agreed in Hello; the receiver's own setting is a minimum."""
+"""The digests of a pair's parts are agreed in Hello; the receiver's own setting is a minimum."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What every transport must do, through the product's own path: equal bytes, no corrupted part in a block, nothing
-that is late, repeated or another epoch's."""
+"""Requirements of every transport, through the product's own path: equal bytes, no corrupted part in a block, and no
+part that is late, repeated or of another epoch."""
 
 from __future__ import annotations
 

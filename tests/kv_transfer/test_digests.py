@@ -1,4 +1,4 @@
-"""off, sample, all: which parts are verified, and that a sample can be repeated."""
+"""Digest settings off, sample and all: which parts are verified, and that a sample is reproducible."""
 
 from __future__ import annotations
 

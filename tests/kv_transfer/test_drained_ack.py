@@ -1,4 +1,4 @@
-"""Drained is repeated until it is acknowledged: that its bytes were read does not prove that it was acted upon."""
+"""Drained is repeated until it is acknowledged: its delivery does not prove that it was acted upon."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""NIXL that does not start, does not connect, or swallows what is sent: the pair goes on over gRPC and says so once;
-where a transport is required, it is refused instead."""
+"""NIXL that does not start, does not connect, or loses messages: the pair goes on over gRPC and logs it once; where a
+transport is required, it is refused instead."""
 
 from __future__ import annotations
 

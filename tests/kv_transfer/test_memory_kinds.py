@@ -1,4 +1,4 @@
-"""Which memory and device a write names: ours for what is read, the peer's for where it lands."""
+"""The memory and device that a write names: the local one for its source, the peer's for its target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drained reaches the decode worker, whatever became of the stream and of its epoch."""
+"""Drain notices reach the decode worker, although their stream or epoch has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that are not what their header says, and those that the landing thread cannot take: refused, never scattered, and
+"""Parts that differ from their header, and those that the landing thread cannot take, are refused and never scattered;
 the thread goes on."""
 
 from __future__ import annotations

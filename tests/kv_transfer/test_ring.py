@@ -1,4 +1,4 @@
-"""The ring's accounts under any order of events, duplicates and stale generations included."""
+"""The ring's integrity under any order of events, duplicates and stale generations included."""
 
 from __future__ import annotations
 

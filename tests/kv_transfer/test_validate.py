@@ -1,4 +1,4 @@
-"""What a decode worker hears on a pair's stream is checked against what the peer said before."""
+"""Messages on a pair's stream are checked by the decode worker against the peer's earlier ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The life of attempts at the prefill worker in any order of events: runs that are repeated, cancels at every point,
-hand-offs that are refused or fail, engine output that comes late, a worker that leaves. Nothing stays in its queue or in
-its engine."""
+"""Attempts at the prefill worker under events in any order: runs that are repeated, cancels at every point, hand-offs
+that are refused or fail, engine output that comes late, a drain of the worker. Nothing stays in its queue or in its
+engine."""
 
 from __future__ import annotations
 

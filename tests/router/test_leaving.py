@@ -1,4 +1,4 @@
-"""A router leaves behind a load balancer: clients that know nothing of it, and try nothing twice, lose no request."""
+"""A router drains behind a load balancer: clients without knowledge of it and without retries lose no request."""
 
 from __future__ import annotations
 

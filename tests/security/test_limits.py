@@ -1,4 +1,4 @@
-"""What is too large, too many or too late is refused by name, and the router goes on."""
+"""Requests that are too large, too many or too late are refused with the limit's name, and the router goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of the cluster, asked for with every kind of key, by every way of writing its name, over HTTP and gRPC."""
+"""Pages about the cluster, requested with every kind of key, by every spelling of their names, over HTTP and gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster with secrets we know, asked rightly and wrongly; then everything it shows or writes is searched for them."""
+"""A cluster with known secrets under valid and invalid requests; then all its output is searched for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenant learns nothing of what others have asked: no cached token, no shipped byte less."""
+"""A tenant learns nothing of others' prompts: no cached token, no smaller transfer."""
 
 from __future__ import annotations
 

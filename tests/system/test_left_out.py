@@ -1,4 +1,4 @@
-"""A run of the system tests that leaves something out says so, and fails unless the machine itself is why."""
+"""A run of the system tests that skips something reports it, and fails unless the machine itself is the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis over TLS, with certificates on both sides and a password: the URL says it all."""
+"""Redis over TLS, with certificates on both sides and a password, all configured by the URL."""
 
 from __future__ import annotations
 

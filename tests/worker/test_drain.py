@@ -1,4 +1,4 @@
-"""When a leaving worker waits, and when it returns which requests to their routers."""
+"""Draining: when a worker waits, and when it returns which requests to their routers."""
 
 from __future__ import annotations
 

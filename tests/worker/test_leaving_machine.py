@@ -1,6 +1,6 @@
-"""How a worker leaves, in any order: it is told by Redis, by a signal and again, requests come, finish or take for ever,
-another worker comes and goes, its engine hangs. Nothing is given back too early or twice, nothing new is taken, and it
-always comes to an end; its probes say what is."""
+"""A draining worker under events in any order: marks in Redis, signals and repetitions, requests that come, finish or
+never end, a successor that comes and goes, an engine that hangs. Nothing is given back too early or twice, no request
+is admitted, and it always ends; its probes report its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every message between a leader and its ranks arrives as it was sent, and what is none ends the pipe."""
+"""Every message between a leader and its ranks arrives as it was sent, and an invalid one ends the pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker computes from is checked: each wrong field by its name."""
+"""Checks of a request's spec at a worker: each wrong field by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The autoscaler against Kubernetes' API and a real Redis: what it patches, and what stops it."""
+"""The autoscaler against Kubernetes' API and a real Redis: its patches, and the conditions under which it makes none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates, the step model, and a decision's words."""
+"""Rates, the step model, and the text of a decision."""
 
 from __future__ import annotations
 

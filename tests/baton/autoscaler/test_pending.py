@@ -1,4 +1,4 @@
-"""Replicas that are asked for and take their time: which of them are late, and which are given back."""
+"""Replicas that were requested and are slow to start: which of them are late, and which are given back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode workers that do not answer when a prefill process exits hear of it later, for a bounded time."""
+"""Decode workers that do not answer when a prefill process exits get the report later, for a bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each metric is declared once, and whatever names one, names one that is declared."""
+"""Each metric is declared once, and every name used anywhere is declared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of objects that the API server knows: Kubernetes' own, and those of custom resource definitions."""
+"""The kinds of objects that the API server serves: Kubernetes' own, and those of custom resource definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to an object on its way into the store: defaults, validation, identity, ownership of its fields."""
+"""The path of an object into the store: defaults, validation, identity, ownership of its fields."""
 
 from __future__ import annotations
 

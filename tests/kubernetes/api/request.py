@@ -1,4 +1,4 @@
-"""A request as the handlers see it: which objects, which verb, which body."""
+"""A request as the handlers see it: its objects, verb and body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Kubernetes' published schemas say: is an object valid, and how do its lists merge.
+"""Kubernetes' published schemas: whether an object is valid, and how its lists merge.
 
 The schemas come with the package kubernetes-validate, in their strict form: an unknown field is an error.
 """

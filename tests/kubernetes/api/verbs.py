@@ -1,4 +1,4 @@
-"""What each method does to a target."""
+"""The effect of each method on a target."""
 
 from __future__ import annotations
 

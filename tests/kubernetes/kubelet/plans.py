@@ -1,4 +1,4 @@
-"""From a pod's description to what its containers need to start."""
+"""Derive from a pod's description what its containers need to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places and bytes that requests hold: as many as the limits say, and none once they have ended."""
+"""Places and bytes that requests hold: bounded by the limits, and all released once the requests have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handover of tokens: in order, all at once, bounded, paced, and ended by the right thing."""
+"""The queue of tokens between attempt and reader: in order, in batches, bounded, paced, and ended by the right event."""
 
 from __future__ import annotations
 

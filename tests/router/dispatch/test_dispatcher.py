@@ -1,5 +1,5 @@
-"""A request's life over attempts that fail in every way: whatever the workers say, repeat, skip or leave out, the client
-gets each position once and in order."""
+"""A request over attempts that fail in every way: whatever messages workers repeat, skip or leave out, the client gets
+each position once and in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two generations of workers during a roll: pairs are made inside one of them only."""
+"""Two generations of workers during a rolling upgrade: pairs are made inside one of them only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pairs are judged by the bandwidth measured between what they share; until then near is guessed to be faster."""
+"""Pairs are ranked by the bandwidth measured at their common topology level; without measurements near is assumed to
+be faster."""
 
 from __future__ import annotations
 

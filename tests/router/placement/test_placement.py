@@ -1,4 +1,4 @@
-"""Placement with real Redis: sticks to prefixes, spreads load, heals charges, goes on without Redis."""
+"""Placement with real Redis: it keeps prefixes together, spreads load, corrects charges, and goes on without Redis."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Charges that change hands, in any order: routers that die, let go, settle late or twice over each other, clients that
-request again with more tokens, with none, or after the end, others that use the same name. Calls to Redis are repeated,
-lose their answers, and arrive late and reordered. In every case a bucket holds what has been used and what is still
+"""Charges that change owners, in any order: routers that die, release, settle late or twice, clients that request
+again with more tokens, with none, or after the end, and others with the same name. Calls to Redis are repeated, lose
+their answers, and arrive late and reordered. In every case a bucket holds what has been used and what is still
 charged, and nothing else. The scripts are the real ones, with a virtual clock."""
 
 from __future__ import annotations

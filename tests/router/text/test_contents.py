@@ -1,4 +1,4 @@
-"""A message's text is text: it ends no turn and begins none."""
+"""Special tokens in a message's text stay text: they end no turn and begin none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chart is a chart, for both Helm majors, and what is generated in it is up to date."""
+"""The chart passes lint in both Helm majors, and its generated files are up to date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Helm prints after an install leads on: the next three commands are there and name what there is."""
+"""The notes after an install: the next three commands exist and name installed objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold between the objects of one release, for every value set."""
+"""Relations between the objects of one release, for every value set."""
 
 from __future__ import annotations
 

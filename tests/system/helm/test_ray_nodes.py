@@ -1,4 +1,4 @@
-"""Ray's nodes: probes where the operator would write its own, and how they wait for the worker that stands on them."""
+"""Ray's nodes: probes where the operator would write its own, and how a node waits for the worker on it."""
 
 from __future__ import annotations
 

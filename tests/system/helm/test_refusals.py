@@ -1,4 +1,4 @@
-"""What can't work is refused while rendering, with a sentence that says what to change."""
+"""Impossible values are refused while rendering, with a sentence that names the remedy."""
 
 from __future__ import annotations
 

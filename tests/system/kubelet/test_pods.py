@@ -1,4 +1,4 @@
-"""What the tests' kubelet does with a pod's description, with small commands as containers."""
+"""The tests' kubelet and a pod's description, with small commands as containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which connections make room, which are refused, and what a head may hold, to the last one."""
+"""Limits of connections: which are closed for new ones, which are refused, and the exact bounds of a head."""
 
 from __future__ import annotations
 

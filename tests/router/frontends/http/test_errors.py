@@ -1,4 +1,4 @@
-"""What OpenAI's clients are told to do about an error."""
+"""The retry hints of errors for OpenAI's clients."""
 
 from __future__ import annotations
 

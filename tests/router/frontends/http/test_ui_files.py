@@ -1,4 +1,4 @@
-"""What the page's files promise: all there, nothing from elsewhere, a policy that forbids the rest."""
+"""The page's files: all referenced ones exist, none comes from elsewhere, and a policy forbids the rest."""
 
 from __future__ import annotations
 

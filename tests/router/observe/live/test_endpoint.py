@@ -1,4 +1,4 @@
-"""Two real routers before stub workers: either of them shows what both have done."""
+"""Two real routers before stub workers: each of them shows the requests of both."""
 
 from __future__ import annotations
 
