@@ -39,7 +39,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Compresses whatever a client lets it, as servers of large files do."""
+    """Compresses where a client accepts it, as servers of large files do."""
 
     server: SmallHub
 

@@ -65,7 +65,7 @@ class MembersMachine(RuleBasedStateMachine):
         self.doubt_since = self.loop.time()
 
     async def answer(self, *, keys: Any, args: Any) -> list[Any]:
-        """What the READ script says."""
+        """The answer of the READ script."""
         if not self.up:
             raise redis.ConnectionError("gone")
         now = int(self.loop.time() * 1000)

@@ -48,7 +48,7 @@ def layout() -> common_pb2.KvLayout:
 
 
 class HandMovedRank:
-    """A rank that answers when it is told to. `writers`: slots that may still be written to."""
+    """A rank that answers when the test lets it. `writers`: slots that may still be written to."""
 
     is_remote = False
     staging_used_bytes = 0

@@ -63,7 +63,7 @@ async def close(world: DecodeWorld) -> None:
 
 
 def arbiter(world: DecodeWorld) -> tuple[list[HandoffState], Callable[[], Coroutine[Any, Any, None]]]:
-    """What it has said, and the call that asks it."""
+    """Its answers, and the call that asks for one."""
     answers: list[HandoffState] = []
 
     async def ask() -> None:

@@ -60,7 +60,7 @@ class Core:
 
 
 class Local:
-    """What is asked of a role, and in which order first tokens and ends come."""
+    """Requests to a role, and the order of their first tokens and ends."""
 
     def __init__(self, blocks: int = 400) -> None:
         self.core = Core(blocks)

@@ -133,7 +133,7 @@ def test_a_seed_repeats_its_answer_and_another_does_not(tokens):
 
 
 def whole_of(chunks) -> dict[int, dict]:
-    """What the chunks of a stream say of each choice, put together."""
+    """The chunks of a stream, joined by choice."""
     said: dict[int, dict] = {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         one = said.setdefault(choice.index, {"text": "", "logprobs": [], "finish_reason": None})
@@ -244,7 +244,7 @@ BAD: list[tuple[str, dict, str]] = [
 
 @pytest.fixture
 def untouched(cluster):
-    """No worker hears of what the test asks: nothing of it is placed."""
+    """No request of the test is placed on a worker."""
 
     def calls():
         placement = cluster.view()["placement"]

@@ -48,7 +48,7 @@ def hello(pair: Pair, peer: str) -> To:
 
 
 def conversation(pair: Pair, transfer_id: bytes) -> list[To]:
-    """What an honest peer says in one hand-off, as far as it can without listening."""
+    """Messages of a correct peer in one hand-off, as far as they need no answer."""
     packed = pack_tokens(PROMPT)
     spec = common_pb2.GenerateSpec(
         prompt_tokens=packed, sampling=common_pb2.SamplingParams(max_tokens=2), n=1, salt=bytes(16)

@@ -238,7 +238,7 @@ def _send_a_part(
 
 
 class LyingDecode(decode_pb2_grpc.DecodeServicer):
-    """Answers every message like an honest worker; `change` alters the answers."""
+    """Answers every message like a correct worker; `change` alters the answers."""
 
     def __init__(self, layout: common_pb2.KvLayout, change: Any):
         self._layout = layout

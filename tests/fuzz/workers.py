@@ -23,7 +23,7 @@ QUIET_SECONDS = 30.0
 
 
 class Errors(logging.Handler):
-    """What was logged as an error: a worker that is sent nonsense has nothing to say there."""
+    """Errors in the log: malformed messages must cause none."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

@@ -30,7 +30,7 @@ def text_of(token_id: int) -> str:
 
 
 class StubInference(inference_pb2_grpc.InferenceServicer):
-    """Answers at once unless told otherwise."""
+    """Answers at once unless set otherwise."""
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []

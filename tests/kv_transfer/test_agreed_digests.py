@@ -56,7 +56,7 @@ async def test_a_pair_without_digests_needs_no_common_kind():
 @pytest.mark.parametrize("said", ["all", "off"])
 @pytest.mark.parametrize("kind", ["", SUM64, "crc32"])
 async def test_a_part_without_the_agreed_digest_ends_its_attempt(decode, said, kind):
-    """The receiver's own setting is a minimum, whatever the sender said."""
+    """The receiver's own setting is a minimum, for any setting of the sender."""
     one = ScriptedPeer(decode.receiver)
     one.hello(digests=said)
     transfer_id = await one.reserve(TOKENS)

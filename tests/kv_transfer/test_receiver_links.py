@@ -35,7 +35,7 @@ async def decode() -> AsyncIterator[Decode]:
 
 
 async def test_a_link_that_is_lost_takes_on_no_hand_off(decode):
-    """Also before its reader has noticed."""
+    """Also before its reader gets the end."""
     one = ScriptedPeer(decode.receiver)
     one.hello()
     await one.reserve(TOKENS)

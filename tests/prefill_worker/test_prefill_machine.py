@@ -57,7 +57,7 @@ def prompt_of(transfer: bytes) -> list[int]:
 
 
 class Handoff:
-    """One that ends when, and as, it is told."""
+    """One that ends when, and as, the test sets."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.committed: asyncio.Future[None] = loop.create_future()
@@ -297,7 +297,7 @@ class PrefillMachine(RuleBasedStateMachine):
 
     @rule(all_of_it=st.booleans())
     def leaves(self, all_of_it: bool) -> None:
-        """What waits goes back and nothing else, or everything; each is told that this worker leaves."""
+        """What waits goes back and nothing else, or everything; each gets a DrainingError."""
         self.steps += 1
         if self.steps * 10 < self.leaves_after:
             return

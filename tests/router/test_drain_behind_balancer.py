@@ -35,7 +35,7 @@ Ask = Callable[[], Awaitable[int]]  # → tokens
 
 @dataclass
 class Balancer:
-    """Passes each connection on to the router of the moment, and knows nothing of what runs over it."""
+    """Passes each connection on to the current router, without reading what runs over it."""
 
     targets: dict[str, tuple[str, int]] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)

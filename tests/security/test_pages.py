@@ -48,7 +48,7 @@ WRITTEN = (
 
 @pytest.fixture(scope="module")
 def named(router: Router, keys: KeyFile) -> dict[str, str]:
-    """A key of each kind, known to the router. "none" has none, "wrong" never was one."""
+    """A key of each kind, read by the router. "none" is empty, "wrong" never was one."""
     named = {"none": "", "wrong": "baton-0000000000000000-never"}
     for name, change in ENDED.items():
         named[name] = keys.add("acme")
@@ -100,7 +100,7 @@ def test_only_probes_and_the_pages_files_are_open(named: dict[str, str], router:
 
 @pytest.mark.parametrize("kind", ["none", "wrong", "revoked", "expired"])
 def test_every_rpc_needs_a_valid_key(kind: str, named: dict[str, str], router: Router) -> None:
-    """Those of our service as it is described, so that a new one is asked about too."""
+    """The methods of our service by its descriptor, so that a new one is tested too."""
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     methods = [f"/{service.full_name}/{method.name}" for method in service.methods]
     assert len(methods) >= 3

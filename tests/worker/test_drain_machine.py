@@ -25,7 +25,7 @@ FORWARD = list(Phase)
 
 
 class Role:
-    """What routers have asked of it; a router reads how each one ended only after `reads_after` seconds."""
+    """Its requests; a router reads the end of each one only after `reads_after` seconds."""
 
     def __init__(self, machine: LeavingMachine):
         self._machine = machine
@@ -115,7 +115,7 @@ class LeavingMachine(RuleBasedStateMachine):
         self.began = min(self.began, self.loop.time())
 
     async def has_successor(self) -> bool:
-        """Redis takes a moment to say so."""
+        """The mark in Redis takes a moment to arrive."""
         now = self.successor
         await asyncio.sleep(0.01)
         self.saw_successor = self.saw_successor or now

@@ -67,7 +67,7 @@ class Crowd:
     st.integers(0, 2**32), st.integers(1, 400), st.integers(1, 400), st.sampled_from([1.0, 3.0, 0.25, 7.0])
 )
 def test_backlogged_tenants_get_tokens_by_weight(seed: int, largest_a: int, largest_b: int, weight: float):
-    """At every moment, not only in the long run, and whatever the sizes of their requests."""
+    """At every moment, not only in the long run, and for any sizes of requests."""
 
     async def run() -> None:
         crowd, rng = Crowd(), random.Random(seed)

@@ -190,7 +190,7 @@ class Clock:
 
 
 def test_a_rank_that_ends_as_soon_as_its_group_stops_has_not_failed():
-    """It may be gone before its leader, which told the group, has done anything else."""
+    """It may be gone before its leader, which announced the end to the group, has done anything else."""
     pipe, theirs = pipes()
     reports = Reports()
     theirs.send(Ready(KINDS_DIGEST, HELLO))

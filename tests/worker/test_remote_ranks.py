@@ -40,7 +40,7 @@ START_SECONDS = 120.0
 
 @pytest.fixture
 def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that tells ranks that their place goes."""
+    """The file that announces to ranks the end of their place."""
     file = tmp_path / "leaving"
     monkeypatch.setenv(LEAVING_FILE, str(file))
     return file
@@ -66,7 +66,7 @@ def test_a_worker_over_two_nodes_generates_and_takes_its_ranks_along(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
-    """Either of them may be told to drain."""
+    """Either of them may be asked to drain."""
     model, namespace = checkpoint("llama"), f"test-{secrets.token_hex(4)}"
     config: dict[str, Any] = {
         "redis_url": redis_url,

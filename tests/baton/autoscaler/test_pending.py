@@ -81,7 +81,7 @@ def test_no_sequence_gives_back_a_serving_or_starting_replica(
 
 
 def test_without_a_platforms_word_a_start_that_was_seen_is_waited_for_again() -> None:
-    """Ray Serve does not say what its replicas do."""
+    """Ray Serve does not report what its replicas do."""
     pool = Pool(2)
     assert pool.see_until(200.0, 1) == {(0, None), (1, None)}
     pool.see(2)  # after 210 s

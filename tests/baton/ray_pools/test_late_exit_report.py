@@ -58,7 +58,7 @@ def settings(registration, redis_url: str, namespace: str) -> WorkerConfig:
 
 @pytest.fixture
 def launched(monkeypatch) -> list[Any]:
-    """What would be told later."""
+    """Reports that are due later."""
     asked: list[Any] = []
     monkeypatch.setattr(late_exit_report, "launch", lambda config, exited, targets: asked.append(targets))
     return asked

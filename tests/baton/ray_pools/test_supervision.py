@@ -41,7 +41,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def where() -> Iterator[Path]:
-    """A short path: sockets lie there. No worker stays."""
+    """A short path, as it holds sockets. Any worker left is killed at the end."""
     path = Path(tempfile.mkdtemp(prefix="kept-"))
     yield path
     worker_sockets.end_all(path, 30.0)

@@ -78,7 +78,7 @@ def test_the_names_follow_prometheus() -> None:
 
 
 def test_a_name_never_means_two_things_at_router_and_worker() -> None:
-    """What both show says the same of any process; what both count for themselves has the owner in its name."""
+    """A metric of both roles has one meaning; one that differs has its owner in its name."""
     everywhere = {one.name for one in vars(process).values() if isinstance(one, Declaration)}
     for name, one in DECLARED.items():
         if "router" in one.shown_by and WORKERS & set(one.shown_by):

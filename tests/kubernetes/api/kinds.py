@@ -130,7 +130,7 @@ class Kinds:
         return self._kinds.get((api_version, name))
 
     def named(self, name: str) -> Kind:
-        """By its name alone (`Pod`); tests say no more. Raises KeyError."""
+        """By its name alone (`Pod`), as tests give it. Raises KeyError."""
         for kind in self._kinds.values():
             if kind.name == name:
                 return kind

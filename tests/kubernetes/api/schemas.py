@@ -56,7 +56,7 @@ def _validator(version: str, name: str) -> Draft202012Validator:
 
 
 def validate(kind: Kind, document: Object) -> None:
-    """Raises ApiError, naming the field, if the object is not what its schema says."""
+    """Raises ApiError, naming the field, if the object does not match its schema."""
     if kind.schema is not None:
         validator = Draft202012Validator(_with_type_meta(_closed(kind.schema)))
     else:

@@ -209,7 +209,7 @@ async def test_an_attempt_that_cannot_begin_leaves_no_charge(text, monkeypatch):
 
 
 async def test_an_internal_error_is_not_retried_for_ever(text, monkeypatch):
-    """A request may be its cause, though no engine said so."""
+    """A request may be its cause, though no engine reported it."""
     world = Failing(text, 9 * [(Source.DECODE, InternalError("a rank does not answer"), 0)])
     world.services.config = RouterConfig(model=Path("/none"), max_attempts=3)
     with pytest.raises(AttemptsExhaustedError, match="gave up after 3 attempts"):

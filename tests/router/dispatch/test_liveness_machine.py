@@ -121,7 +121,7 @@ class LivenessMachine(RuleBasedStateMachine):
                 assert stream.lost, "silent for too long, and not reported as lost"
 
     def read(self, stream: Stream) -> bool:
-        """None of its worker's streams lies unread: else it might have spoken."""
+        """None of its worker's streams is unread: else it might have sent something."""
         return not any(one.paused for one in self.of(stream))
 
     def silence(self, stream: Stream) -> tuple[float, float]:

@@ -253,7 +253,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
 
         @rule(pick=st.integers(0, 20), late=st.booleans())
         def a_call_arrives_late_or_again(self, pick: int, late: bool) -> None:
-            """However late: while Redis remembers what it has applied."""
+            """However late, while Redis keeps a record of applied calls."""
             self.forget()
             lately = [one for one in self.sent if one.held is not None and self.now - one.at < 100]
             lately = [one for one in lately if late and not one.arrived] or lately

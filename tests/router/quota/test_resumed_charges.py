@@ -78,7 +78,7 @@ async def test_tokens_that_a_client_does_not_resume_with_are_charged_again(route
 
 
 async def test_one_ticket_does_not_run_a_request_many_times_for_one_charge(routers, bucket):
-    """Its client leaves each router at the end of the answer, and says each time that it has nothing of it."""
+    """Its client leaves each router at the end of the answer, and claims each time to have no tokens."""
     for turn in range(10):
         request = ChargedRequest("r", again=turn > 0)
         charge = await charged(routers[turn % 2], request, 5000)

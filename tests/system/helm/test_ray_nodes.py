@@ -59,7 +59,7 @@ def _exit_code(script: str) -> int:
 
 @contextmanager
 def _answering(status: int) -> Iterator[int]:
-    """A worker's probes port that says one thing."""
+    """A worker's probes port with one fixed answer."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -102,7 +102,7 @@ def test_the_past_is_bounded() -> None:
 
 
 def test_forgotten_pairs_begin_again() -> None:
-    """A router forgets pairs of workers that have gone; counts never turn negative by it."""
+    """A router drops pairs of workers that are gone; counts never turn negative by it."""
     before = Counts(flows={PAIR: PairTraffic(1000, 10)})
     assert Counts().since(before).flows == {}
     assert Counts(flows={PAIR: PairTraffic(100, 1)}).since(before).flows == {PAIR: PairTraffic(100, 1)}
