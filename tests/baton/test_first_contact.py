@@ -318,7 +318,7 @@ def test_no_process_starts_without_a_secret(command, checkpoint, monkeypatch):
 def test_a_worker_of_a_pool_needs_one_too(checkpoint, tmp_path):
     config = WorkerConfig(role="decode", engine={"model": checkpoint("llama")}, redis_url=UNREACHABLE)
     process = subprocess.run(
-        [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(tmp_path / "door")],
+        [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(tmp_path / "socket")],
         input=config.model_dump_json(),
         check=False,
         capture_output=True,

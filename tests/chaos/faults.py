@@ -63,7 +63,7 @@ class Striker:
         """The first process that passes the point for the `at`-th time fails."""
         name = f"{fault.number}-{fault.rng.getrandbits(32):08x}"
         order = orders.Order(name, fault.point, fault.row.act, fault.at, fault.hold_seconds)
-        # Now: one that is killed there may have a successor when we hear of it.
+        # Now: one that is killed there may have a successor when we notice it.
         before = self._target.state()["router"]
         (self._orders / "struck.jsonl").unlink(missing_ok=True)
         orders.give_orders(self._orders, [order])

@@ -50,8 +50,8 @@ def test_a_drain_mark_reaches_its_worker_and_every_reader(
     slot = registration.slot
     assert state(redis_url, namespace) == "ready"
     assert request_drain(redis_url, namespace, "decode-0", "stay")
-    assert state(redis_url, namespace) == "draining"  # before the worker itself knows
-    wait_for(lambda: heard, 60, "it has heard")
+    assert state(redis_url, namespace) == "draining"  # before the worker itself has read it
+    wait_for(lambda: heard, 60, "the worker has read the mark")
     assert heard[0] == "stay"
     assert not request_drain(redis_url, namespace, "decode-0")
     assert registration.slot == slot  # its prefixes are still where they were

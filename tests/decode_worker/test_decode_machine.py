@@ -182,7 +182,7 @@ class DecodeMachine(PeerRules):
             self.promised_dead.add(transfer)
             assert before or transfer not in self.committed, "ABORTED, and the engine has it"
         else:
-            assert transfer in self.committed, "COMMITTED, and the engine has not heard of it"
+            assert transfer in self.committed, "COMMITTED, and not in the engine"
 
     @rule(transfer=ANY)
     def cancel(self, transfer: bytes) -> None:
@@ -247,7 +247,9 @@ class DecodeMachine(PeerRules):
         assert not self.logged.said
         self.note()
         world = self.world
-        assert set(world.rank.told) == set(world.receiver._live), "a rank knows of other transfers than live"
+        assert set(world.rank.told) == set(world.receiver._live), (
+            "a rank has other transfers than the live ones"
+        )
         world.core.engine.check_integrity()
         world.receiver.check_integrity()
         for ring in world.receiver.rings:

@@ -115,7 +115,7 @@ class World:
             self.got.setdefault((token.request_id, token.choice), []).append(token.token_id)
         for done in output.done:
             assert done.error is None
-            if done.preempted:  # with what it had said so far
+            if done.preempted:  # with its tokens so far
                 for key in [key for key in self.expected if key[0] == done.request_id]:
                     said = self.got.get(key, [])
                     assert said == self.expected[key][: len(said)]

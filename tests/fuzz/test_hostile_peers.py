@@ -130,7 +130,7 @@ def honest_part(
 ) -> handoff_pb2.PartData:
     layout = pair.layout
     size = layout.num_layers * 2 * layout.num_kv_heads * len(tokens) * layout.head_dim * 4
-    # Finite numbers: with NaN the request that decodes from them fails, rightly, and says so in the log.
+    # Finite numbers: with NaN the request that decodes from them fails, rightly, and logs it.
     payload = np.random.default_rng().standard_normal(size // 4, dtype=np.float32).tobytes()
     header = handoff_pb2.PartHeader(
         transfer_id=transfer_id,

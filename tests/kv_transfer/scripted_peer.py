@@ -54,7 +54,7 @@ class ScriptedPeer:
 
     async def heard(self, kind: str, transfer_id: bytes | None = None, count: int = 1) -> Any:
         await until(
-            lambda: len(self.all(kind, transfer_id)) >= count, f"{count} {kind} heard", PATIENCE_SECONDS
+            lambda: len(self.all(kind, transfer_id)) >= count, f"{count} {kind} received", PATIENCE_SECONDS
         )
         return self.all(kind, transfer_id)[-1]
 

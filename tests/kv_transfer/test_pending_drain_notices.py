@@ -59,7 +59,7 @@ async def test_a_stream_that_is_up_takes_it_at_once():
     mail.keep(ref(7), b"one", worker)
     assert worker.heard == [b"one"]
     mail.keep(ref(7), b"two")
-    await until(lambda: worker.heard == [b"one", b"two"], "it has heard")
+    await until(lambda: worker.heard == [b"one", b"two"], "the worker has both")
     assert not mail.waits_for("d")
 
 
@@ -68,7 +68,7 @@ async def test_a_worker_that_rejoined_gets_messages_under_its_new_epoch():
     mail = worker.answered_by(PendingDrainNotices(worker.open, lambda decode: worker.known))
     mail.keep(ref(7), b"one")
     mail.keep(ref(7), b"two")
-    await until(lambda: worker.heard == [b"one", b"two"], "it has heard")
+    await until(lambda: worker.heard == [b"one", b"two"], "the worker has both")
 
 
 async def test_unacknowledged_messages_are_repeated_on_every_stream_and_periodically():
@@ -146,7 +146,7 @@ async def test_one_that_is_back_after_a_long_time_gets_the_report(monkeypatch, c
     )  # it never says which epoch it is
     with caplog.at_level(logging.INFO, logger=pending_drain_notices.__name__):
         mail.keep(ref(7), b"one")
-        await until(lambda: worker.opened == 3 and len(caplog.messages) == 2, "tried, and said so")
+        await until(lambda: worker.opened == 3 and len(caplog.messages) == 2, "tried, and logged")
     began, ended = caplog.messages  # however many tries there were
     assert "another epoch" in began
     assert "wait for its next stream" in ended
@@ -168,10 +168,10 @@ async def test_of_those_that_are_gone_for_good_only_so_many_are_kept(monkeypatch
     mail.hand_over(ref(8, "d1"), worker)
     mail.acknowledged("d1", b"d1")
     mail.keep(ref(8, "d2"), b"again")  # it is tried again, with what waits
-    await until(lambda: worker.heard[1:] == [b"d2", b"again"], "heard")
+    await until(lambda: worker.heard[1:] == [b"d2", b"again"], "received")
     mail.acknowledged("d2", b"d2")
     mail.acknowledged("d2", b"again")
-    await until(lambda: not mail._delivering, "heard")
+    await until(lambda: not mail._delivering, "delivered")
     assert not mail._waiting and not mail._given_up and not mail._answered
 
 
@@ -180,5 +180,5 @@ async def test_one_that_answered_late_is_logged_twice(caplog):
     mail = worker.answered_by(PendingDrainNotices(worker.open, lambda decode: worker.known))
     with caplog.at_level(logging.INFO, logger=pending_drain_notices.__name__):
         mail.keep(ref(7), b"one")
-        await until(lambda: worker.heard == [b"one"] and len(caplog.messages) == 2, "heard, and said so")
+        await until(lambda: worker.heard == [b"one"] and len(caplog.messages) == 2, "received, and logged")
     assert "has acknowledged" in caplog.messages[1]

@@ -36,7 +36,7 @@ class Worker:
 
     worker_id: str
     epoch: int = 1
-    known: int = 0  # the epoch P has heard
+    known: int = 0  # the epoch that P has last read
     answers: str = "yes"  # | "no" | "never"
     acts: bool = True  # acts on what it reads and acknowledges it
     heard: list[bytes] = field(default_factory=list)
@@ -133,7 +133,7 @@ class DrainedMailMachine(RuleBasedStateMachine):
             if self.missing(name):
                 REACHED.hit("said on a new stream")
             self.inside(self.mail.hand_over, ref, worker)
-            assert not self.unheard(name), "the stream is up, and it has not heard"
+            assert not self.unheard(name), "the stream is up, and a notice is missing"
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 10.0, 3.0 * TRIES * TRY_SECONDS]))
     def time_passes(self, seconds: float) -> None:
@@ -141,7 +141,7 @@ class DrainedMailMachine(RuleBasedStateMachine):
         for name, since in self.away_since.items():
             if since is None and seconds >= 10.0 and name not in self.mail._given_up:
                 # A try takes a second, the pause behind it another; a new epoch costs one more.
-                assert not self.unheard(name), "it can be reached, and has not heard"
+                assert not self.unheard(name), "it can be reached, and a notice is missing"
                 if self.workers[name].acts:
                     assert not self.missing(name), "it has acted, and was not believed"
             if seconds > 2.5 * TRIES * TRY_SECONDS:
@@ -174,7 +174,7 @@ class DrainedMailMachine(RuleBasedStateMachine):
                 assert not given_up or self.was_long_away(name), "given up at once"
 
     def was_long_away(self, name: str) -> bool:
-        """Since the oldest that it has not heard of. The last tries may have been under an old epoch."""
+        """Seconds since the oldest undelivered notice. The last tries may have been under an old epoch."""
         oldest = min(when for transfer, when in self.kept[name] if transfer in self.missing(name))
         return self.loop.time() - oldest >= (TRIES - 3) * TRY_SECONDS
 

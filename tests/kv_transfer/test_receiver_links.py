@@ -80,17 +80,16 @@ async def test_a_rank_forgets_a_transfer_at_its_end(decode):
     committed, aborted, open_one = [await one.reserve(TOKENS) for _ in range(3)]
     rank = decode.ranks[0]
     await until(
-        lambda: set(rank._expectations._transfers) == {committed, aborted, open_one}, "the rank knows of all"
+        lambda: set(rank._expectations._transfers) == {committed, aborted, open_one},
+        "the rank has all of them",
     )
     await one.send(committed, 0, ALL, (0, TOKENS))
     one.finish(committed, (0, 0, 1))
     await one.heard("committed", committed)
     one.say(abort={"transfer_id": aborted, "reason": "enough"})
-    await until(
-        lambda: set(rank._expectations._transfers) == {open_one}, "the rank knows of the open one only"
-    )
+    await until(lambda: set(rank._expectations._transfers) == {open_one}, "the rank has the open one only")
     await one.close()
-    await until(lambda: not rank._expectations._transfers, "the rank knows of nothing")
+    await until(lambda: not rank._expectations._transfers, "the rank has none")
 
 
 async def test_a_peer_that_asks_for_too_many_slots_ends_its_own_hand_off_only(decode, monkeypatch):

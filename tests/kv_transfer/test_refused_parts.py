@@ -166,6 +166,6 @@ async def test_a_rank_that_can_land_nothing_any_more_ends_its_worker(transport, 
 
         monkeypatch.setattr(decode.ranks[0]._memory, "add_segment", no_memory)
         decode.ranks[0].handle(m.AddSegment(4))
-        await until(lambda: ended, "the worker hears of it")
+        await until(lambda: ended, "the failure is reported")
         assert "rank 0 receives no more parts" in ended[0]
         assert "no memory for it" in ended[0]

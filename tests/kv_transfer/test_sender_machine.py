@@ -210,7 +210,7 @@ class SenderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ranks[0].closed)
     @rule(ranks=st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))
     def drains(self, ranks: tuple[int, ...]) -> None:
-        """A rank says so only after it was told to close; perhaps twice."""
+        """A rank reports it only after CloseTransfer; perhaps twice."""
         for rank in ranks:
             self.drained_ranks.add(rank)
             self.broken_before_drained |= self.link.lost and self.sender.live > 0

@@ -328,7 +328,7 @@ class PrefillMachine(RuleBasedStateMachine):
         events = self.loop.run_until_complete(read())
         assert [event.WhichOneof("event") for event in events][-1] == "end"
         if transfer in self.returned:
-            assert events[-1].end.error.code == "DrainingError", "the router would not know why"
+            assert events[-1].end.error.code == "DrainingError", "the router would not get the reason"
         assert self.role.attempts.is_ended(transfer)
 
     @invariant()

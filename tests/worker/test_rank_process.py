@@ -147,7 +147,7 @@ def test_a_stopped_rank_is_silent_until_it_wakes():
         os.kill(pid_of(remote), signal.SIGSTOP)
         wait_for(lambda: remote.silent_seconds(leader) > RANK_QUIET_SECONDS, 30.0, "it is silent")
         os.kill(pid_of(remote), signal.SIGCONT)
-        wait_for(lambda: remote.silent_seconds(leader) < RANK_QUIET_SECONDS, 30.0, "it is heard again")
+        wait_for(lambda: remote.silent_seconds(leader) < RANK_QUIET_SECONDS, 30.0, "it is no longer silent")
         assert not reports.failures
 
 

@@ -90,7 +90,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _with_type_meta(schema: Object) -> Object:
-    """What every object has, whether or not its definition says so; a `metadata` there only narrows names."""
+    """Fields that every object has, declared or not; a `metadata` there only narrows names."""
     types = {"apiVersion": {"type": "string"}, "kind": {"type": "string"}, "metadata": {"type": "object"}}
     return {**schema, "properties": {**(schema.get("properties") or {}), **types}}
 

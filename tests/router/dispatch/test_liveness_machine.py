@@ -73,7 +73,7 @@ class LivenessMachine(RuleBasedStateMachine):
         def on_lost() -> None:
             stream.lost += 1
             self.lost_at[worker, epoch] = self.loop.time()
-            assert self.may_be_lost(stream), "lost, and it was heard of in time"
+            assert self.may_be_lost(stream), "lost, although a message came in time"
 
         watching = self.liveness.watch(f"{worker}@{epoch}", on_lost)
         stream.watch = self.inside(stream.ending.enter_context, watching)

@@ -65,7 +65,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             for quota in self.quotas:
                 quota.scripts._charge = Way(self, with_our_clock(script_source("charge.lua")))  # type: ignore[assignment]
                 quota.scripts._settle = Way(self, with_our_clock(script_source("settle.lua")))  # type: ignore[assignment]
-                quota._repeating = True  # said again where this machine says so
+                quota._repeating = True  # repeated by a rule of this machine
 
         # --- the model -------------------------------------------------------------------------------------
 

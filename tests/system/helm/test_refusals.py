@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "prefill.config.engine is a mapping of settings, not one value",
         "write its settings below it",
     ),
-    "a drain that the grace period does not know of": (
+    "a drain longer than the grace period": (
         {"prefill": {"config": {"drain_seconds": 900}}},
         "prefill.config.drain_seconds would go behind the chart's own settings",
         "use prefill.drainSeconds",
