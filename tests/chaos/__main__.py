@@ -22,7 +22,7 @@ from tests.chaos.campaign import Campaign
 from tests.chaos.chaos_cluster import ChaosCluster, run_chaos_cluster
 from tests.chaos.checker import Checker
 from tests.chaos.evidence import judged_again
-from tests.chaos.faults import Striker
+from tests.chaos.faults import FaultInjector
 from tests.chaos.report import bounded, point_hits, row_hits, sheets
 from tests.chaos.results import Result, append, percentile, read
 from tests.chaos.rows import MATRIX, draw_fault, usual
@@ -122,8 +122,8 @@ async def _campaign(
         openai_clients=plan.openai_clients,
         seed=f"{plan.seed}:{plan.first}",
     )
-    striker = Striker(cluster.target, workload, cluster.orders, cluster.network)
-    campaign = Campaign(cluster.target, workload, striker, plan.seed, on_result, plan.out / EVIDENCE)
+    injector = FaultInjector(cluster.target, workload, cluster.orders, cluster.network)
+    campaign = Campaign(cluster.target, workload, injector, plan.seed, on_result, plan.out / EVIDENCE)
     await campaign.run(draw_fault(plan.seed, n, plan.names) for n in range(plan.first, plan.faults))
 
 

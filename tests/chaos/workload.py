@@ -152,7 +152,7 @@ class Workload:
                     stream.workers = answer.worker_ids
                     stream.seed = answer.seed
                     stream.tokens += chunk.token_ids
-                    stream.heard()
+                    stream.received()
             stream.attempts = answer.timings.attempts if answer.timings is not None else 0
             stream.end("done")
         except asyncio.CancelledError:
@@ -179,7 +179,7 @@ class Workload:
             async for chunk in answer:
                 for choice in chunk.choices:
                     stream.tokens += (choice.model_extra or {}).get("token_ids") or []
-                    stream.heard()
+                    stream.received()
             stream.end("done")
         except asyncio.CancelledError:
             stream.end("cancelled")

@@ -104,7 +104,7 @@ class DecodeMachine(PeerRules):
     ) -> None:
         """Up to a point: so many parts land, so many are named at the end. By chance alone few would get so far.
         What happens `meanwhile` comes between a commit and the engine's turn to carry it out; so many steps follow
-        before the answer is heard."""
+        before the answer is received."""
         self.connect(peer, stale=False)
         self.reserve(peer, transfer)
         ships = self.landed.held(transfer) < len(prompt_of(transfer))

@@ -61,7 +61,7 @@ async def test_a_grant_names_the_ranks_device_and_welcome_its_memory(monkeypatch
         monkeypatch.setattr(ReceiverRank, "hello", property(lambda self: hellos[self.rank]))
         one = ScriptedPeer(decode.receiver, tensor_parallel=2)
         one.hello()
-        welcome = await one.heard("welcome")
+        welcome = await one.received("welcome")
         assert [rank.memory for rank in welcome.ranks] == ["VRAM", "VRAM"]
         transfer_id = await one.reserve(8)
         one.want(transfer_id, 0, 64, source=1, target=1)
