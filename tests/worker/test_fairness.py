@@ -164,7 +164,7 @@ async def test_a_request_that_gives_up_admits_the_next_and_holds_nothing():
         max_size=60,
     )
 )
-def test_any_order_of_events_keeps_the_block_pool_consistent(events: list[tuple[str, int, int]]):
+def test_any_order_of_events_keeps_admission_consistent(events: list[tuple[str, int, int]]):
     async def run() -> None:
         clock = Clock()
         admission = Admission(100, 10.0, clock)
