@@ -67,7 +67,7 @@ class DecodeMachine(PeerRules):
             commit(engine_id, first)
             self.committed.add(transfer_id)
 
-        self.world.core.engine.commit = checked  # type: ignore[assignment, method-assign]
+        self.world.core.engine.commit = checked  # type: ignore[assignment, method-assign]  # wraps the real one
 
     def check_aborts(self) -> None:
         """Only tokens that have landed in every layer enter the prefix cache."""
@@ -81,7 +81,7 @@ class DecodeMachine(PeerRules):
                 self.world.fill_cache(engine_id, prompt_of(transfer_id)[:whole])
             return abort(engine_id, verified_tokens)
 
-        self.world.core.engine.abort = checked  # type: ignore[assignment, method-assign]
+        self.world.core.engine.abort = checked  # type: ignore[assignment, method-assign]  # wraps the real one
 
     @rule(
         peer=PEERS,

@@ -230,7 +230,7 @@ class UnreadObject(Mapping[str, Any]):
     def __iter__(self) -> Any:
         raise Walked
 
-    __getitem__ = __iter__  # type: ignore[assignment]
+    __getitem__ = __iter__  # type: ignore[assignment]  # both raise
 
 
 @pytest.mark.parametrize(
