@@ -316,10 +316,10 @@ def test_no_process_starts_without_a_secret(command, checkpoint, monkeypatch):
     assert "openssl rand -hex 32" in caught.value.message
 
 
-def test_a_worker_of_a_pool_wants_one_too(checkpoint, tmp_path):
+def test_a_worker_of_a_pool_needs_one_too(checkpoint, tmp_path):
     config = WorkerConfig(role="decode", engine={"model": checkpoint("llama")}, redis_url=UNREACHABLE)
     process = subprocess.run(
-        [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(tmp_path / "door")],
+        [sys.executable, "-m", "baton.ray_pools.supervision.worker_process", str(tmp_path / "socket")],
         input=config.model_dump_json(),
         check=False,
         capture_output=True,

@@ -170,7 +170,7 @@ async def test_a_membership_follows(pair: Pair, namespace: str) -> None:
 
 
 def test_a_report_is_not_lost_to_a_replica(pair: Pair, namespace: str) -> None:
-    """The replica knows the slot, with a later sequence number."""
+    """The replica has the slot, with a later sequence number."""
     registration = Registration(pair.url, namespace, INFO)
     reporter = ChainReporter(pair.url, namespace, "m", registration, lambda: HELD)
     registration.register_again()

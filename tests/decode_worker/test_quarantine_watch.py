@@ -1,4 +1,5 @@
-"""When a decode worker asks the API about slots in doubt, about which pod, and what an answer frees."""
+"""Queries of a decode worker to the API about slots in doubt: their times, their pods, and the slots that an answer
+frees."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ async def test_streams_of_a_decode_worker_that_gets_sigterm_go_on_elsewhere(runn
 
 
 async def test_nothing_is_placed_on_a_worker_from_its_drain_request_on(running: UnderOrders) -> None:
-    """It does not even know yet: it is stopped, in the middle of its streams."""
+    """It has not noticed yet: it is stopped, in the middle of its streams."""
     cluster = running.cluster
     async with stopped_midway(running) as (leaving, streams):
         assert request_drain(*registry(cluster), leaving.process)

@@ -1,4 +1,4 @@
-"""KV crosses processes, tokens stay the reference's, and every block comes back."""
+"""KV crosses processes, tokens equal the reference's, and every block is freed."""
 
 from __future__ import annotations
 

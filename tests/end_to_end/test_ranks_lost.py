@@ -1,4 +1,4 @@
-"""A tensor-parallel worker is lost if any of its ranks is, within the bounds for a worker, and is replaced or rejoins."""
+"""A tensor-parallel worker is lost with any of its ranks, within the bounds for a worker, and is replaced or rejoins."""
 
 from __future__ import annotations
 

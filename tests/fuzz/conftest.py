@@ -1,6 +1,6 @@
-"""A router that is asked nonsense, with stub workers behind it, and how much of it.
+"""A router under malformed requests, with stub workers, and the number of cases.
 
-`make test` asks the same bounded number of questions every time; `make fuzz` asks more, and new ones.
+`make test` sends the same bounded number of requests every time; `make fuzz` sends more, and new ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drained is repeated until it is acknowledged: that its bytes were read does not prove that it was acted upon."""
+"""Drained is repeated until it is acknowledged: its delivery does not prove that it was acted upon."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_message_read_but_not_acted_upon_is_repeated_on_the_next_stream(
         transfer = await given_up(prefill, decode)
         await until(lambda: transfer in set(decode.drained()), "it has read it")
         (link,) = prefill.sender.links._links.values()
-        link._stream.last_received = time.monotonic() + 3600.0  # it has been heard since, too
+        link._stream.last_received = time.monotonic() + 3600.0  # it has received something since, too
         decode.streams[0].end()
         await until(lambda: len(decode.streams) > 1, "a stream is opened for it")
         await until(lambda: bool(decode.streams[1].of("drained")), "said on the next stream")

@@ -1,4 +1,4 @@
-"""A pair that loses and finds each other again and again: connections are kept, and what broke is mended."""
+"""A pair that is disconnected and reconnected repeatedly: connections are kept, and broken ones are replaced."""
 
 from __future__ import annotations
 

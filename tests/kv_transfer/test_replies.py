@@ -150,7 +150,7 @@ async def test_values_at_the_ends_of_their_ranges_are_no_harm():
         await until(lambda: bool(stream.of("slot_request")), "slots asked for")
         most = {"slot": 2**32 - 1, "generation": 2**64 - 1, "address": 2**64 - 1, "device": 2**64 - 1}
         stream.say(slot_grant=grant(stream.of("slot_request")[0], **most))
-        await until(lambda: bool(stream.of("part")), "it is sent where it was told")
+        await until(lambda: bool(stream.of("part")), "it is sent to the granted slot")
         assert stream.of("part")[0].header.slot == 2**32 - 1
         await handoff.abort("enough")
 

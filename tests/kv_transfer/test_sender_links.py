@@ -54,7 +54,7 @@ async def test_new_memory_announced_while_nixl_is_probed_changes_nothing_else(mo
         await until(lambda: bool(connected), "it is probed")
         (stream,) = decode.streams
         stream.say(welcome=welcome(transport="nixl", ranks=endpoints("VRAM")))
-        await until(lambda: len(connected) == 2, "it knows the new memory")
+        await until(lambda: len(connected) == 2, "it has the new memory")
         stream.say(probe_result=handoff_pb2.ProbeResult(arrived=True))
         handoff = await opening
         one = only_link(prefill)

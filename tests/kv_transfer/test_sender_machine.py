@@ -37,7 +37,7 @@ LAYOUT = common_pb2.KvLayout(num_kv_heads=2, tensor_parallel=RANKS)
 
 @dataclass
 class Rank:
-    """Keeps what it is told."""
+    """Records its messages."""
 
     told: list[Any] = field(default_factory=list)
     on_event: Any = None
@@ -65,7 +65,7 @@ class Rank:
 
 @dataclass
 class Link:
-    """The stream to D, as a list of what was said."""
+    """The stream to D, as a list of sent messages."""
 
     name: str = "d@2"
     hello: handoff_pb2.Hello = field(default_factory=lambda: handoff_pb2.Hello(prefill=REF, layout=LAYOUT))
@@ -210,7 +210,7 @@ class SenderMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ranks[0].closed)
     @rule(ranks=st.sampled_from([(0,), (1,), (0, 1), (1, 0)]))
     def drains(self, ranks: tuple[int, ...]) -> None:
-        """A rank says so only after it was told to close; perhaps twice."""
+        """A rank reports it only after CloseTransfer; perhaps twice."""
         for rank in ranks:
             self.drained_ranks.add(rank)
             self.broken_before_drained |= self.link.lost and self.sender.live > 0
@@ -257,7 +257,7 @@ class SenderMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(kind == "finish" for kind, _ in self.link.said))
     @rule()
     def commits(self) -> None:
-        """D commits only what it was told the end of."""
+        """D commits only hand-offs whose Finish it has."""
         self.note("committed")
         self.reply(committed=handoff_pb2.Committed(transfer_id=T))
 

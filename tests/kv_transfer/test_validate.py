@@ -1,4 +1,4 @@
-"""What a decode worker hears on a pair's stream is checked against what the peer said before."""
+"""Messages on a pair's stream are checked by the decode worker against the peer's earlier ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hello(worker_id: str = "p", ranks: int = 1, heads: int = 8) -> handoff_pb2.P
     )
 
 
-def test_what_is_right_passes():
+def test_valid_values_pass():
     for ranks in (1, 2, 4, 8, 16):
         check_message(hello(ranks=ranks), None)
     check_message(message(beat=common_pb2.Beat()), None)
@@ -57,7 +57,7 @@ def test_what_is_right_passes():
         ("bytes", message(slot_request=handoff_pb2.SlotRequest(transfer_id=ID)), LAYOUT),
     ],
 )
-def test_what_is_wrong_is_named(field, said, layout):
+def test_a_mistake_is_named(field, said, layout):
     with pytest.raises(InvalidRequestError) as caught:
         check_message(said, layout)
     assert caught.value.field == field

@@ -1,4 +1,4 @@
-"""What a worker computes from is checked: each wrong field by its name."""
+"""Checks of a request's spec at a worker: each wrong field by its name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spec(sampling: dict[str, Any] | None = None, **more: Any) -> common_pb2.Gene
     )
 
 
-def test_what_is_right_passes():
+def test_valid_values_pass():
     check_spec(spec(), LIMITS)
     check_spec(spec(model_id="model", n=8, first_choice=3, priority=-5, tenant="acme"), LIMITS)
     check_spec(spec(output_tokens=pack_tokens([5]), n=0, weight=0.0), LIMITS)
@@ -53,7 +53,7 @@ def test_what_is_right_passes():
         ("weight", {"weight": -1.0}),
     ],
 )
-def test_what_is_wrong_is_named(field, more):
+def test_a_mistake_is_named(field, more):
     with pytest.raises(InvalidRequestError) as caught:
         check_spec(spec(**more), LIMITS)
     assert caught.value.field == field

@@ -1,4 +1,4 @@
-"""Workers that only register and publish: what they say they do is up to the test."""
+"""Workers that only register and publish a status set by the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates, the step model, and a decision's words."""
+"""Rates, the step model, and the text of a decision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_rates_survive_workers_that_come_go_and_start_again() -> None:
     assert flows.over(60.0).seconds == 20.0
 
 
-def test_what_a_worker_publishes_is_what_the_policy_reads() -> None:
+def test_a_workers_status_is_read_by_the_policy_unchanged() -> None:
     arrivals = Arrivals()
     arrivals.arrived(100)
     for seconds in (0.05, 0.4, 2.5, 99.0):

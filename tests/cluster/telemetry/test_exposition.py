@@ -1,4 +1,4 @@
-"""Scrapes share a rendering: the port of metrics needs no key."""
+"""Concurrent scrapes share one rendering, because the port of metrics needs no key."""
 
 from __future__ import annotations
 

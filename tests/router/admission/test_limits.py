@@ -1,4 +1,4 @@
-"""Places and bytes that requests hold: as many as the limits say, and none once they have ended."""
+"""Places and bytes that requests hold: bounded by the limits, and all released once the requests have ended."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_tenant_has_its_own_part_of_the_budget_to_its_last_byte() -> None:
     bodies.hold("b").grow_to(FREE_BYTES + 100)
 
 
-def test_a_body_of_the_largest_size_fits_whatever_the_settings() -> None:
+def test_a_body_of_the_largest_size_fits_under_any_settings() -> None:
     config: Any = SimpleNamespace(
         max_body_bytes=8 * MIB, max_body_bytes_in_flight=MIB, max_body_bytes_in_flight_per_tenant=MIB
     )
@@ -107,7 +107,7 @@ def gateway() -> RequestGateway:
     return made
 
 
-def test_what_a_request_holds_is_free_after_it_also_when_it_fails(gateway: RequestGateway) -> None:
+def test_a_requests_places_and_bytes_are_free_after_it_also_when_it_fails(gateway: RequestGateway) -> None:
     for _ in range(10):
         with contextlib.suppress(KeyError), gateway.admission.admit(Caller(tenant="a"), "here") as held:
             held.grow_to(MIB)

@@ -1,4 +1,4 @@
-"""Work that may wait takes one step per turn of the event loop, in order."""
+"""Low-priority work takes one step per turn of the event loop, in order."""
 
 from __future__ import annotations
 

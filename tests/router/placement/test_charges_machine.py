@@ -156,7 +156,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
             self.tick(seconds)
 
         def settled(self) -> None:
-            """Settle every living router until none is told about a later run."""
+            """Settle every living router until none sees a later run."""
             for _ in range(4):
                 for name in self.routers:
                     self.settle(name, "well")

@@ -1,4 +1,4 @@
-"""Request fields: what errors repeat of a client's values, and that markers, messages and models name the same things."""
+"""Request fields: how errors quote a client's values, and that markers, messages and models name the same fields."""
 
 from __future__ import annotations
 

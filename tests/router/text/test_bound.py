@@ -112,7 +112,7 @@ UNBOUNDED = {
             [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         ),
     ),
-    "one for all it does not know": lambda: Tokenizer(
+    "one token for all unknown text": lambda: Tokenizer(
         models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>", fuse_unk=True)
     ),
 }

@@ -1,4 +1,4 @@
-"""Every key of values.yaml changes what is rendered, or is refused: none is there for show."""
+"""Every key of values.yaml changes the rendering, or is refused."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def test_with_tls_redis_accepts_nothing_else(renderer: Renderer, tmp_path: Path)
     for name, file in {"tls.crt": "router.pem", "tls.key": "router.key", "ca.crt": "ca.pem"}.items():
         (certs / name).write_bytes((certs / file).read_bytes())
     server, environment = find_server()
-    (tmp_path / "redis-server").symlink_to(server)  # by its name it knows what to be
+    (tmp_path / "redis-server").symlink_to(server)  # its role follows from its name
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = int(one.getsockname()[1])
     values = {"tls": TLS, "redis": {"port": port, "command": [str(tmp_path / "redis-server")]}}

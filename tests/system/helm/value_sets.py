@@ -1,4 +1,4 @@
-"""Values people install with: the chart's own examples, and what they do not show."""
+"""Sets of values: the chart's own examples, and cases that they do not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which connections make room, which are refused, and what a head may hold, to the last one."""
+"""Limits of connections: which are closed for new ones, which are refused, and the exact bounds of a head."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ async def test_bytes_before_an_answer_have_a_number(server: Server) -> None:
     assert [await connection.status() for _ in range(2)] == [429, 0]
 
 
-async def test_a_head_is_as_long_as_itself_whatever_came_before_it(server: Server) -> None:
+async def test_the_length_of_a_head_does_not_depend_on_what_came_before(server: Server) -> None:
     """All of it came in one read with the end of the request before."""
     connection = await server.connect()
     body = bytes(2 * HEAD_BYTES)

@@ -1,4 +1,5 @@
-"""Clients that offer another protocol beside are served in this one: with their body, and what they send behind it."""
+"""Clients that offer to upgrade to another protocol are served in HTTP/1.1: with their body, and with pipelined
+requests."""
 
 from __future__ import annotations
 
