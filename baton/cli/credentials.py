@@ -23,7 +23,7 @@ def _keys() -> None:
 
 @keys.command("new")
 def new(
-    tenant: Annotated[str, typer.Option(help="Whose key it is.")],
+    tenant: Annotated[str, typer.Option(help="Owner of the key.")],
     weight: Annotated[float, typer.Option(help="Share of a crowded cluster, beside other tenants'.")] = 1.0,
     max_priority: Annotated[
         PriorityClass,

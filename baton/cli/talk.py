@@ -15,7 +15,7 @@ ApiKey = Annotated[
     str, typer.Option(envvar="BATON_API_KEY", help="Where the routers ask for keys.", show_default=False)
 ]
 TlsCa = Annotated[
-    Path | None, typer.Option(envvar="BATON_CLIENT_TLS_CA", help="Speak TLS; trust this authority.")
+    Path | None, typer.Option(envvar="BATON_CLIENT_TLS_CA", help="Use TLS, and trust this authority.")
 ]
 TlsCert = Annotated[
     Path | None, typer.Option(envvar="BATON_CLIENT_TLS_CERT", help="Our certificate, where clients need one.")
@@ -67,7 +67,8 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Repeats a sampled answer.")] = None,
     priority: Annotated[
-        Literal["high", "normal", "batch"], typer.Option(help="Who goes first when there is too much to do.")
+        Literal["high", "normal", "batch"],
+        typer.Option(help="Class of the request: under load a higher one goes first."),
     ] = "normal",
     api_key: ApiKey = "",
     tls_ca: TlsCa = None,
