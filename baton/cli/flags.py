@@ -63,7 +63,7 @@ class Flags:
         text = escape(one.field.description or "")
         if one.default:
             text += f" [dim]default: {escape(one.default)}[/dim]"
-        variable = one.environment if self._environment or one.environment[:6] != "BATON_" else None
+        variable = one.environment if self._environment else one.named_environment
         option = typer.Option(
             help=text,
             rich_help_panel=one.panel,

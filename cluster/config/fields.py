@@ -34,9 +34,15 @@ class Setting:
         return None if name is None else str(name)
 
     @property
+    def named_environment(self) -> str | None:
+        """The variable that the field itself names."""
+        name = self._extra.get("environment")
+        return None if name is None else str(name)
+
+    @property
     def environment(self) -> str:
-        """The variable that sets it: BATON_…, nested with two underscores."""
-        return str(self._extra.get("environment") or "BATON_" + "__".join(self.path).upper())
+        """The variable that sets it: BATON_…, nested with two underscores, if the field names none."""
+        return self.named_environment or "BATON_" + "__".join(self.path).upper()
 
     @property
     def is_size(self) -> bool:
