@@ -12,8 +12,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import typer
 from rich.markup import escape
 
-from cluster.config.base import Frozen
-from cluster.config.fields import Setting, flags, settings
+from cluster.config.base import Frozen, Setting, flags, settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 

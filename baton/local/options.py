@@ -12,8 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from baton import safe_files
 from baton.autoscaler.config import ServeAutoscalingConfig
 from cluster.config import sources
-from cluster.config.base import Frozen, no_flag
-from cluster.config.fields import flag_text, flags
+from cluster.config.base import Frozen, flag_text, flags, no_flag
 from cluster.config.router import RouterConfig
 from cluster.config.worker import ROLES, Role, WorkerConfig
 from cluster.errors import ConfigError
