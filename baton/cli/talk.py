@@ -50,14 +50,14 @@ def top(
     tls_key: TlsKey = None,
 ) -> None:
     """Watch workers, queues, KV, hand-offs and latencies live; q quits."""
-    from baton.top.run import once as print_once
-    from baton.top.run import run
+    from baton.router_http import RouterHttp
+    from baton.top import run
 
-    tls = _tls(tls_ca, tls_cert, tls_key)
-    if once:
-        print_once(router, console, api_key=api_key, tls=tls)
-    else:
-        run(router, console, interval_seconds=interval, api_key=api_key, tls=tls)
+    with RouterHttp(router, api_key, _tls(tls_ca, tls_cert, tls_key)) as connection:
+        if once:
+            run.once(connection, console)
+        else:
+            run.run(connection, console, interval)
 
 
 def generate(
@@ -99,15 +99,11 @@ def chat(
     tls_key: TlsKey = None,
 ) -> None:
     """Talk to the model."""
-    from baton.chat import run
+    from baton.chat import converse
+    from baton.client import Client
 
-    run(
-        target.split(","),
-        temperature=temperature,
-        max_tokens=max_tokens,
-        api_key=api_key,
-        tls=_tls(tls_ca, tls_cert, tls_key),
-    )
+    with Client(target.split(","), api_key=api_key, tls=_tls(tls_ca, tls_cert, tls_key)) as client:
+        converse(client, temperature=temperature, max_tokens=max_tokens)
 
 
 def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> ClientTls | None:
