@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def decode(answer: Sequence[Any]) -> list[WorkerInfo]:
-    """The answer of the READ script."""
+    """Parse the answer of the READ script."""
     now = int(answer[0])
     workers = []
     for index in range(2, len(answer), 5):
@@ -98,12 +98,12 @@ def _check(facts: Mapping[str, Any]) -> None:
 
 
 def _known(facts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Without fields that only later versions have."""
+    """Drop fields that only later versions have."""
     return {name: value for name, value in facts.items() if name in names}
 
 
 def read_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
-    """The workers registered now. Raises redis.RedisError."""
+    """Return the workers registered now. Raises redis.RedisError."""
     client, registry = connect(redis_url), keys.registry(namespace)
     try:
         forget = int(FORGET_SECONDS * 1000)
@@ -144,8 +144,8 @@ def look_at_workers(redis_url: str, namespace: str) -> list[WorkerInfo]:
 class Members:
     """A router's view of the workers, refreshed every 0.25 s; the last one is kept while Redis does not answer.
 
-    If Redis has lost a slot that it had assigned, the fault is taken to be Redis's: workers that it no longer names stay
-    in the view until they have had time to register again.
+    If Redis has lost a slot that it had assigned, it was emptied or rolled back: workers that it no longer names stay in
+    the view until they have had time to register again.
     """
 
     def __init__(self, redis_url: str, namespace: str):
@@ -208,8 +208,8 @@ class Members:
         self.refreshed = now
 
     def _merge(self, workers: list[WorkerInfo], now: float) -> list[WorkerInfo]:
-        """The workers that Redis names, and those of the last view that may not yet have registered again. Of a worker
-        that Redis names only that epoch counts: an earlier one would refuse every request."""
+        """Return the workers that Redis names, and those of the last view that may not have registered again yet. A
+        worker that Redis names has the epoch named there: an earlier one would refuse every request."""
         if now - self._back_since > REGISTER_AGAIN_SECONDS:
             return workers
         known = {worker.worker_id for worker in workers}

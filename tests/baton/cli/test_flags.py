@@ -15,7 +15,7 @@ from baton.cli import serve, up
 from baton.cli.main import app
 from baton.local.options import UpOptions
 from cluster.config import sources
-from cluster.config.fields import flags, settings, size_text
+from cluster.config.base import flags, settings, size_text
 from cluster.config.router import RouterConfig
 from cluster.config.worker import EngineConfig, WorkerConfig
 from cluster.errors import ConfigError

@@ -20,7 +20,7 @@ import pytest
 from baton.ray_pools.supervision import supervisor as module
 from baton.ray_pools.supervision import worker_sockets
 from baton.ray_pools.supervision.supervisor import WorkerSupervisor
-from baton.ray_pools.supervision.worker_sockets import Facts, Place
+from baton.ray_pools.supervision.worker_sockets import Facts, WorkerFiles
 from cluster.errors import SetupError
 from tests.conftest import Checkpoint
 from tests.end_to_end.conftest import gone
@@ -76,17 +76,17 @@ def test_it_is_taken_over_and_leaves_with_the_clusters_owner(where: Path, config
     try:
         assert replica.stdout is not None
         worker = int(replica.stdout.readline())
-        (place,) = worker_sockets.places(where)
-        assert place.lock() is None, "one that is kept can't be taken"
+        (files,) = worker_sockets.all_files(where)
+        assert files.lock() is None, "one that is kept can't be taken"
         os.kill(replica.pid, signal.SIGKILL)
         replica.wait(30)
 
         second = keep(where, config)
         assert second.status().pid == worker
         second.drop()
-        assert list(worker_sockets.places(where, worker_sockets.key_of({**config, "port": 1}, {}))) == [], (
-            "other settings"
-        )
+        assert (
+            list(worker_sockets.all_files(where, worker_sockets.key_of({**config, "port": 1}, {}))) == []
+        ), "other settings"
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait(30)
         wait_for(lambda: gone(worker), 60.0, "no supervisor is left, so it ends")
@@ -152,12 +152,12 @@ def test_a_link_in_the_directorys_place_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_an_exit_that_was_reported_is_not_reported_by_the_next_replica(where: Path) -> None:
-    place, exits = Place.new(where, "key"), list[Facts]()
-    place.write_facts("p1")
-    lock = place.lock()
+    files, exits = WorkerFiles.new(where, "key"), list[Facts]()
+    files.write_facts("p1")
+    lock = files.lock()
     assert lock is not None
     ours, theirs = socket.socketpair()
-    supervisor = WorkerSupervisor(place, lock, ours, exits.append)
+    supervisor = WorkerSupervisor(files, lock, ours, exits.append)
     theirs.close()
     supervisor.wait_ended()
     assert [facts.worker_id for facts in exits] == ["p1"]
