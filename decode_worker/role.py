@@ -89,7 +89,7 @@ class DecodeRole:
         engine_request = request_from_wire(request.transfer_id.hex(), request.spec)
         attempt = self.attempts.open_new(request.transfer_id, request.request_id)
         attempt.local_prefill = True
-        self.attempts.arrivals.arrived(_tokens(engine_request))
+        self.attempts.counts.arrived(_tokens(engine_request))
         attempt.trace = self._parts.trace_of(request.spec)
         deadline_seconds = (request.admission_deadline_ms or 30_000) / 1000
         entering = self._enter_in_turn(attempt, engine_request, deadline_seconds)

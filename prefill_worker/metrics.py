@@ -38,7 +38,7 @@ def add_status(
     status: WorkerStatus, attempts: Attempts[PrefillAttempt], prefilling: Prefilling, sender: HandoffSender
 ) -> WorkerStatus:
     return replace(
-        of_requests(status, attempts, prefilling.admission, prefilling.arrivals),
+        of_requests(status, attempts, prefilling.admission, prefilling.counts),
         handoffs=sender.stats.handoffs,
         handoffs_live=sender.live,
         handoffs_refused=sender.stats.refused,

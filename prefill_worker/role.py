@@ -49,7 +49,7 @@ class PrefillRole:
         check_spec(request.spec, self._parts.identity.spec_limits)
         attempt = PrefillAttempt(request, AttemptLog(self._parts.beat_step))
         self.attempts.open(attempt)
-        self.prefilling.arrivals.arrived(attempt.token_count)
+        self.prefilling.counts.arrived(attempt.token_count)
         attempt.trace = self._parts.trace_of(request.spec)
         attempt.task = asyncio.get_running_loop().create_task(self._run(attempt))
         return attempt

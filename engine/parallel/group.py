@@ -195,15 +195,6 @@ def _restrict_interfaces(leader: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={own}")
 
 
-def kv_head_range(rank: int, size: int, num_kv_heads: int) -> tuple[int, int]:
-    """The KV heads a rank owns; replicated where there are more ranks than heads."""
-    if size <= num_kv_heads:
-        share = num_kv_heads // size
-        return rank * share, (rank + 1) * share
-    head = rank * num_kv_heads // size
-    return head, head + 1
-
-
 log = logging.getLogger(__name__)
 SO_ATTACH_FILTER = 26  # Linux; not among Python's constants
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one BPF instruction: return 0 bytes of the packet
