@@ -1,8 +1,9 @@
 """Which rank sends which heads to which rank, and where a part's bytes belong.
 
-A flow is a (source rank, target rank) pair with heads in common. On the wire a part is its blocks one after the other,
-each [layer][K|V][head][token][dim] with as many tokens as lie in it: what is contiguous in a cache stays so, and a block of
-a whole rank is copied at once (with the layers outermost, gathering and scattering took half as long again).
+A flow is a (source rank, target rank) pair with heads in common. On the wire a part is its blocks one after the
+other, each [layer][K|V][head][token][dim] with as many tokens as lie in it: what is contiguous in a cache stays so,
+and a block of a whole rank is copied at once (with the layers outermost, gathering and scattering took half as long
+again).
 """
 
 from __future__ import annotations

@@ -121,9 +121,12 @@ class HandoffSender:
         if reply.HasField("refused"):
             self.stats.refused += 1
             raise errors.from_wire(reply.refused)
+        return self._begin(reserve, reply.held_tokens, link)
+
+    def _begin(self, reserve: handoff_pb2.Reserve, held_tokens: int, link: LinkToDecode) -> OutgoingHandoff:
         handoff = OutgoingHandoff(
             reserve,
-            reply.held_tokens,
+            held_tokens,
             link=link,
             ranks=self.ranks,
             stats=self.stats,
