@@ -59,8 +59,6 @@ class TpGroup(Protocol):
     def share(self, plan: StepPlan | None) -> StepPlan | None:
         """Return the leader's plan on every rank; None = stop."""
 
-    def close(self) -> None: ...
-
 
 class NullGroup:
     rank = 0
@@ -77,9 +75,6 @@ class NullGroup:
 
     def share(self, plan: StepPlan | None) -> StepPlan | None:
         return plan
-
-    def close(self) -> None:
-        return
 
 
 class _Together:
