@@ -117,6 +117,9 @@ class Engine:
     def block_ids(self, request_id: str) -> list[int]:
         return list(self._scheduler.requests[request_id][0].blocks)
 
+    def cached_tokens(self, request_id: str) -> int:
+        return self._scheduler.requests[request_id][0].cached_tokens
+
     # --- hand-off --------------------------------------------------------------------------------------
 
     def reserve(
