@@ -14,10 +14,10 @@ from engine.engine import Engine
 from engine.request import RequestDone, StepOutput, TokenOutput
 from wire import common_pb2
 from worker.admission import Admission
-from worker.arrivals import Arrivals
 from worker.attempt_log import MAX_UNREAD_TOKENS, AttemptLog
 from worker.attempts import Attempts
 from worker.convert import outcome_counts, outcome_name, token_to_wire
+from worker.metrics import RequestCounts
 from worker.role import RoleParts
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
             parts.config.batch_aging_seconds,
             batch_full=parts.host.batch_full,
         )
-        self.arrivals = Arrivals()  # of requests that are prefilled here
+        self.counts = RequestCounts()  # of requests that are prefilled here
         self._at_tokens = parts.faults.point(Point.DECODE_TOKENS)
         self._at_done = parts.faults.point(Point.DECODE_DONE)
 
@@ -123,7 +123,7 @@ class DecodeAttempts(Attempts[DecodeAttempt]):
 
     def _token(self, attempt: DecodeAttempt, token: TokenOutput, step_began: float) -> None:
         if attempt.record_token(step_began) and attempt.local_prefill:
-            self.arrivals.first_token(attempt.first_token_seconds)
+            self.counts.first_token(attempt.first_token_seconds)
         self._leave(attempt)
         attempt.log.add(token_to_wire(token))
         self._pause_if_unread(attempt)

@@ -37,6 +37,11 @@ def check_call(call: Call, worker_id: str) -> None:
     check_name("request_id", call.request_id)
 
 
+def admission_seconds(call: Call) -> float:
+    """How long after its arrival the attempt may wait for a turn or a reservation."""
+    return (call.admission_deadline_ms or 30_000) / 1000
+
+
 def check_spec(spec: common_pb2.GenerateSpec, limits: SpecLimits) -> None:
     """Raises InvalidRequestError naming the field."""
     if spec.model_id and spec.model_id != limits.model_id:

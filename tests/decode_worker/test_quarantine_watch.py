@@ -170,7 +170,7 @@ async def test_a_registry_that_does_not_answer_ends_no_look(world, monkeypatch):
         raise redis.ConnectionError("gone")
 
     world.links.add(Link("p1@a"))
-    monkeypatch.setattr(world.watch, "_registered", fails)
+    monkeypatch.setattr(world.watch, "registered", fails)
     await world.passes(2)
 
 

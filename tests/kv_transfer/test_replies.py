@@ -11,7 +11,7 @@ import pytest
 from cluster.errors import HandoffError, LayoutMismatchError, StaleEpochError, TransportError
 from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.layout.digest import stricter
-from kv_transfer.prefill_side import links
+from kv_transfer.prefill_side import sender
 from kv_transfer.prefill_side.rank_connections import KnownWorkers
 from tests.harness.waiting import until as until_true
 from tests.kv_transfer.pair import DECODE_EPOCH, config, layout, prefill_side
@@ -25,7 +25,7 @@ TOKENS = 16
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr(links, "LAST_NOTICES_SECONDS", 0.05)
+    monkeypatch.setattr(sender, "LAST_NOTICES_SECONDS", 0.05)
 
 
 def other_layout(**fields):
@@ -59,7 +59,7 @@ async def test_an_invalid_welcome_ends_the_link(said, error, field):
             await prefill.open(decode.ref, TOKENS)
         assert caught.value.field == field
         assert prefill.sender.live == 0
-        await until(lambda: not prefill.sender.links._links, "the link is gone")
+        await until(lambda: not prefill.sender._links, "the link is gone")
 
 
 async def test_parts_follow_the_pairs_agreement_on_digests():
@@ -187,9 +187,9 @@ def test_the_number_of_known_decode_workers_is_bounded():
 
 async def test_a_sender_keeps_a_bounded_number_of_workers(monkeypatch):
     async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
-        prefill.sender.links.known = KnownWorkers(max_workers=2)
+        prefill.sender.known = KnownWorkers(max_workers=2)
         for number in range(4):
             ref = common_pb2.WorkerRef(worker_id=f"d{number}", epoch=DECODE_EPOCH, address=decode.ref.address)
             handoff = await prefill.open(ref, TOKENS)
             await handoff.abort("enough")
-        assert len(prefill.sender.links.known) == 2
+        assert len(prefill.sender.known) == 2

@@ -141,7 +141,7 @@ class SenderMachine(RuleBasedStateMachine):
         self.ranks = [Rank() for _ in range(RANKS)]
         self.link = Link()
         self.sender = self.loop.run_until_complete(make())
-        self.sender.links._links[self.link.name] = self.link  # type: ignore[assignment]
+        self.sender._links[self.link.name] = self.link  # type: ignore[assignment]
         reserve = handoff_pb2.Reserve(
             transfer_id=T, request_id="r", spec=common_pb2.GenerateSpec(n=1), token_count=16
         )
@@ -216,11 +216,11 @@ class SenderMachine(RuleBasedStateMachine):
             self.broken_before_drained |= self.link.lost and self.sender.live > 0
             self.rank_says(rank, m.TransferDrained(T, rank))
 
-    @precondition(lambda self: self.sender.links.notices.waits_for("d") and not self.link.lost)
+    @precondition(lambda self: self.sender.notices.waits_for("d") and not self.link.lost)
     @rule(transfer=st.sampled_from([T, OTHER]))
     def acknowledges(self, transfer: bytes) -> None:
-        self.inside(lambda: self.sender.links.notices.acknowledged("d", transfer))
-        assert self.sender.links.notices.waits_for("d") == (transfer != T), "something else was acknowledged"
+        self.inside(lambda: self.sender.notices.acknowledged("d", transfer))
+        assert self.sender.notices.waits_for("d") == (transfer != T), "something else was acknowledged"
         self.acknowledged = transfer == T
         REACHED.hit("acknowledged")
 
@@ -340,7 +340,7 @@ class SenderMachine(RuleBasedStateMachine):
 
     def is_drained_when_all_ranks_are(self) -> None:
         everywhere = self.drained_ranks == set(range(RANKS))
-        kept = T in self.sender.links.notices._waiting.get("d", {})
+        kept = T in self.sender.notices._waiting.get("d", {})
         assert kept == (everywhere and not self.acknowledged), "Drained is kept until it is acknowledged"
         assert everywhere or not self.link.drained, "said before every handle is terminal"
         assert (self.sender.live == 0) == everywhere

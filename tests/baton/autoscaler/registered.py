@@ -9,7 +9,7 @@ from cluster.config.worker import Role
 from cluster.membership.registration import Registration
 from cluster.membership.status import WorkerStatus
 from cluster.membership.types import WorkerInfo
-from worker.arrivals import Arrivals
+from worker.metrics import RequestCounts
 
 
 class RegisteredWorker:
@@ -33,7 +33,7 @@ class RegisteredWorker:
 
     def publish(self, **status: Any) -> None:
         """At once."""
-        self._status = replace(Arrivals().onto(WorkerStatus()), **status)
+        self._status = replace(RequestCounts().onto(WorkerStatus()), **status)
         self.registration.register_again()
 
 

@@ -12,7 +12,7 @@ from baton.autoscaler.flows import Flows
 from baton.autoscaler.policy import decide
 from baton.autoscaler.state import PolicyState
 from cluster.membership.status import WorkerStatus
-from worker.arrivals import Arrivals
+from worker.metrics import RequestCounts
 
 
 def test_rates_survive_workers_that_come_go_and_start_again() -> None:
@@ -31,11 +31,11 @@ def test_rates_survive_workers_that_come_go_and_start_again() -> None:
 
 
 def test_a_workers_status_is_read_by_the_policy_unchanged() -> None:
-    arrivals = Arrivals()
+    arrivals = RequestCounts()
     arrivals.arrived(100)
     for seconds in (0.05, 0.4, 2.5, 99.0):
         arrivals.first_token(seconds)
-    before, after = (WorkerSample("w", one.onto(WorkerStatus())) for one in (Arrivals(), arrivals))
+    before, after = (WorkerSample("w", one.onto(WorkerStatus())) for one in (RequestCounts(), arrivals))
     flows = Flows()
     flows.update(0.0, [before])
     flow = flows.update(1.0, [after])["w"]
