@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
 from collections.abc import Callable
@@ -26,13 +25,6 @@ BACKLOG = 4096
 SEND_BUFFER_BYTES = 256 << 10
 
 
-class _Server(HttpServer):
-    """Leaves the process's signal handlers alone; uvicorn installs its own, and raises what it caught at its end."""
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
-
-
 class HttpEndpoint:
     """Listens from construction on; connections are served by `serve`. Raises ConfigError where the port is not free."""
 
@@ -42,7 +34,7 @@ class HttpEndpoint:
         self._host = config.host
         self._context = ListenerContext(identity, ask_clients=ask_clients) if identity is not None else None
         self._socket = _listen(config)
-        self._server = _Server(
+        self._server = HttpServer(
             uvicorn.Config(
                 with_cors(Gate(build_app(gateway), gateway), config.cors_origins),
                 http=limited(config),
