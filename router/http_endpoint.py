@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from cluster.config.router import RouterConfig
 from cluster.errors import ConfigError
 from cluster.security.tls import Identity, ListenerContext
 from router.admission.descriptors import max_silent
 from router.frontends.http.app import build_app
-from router.frontends.http.cors import with_cors
 from router.frontends.http.gate import Gate
 from router.frontends.http.listener import HttpServer
 from router.frontends.http.protocol import limited
@@ -23,6 +24,7 @@ GRACE_SECONDS = 5.0
 # Connections not yet accepted, as far as net.core.somaxconn allows: a client that meets a full backlog waits a second.
 BACKLOG = 4096
 SEND_BUFFER_BYTES = 256 << 10
+SHOWN_HEADERS = ("x-request-id", "retry-after", "x-should-retry")  # to pages of other origins
 
 
 class HttpEndpoint:
@@ -76,6 +78,23 @@ class HttpEndpoint:
     def _ssl_context(self, config: uvicorn.Config, default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
         assert self._context is not None
         return self._context.context
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Wrap `app` in CORS, so that pages of these origins may call this router; without any, return it unchanged.
+
+    It must be the outermost layer, because a browser's preflight request carries no API key. Credentials (cookies) are
+    not allowed: keys come in a header.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=list(SHOWN_HEADERS),
+    )
 
 
 def _listen(config: RouterConfig) -> socket.socket:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+
 from router.frontends.http.openapi.answers import answer_schemas, health_schema, probe_schema
-from router.frontends.http.openapi.requests import request_schemas
-from router.frontends.http.openapi.schema import Schema, either, ref, text
+from router.frontends.http.openapi.schema import Schema, either, optional, ref, text
+from router.frontends.http.requests import ChatCompletionRequest, CompletionRequest
 from router.gateway import RequestGateway
+from router.request.fields import filled
+from router.request.limits import FieldLimits
 from router.request.validator import MAX_REQUEST_ID
 
 VERSION = "1"
@@ -67,6 +71,30 @@ def build_document(gateway: RequestGateway) -> dict[str, Any]:
         # A router that requires no keys ignores one that is sent.
         "security": [{"apiKey": []}] if gateway.keys.on else [{}, {"apiKey": []}],
     }
+
+
+class _Generator(GenerateJsonSchema):
+    """Fields have no titles, and no defaults: a model's generation_config.json may set others."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: Any) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def nullable_schema(self, schema: Any) -> JsonSchemaValue:
+        return optional(self.generate_inner(schema["schema"]))
+
+
+def request_schemas(limits: FieldLimits) -> dict[str, Schema]:
+    """Both endpoints' requests and the objects in them, by name."""
+    _, schemas = models_json_schema(
+        [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+        ref_template="#/components/schemas/{model}",
+        schema_generator=_Generator,
+    )
+    made: dict[str, Schema] = filled(schemas["$defs"], limits)
+    return made
 
 
 def _limits(gateway: RequestGateway) -> dict[str, float | int]:
