@@ -21,9 +21,6 @@ class ConcurrencyLimiter:
         self._what = what
         self._taken: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._taken)
-
     def acquire(self, holder: str, limit: int) -> None:
         """Raises OverloadedError when the holder has `limit`; 0 = no limit."""
         if limit and self._taken[holder] >= limit:

@@ -29,10 +29,6 @@ class LowPriority:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._turned = 0.0  # when steps were last released
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     async def step(self) -> None:
         """Wait for the caller's turn; its step ends where it awaits something."""
         loop = asyncio.get_running_loop()

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-import grpc
 from google.protobuf.message import DecodeError, Message
 
 from cluster.config.router import RouterConfig
 from cluster.errors import DeadlineError, InvalidRequestError, OverloadedError
 from router.admission.admission import HeldBytes
 from router.admission.low_priority import LowPriority
+from router.frontends.grpc.gate import Context
 
 # gRPC reports a message's length only once it is complete. One that takes longer than this counts as the longest allowed.
 QUICK_SECONDS = 0.1
@@ -23,9 +23,7 @@ MAX_VARINT_BYTES = 10
 M = TypeVar("M", bound=Message)
 
 
-async def read_message(
-    context: grpc.aio.ServicerContext[Any, Any], config: RouterConfig, held: HeldBytes
-) -> bytes:
+async def read_message(context: Context, config: RouterConfig, held: HeldBytes) -> bytes:
     """Return the call's message.
 
     Raises OverloadedError if the budget has no room for it, DeadlineError if it does not arrive within `body_seconds`,

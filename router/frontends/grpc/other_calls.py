@@ -14,12 +14,12 @@ import grpc
 
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from cluster.rpc import errors
+from router.frontends.grpc.gate import Context
 
 # These messages have a few bytes and arrive with the call, but gRPC accepts long ones. So only this many are read at a
 # time, each within a short time. A further one ends the oldest: calls that send nothing must not delay others.
 READS = 32
 READ_SECONDS = 1.0
-Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 

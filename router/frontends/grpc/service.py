@@ -12,7 +12,7 @@ from cluster.errors import InvalidRequestError
 from cluster.security.keys import Caller
 from router.dispatch.bounded_queue import BoundedQueue
 from router.dispatch.dispatcher import MAX_UNREAD_DELTAS, PIECE_SECONDS, RequestDispatcher
-from router.frontends.grpc.gate import caller_of
+from router.frontends.grpc.gate import Context, caller_of
 from router.frontends.grpc.message import parse, read_message
 from router.frontends.grpc.refusal import generic_handler
 from router.frontends.grpc.write_deadline import write_all
@@ -28,7 +28,6 @@ from router.text.contents import Rendered, role_of
 from router.text.tokenizer import MESSAGE_CHARACTERS
 from wire import inference_pb2 as pb
 
-Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = "baton.v1.Inference"
 _CHARGED = Delta(0, "", ())
 

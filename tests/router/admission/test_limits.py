@@ -46,7 +46,7 @@ def test_as_many_places_as_the_limit_and_holders_without_any_are_dropped() -> No
             places.acquire(name, 2)
     for name in ("a", "a", "b", "b"):
         places.release(name)
-    assert len(places) == 0
+    assert len(places._taken) == 0
     places.acquire("a", 1)
 
 
@@ -113,7 +113,11 @@ def test_a_requests_places_and_bytes_are_free_after_it_also_when_it_fails(gatewa
             held.grow_to(MIB)
             raise KeyError
     admission = gateway.admission
-    assert (admission.in_flight, len(admission._tenants), len(admission._connections)) == (0, 0, 0)
+    assert (admission.in_flight, len(admission._tenants._taken), len(admission._connections._taken)) == (
+        0,
+        0,
+        0,
+    )
     assert held_by(admission._bodies) == (0, 0)
 
 
@@ -151,14 +155,14 @@ def test_a_refusal_by_a_later_limit_gives_back_what_the_earlier_ones_gave(gatewa
             gateway.admission.admit(Caller(tenant="a"), "here"),
         ):
             pass
-        assert (gateway.admission.in_flight, len(gateway.admission._tenants)) == (3, 0)
+        assert (gateway.admission.in_flight, len(gateway.admission._tenants._taken)) == (3, 0)
         with (
             gateway.admission.admit(Caller(), "elsewhere"),
             pytest.raises(OverloadedError, match="router"),
             gateway.admission.admit(Caller(), "third"),
         ):
             pass
-    assert (gateway.admission.in_flight, len(gateway.admission._connections)) == (0, 0)
+    assert (gateway.admission.in_flight, len(gateway.admission._connections._taken)) == (0, 0)
 
 
 @pytest.mark.parametrize(("of_the_key", "limit"), [(0, 2), (1, 1), (3, 3)])

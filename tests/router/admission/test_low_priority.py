@@ -62,7 +62,7 @@ async def test_a_waiter_that_is_cancelled_takes_no_step_from_others():
     for task in tasks[:2]:
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert not order.waiting
+    assert not order._waiting
 
 
 @pytest.mark.parametrize(("turn", "most"), [(0.0, 1), (0.0425, 10)])
@@ -93,7 +93,7 @@ async def test_steps_go_on_after_a_pause():
     for _ in range(3):
         await asyncio.wait_for(order.step(), 5)
         await turns(3)
-        assert not order.waiting
+        assert not order._waiting
 
 
 class Counting(LowPriority):

@@ -168,7 +168,7 @@ def machine(client: redis.Redis, url: str) -> type[RuleBasedStateMachine]:
         def held_by_all(self) -> dict[str, int]:
             total: Counter[str] = Counter()
             for router in self.routers.values():
-                table = router._charges.table()
+                table = router.charges.table()
                 total.update(dict(zip(map(str, table[::2]), map(int, table[1::2]), strict=True)))
             return dict(total)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import socket
 import weakref
@@ -59,7 +58,6 @@ class Server:
 
         config = uvicorn.Config(self._app, http=Seen, interface="asgi3", log_config=None, lifespan="off")
         self._server = uvicorn.Server(config)
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Request(scope, receive, send).body()

@@ -4,8 +4,7 @@ import pytest
 
 from router.observe.live.histogram import LatencyHistogram
 from router.observe.live.history import POINTS, TICK_SECONDS, History
-from router.observe.live.recorder import PairTraffic
-from router.observe.live.report import Counts, Requests, RouterReport, decode, encode
+from router.observe.live.report import Counts, PairTraffic, Requests, RouterReport, decode, encode
 
 PAIR = ("prefill-1", "decode-1")
 
