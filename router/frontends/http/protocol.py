@@ -9,8 +9,8 @@ If an answer is not read, uvicorn stops sending, tokens queue up to a bound, and
 then reads less than `MIN_READ_BYTES` in `write_seconds`, the connection is aborted, which cancels the request. So is a
 closed connection whose last bytes are not read.
 
-If there are too many connections, the one that has been without a request for longest is aborted. A request that needs
-no key, or has none, does not count as one.
+If there are too many connections, the one that has been without a place (router/admission) for longest is aborted: others
+would take all connections with answers that are not read, with a key or without.
 
 While requests wait behind the one that runs, the socket is not read.
 """
@@ -18,8 +18,10 @@ While requests wait behind the one that runs, the socket is not read.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import httptools
@@ -44,7 +46,7 @@ MIN_READ_BYTES = 1 << 16
 MAX_PIPELINED = 64  # requests received before the current one is answered
 MAX_PIPELINED_BYTES = 1 << 16  # of these: no budget of bodies counts them
 HEADER_BYTES = 128  # what a short header line takes in memory
-MAKES_ROOM = "baton.makes_room"  # in a request's scope: to be called if it has no key
+KEEPS = "baton.keeps_connection"  # in a request's scope: a context for the time in which it holds a place
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -53,7 +55,7 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: ConnectionLimits
     waiting: dict[
         LimitedProtocol, None
-    ]  # connections on which no request with a key runs, in the order in which that began
+    ]  # connections whose request holds no place; their last request began or ended in this order
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -87,7 +89,7 @@ class LimitedProtocol(HttpToolsProtocol):
         elif len(self.connections) > limit:
             self._refuse(429, _too_many(limit))
         else:
-            self.waiting[self] = None
+            self._make_room()
             self._expect(self.limits.header_seconds)
 
     def data_received(self, data: bytes) -> None:
@@ -216,20 +218,31 @@ class LimitedProtocol(HttpToolsProtocol):
             self._expect_reading()
         self._expect_body()
         if self._running is None or self._running.response_complete:
-            self.waiting[self] = None
+            self._make_room()
             self._await_request()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        self.waiting.pop(self, None)
-        cycle.scope[MAKES_ROOM] = self._make_room  # type: ignore[literal-required]
+        self._make_room()
+        cycle.scope[KEEPS] = self._keep  # type: ignore[literal-required]
         if cycle.scope["http_version"] == "1.0":
             app = _unframed(cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def _make_room(self) -> None:
+        """Become the last of those that make room for further connections."""
+        self.waiting.pop(self, None)
         if self in self.connections:
             self.waiting[self] = None
+
+    @contextlib.contextmanager
+    def _keep(self) -> Iterator[None]:
+        """Make no room meanwhile."""
+        self.waiting.pop(self, None)
+        try:
+            yield
+        finally:
+            self._make_room()
 
     def _disconnect(self) -> None:
         """Tell the application that the client disconnected: it must neither wait for more nor answer."""
