@@ -12,7 +12,7 @@ closed connection whose last bytes are not read.
 If there are too many connections, the one that has been without a place (router/admission) for longest is aborted: others
 would take all connections with answers that are not read, with a key or without.
 
-While requests wait behind the one that runs, the socket is not read.
+While requests wait behind the one that runs, the socket is not read (router/frontends/http/pipelined.py).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 
 import httptools
 import orjson
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.config.router import ConnectionLimits
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from router.frontends.http.acknowledged import acknowledged_bytes
 from router.frontends.http.errors import error_body
+from router.frontends.http.pipelined import EndWatch, PipelineFlow
 from router.frontends.http.upgrade import read_on
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self.flow = _Flow(self)
+        self.flow = PipelineFlow(self.transport, self.pipeline)
+        self._end_watch = EndWatch(self.transport, self.pipeline, self._client_ended)
         limit = self.limits.max_http_connections
         if len(self.connections) > limit and self.waiting:
             next(iter(self.waiting))._abort()
@@ -138,6 +139,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._stop_timer()
         self._stop_write_timer()
+        self._end_watch.stop()
         self._disconnect()
         super().connection_lost(exc)
 
@@ -146,13 +148,20 @@ class LimitedProtocol(HttpToolsProtocol):
 
         Only for GET and without TLS: the end of a client that left must cancel its generation, and looks the same.
         """
-        cycles = [self._running, *(cycle for cycle, _ in self.pipeline)]
-        if self.scheme == "https" or not all(
-            cycle is not None and _may_outlive_end(cycle) for cycle in cycles
-        ):
+        if not self._may_outlive_end():
             return None
         self.cycle.keep_alive = False
         return True
+
+    def _may_outlive_end(self) -> bool:
+        cycles = [self._running, *(cycle for cycle, _ in self.pipeline)]
+        return self.scheme != "https" and all(one is not None and _is_read_only(one) for one in cycles)
+
+    def _client_ended(self) -> None:
+        """Called while the socket is not read."""
+        if not self._may_outlive_end():
+            self._disconnect()
+            self.timeout_keep_alive_handler()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -191,6 +200,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._in_head, self._in_body, self._body_arrived = False, True, True
         super().on_headers_complete()
+        self._end_watch.start()
         self._count_pipelined(size + HEADER_BYTES * len(self.headers))
 
     def on_body(self, body: bytes) -> None:
@@ -340,19 +350,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._write_timer = None
 
 
-class _Flow(FlowControl):
-    """Does not read on while requests wait: each end of an answer would read the next ones into memory."""
-
-    def __init__(self, protocol: LimitedProtocol):
-        super().__init__(protocol.transport)
-        self._pipeline = protocol.pipeline
-
-    def resume_reading(self) -> None:
-        if not self._pipeline:
-            super().resume_reading()
-
-
-def _may_outlive_end(cycle: RequestResponseCycle) -> bool:
+def _is_read_only(cycle: RequestResponseCycle) -> bool:
     return cycle.scope["method"] == "GET" and not cycle.more_body and not cycle.response_complete
 
 

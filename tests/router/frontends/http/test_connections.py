@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
 from router.frontends.http import protocol
+from router.frontends.http.pipelined import LOOK_SECONDS
 from router.frontends.http.protocol import KEEPS, limited
 from router.frontends.http.reading import EventStream
 from tests.harness.waiting import until
@@ -359,6 +360,28 @@ async def test_the_end_of_a_client_ends_its_generation(end: str, server: Server)
     connection.send_no_more()
     assert await connection.rest() == b""
     await until(lambda: not server.connections, "it is closed", 5)
+
+
+async def test_the_end_of_a_client_ends_its_generation_though_a_request_waits_behind_it(
+    server: Server,
+) -> None:
+    """The socket is not read meanwhile, so the request ran on to its end."""
+    connection = await server.connect()
+    connection.send(SLOW.replace(b"GET", b"POST") + GET)
+    await until(lambda: server.running == 1, "it runs", 5)
+    connection.close()
+    await until(lambda: not server.connections, "it is closed", 5)
+    assert server.running == 1, "the application hears of it where it waits for the client"
+
+
+async def test_a_waiting_request_is_answered_though_its_client_sends_no_more(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(SLOW + GET)
+    connection.send_no_more()
+    await until(lambda: server.running == 1, "it runs", 5)
+    await asyncio.sleep(3 * LOOK_SECONDS)
+    server.go_on.set()
+    assert (await connection.rest()).count(b"answered") == 2
 
 
 async def test_bytes_before_an_answer_have_a_number(server: Server) -> None:
