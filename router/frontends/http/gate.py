@@ -36,12 +36,12 @@ class Gate:
             if self._gateway.leaving:
                 send = _goodbye(send)
             try:
-                scope[_CALLER] = self._caller(scope)
+                caller = scope[_CALLER] = self._caller(scope)
             except BatonError as error:
                 await self._refuse(error, scope, receive, send)
                 return
             if scope["path"] not in GENERATE:
-                await self._gateway.low_priority.step()
+                await self._gateway.low_priority.step(caller.tenant)
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:

@@ -70,7 +70,7 @@ class Generate:
                 body_bytes = held.enter_context(self._gateway.place(caller, connection))
                 held.enter_context(request.scope.get(KEEPS, contextlib.nullcontext)())
             except DrainingError:
-                await discard_body(request, self._gateway.low_priority)
+                await discard_body(request, self._gateway.low_priority, caller.tenant)
                 raise
             parsed = await self._read(request, read, body_bytes)
             body_bytes.release()
