@@ -19,26 +19,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import httptools
-import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cluster.config.router import ConnectionLimits
 from cluster.errors import BatonError, DeadlineError, InvalidRequestError, OverloadedError
 from router.frontends.http.acknowledged import acknowledged_bytes
-from router.frontends.http.errors import error_body
+from router.frontends.http.errors import closing_answer
 from router.frontends.http.pipelined import EndWatch, PipelineFlow
 from router.frontends.http.upgrade import read_on
 
 log = logging.getLogger(__name__)
 # Closing at once, with unread bytes of the client's, would reset the connection before the client reads the answer.
 LINGER_SECONDS = 0.5
-RETRY_SECONDS = 1
 # Connections beyond the limit, if each has a request: this many get 429, further ones are closed at once.
 MAX_REFUSED = 64
 # Least to be read of an answer in `write_seconds`: slower clients would hold a connection and its answer for hours.
@@ -120,16 +117,20 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         left = memoryview(data)
-        while True:
-            try:
-                self.parser.feed_data(left)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                left = left[upgrade.args[0] :]
-                read_on(self, self.headers)
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
-                return
+        try:
+            while left:
+                left = left[self._feed(left) :]
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _feed(self, data: memoryview) -> int:
+        """Returns how many bytes the parser read; after an offer to upgrade another one reads on."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            read_on(self, self.headers)
+            return int(upgrade.args[0])
+        return len(data)
 
     def _should_upgrade(self) -> bool:
         return False
@@ -291,7 +292,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         running = self._running
         if running is None or running.response_complete or not running.response_started:
-            self.transport.write(_answer(status, error))
+            self.transport.write(closing_answer(status, error))
         self._disconnect()
         # As uvicorn's own timer, which ends with the connection.
         self.timeout_keep_alive_task = self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
@@ -386,13 +387,3 @@ def _too_many(limit: int) -> OverloadedError:
 
 def _too_large(limit: int) -> InvalidRequestError:
     return InvalidRequestError(f"headers: at most {limit} bytes", field="headers", limit=str(limit))
-
-
-def _answer(status: int, error: BatonError) -> bytes:
-    body = orjson.dumps(error_body(error))
-    retry = f"retry-after: {RETRY_SECONDS}\r\n" if status == 429 else ""
-    head = (
-        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
-    )
-    return head.encode() + body
