@@ -56,10 +56,10 @@ async def read_message(context: Context, config: RouterConfig, held: HeldBytes) 
     return raw
 
 
-async def parse(message: M, raw: bytes, low_priority: LowPriority) -> M:
+async def parse(message: M, raw: bytes, low_priority: LowPriority, tenant: str = "") -> M:
     """Fill `message` from its bytes and return it. Raises InvalidRequestError."""
     if len(raw) > 2 * MAX_FIELDS:
-        await _check_fields(raw, message.DESCRIPTOR, low_priority)
+        await _check_fields(raw, message.DESCRIPTOR, low_priority, tenant)
     try:
         message.ParseFromString(raw)
     except DecodeError as error:
@@ -67,13 +67,13 @@ async def parse(message: M, raw: bytes, low_priority: LowPriority) -> M:
     return message
 
 
-async def _check_fields(raw: bytes, kind: Any, low_priority: LowPriority) -> None:
+async def _check_fields(raw: bytes, kind: Any, low_priority: LowPriority, tenant: str) -> None:
     for count, _ in enumerate(_fields(memoryview(raw), kind), 1):
         if count > MAX_FIELDS:
             text = f"message: it has more than {MAX_FIELDS} fields"
             raise InvalidRequestError(text, field="message", limit=str(MAX_FIELDS))
         if count % FIELDS_AT_ONCE == 0:
-            await low_priority.step()
+            await low_priority.step(tenant)
 
 
 def _fields(raw: memoryview, kind: Any) -> Iterator[None]:

@@ -45,7 +45,7 @@ class InferenceService:
             raw = await read_message(context, self._gateway.config, held)
             self._gateway.validator.check_message(len(raw))
             arrival = Arrival(lambda name: _values(context, name))
-            request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority)
+            request = await parse(pb.GenerateRequest(), raw, self._gateway.low_priority, caller.tenant)
             completion = await self._completion(request, context, caller)
             del request
             del raw
@@ -81,7 +81,7 @@ class InferenceService:
             raw = await read_message(context, self._gateway.config, held)
             self._gateway.validator.check_message(len(raw))
             async with self._gateway.counted(caller):
-                request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority)
+                request = await parse(pb.TokenizeRequest(), raw, self._gateway.low_priority, caller.tenant)
                 del raw
                 self._gateway.validator.limits.check_model(request.model)
                 ids = await self._encode(request, caller)

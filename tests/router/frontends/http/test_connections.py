@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import weakref
@@ -17,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config.router import ConnectionLimits
 from router.frontends.http import protocol
-from router.frontends.http.protocol import MAKES_ROOM, limited
+from router.frontends.http.pipelined import LOOK_SECONDS
+from router.frontends.http.protocol import KEEPS, limited
 from router.frontends.http.reading import EventStream
 from tests.harness.waiting import until
 
@@ -28,7 +30,7 @@ LIMITS = ConnectionLimits(
 LIMITS = LIMITS.model_copy(update={"max_header_bytes": HEAD_BYTES, "max_headers": HEADERS})
 GET = b"GET /at-once HTTP/1.1\r\nhost: x\r\n\r\n"
 SLOW = b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n"
-WITHOUT_A_KEY = b"GET /without-a-key HTTP/1.1\r\nhost: x\r\n\r\n"
+WITHOUT_A_PLACE = b"GET /without-a-place HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def _pieces() -> AsyncIterator[bytes]:
@@ -62,10 +64,9 @@ class Server:
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Request(scope, receive, send).body()
         self.running += 1
-        if scope["path"] == "/without-a-key":
-            scope[MAKES_ROOM]()
-        if scope["path"] in ("/slow", "/without-a-key"):
-            await self.go_on.wait()
+        with scope[KEEPS]() if scope["path"] == "/slow" else contextlib.nullcontext():
+            if scope["path"] in ("/slow", "/without-a-place"):
+                await self.go_on.wait()
         self.running -= 1
         if scope["path"] == "/pieces":
             pieces = EventStream(_pieces(), {}, lambda: None)
@@ -189,6 +190,17 @@ async def test_a_connection_that_is_gone_makes_no_room(server: Server) -> None:
     assert await (await server.connect()).ask() == 200
 
 
+async def test_a_connection_whose_request_gave_its_place_back_makes_room(server: Server) -> None:
+    """Refused requests had one for a moment, and their answers may stay unread."""
+    connections = [await server.connect() for _ in range(LIMIT)]
+    for one in connections:
+        one.send(SLOW + WITHOUT_A_PLACE)
+    server.go_on.set()
+    assert [await one.status() for one in connections] == [200] * LIMIT
+    server.go_on.clear()
+    assert await (await server.connect()).ask() == 200
+
+
 async def test_a_connection_with_a_request_makes_no_room(server: Server, monkeypatch: Any) -> None:
     monkeypatch.setattr(protocol, "MAX_REFUSED", 1)
     running = await busy(server)
@@ -199,11 +211,11 @@ async def test_a_connection_with_a_request_makes_no_room(server: Server, monkeyp
     assert [await one.status() for one in running] == [200] * LIMIT
 
 
-async def test_a_connection_whose_request_has_no_key_makes_room(server: Server) -> None:
-    """Also if a request behind it may have one."""
+async def test_a_connection_whose_request_has_no_place_makes_room(server: Server) -> None:
+    """Also if a request behind it may take one."""
     connections = [await server.connect() for _ in range(LIMIT)]
     for one in connections:
-        one.send(WITHOUT_A_KEY)
+        one.send(WITHOUT_A_PLACE)
     await until(lambda: server.running == LIMIT, "they run", 5)
     for one in connections:
         one.send(SLOW)
@@ -213,10 +225,10 @@ async def test_a_connection_whose_request_has_no_key_makes_room(server: Server) 
     assert await third.ask() == 200
 
 
-async def test_a_request_with_a_key_behind_one_without_keeps_its_connection(server: Server) -> None:
+async def test_a_request_with_a_place_behind_one_without_keeps_its_connection(server: Server) -> None:
     connections = [await server.connect() for _ in range(LIMIT)]
     for one in connections:
-        one.send(WITHOUT_A_KEY + SLOW)
+        one.send(WITHOUT_A_PLACE + SLOW)
     await until(lambda: server.running == LIMIT, "they run", 5)
     server.go_on.set()
     assert [await one.status() for one in connections] == [200] * LIMIT
@@ -347,6 +359,28 @@ async def test_the_end_of_a_client_ends_its_generation(end: str, server: Server)
     connection.send_no_more()
     assert await connection.rest() == b""
     await until(lambda: not server.connections, "it is closed", 5)
+
+
+async def test_the_end_of_a_client_ends_its_generation_though_a_request_waits_behind_it(
+    server: Server,
+) -> None:
+    """The socket is not read meanwhile, so the request ran on to its end."""
+    connection = await server.connect()
+    connection.send(SLOW.replace(b"GET", b"POST") + GET)
+    await until(lambda: server.running == 1, "it runs", 5)
+    connection.close()
+    await until(lambda: not server.connections, "it is closed", 5)
+    assert server.running == 1, "the application hears of it where it waits for the client"
+
+
+async def test_a_waiting_request_is_answered_though_its_client_sends_no_more(server: Server) -> None:
+    connection = await server.connect()
+    connection.send(SLOW + GET)
+    connection.send_no_more()
+    await until(lambda: server.running == 1, "it runs", 5)
+    await asyncio.sleep(3 * LOOK_SECONDS)
+    server.go_on.set()
+    assert (await connection.rest()).count(b"answered") == 2
 
 
 async def test_bytes_before_an_answer_have_a_number(server: Server) -> None:

@@ -64,6 +64,14 @@ async def test_the_requests_behind_it_are_served_too(address):  # noqa: F811
     writer.close()
 
 
+@pytest.mark.parametrize("coding", [b"gzip", b"chunked, gzip"])
+async def test_a_body_without_a_length_is_refused(address, coding, caplog):  # noqa: F811
+    """The parser of the body says so while the exception of the head's is handled."""
+    said = await exchange(address, request(H2C, b"transfer-encoding: " + coding + b"\r\n\r\n"))
+    assert said.startswith(b"HTTP/1.1 400")
+    assert not [one for one in caplog.records if one.name == "asyncio"], "no fatal error is logged"
+
+
 async def test_a_thousand_in_one_packet_are_no_recursion(address, monkeypatch):  # noqa: F811
     with_limits(monkeypatch, max_header_bytes=1 << 20)
     monkeypatch.setattr(protocol, "MAX_PIPELINED", 1500)
