@@ -268,7 +268,9 @@ async def test_a_tenant_whose_requests_are_used_up_has_nothing_tokenised(gateway
     for kind, body in (("completion", {"prompt": "a"}), ("chat", {"messages": many(1, "a")})):
         request: Any = SimpleNamespace(scope={"baton.caller": few}, headers=Headers())
         with pytest.raises(OverloadedError):
-            await getattr(generate.Generate(gateway), f"_read_{kind}")(request, body, ARRIVAL)
+            await getattr(generate.Generate(gateway), f"_read_{kind}")(
+                request, body, ARRIVAL, lambda prompts: None
+            )
     assert not gateway.text.encoded and not gateway.text.rendered
     # One that another router may have charged is charged once it is tokenised, if its ticket is not valid.
     await service._completion(pb.GenerateRequest(text="abc", resume_ticket=b"x"), context, few)
@@ -282,7 +284,9 @@ async def test_a_truncation_is_checked_before_its_text_is_tokenised(gateway, kin
         body = {"truncate_prompt_tokens": 0, "messages": [{"role": "user", "content": "a"}]}
     request: Any = SimpleNamespace(scope={}, headers={})
     with pytest.raises(InvalidRequestError) as caught:
-        await getattr(generate.Generate(gateway), f"_read_{kind}")(request, body, ARRIVAL)
+        await getattr(generate.Generate(gateway), f"_read_{kind}")(
+            request, body, ARRIVAL, lambda prompts: None
+        )
     assert caught.value.field == "truncate_prompt_tokens"
     assert not gateway.text.encoded and not gateway.text.rendered
 
@@ -291,7 +295,7 @@ async def completions(gateway: Any, body: dict[str, Any]) -> list[Completion]:
     """Those that a request for completions becomes."""
     request: Any = SimpleNamespace(scope={}, headers=Headers())
     read = generate.Generate(gateway)._read_completion
-    return (await read(request, {"max_tokens": 1, **body}, ARRIVAL)).completions
+    return (await read(request, {"max_tokens": 1, **body}, ARRIVAL, lambda prompts: None)).completions
 
 
 async def test_what_is_truncated_may_exceed_the_context(gateway):

@@ -21,6 +21,7 @@ def named(keys: Any) -> dict[str, str]:
         "short": keys.add("short", tokens_per_minute=300),
         "free": keys.add("free"),
         "both": keys.add("both", requests_per_minute=60, tokens_per_minute=300),
+        "two": keys.add("two", max_concurrent_requests=2, requests_per_minute=1),
         "one": keys.add("one", requests_per_minute=1),
         "low": keys.add("low", requests_per_minute=1),
         "ops": keys.add("ops", admin=True),
@@ -93,3 +94,11 @@ def test_what_is_refused_before_it_is_tokenised_is_free(named, router, keys):
     for wrong in ({"temperature": 1e9}, {"prompts": 3}):
         assert {ask(router, key, **wrong).status_code for _ in range(3)} == {400}
     assert ask(router, key).status_code == 200
+
+
+def test_prompts_that_have_no_place_are_not_tokenised(named, router):
+    """Else a tenant has them tokenised as often as it likes: a request without a place costs nothing of its quota."""
+    too_long = "x" * 1_000_000  # refused by its length, once it is its turn to be tokenised
+    refused = ask(router, named["two"], prompt=[too_long, "b", "c"])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (429, "tenant")
+    assert ask(router, named["two"], prompt=[too_long, "b"]).status_code == 400

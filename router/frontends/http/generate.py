@@ -49,7 +49,8 @@ class ParsedRequest:
     arrival: Arrival
 
 
-Reader = Callable[[Request, Mapping[str, Any], Arrival], Awaitable[ParsedRequest]]
+Admit = Callable[[int], None]  # takes places for a number of further prompts; raises OverloadedError
+Reader = Callable[[Request, Mapping[str, Any], Arrival, Admit], Awaitable[ParsedRequest]]
 
 
 class Generate:
@@ -64,24 +65,29 @@ class Generate:
 
     async def _serve(self, request: Request, read: Reader, kind: type[Shape], prefix: str) -> Response:
         caller, connection = caller_of(request), connection_of(request)
+
+        def admit(prompts: int) -> None:
+            for _ in range(prompts):
+                held.enter_context(self._gateway.place(caller, connection))
+
         with contextlib.ExitStack() as held:
             try:
                 body_bytes = held.enter_context(self._gateway.place(caller, connection))
             except DrainingError:
                 await discard_body(request, self._gateway.low_priority)
                 raise
-            parsed = await self._read(request, read, body_bytes)
+            parsed = await self._read(request, read, body_bytes, admit)
             body_bytes.release()
-            for _ in parsed.completions[1:]:
-                held.enter_context(self._gateway.place(caller, connection))
             return await self._answer(request, parsed, kind, prefix, held)
 
-    async def _read(self, request: Request, read: Reader, held: HeldBytes) -> ParsedRequest:
+    async def _read(self, request: Request, read: Reader, held: HeldBytes, admit: Admit) -> ParsedRequest:
         """Read and check a request. Only the result keeps anything of the body in memory."""
         body = await read_json(request, self._gateway.config, held, self._gateway.low_priority)
-        return await read(request, body, Arrival(request.headers.getlist))
+        return await read(request, body, Arrival(request.headers.getlist), admit)
 
-    async def _read_chat(self, request: Request, body: Mapping[str, Any], arrival: Arrival) -> ParsedRequest:
+    async def _read_chat(
+        self, request: Request, body: Mapping[str, Any], arrival: Arrival, admit: Admit
+    ) -> ParsedRequest:
         limits, caller = self._gateway.validator.limits, caller_of(request)
         options = read_request(ChatCompletionRequest, body, limits)
         envelope = _envelope(request, options, 1)
@@ -99,10 +105,12 @@ class Generate:
             return self._parsed(caller, options, [prompt], envelope, arrival)
 
     async def _read_completion(
-        self, request: Request, body: Mapping[str, Any], arrival: Arrival
+        self, request: Request, body: Mapping[str, Any], arrival: Arrival, admit: Admit
     ) -> ParsedRequest:
         options = read_request(CompletionRequest, body, self._gateway.validator.limits)
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
+        # Before tokenising: a request that gets no place costs nothing of the quota.
+        admit(len(options.prompt) - 1)
         async with self._gateway.preparing(caller):
             encode = partial(self._gateway.encode, truncated=options.truncates, tenant=caller.tenant)
             prompts = [await encode(one) if isinstance(one, str) else one for one in options.prompt]
