@@ -12,6 +12,7 @@ from cluster import errors
 from cluster.faults.points import MessagePoint, inject
 from cluster.rpc import errors as rpc
 from kv_transfer.outbox import Outbox
+from kv_transfer.prefill_side.check_replies import check_together
 from wire import decode_pb2_grpc, handoff_pb2
 
 
@@ -79,6 +80,7 @@ class ControlStream:
         try:
             async for reply in call:
                 self.last_received = time.monotonic()
+                check_together(reply)
                 for message in (reply, *reply.more):
                     self._on_message(message)
             self._on_end(errors.PeerLostError(f"{self._name} ended the stream"))
