@@ -114,7 +114,7 @@ class Core:
         self.engine = Engine(self.runner, self.runner.config, secret=SECRET)
         self.worker_id = "d"
         self.page_size = PAGE
-        self.spec_limits = SpecLimits("m", VOCAB, 8)
+        self.spec_limits = SpecLimits("m", VOCAB, 8, 8192)
         self.epoch = 1
         self.faults = NO_FAULTS
         self.tracing = None

@@ -39,7 +39,7 @@ class Core:
             role="decode", engine=EngineConfig(model=Path("/m"), max_batch_tokens=BUDGET)
         )
         self.worker_id = "d"
-        self.spec_limits = SpecLimits("m", VOCAB, 8)
+        self.spec_limits = SpecLimits("m", VOCAB, 8, 8192)
         self.faults = NO_FAULTS
         self.tracing = None
         self.identity = self.health = self.host = self

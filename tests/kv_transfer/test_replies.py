@@ -11,6 +11,7 @@ import pytest
 from cluster.errors import HandoffError, LayoutMismatchError, StaleEpochError, TransportError
 from cluster.protocol.wire_version import WIRE_VERSION
 from kv_transfer.layout.digest import stricter
+from kv_transfer.outbox import MAX_TOGETHER
 from kv_transfer.prefill_side import sender
 from kv_transfer.prefill_side.rank_connections import KnownWorkers
 from tests.harness.waiting import until as until_true
@@ -140,6 +141,18 @@ async def test_a_rank_that_does_not_exist_ends_that_hand_off_only(kind, field):
         stream.say(committed=handoff_pb2.Committed(transfer_id=well.transfer_id))
         await finishing
         assert len(decode.streams) == 1, "the link has ended"
+
+
+async def test_more_messages_than_travel_together_end_the_link():
+    async with scripted_decode() as decode, prefill_side(config("grpc")) as prefill:
+        handoff = await prefill.open(decode.ref, TOKENS)
+        (stream,) = decode.streams
+        beat = handoff_pb2.DecodeToPrefill(beat=common_pb2.Beat())
+        stream.say(beat=common_pb2.Beat(), more=[beat] * (MAX_TOGETHER + 1))
+        with pytest.raises(TransportError) as caught:
+            await prefill.finish(handoff, TOKENS)
+        assert caught.value.field == "more"
+        await handoff.abort("it made no sense")
 
 
 async def test_values_at_the_ends_of_their_ranges_are_no_harm():

@@ -12,7 +12,7 @@ from kv_transfer.decode_side.validate import check_transfer_id
 from wire import common_pb2
 from worker.validate import SpecLimits, check_spec
 
-LIMITS = SpecLimits("model", 100, 8)
+LIMITS = SpecLimits("model", 100, 8, 50)
 
 
 def spec(sampling: dict[str, Any] | None = None, **more: Any) -> common_pb2.GenerateSpec:
@@ -43,6 +43,9 @@ def test_valid_values_pass():
         ("prompt_tokens", {"prompt_tokens": b""}),
         ("prompt_tokens", {"prompt_tokens": b"12345"}),
         ("prompt_tokens", {"prompt_tokens": pack_tokens([1, 100])}),
+        ("prompt", {"prompt_tokens": pack_tokens([1] * 51)}),
+        ("prompt", {"output_tokens": pack_tokens([1] * 49)}),
+        ("model_id", {"model_id": "x" * 2000}),
         ("output_tokens", {"output_tokens": pack_tokens([2**32 - 1])}),
         ("output_tokens", {"output_tokens": pack_tokens([1]), "n": 2}),
         ("n", {"n": 9}),
@@ -73,6 +76,7 @@ def test_a_mistake_is_named(field, more):
         ("top_logprobs", 101),
         ("logit_bias", {100: 1.0}),
         ("stop_token_ids", [100]),
+        ("stop_token_ids", [1] * 101),
         ("logit_bias", {1: float("nan")}),
     ],
 )

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from baton.processes import sessions
 from baton.processes.force_exit import end_surely
 from baton.ray_pools.supervision.worker_sockets import WorkerFiles, owner_gone
+from cluster.process import grpc_log
 from cluster.protocol.times import WORKER_REPORT_SECONDS
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def main(path: Path) -> None:
     listening.bind(str(path))
     listening.listen()
     sessions.detach(listening.listen)  # again in the child: SO_PEERCRED names the process that called listen
+    grpc_log.silence()
     import uvloop
 
     from cluster.config import sources

@@ -112,9 +112,8 @@ class Generate:
     ) -> ParsedRequest:
         options = read_request(CompletionRequest, body, self._gateway.validator.limits)
         caller, envelope = caller_of(request), _envelope(request, options, len(options.prompt))
-        admit(
-            len(options.prompt) - 1
-        )  # before tokenising: a request without places costs nothing of the quota
+        # Before tokenising: a request that gets no place costs nothing of the quota.
+        admit(len(options.prompt) - 1)
         async with self._gateway.preparing(caller):
             encode = partial(self._gateway.encode, truncated=options.truncates, tenant=caller.tenant)
             prompts = [await encode(one) if isinstance(one, str) else one for one in options.prompt]
