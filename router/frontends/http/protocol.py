@@ -320,7 +320,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(408, DeadlineError(f"the request's {what} did not arrive within {seconds:g} s"))
 
     def _expect_reading(self) -> None:
-        if self._write_timer is None and self in self.connections:  # else it would outlive the connection
+        if self._write_timer is None:
             self._set_write_deadline()
             self._write_timer = self.loop.call_later(self.limits.write_seconds / 4, self._check_reading)
 
