@@ -66,7 +66,7 @@ class FaultInjector:
         order = orders.Order(name, fault.point, fault.row.act, fault.at, fault.hold_seconds)
         # Now: one that is killed there may have a successor when we notice it.
         before = self._target.state()["router"]
-        (self._orders / "struck.jsonl").unlink(missing_ok=True)
+        (self._orders / "injected.jsonl").unlink(missing_ok=True)
         give_orders(self._orders, [order])
         try:
             done = await self._carried_out(name, deadline)

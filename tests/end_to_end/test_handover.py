@@ -317,12 +317,12 @@ def test_a_prefill_worker_killed_before_the_commit_costs_a_pause_and_no_token(ch
             give_orders(running.orders, [Order(point.value, point.value, "kill")])
             with Client(running.cluster.grpc) as client:
                 answer = client.generate(prompt, max_tokens=NEW, temperature=0, ignore_eos=True)
-            (struck,) = [one for one in read_injected(running.orders) if one.point == point.value]
+            (injected,) = [one for one in read_injected(running.orders) if one.point == point.value]
             assert_reference(model, prompt, answer.token_ids)
             # The decode worker may report the death before the router sees it: that costs an attempt at a dead worker.
             assert answer.timings.attempts in (2, 3), "the first attempt had committed, or nothing was killed"
-            assert answer.timings.prefill_worker != struck.process
-            killed.add(struck.process)
+            assert answer.timings.prefill_worker != injected.process
+            killed.add(injected.process)
             prompt = prompt_ids(300, seed=11)
         assert_all_free(running.cluster)
 

@@ -114,7 +114,7 @@ def test_after_a_decode_workers_death_only_what_is_new_is_prefilled(running: Und
     give_orders(running.orders, [order])
     with Client(cluster.grpc) as client, nobody_restarts(cluster):
         answer = client.generate(prompt, max_tokens=new, **OPTIONS)
-        assert [struck.id for struck in read_injected(running.orders)] == [order.id]
+        assert [injected.id for injected in read_injected(running.orders)] == [order.id]
         assert_reference(running.model, prompt, answer.token_ids)
         assert answer.timings is not None
         assert answer.timings.attempts == 2
